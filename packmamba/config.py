@@ -1,0 +1,236 @@
+"""Configuration: one dataclass per section, YAML files and ``key=value`` overrides, unknown keys are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+MODEL_DIRECTORY = Path("configs/model")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message is one sentence for the user."""
+
+
+@dataclass
+class DataConfig:
+    source: str = "stdlib"
+    """Where documents come from: stdlib, text, jsonl or synthetic."""
+    path: Optional[str] = None
+    """A folder of text files (text), or a JSON-lines file or folder of them (jsonl)."""
+    text_key: str = "text"
+    """The field of a JSON line that holds the document (jsonl)."""
+    bad_lines: str = "error"
+    """What a JSON line that cannot be read does: error, or skip (counted and reported)."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a `tokenizers` JSON file."""
+    begin_token: Optional[str] = "<s>"
+    """Token put before every document; null for none. A tokenizer file must know it; bytes give it a new id."""
+    end_token: Optional[str] = "</s>"
+    """Token put after every document; null for none."""
+    validation_fraction: float = 0.05
+    """Share of source files (synthetic, jsonl: of documents) held out for validation."""
+    distribution: str = "documents-2k"
+    """Length distribution of synthetic documents: documents-2k, short or heavy."""
+    num_documents: int = 10000
+    """How many synthetic documents."""
+    vocab_size: int = 256
+    """Vocabulary of synthetic documents, before begin and end tokens."""
+    corpus_seed: int = 0
+    """Seed of synthetic documents and of the validation split."""
+    cache_dir: str = "runs/corpora"
+    """Where tokenised corpora are kept."""
+
+    mode: str = "matched"
+    """matched: the documents of a step are drawn first, then arranged; stream: the strategy fills rows as documents come."""
+    strategy: str = "greedy"
+    """How documents become rows: single, padded, in_order, greedy, first_fit, best_fit, histogram or split."""
+    row_length: Optional[int] = 1024
+    """Slots of a row. With strategy padded, null pads to the longest document of each batch."""
+    overlong: str = "error"
+    """What a document longer than a row does: error, truncate, or pieces (each restarts from zero). split cuts anyway."""
+    buffer: int = 4096
+    """Documents that greedy sorts at a time."""
+    streams: int = 1
+    """Parallel streams of split: row b of the next batch continues row b of this one."""
+    tokens_per_step: int = 4096
+    """What one optimizer step consumes on all ranks: real tokens (matched) or slots (stream)."""
+    slots_per_batch: int = 4096
+    """Most slots of one forward pass; a step that needs more accumulates gradients."""
+    validation_documents: Optional[int] = None
+    """Evaluate on this many validation documents; null for all."""
+    num_workers: int = 0
+    """Processes that prepare batches; 0 prepares them in the training process."""
+
+
+@dataclass
+class ModelConfig:
+    vocab_size: Optional[int] = None
+    """Rows of the embedding; null takes the corpus's vocabulary."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    n_layer: int = 2
+    """Number of Mamba blocks."""
+    d_state: int = 16
+    """States per channel of the scan."""
+    d_conv: int = 4
+    """Width of the causal convolution, 2 to 4."""
+    expand: int = 2
+    """d_inner = expand * d_model."""
+    dt_rank: Any = "auto"
+    """Rank of the projection to delta; auto is ceil(d_model / 16)."""
+    tie_embeddings: bool = True
+    """The head shares the embedding's weight."""
+    learned_initial_state: bool = False
+    """Each layer learns the scan state that documents start from, instead of zero."""
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 2e-3
+    """Peak learning rate of AdamW."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's decay rates."""
+    weight_decay: float = 0.1
+    """Decay of matrices; biases, norms, A_log, D and initial states have none."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    final_lr_fraction: float = 0.1
+    """The cosine ends at this share of the peak."""
+    grad_clip: Optional[float] = 1.0
+    """Largest gradient norm; null for no clipping."""
+
+
+@dataclass
+class TrainerConfig:
+    boundary: str = "reset"
+    """What crosses a document boundary: reset (nothing), leak, leak_conv, leak_scan, or carry (reset, and a document cut by
+    a row's end goes on from its state in the next batch)."""
+    max_steps: int = 200
+    """Optimizer steps."""
+    validate_every: int = 50
+    """Steps between evaluations; the last step is always evaluated."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints."""
+    log_every: int = 10
+    """Steps between logged points."""
+    precision: str = "32-true"
+    """Lightning's precision."""
+    accelerator: str = "auto"
+    """Lightning's accelerator."""
+    devices: int = 1
+    """Devices of each machine."""
+    num_nodes: int = 1
+    """Machines."""
+    strategy: str = "auto"
+    """Lightning's strategy: auto, ddp or fsdp."""
+    threads: Optional[int] = None
+    """CPU threads; null for PyTorch's choice."""
+
+
+@dataclass
+class OpsConfig:
+    backend: str = "auto"
+    """Operators' backend: auto, reference, cpu, cuda or mamba_ssm."""
+
+
+@dataclass
+class Config:
+    name: str = "train"
+    """Names the run's folder and its arm in tables."""
+    experiment: Optional[str] = None
+    """Records go to experiments/<experiment>/records; null keeps them in the run's folder."""
+    seed: int = 0
+    """Seed of initial weights and of the order of documents."""
+    runs_dir: str = "runs"
+    """Where runs keep checkpoints, logs and records."""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
+
+
+def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:
+    """Defaults, then the YAML file, then ``key=value`` overrides, checked against the dataclasses.
+
+    ``model`` may be the name of a file in configs/model (``model=130m``). Raises ConfigError naming the key.
+    """
+    config = OmegaConf.structured(Config)
+    if path is not None:
+        config = _merge(config, read_yaml(path), str(path))
+    for override in overrides or []:
+        config = _merge(config, parse_override(override), f"'{override}'")
+    resolved = OmegaConf.to_object(config)
+    assert isinstance(resolved, Config)
+    return resolved
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The resolved configuration as plain values, for records and hashes."""
+    return dataclasses.asdict(config)
+
+
+def read_yaml(path: str | Path) -> DictConfig:
+    """One YAML file as a mapping; ConfigError if it is missing or not YAML."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist")
+    try:
+        loaded = OmegaConf.load(path)
+    except Exception as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if isinstance(loaded, ListConfig):
+        raise ConfigError(f"config file {path} must hold keys and values, not a list")
+    assert isinstance(loaded, DictConfig)
+    return loaded
+
+
+def parse_override(override: str) -> DictConfig:
+    """``a.b=value`` as a nested mapping; the value is read as YAML."""
+    key, equals, _ = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"expected key=value, got '{override}'")
+    try:
+        return OmegaConf.from_dotlist([override])
+    except Exception as error:
+        raise ConfigError(f"cannot read '{override}': {' '.join(str(error).split())}") from None
+
+
+def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
+    if isinstance(update.get("model"), str):
+        name = update.model
+        path = MODEL_DIRECTORY / f"{name}.yaml"
+        if not path.is_file():
+            known = sorted(p.stem for p in MODEL_DIRECTORY.glob("*.yaml"))
+            raise ConfigError(f"model '{name}' in {origin} is unknown; known sizes: {', '.join(known)}")
+        update = OmegaConf.merge(update, {"model": read_yaml(path)})  # type: ignore[assignment]
+    _check_keys(update, config, origin, "")
+    try:
+        merged = OmegaConf.merge(config, update)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        raise ConfigError(f"{key} in {origin}: {str(error).splitlines()[0]}") from None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str) -> None:
+    for key in update:
+        name = f"{prefix}{key}"
+        if key not in known:
+            close = difflib.get_close_matches(str(key), [str(k) for k in known], n=1)
+            hint = f"; did you mean '{prefix}{close[0]}'?" if close else f"; known: {', '.join(map(str, known))}"
+            raise ConfigError(f"unknown key '{name}' in {origin}{hint}")
+        section = known.get(key)
+        if isinstance(section, DictConfig):
+            value = update.get(key)
+            if not isinstance(value, DictConfig):
+                raise ConfigError(f"'{name}' in {origin} is a section of keys, got '{value}'")
+            _check_keys(value, section, origin, f"{name}.")
