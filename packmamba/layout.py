@@ -1,0 +1,357 @@
+"""Where documents start and end in the rows of a batch: the one description that every operator of every layer shares.
+
+Shape letters: B rows, L slots of a row, S documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+_INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_MAX_SLOTS = 2**31 - 1
+
+
+class SequenceLayout:
+    """Documents in the B * L slots of a batch; padding is only ever a row's tail.
+
+    Documents are counted in row order, then position order. Each has at least one token here; a row may have none.
+    Build one with a ``from_*`` constructor: they check everything once, on the host, so that operators need not.
+
+    Attributes:
+        shape: (B, L).
+        starts, ends: (S,) int32, where each document lies in the flattened B * L slots.
+        offsets: (S,) int32, the place in its document of its first token here; above 0 for a continuation.
+        num_tokens: slots that hold a token.
+    """
+
+    def __init__(self, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor, num_tokens: int) -> None:
+        """Trusts its arguments: int32 tensors of one device that describe documents as the class says."""
+        self.shape = shape
+        self.starts = starts
+        self.ends = ends
+        self.offsets = offsets
+        self.num_tokens = num_tokens
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Sequence[Sequence[int]],
+        row_length: int,
+        offsets: Sequence[Sequence[int]] | None = None,
+    ) -> SequenceLayout:
+        """Rows of document lengths, in order from the left; what they leave of a row is padding.
+
+        Args:
+            lengths: for each row the lengths of its documents, each at least 1; an empty row is all padding.
+            row_length: L.
+            offsets: for each length the place in its document of the first token here; zeros if None.
+
+        Raises:
+            TypeError, ValueError: naming the row and document.
+        """
+        row_length = _integer(row_length, "row_length", minimum=1)
+        rows = [_integers(row, f"lengths[{b}]", minimum=1) for b, row in enumerate(_rows(lengths, "lengths"))]
+        if not rows:
+            raise ValueError("lengths: expected at least one row, got none")
+        _check_slots(len(rows), row_length)
+        for b, row in enumerate(rows):
+            if sum(row) > row_length:
+                raise ValueError(
+                    f"lengths[{b}]: documents of {sum(row)} tokens do not fit a row of row_length={row_length}"
+                )
+        if offsets is None:
+            places = [[0] * len(row) for row in rows]
+        else:
+            places = [_integers(row, f"offsets[{b}]", minimum=0) for b, row in enumerate(_rows(offsets, "offsets"))]
+            if [len(row) for row in places] != [len(row) for row in rows]:
+                raise ValueError(
+                    "offsets: expected one for each length, row by row "
+                    f"({[len(row) for row in rows]}), got {[len(row) for row in places]}"
+                )
+        counts = torch.tensor([len(row) for row in rows])
+        flat = torch.tensor([n for row in rows for n in row], dtype=torch.int64)
+        # A document's start in its row is the sum of the lengths before it there.
+        before = flat.cumsum(0) - flat
+        row_of = torch.repeat_interleave(torch.arange(len(rows)), counts)
+        tokens_before_row = torch.tensor([0] + [sum(row) for row in rows[:-1]]).cumsum(0)
+        starts = before - tokens_before_row[row_of] + row_of * row_length
+        flat_offsets = torch.tensor([n for row in places for n in row], dtype=torch.int64)
+        return cls._checked((len(rows), row_length), starts, starts + flat, flat_offsets)
+
+    @classmethod
+    def from_rows(cls, num_rows: int, row_length: int, device: torch.device | str | None = None) -> SequenceLayout:
+        """Each row is one document: what operators take for ``layout=None``."""
+        num_rows = _integer(num_rows, "num_rows", minimum=1)
+        row_length = _integer(row_length, "row_length", minimum=1)
+        _check_slots(num_rows, row_length)
+        starts = torch.arange(num_rows, dtype=torch.int32, device=device) * row_length
+        return cls((num_rows, row_length), starts, starts + row_length, torch.zeros_like(starts), num_rows * row_length)
+
+    @classmethod
+    def from_position_indices(cls, position_indices: Tensor) -> SequenceLayout:
+        """From each token's place in its document.
+
+        Args:
+            position_indices: (B, L) integer; 0 starts a document, then +1 each; -1 is padding, at a row's tail. A row's first
+                document may begin above 0 (a continuation).
+
+        Raises:
+            TypeError, ValueError: naming the first row and position that are wrong.
+        """
+        pos = _index_matrix(position_indices, "position_indices")
+        previous = torch.cat([torch.full_like(pos[:, :1], -1), pos[:, :-1]], dim=1)
+        first = torch.zeros_like(pos, dtype=torch.bool)
+        first[:, 0] = True
+        starts_here = (pos == 0) | (first & (pos > 0))
+        _check_padding(pos, "position_indices")
+        _check_all(
+            (pos == -1) | starts_here | (pos == previous + 1),
+            "position_indices",
+            "expected 0 (a document starts) or one more than the position before; only a row's first may begin above 0",
+            pos,
+        )
+        return cls._from_starts(pos, starts_here)
+
+    @classmethod
+    def from_seq_idx(cls, seq_idx: Tensor) -> SequenceLayout:
+        """From each token's document id, as causal-conv1d and Mamba-2 take it. All documents start at offset 0.
+
+        Args:
+            seq_idx: (B, L) integer; equal neighbours are one document; -1 is padding, at a row's tail. An id never returns
+                in a row.
+
+        Raises:
+            TypeError, ValueError: naming the first row and position that are wrong.
+        """
+        idx = _index_matrix(seq_idx, "seq_idx")
+        _check_padding(idx, "seq_idx")
+        starts_here = idx >= 0
+        starts_here[:, 1:] &= idx[:, 1:] != idx[:, :-1]
+        for b in range(idx.shape[0]):
+            ids = idx[b][starts_here[b]]
+            if ids.unique().numel() != ids.numel():
+                values, counts = ids.unique(return_counts=True)
+                again = int(values[counts > 1][0])
+                raise ValueError(f"seq_idx[{b}]: expected each id in one place, got id {again} again after another")
+        return cls._from_starts(idx, starts_here, offsets_from_values=False)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int, row_length: int) -> SequenceLayout:
+        """From cumulative lengths over all rows, as flash-attention takes them. All documents start at offset 0.
+
+        Args:
+            cu_seqlens: (S + 1,) integer, strictly increasing from 0 to rows * row_length; holds every row's start, since no
+                document crosses rows and nothing is padding.
+            rows: B.
+            row_length: L.
+
+        Raises:
+            TypeError, ValueError: naming what is wrong.
+        """
+        rows = _integer(rows, "rows", minimum=1)
+        row_length = _integer(row_length, "row_length", minimum=1)
+        _check_slots(rows, row_length)
+        cu = _integer_tensor(cu_seqlens, "cu_seqlens")
+        if cu.dim() != 1 or cu.numel() < 2:
+            raise ValueError(f"cu_seqlens: expected shape (S + 1,) with S at least 1, got {tuple(cu.shape)}")
+        slots = rows * row_length
+        if cu[0] != 0 or cu[-1] != slots:
+            raise ValueError(
+                f"cu_seqlens: expected to run from 0 to rows * row_length = {slots} (it knows no padding), "
+                f"got {int(cu[0])} to {int(cu[-1])}"
+            )
+        steps = cu.diff()
+        if (steps <= 0).any():
+            s = int((steps <= 0).nonzero()[0])
+            raise ValueError(f"cu_seqlens: expected to increase strictly, got {int(cu[s])} then {int(cu[s + 1])}")
+        missing = ~torch.isin(torch.arange(rows) * row_length, cu)
+        if missing.any():
+            b = int(missing.nonzero()[0])
+            raise ValueError(f"cu_seqlens: row {b} starts at slot {b * row_length}, inside a document; rows cut documents")
+        return cls._checked((rows, row_length), cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
+
+    @classmethod
+    def _from_starts(cls, values: Tensor, starts_here: Tensor, offsets_from_values: bool = True) -> SequenceLayout:
+        rows, row_length = values.shape
+        _check_slots(rows, row_length)
+        starts = starts_here.flatten().nonzero().flatten()
+        row_of = starts // row_length
+        row_ends = (values >= 0).sum(1) + torch.arange(rows) * row_length
+        ends = row_ends[row_of]
+        same_row = row_of[1:] == row_of[:-1]
+        ends[:-1] = torch.where(same_row, starts[1:], ends[:-1])
+        offsets = values.flatten()[starts] if offsets_from_values else torch.zeros_like(starts)
+        return cls._checked((rows, row_length), starts, ends, offsets)
+
+    @classmethod
+    def _checked(cls, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor) -> SequenceLayout:
+        if offsets.numel() and int((offsets + (ends - starts)).max()) > _MAX_SLOTS:
+            raise ValueError(f"offsets: positions must stay below 2**31, got {int(offsets.max())}")
+        num_tokens = int((ends - starts).sum())
+        return cls(shape, starts.to(torch.int32), ends.to(torch.int32), offsets.to(torch.int32), num_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        return self.starts.device
+
+    @property
+    def num_documents(self) -> int:
+        """S."""
+        return self.starts.numel()
+
+    @property
+    def num_slots(self) -> int:
+        """B * L."""
+        return self.shape[0] * self.shape[1]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(S,) int32, tokens of each document here."""
+        return self.ends - self.starts
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(S,) int32, the row of each document."""
+        return self.starts // self.shape[1]
+
+    @property
+    def continues(self) -> Tensor:
+        """(S,) bool, whether a document began before this batch (or, as a piece, before its first token here)."""
+        return self.offsets > 0
+
+    @cached_property
+    def documents(self) -> Tensor:
+        """(B, L) int32, the document of each slot, counted over the whole batch; padding -1."""
+        slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
+        owner = torch.searchsorted(self.starts, slot, right=True, out_int32=True) - 1
+        if self.num_documents == 0:
+            return owner.view(self.shape)
+        inside = (owner >= 0) & (slot < self.ends[owner.clamp(min=0)])
+        return torch.where(inside, owner, -1).view(self.shape)
+
+    @cached_property
+    def seq_idx(self) -> Tensor:
+        """(B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
+        if self.num_documents == 0:
+            return self.documents
+        first_slots = torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
+        first_document = torch.searchsorted(self.starts, first_slots, out_int32=True)
+        return torch.where(self.documents >= 0, self.documents - first_document[:, None], -1)
+
+    @cached_property
+    def position_indices(self) -> Tensor:
+        """(B, L) int32, the place of each slot in its document, continuations included; padding -1."""
+        if self.num_documents == 0:
+            return self.documents
+        slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device).view(self.shape)
+        first_position = (self.offsets - self.starts)[self.documents.clamp(min=0)]
+        return torch.where(self.documents >= 0, slot + first_position, -1)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """(S + 1,) int32. Raises ValueError if any row is padded: cumulative lengths cannot say so."""
+        if self.num_tokens != self.num_slots:
+            raise ValueError(
+                f"cu_seqlens: expected rows without padding, got {self.num_slots - self.num_tokens} padded slots "
+                f"in shape {self.shape}"
+            )
+        return torch.cat([self.starts, self.ends[-1:]])
+
+    def flow(self) -> SequenceLayout:
+        """Each non-empty row's documents merged into one, with the offset of the first: what leaks from each to the next."""
+        if self.num_documents == 0:
+            return self
+        new_row = torch.ones_like(self.starts, dtype=torch.bool)
+        new_row[1:] = self.rows[1:] != self.rows[:-1]
+        last_of_row = new_row.roll(-1)
+        return SequenceLayout(
+            self.shape, self.starts[new_row], self.ends[last_of_row], self.offsets[new_row], self.num_tokens
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
+        """The same layout on another device."""
+        starts, ends, offsets = (t.to(device, non_blocking=non_blocking) for t in (self.starts, self.ends, self.offsets))
+        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens)
+
+    def pin_memory(self) -> SequenceLayout:
+        """The same layout in page-locked memory, for asynchronous copies to a GPU."""
+        starts, ends, offsets = (t.pin_memory() for t in (self.starts, self.ends, self.offsets))
+        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SequenceLayout):
+            return NotImplemented
+        return self.shape == other.shape and all(
+            torch.equal(getattr(self, name), getattr(other, name)) for name in ("starts", "ends", "offsets")
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceLayout(shape={self.shape}, num_documents={self.num_documents}, num_tokens={self.num_tokens}, "
+            f"device='{self.device}')"
+        )
+
+
+def _rows(rows: Sequence[Sequence[int]], name: str) -> list[Sequence[int]]:
+    if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
+        raise TypeError(f"{name}: expected a sequence of rows, each a sequence of integers, got {type(rows).__name__}")
+    return list(rows)
+
+
+def _integers(row: Sequence[int], name: str, minimum: int) -> list[int]:
+    if isinstance(row, (str, bytes)) or not hasattr(row, "__iter__"):
+        raise TypeError(f"{name}: expected a sequence of integers, got {type(row).__name__}")
+    values = row.tolist() if isinstance(row, Tensor) else row
+    return [_integer(value, f"{name}[{s}]", minimum) for s, value in enumerate(values)]
+
+
+def _integer(value: int, name: str, minimum: int) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = value.__index__()
+    except (TypeError, AttributeError):
+        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+    if number < minimum:
+        raise ValueError(f"{name}: expected at least {minimum}, got {number}")
+    return number
+
+
+def _integer_tensor(tensor: Tensor, name: str) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected an integer tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in _INT_DTYPES:
+        raise TypeError(f"{name}: expected an integer tensor, got dtype {tensor.dtype}")
+    return tensor.to("cpu", torch.int64)
+
+
+def _index_matrix(tensor: Tensor, name: str) -> Tensor:
+    matrix = _integer_tensor(tensor, name)
+    if matrix.dim() != 2 or 0 in matrix.shape:
+        raise ValueError(f"{name}: expected shape (B, L) with at least one slot, got {tuple(matrix.shape)}")
+    return matrix
+
+
+def _check_slots(rows: int, row_length: int) -> None:
+    if rows * row_length > _MAX_SLOTS:
+        raise ValueError(f"row_length: {rows} rows of {row_length} slots exceed 2**31 - 1 slots, which int32 cannot count")
+
+
+def _check_padding(values: Tensor, name: str) -> None:
+    _check_all(values >= -1, name, "expected -1 (padding) or at least 0", values)
+    padding = values == -1
+    returns = torch.zeros_like(padding)
+    returns[:, 1:] = padding[:, :-1] & ~padding[:, 1:]
+    _check_all(~returns, name, "expected padding (-1) only at a row's tail", values)
+
+
+def _check_all(right: Tensor, name: str, expected: str, values: Tensor) -> None:
+    if not right.all():
+        b, t = (int(i) for i in (~right).nonzero()[0])
+        raise ValueError(f"{name}[{b}, {t}]: {expected}, got {int(values[b, t])}")

@@ -1,0 +1,35 @@
+"""Which implementation runs: chosen by name, or by the device of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+
+BACKENDS = ("auto", "reference", "cpu", "cuda", "mamba_ssm")
+
+Implementation = TypeVar("Implementation", bound=Callable)
+
+
+def choose(backend: str | None, device: torch.device, implementations: Mapping[str, Implementation]) -> Implementation:
+    """The operator's implementation for ``backend`` on ``device``.
+
+    ``auto`` (and None) takes the compiled kernels of the device. A CPU without them runs the reference, which is as exact; a
+    GPU never falls back.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not run here.
+    """
+    if backend is None:
+        backend = "auto"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "auto":
+        backend = device.type if device.type in implementations or device.type != "cpu" else "reference"
+    if backend in ("cpu", "cuda") and backend != device.type:
+        raise ValueError(f"backend: '{backend}' needs tensors on a {backend} device, got {device}")
+    if backend not in implementations:
+        available = ", ".join(sorted(implementations))
+        raise ValueError(f"backend: no compiled '{backend}' kernels in this version for {device}; available: {available}")
+    return implementations[backend]

@@ -1,0 +1,238 @@
+"""Two plain implementations of the packed operators.
+
+The loops are the specification: every token of every document in turn. The vectorised path computes the same with a Python loop
+that is as long as a chunk: all chunks of all documents step together. Autograd differentiates both. Sums and states are float32,
+or float64 for float64 activations.
+
+Shapes: B rows, L slots, S documents, T real tokens, K chunks, D channels, N states, W taps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packmamba.layout import SequenceLayout
+from packmamba.ops.checks import accumulation_dtype
+
+CHUNK_LENGTH = 64
+
+
+def conv1d_pack_loops(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: SequenceLayout,
+    activation: str | None,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution, token by token; arguments as ``ops.conv1d_pack``."""
+    dtype = accumulation_dtype(x.dtype)
+    width = weight.shape[1]
+    slots = x.flatten(0, 1)
+    y = [torch.zeros_like(slots[0], dtype=dtype)] * layout.num_slots
+    finals = []
+    for s, (start, end) in enumerate(zip(layout.starts.tolist(), layout.ends.tolist())):
+        if initial_state is None:
+            window = [torch.zeros_like(slots[0], dtype=dtype)] * (width - 1)
+        else:
+            window = list(initial_state[s].to(dtype).unbind(-1))
+        for t in range(start, end):
+            window.append(slots[t].to(dtype))
+            total = sum(weight[:, k].to(dtype) * window[-width + k] for k in range(width))
+            assert isinstance(total, Tensor)
+            y[t] = total if bias is None else total + bias.to(dtype)
+            if activation == "silu":
+                y[t] = F.silu(y[t])
+        finals.append(torch.stack(window[1 - width :], dim=-1))
+    final_state = None
+    if return_final_state:
+        state_dtype = x.dtype if initial_state is None else initial_state.dtype
+        empty = slots.new_zeros(0, x.shape[2], width - 1, dtype=state_dtype)
+        final_state = torch.stack(finals).to(state_dtype) if finals else empty
+    return torch.stack(y).view(x.shape).to(x.dtype), final_state
+
+
+def ssm_pack_loops(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    layout: SequenceLayout,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The selective scan, token by token; arguments as ``ops.ssm_pack``."""
+    dtype = accumulation_dtype(u.dtype)
+    u_slots, delta_slots, B_slots, C_slots = (tensor.flatten(0, 1) for tensor in (u, delta, B, C))
+    y = [torch.zeros_like(u_slots[0], dtype=dtype)] * layout.num_slots
+    finals = []
+    for s, (start, end) in enumerate(zip(layout.starts.tolist(), layout.ends.tolist())):
+        h = torch.zeros_like(A) if initial_state is None else initial_state[s]
+        for t in range(start, end):
+            x_t, B_t, C_t = u_slots[t].to(dtype), B_slots[t].to(dtype), C_slots[t].to(dtype)
+            step = _step_size(delta_slots[t].to(dtype), delta_bias, delta_softplus)
+            h = torch.exp(step[:, None] * A) * h + (step * x_t)[:, None] * B_t
+            y[t] = (h * C_t).sum(-1)
+            if D is not None:
+                y[t] = y[t] + D * x_t
+            if z is not None:
+                y[t] = y[t] * F.silu(z.flatten(0, 1)[t].to(dtype))
+        finals.append(h)
+    final_state = None
+    if return_final_state:
+        final_state = torch.stack(finals) if finals else A.new_zeros(0, *A.shape)
+    return torch.stack(y).view(u.shape).to(u.dtype), final_state
+
+
+def conv1d_pack_vectorised(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: SequenceLayout,
+    activation: str | None,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution, all tokens at once, tap by tap; arguments as ``ops.conv1d_pack``."""
+    dtype = accumulation_dtype(x.dtype)
+    width = weight.shape[1]
+    slots = x.flatten(0, 1).to(dtype)
+    taps = weight.to(dtype)
+    before = None if initial_state is None else initial_state.to(dtype)
+    token = (layout.documents.flatten() >= 0).nonzero().flatten()
+    document = layout.documents.flatten()[token].long()
+    place = token - layout.starts[document]
+    y = slots.index_select(0, token) * taps[:, -1]
+    for lag in range(1, width):
+        inside = place >= lag
+        # An earlier token of the same document, never another's: its slot is not even read.
+        source = torch.where(inside, token - lag, token - place)
+        tap = torch.where(inside[:, None], slots.index_select(0, source), 0)
+        if before is not None:
+            early = (~inside).nonzero().flatten()
+            tap = tap.index_copy(0, early, before[document[early], :, width - 1 + place[early] - lag])
+        y = y + tap * taps[:, -1 - lag]
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if activation == "silu":
+        y = F.silu(y)
+    output = torch.zeros_like(slots).index_copy(0, token, y).view(x.shape).to(x.dtype)
+    if not return_final_state:
+        return output, None
+    place = layout.lengths[:, None].long() + torch.arange(1 - width, 0, device=x.device)
+    last = slots[layout.starts[:, None] + place.clamp(min=0)]
+    last = torch.where((place >= 0)[..., None], last, 0).transpose(1, 2)
+    if before is not None:
+        kept = (place + width - 1).clamp(max=width - 2)
+        kept = before.gather(2, kept[:, None].expand(-1, x.shape[2], -1))
+        last = torch.where((place >= 0)[:, None], last, kept)
+    return output, last.to(x.dtype if initial_state is None else initial_state.dtype).contiguous()
+
+
+def ssm_pack_vectorised(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    layout: SequenceLayout,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The selective scan, all chunks of all documents stepping together; arguments as ``ops.ssm_pack``.
+
+    Chunks that have a successor are scanned from zero for their end states; a short loop over the chunks of each document turns
+    these into start states; then every chunk is scanned from its own.
+    """
+    dtype = accumulation_dtype(u.dtype)
+    if layout.num_documents == 0:
+        return torch.zeros_like(u), A.new_zeros(0, *A.shape) if return_final_state else None
+
+    per_document = (layout.lengths + CHUNK_LENGTH - 1).long() // CHUNK_LENGTH
+    document = torch.repeat_interleave(per_document)
+    first_chunk = per_document.cumsum(0) - per_document
+    index = torch.arange(document.numel(), device=u.device) - first_chunk[document]
+    chunk_start = layout.starts[document] + index * CHUNK_LENGTH
+    steps = torch.arange(min(CHUNK_LENGTH, int(layout.lengths.max())), device=u.device)
+    slot = chunk_start + steps[:, None]
+    inside = (slot < layout.ends[document])[..., None]
+    # Past a document's end its own last token stands in, with a step of size zero, which leaves the state as it is.
+    slot = torch.minimum(slot, layout.ends[document] - 1)
+
+    def by_step(tensor: Tensor) -> Tensor:
+        return tensor.flatten(0, 1).index_select(0, slot.flatten()).view(*slot.shape, -1).to(dtype)
+
+    x, B_steps, C_steps = by_step(u), by_step(B), by_step(C)
+    size = torch.where(inside, _step_size(by_step(delta), delta_bias, delta_softplus), 0)
+    drive = torch.where(inside, size * x, 0)
+
+    starts = None if initial_state is None else initial_state[document]
+    if document.numel() > layout.num_documents:
+        continued = (index + 1 < per_document[document]).nonzero().flatten()
+        _, ends = _scan_steps(size[:, continued], drive[:, continued], B_steps[:, continued], None, A, None)
+        decays = torch.exp(size[:, continued].sum(0)[..., None] * A)
+        first = A.new_zeros(layout.num_documents, *A.shape) if initial_state is None else initial_state
+        starts = _start_states(first, ends, decays, per_document)
+    y, ends = _scan_steps(size, drive, B_steps, C_steps, A, starts)
+    assert y is not None
+    if D is not None:
+        y = y + D * x
+    if z is not None:
+        y = y * F.silu(by_step(z))
+    inside = inside.flatten()
+    output = torch.zeros_like(u.flatten(0, 1), dtype=dtype)
+    output = output.index_copy(0, slot.flatten()[inside], y.flatten(0, 1)[inside])
+    final_state = ends[first_chunk + per_document - 1] if return_final_state else None
+    return output.view(u.shape).to(u.dtype), final_state
+
+
+def _step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) -> Tensor:
+    if delta_bias is not None:
+        delta = delta + delta_bias
+    return F.softplus(delta) if delta_softplus else delta
+
+
+def _scan_steps(
+    size: Tensor, drive: Tensor, B: Tensor, C: Tensor | None, A: Tensor, h: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Steps all chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), last h."""
+    y = []
+    for t in range(size.shape[0]):
+        driven = drive[t, :, :, None] * B[t, :, None, :]
+        h = driven if h is None else torch.addcmul(driven, torch.exp(size[t, :, :, None] * A), h)
+        if C is not None:
+            y.append(torch.matmul(h, C[t, :, :, None]).squeeze(-1))
+    assert h is not None
+    return (torch.stack(y) if y else None), h
+
+
+def _start_states(first: Tensor, ends: Tensor, decays: Tensor, per_document: Tensor) -> Tensor:
+    """The state each chunk starts from.
+
+    first: (S, D, N), start states of documents; ends, decays: (K - S, D, N), of the chunks that have a successor, in document
+    order: their end states from zero, and what they leave of their start state; per_document: (S,) chunks. Returns (K, D, N).
+    """
+    first_continued = (per_document - 1).cumsum(0) - (per_document - 1)
+    documents = torch.arange(per_document.numel(), device=first.device)
+    levels = [first]
+    for level in range(int(per_document.max()) - 1):
+        longer = per_document[documents] > level + 1
+        documents = documents[longer]
+        chunk = first_continued[documents] + level
+        levels.append(decays[chunk] * levels[-1][longer] + ends[chunk])
+    # Levels hold first chunks, then second ones, ...; put them in document order.
+    document = torch.repeat_interleave(per_document)
+    index = torch.arange(document.numel(), device=first.device) - (per_document.cumsum(0) - per_document)[document]
+    return torch.cat(levels)[torch.argsort(torch.argsort(index, stable=True))]

@@ -1,0 +1,10 @@
+import os
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
+settings.load_profile("default")
+torch.set_num_threads(1)

@@ -1,0 +1,137 @@
+import pickle
+
+import pytest
+import torch
+from arrangements import layouts, rows_of_lengths
+from hypothesis import given
+
+from packmamba import SequenceLayout
+
+
+@given(rows_of_lengths())
+def test_every_view_says_what_the_lengths_say(drawn):
+    lengths, offsets, row_length = drawn
+    layout = SequenceLayout.from_lengths(lengths, row_length=row_length, offsets=offsets)
+    seq_idx = torch.full((len(lengths), row_length), -1)
+    position_indices = seq_idx.clone()
+    starts, ends = [], []
+    for b, row in enumerate(lengths):
+        t = 0
+        for s, n in enumerate(row):
+            seq_idx[b, t : t + n] = s
+            position_indices[b, t : t + n] = torch.arange(n) + offsets[b][s]
+            starts.append(b * row_length + t)
+            ends.append(b * row_length + t + n)
+            t += n
+    assert layout.shape == (len(lengths), row_length)
+    assert layout.num_documents == len(starts)
+    assert layout.num_tokens == sum(map(sum, lengths))
+    assert layout.starts.tolist() == starts and layout.ends.tolist() == ends
+    assert layout.lengths.tolist() == [n for row in lengths for n in row]
+    assert layout.offsets.tolist() == [n for row in offsets for n in row]
+    assert layout.continues.tolist() == [n > 0 for row in offsets for n in row]
+    assert torch.equal(layout.seq_idx.long(), seq_idx)
+    assert torch.equal(layout.position_indices.long(), position_indices)
+    int32 = (layout.starts, layout.ends, layout.lengths, layout.offsets, layout.seq_idx, layout.position_indices)
+    assert {tensor.dtype for tensor in int32} == {torch.int32} and layout.continues.dtype == torch.bool
+    documents = layout.documents.flatten().tolist()
+    for s, (start, end) in enumerate(zip(starts, ends)):
+        assert documents[start:end] == [s] * (end - start)
+    assert documents.count(-1) == layout.shape[0] * layout.shape[1] - layout.num_tokens
+
+
+@given(layouts())
+def test_round_trips_that_lose_nothing(layout):
+    assert SequenceLayout.from_position_indices(layout.position_indices) == layout
+    assert SequenceLayout.from_position_indices(layout.position_indices.long()) == layout
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert layout.to("cpu") == layout
+
+
+@given(layouts())
+def test_round_trips_that_lose_the_offsets(layout):
+    again = SequenceLayout.from_seq_idx(layout.seq_idx)
+    assert torch.equal(again.starts, layout.starts) and torch.equal(again.ends, layout.ends)
+    assert not again.continues.any()
+    if layout.num_tokens == layout.num_slots:
+        assert SequenceLayout.from_cu_seqlens(layout.cu_seqlens, *layout.shape) == again
+    else:
+        with pytest.raises(ValueError, match="cu_seqlens: .* padded slots"):
+            layout.cu_seqlens
+
+
+@given(layouts())
+def test_flow_merges_each_row(layout):
+    flow = layout.flow()
+    rows = [b for b in range(layout.shape[0]) if (layout.seq_idx[b] >= 0).any()]
+    assert flow.num_documents == len(rows) and flow.num_tokens == layout.num_tokens
+    assert flow.rows.tolist() == rows
+    assert torch.equal(flow.seq_idx >= 0, layout.seq_idx >= 0)
+    assert flow.offsets.tolist() == [int(layout.position_indices[b, 0]) for b in rows]
+    assert flow.flow() == flow
+
+
+def test_examples_of_the_interface():
+    layout = SequenceLayout.from_lengths([[3, 5, 6], [9], []], row_length=16)
+    assert (layout.shape, layout.num_documents, layout.num_tokens) == ((3, 16), 4, 23)
+    layout = SequenceLayout.from_lengths([[4, 9]], row_length=16, offsets=[[128, 0]])
+    assert layout.position_indices[0].tolist() == [*range(128, 132), *range(9), -1, -1, -1]
+    assert layout.continues.tolist() == [True, False]
+    assert SequenceLayout.from_rows(3, 5) == SequenceLayout.from_lengths([[5]] * 3, row_length=5)
+    assert layout != SequenceLayout.from_lengths([[4, 9]], row_length=16)
+
+
+def test_ids_of_any_value_and_order_and_width():
+    layout = SequenceLayout.from_seq_idx(torch.tensor([[7, 7, 3, -1], [0, 9, 9, 2]], dtype=torch.int16))
+    assert layout.seq_idx.tolist() == [[0, 0, 1, -1], [0, 1, 1, 2]]
+
+
+def test_expanded_views_are_read_as_they_look():
+    row = torch.tensor([0, 1, 0, -1])
+    layout = SequenceLayout.from_position_indices(row.expand(3, 4))
+    assert layout.position_indices.tolist() == [row.tolist()] * 3
+    columns = torch.tensor([[0, 0], [1, 1], [2, 0]], dtype=torch.int32).T
+    assert SequenceLayout.from_position_indices(columns).lengths.tolist() == [3, 2, 1]
+
+
+INTS = torch.tensor
+REFUSALS = {
+    "zero length": (lambda: SequenceLayout.from_lengths([[3, 0]], row_length=4), ValueError, r"lengths\[0\]\[1\].*1.*0"),
+    "overfull row": (lambda: SequenceLayout.from_lengths([[2], [3, 2]], row_length=4), ValueError, r"lengths\[1\].*5.*4"),
+    "flat lengths": (lambda: SequenceLayout.from_lengths([3, 2], row_length=4), TypeError, r"lengths\[0\].*int"),
+    "float length": (lambda: SequenceLayout.from_lengths([[1.5]], row_length=4), TypeError, r"lengths\[0\]\[0\].*1\.5"),
+    "no rows": (lambda: SequenceLayout.from_lengths([], row_length=4), ValueError, "lengths: .*at least one row"),
+    "no slots": (lambda: SequenceLayout.from_lengths([[]], row_length=0), ValueError, "row_length: .*0"),
+    "too many slots": (lambda: SequenceLayout.from_lengths([[1]] * 3, row_length=2**30), ValueError, r"2\*\*31"),
+    "offsets of another shape": (
+        lambda: SequenceLayout.from_lengths([[3], [1]], row_length=4, offsets=[[0, 0], []]), ValueError, "offsets"),
+    "negative offset": (
+        lambda: SequenceLayout.from_lengths([[3]], row_length=4, offsets=[[-1]]), ValueError, r"offsets\[0\]\[0\].*-1"),
+    "float indices": (lambda: SequenceLayout.from_position_indices(torch.zeros(1, 2)), TypeError, "position_indices.*float"),
+    "a list": (lambda: SequenceLayout.from_seq_idx([[0, 0]]), TypeError, "seq_idx: expected an integer tensor, got list"),
+    "one dimension": (lambda: SequenceLayout.from_position_indices(INTS([0, 1])), ValueError, r"\(B, L\).*\(2,\)"),
+    "jump": (lambda: SequenceLayout.from_position_indices(INTS([[0, 2]])), ValueError, r"position_indices\[0, 1\].*got 2"),
+    "continuation inside a row": (
+        lambda: SequenceLayout.from_position_indices(INTS([[0, 1, 7]])), ValueError, r"position_indices\[0, 2\].*got 7"),
+    "padding inside a row": (
+        lambda: SequenceLayout.from_position_indices(INTS([[0, 1], [-1, 0]])), ValueError, r"\[1, 1\].*tail"),
+    "below -1": (lambda: SequenceLayout.from_seq_idx(INTS([[0, -2]])), ValueError, r"seq_idx\[0, 1\].*-2"),
+    "id returns": (lambda: SequenceLayout.from_seq_idx(INTS([[0, 0, 0], [4, 5, 4]])), ValueError, r"seq_idx\[1\].*id 4"),
+    "padding inside ids": (lambda: SequenceLayout.from_seq_idx(INTS([[0, -1, 1]])), ValueError, r"seq_idx\[0, 2\].*tail"),
+    "cu starts above 0": (lambda: SequenceLayout.from_cu_seqlens(INTS([1, 4]), rows=1, row_length=4), ValueError, "from 0"),
+    "cu stops short": (lambda: SequenceLayout.from_cu_seqlens(INTS([0, 3]), rows=1, row_length=4), ValueError, "4.*0 to 3"),
+    "cu stands still": (
+        lambda: SequenceLayout.from_cu_seqlens(INTS([0, 2, 2, 4]), rows=1, row_length=4), ValueError, "strictly.*2 then 2"),
+    "cu crosses rows": (
+        lambda: SequenceLayout.from_cu_seqlens(INTS([0, 3, 8]), rows=2, row_length=4), ValueError, "row 1 starts at slot 4"),
+    "cu of two dimensions": (
+        lambda: SequenceLayout.from_cu_seqlens(INTS([[0, 4]]), rows=1, row_length=4), ValueError, r"\(S \+ 1,\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refuses_in_one_sentence(name):
+    build, error, message = REFUSALS[name]
+    with pytest.raises(error, match=message) as caught:
+        build()
+    assert "\n" not in str(caught.value)
