@@ -1,0 +1,280 @@
+"""Records: one strict JSON line per run, the only source of every table and figure.
+
+A record is a mapping with exactly these keys:
+
+==============  =====================================================================================================
+schema          1, the version of this list
+kind            which tables and figures it belongs to: ``training``, ``throughput``, ``packing``, ... (``METRICS``)
+experiment      the question, the folder's name under experiments/
+arm             what is compared: ``single``, ``padded``, ``packed-reset``, a packing strategy, ...
+seed            integer
+corpus_hash     what the documents are; records that differ in it never meet in one table. Where the record's own seed
+                draws the documents (packing), the hash names their distribution and number, not the draw
+config          the resolved configuration, a mapping of plain values
+metrics         name -> number or null; every name of ``METRICS[kind]`` is there, further ones are welcome
+curves          name -> list of points, each a mapping name -> number or null; empty if there are none
+wall_seconds    duration of the whole run
+time            when the record was made, UTC, ISO 8601
+commit, dirty   of the checkout the code ran from, null if unknown
+hardware        cpu, cores, memory_bytes, gpus (list of names), driver (null without a GPU)
+versions        python, packmamba, torch, lightning, numpy (null where not installed)
+==============  =====================================================================================================
+
+A value that is not finite becomes null: a run that diverged is a result too, and JSON has no NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import packmamba
+
+SCHEMA = 1
+
+METRICS: dict[str, tuple[str, ...]] = {
+    # Losses are per real target, in nats; validation runs one document at a time from zero state. val_loss_start is over
+    # the first 32 tokens of a document; val_loss_as_trained is null unless the arm trains with leak or carry.
+    "training": (
+        "steps",
+        "real_tokens",
+        "targets",
+        "val_loss",
+        "val_loss_start",
+        "val_loss_as_trained",
+        "real_tokens_per_second",
+        "slots_per_second",
+        "padding_fraction",
+        "train_seconds",
+        "parameters",
+        "peak_memory_bytes",
+    ),
+    # Interleaved timings of optimizer steps; only arms that share config["run"] were timed together. The spread is the
+    # interquartile range.
+    "throughput": (
+        "seconds_per_step_median",
+        "seconds_per_step_spread",
+        "real_tokens_per_second",
+        "slots_per_second",
+        "padding_fraction",
+        "rounds",
+    ),
+    # config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
+    "packing": ("padding_fraction", "planning_seconds", "num_rows", "num_documents"),
+}
+"""The metrics that a record of each kind must have. Another kind is one more entry."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "schema": (int,),
+    "kind": (str,),
+    "experiment": (str,),
+    "arm": (str,),
+    "seed": (int,),
+    "corpus_hash": (str,),
+    "config": (dict,),
+    "metrics": (dict,),
+    "curves": (dict,),
+    "wall_seconds": (int, float),
+    "time": (str,),
+    "commit": (str, type(None)),
+    "dirty": (bool, type(None)),
+    "hardware": (dict,),
+    "versions": (dict,),
+}
+
+
+def make_record(
+    kind: str,
+    experiment: str,
+    arm: str,
+    config: Mapping[str, Any],
+    seed: int,
+    corpus_hash: str,
+    metrics: Mapping[str, Any],
+    wall_seconds: float,
+    curves: Mapping[str, list[dict[str, Any]]] | None = None,
+) -> dict[str, Any]:
+    """A valid record of one run, with where it came from added. Raises ValueError as ``validate_record`` does."""
+    record = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "experiment": experiment,
+        "arm": arm,
+        "seed": int(seed),
+        "corpus_hash": corpus_hash,
+        "config": config,
+        "metrics": metrics,
+        "curves": curves or {},
+        "wall_seconds": wall_seconds,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **provenance(),
+    }
+    record = _plain(record)
+    validate_record(record)
+    return record
+
+
+def validate_record(record: Any) -> None:
+    """Raises ValueError, saying which key is wrong and how, unless ``record`` is as this module's docstring says."""
+    if not isinstance(record, dict):
+        raise ValueError(f"a record is a mapping, got {type(record).__name__}")
+    if missing := sorted(_TYPES.keys() - record.keys()):
+        raise ValueError(f"record lacks {', '.join(missing)}")
+    if unknown := sorted(record.keys() - _TYPES.keys()):
+        raise ValueError(f"record has unknown keys {', '.join(unknown)}")
+    for key, types in _TYPES.items():
+        value = record[key]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+            raise ValueError(f"record's {key} must be {expected}, got {value!r}")
+    if record["schema"] != SCHEMA:
+        raise ValueError(f"record's schema is {record['schema']}, this code reads {SCHEMA}")
+    if record["kind"] not in METRICS:
+        raise ValueError(f"record's kind '{record['kind']}' is unknown; known: {', '.join(METRICS)}")
+    for key in ("experiment", "arm", "corpus_hash"):
+        if not record[key]:
+            raise ValueError(f"record's {key} is empty")
+    metrics = record["metrics"]
+    if missing := [name for name in METRICS[record["kind"]] if name not in metrics]:
+        raise ValueError(f"metrics of a {record['kind']} record lack {', '.join(missing)}")
+    _check_numbers(metrics, "metrics")
+    for name, points in record["curves"].items():
+        if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
+            raise ValueError(f"curves.{name} must be a list of mappings")
+        for i, point in enumerate(points):
+            _check_numbers(point, f"curves.{name}[{i}]")
+    try:
+        json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"record is not strict JSON: {error}") from None
+
+
+def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
+    """Adds one line to a .jsonl file, creating folders; on disk when it returns. Processes may append to one file."""
+    record = _plain(record)
+    validate_record(record)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(record, allow_nan=False, sort_keys=True).encode() + b"\n"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line  # an append cut short by a crash must cost its own record only
+        if os.write(fd, line) != len(line):
+            raise OSError(f"{path}: the record was only partly written (disk full?)")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_records(folder: str | Path) -> list[dict[str, Any]]:
+    """All records of folder/records/*.jsonl, by file name, then line. ValueError names the file and line that is wrong."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    records = []
+    for path in sorted((folder / "records").glob("*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line, parse_constant=_refuse_constant)
+                validate_record(record)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+            records.append(record)
+    if not records:
+        raise ValueError(f"{folder} has no records: expected {folder / 'records'}/*.jsonl")
+    return records
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    """commit, dirty, hardware and versions of this process; call it when a run starts, the first answer is kept.
+
+    ``PACKMAMBA_COMMIT`` names the commit where .git does not travel; a value ending in ``-dirty`` says so.
+    """
+    commit, dirty = _commit()
+    return {"commit": commit, "dirty": dirty, "hardware": _hardware(), "versions": _versions()}
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    if named := os.environ.get("PACKMAMBA_COMMIT"):
+        return named.removesuffix("-dirty"), named.endswith("-dirty")
+    root = Path(__file__).resolve().parents[2]
+    # An installed package may lie inside somebody else's repository.
+    if Path(_output("git", "-C", str(root), "rev-parse", "--show-toplevel") or "/") != root:
+        return None, None
+    # What runs write (records, tables, figures) does not change what they compute.
+    written = [
+        f":(exclude,glob)experiments/*/{name}" for name in ("records/**", "tables/**", "figures/**", "report.html")
+    ]
+    status = _output("git", "-C", str(root), "status", "--porcelain", "--", ".", *written)
+    return _output("git", "-C", str(root), "rev-parse", "HEAD"), None if status is None else bool(status)
+
+
+def _hardware() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    if (cpuinfo := Path("/proc/cpuinfo")).is_file():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    affinity = getattr(os, "sched_getaffinity", None)
+    gpus = (_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "").splitlines()
+    return {
+        "cpu": cpu,
+        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [line.split(",")[0].strip() for line in gpus],
+        "driver": gpus[0].split(",")[-1].strip() if gpus else None,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version(), "packmamba": packmamba.__version__}
+    for name in ("torch", "lightning", "numpy"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, stripped; None if it is missing, fails or hangs."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, sequences, numpy scalars and paths as JSON's own types; numbers that are not finite as None."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, (str, int, float)) and hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _check_numbers(values: dict[str, Any], where: str) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(f"{where}.{name} must be a number or null, got {value!r}")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
