@@ -158,7 +158,10 @@ def ssm_pack_vectorised(
     """
     dtype = accumulation_dtype(u.dtype)
     if layout.num_documents == 0:
-        return torch.zeros_like(u), A.new_zeros(0, *A.shape) if return_final_state else None
+        # Nothing to compute, but gradients of zero must still reach every argument.
+        tensors = [tensor for tensor in (u, delta, A, B, C, D, z, delta_bias, initial_state) if tensor is not None]
+        nothing = torch.stack([tensor.flatten()[:0].sum().to(dtype) for tensor in tensors]).sum()
+        return torch.zeros_like(u) + nothing.to(u.dtype), A.new_zeros(0, *A.shape) + nothing
 
     per_document = (layout.lengths + CHUNK_LENGTH - 1).long() // CHUNK_LENGTH
     document = torch.repeat_interleave(per_document)
@@ -178,13 +181,12 @@ def ssm_pack_vectorised(
     size = torch.where(inside, _step_size(by_step(delta), delta_bias, delta_softplus), 0)
     drive = torch.where(inside, size * x, 0)
 
-    starts = None if initial_state is None else initial_state[document]
-    if document.numel() > layout.num_documents:
-        continued = (index + 1 < per_document[document]).nonzero().flatten()
-        _, ends = _scan_steps(size[:, continued], drive[:, continued], B_steps[:, continued], None, A, None)
-        decays = torch.exp(size[:, continued].sum(0)[..., None] * A)
-        first = A.new_zeros(layout.num_documents, *A.shape) if initial_state is None else initial_state
-        starts = _start_states(first, ends, decays, per_document)
+    first = A.new_zeros(layout.num_documents, *A.shape) if initial_state is None else initial_state
+    continued = (index + 1 < per_document[document]).nonzero().flatten()
+    zero = A.new_zeros(continued.numel(), *A.shape)
+    _, ends = _scan_steps(size[:, continued], drive[:, continued], B_steps[:, continued], None, A, zero)
+    decays = torch.exp(size[:, continued].sum(0)[..., None] * A)
+    starts = _start_states(first, ends, decays, per_document)
     y, ends = _scan_steps(size, drive, B_steps, C_steps, A, starts)
     assert y is not None
     if D is not None:
@@ -205,16 +207,14 @@ def _step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) -
 
 
 def _scan_steps(
-    size: Tensor, drive: Tensor, B: Tensor, C: Tensor | None, A: Tensor, h: Tensor | None
+    size: Tensor, drive: Tensor, B: Tensor, C: Tensor | None, A: Tensor, h: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """Steps all chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), last h."""
     y = []
     for t in range(size.shape[0]):
-        driven = drive[t, :, :, None] * B[t, :, None, :]
-        h = driven if h is None else torch.addcmul(driven, torch.exp(size[t, :, :, None] * A), h)
+        h = torch.addcmul(drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h)
         if C is not None:
             y.append(torch.matmul(h, C[t, :, :, None]).squeeze(-1))
-    assert h is not None
     return (torch.stack(y) if y else None), h
 
 

@@ -1,0 +1,146 @@
+"""Random arguments for the packed operators, and the loops over documents that every backend is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packmamba import SequenceLayout, ops
+from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
+from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
+
+BACKENDS = [name for name in IMPLEMENTATIONS if name != "cuda" or torch.cuda.is_available()]
+# Forward and gradients, relative to float64: rounding a bfloat16 output once is 1.66e-3; float16's is an eighth of it.
+TOLERANCES = {
+    torch.bfloat16: (2e-3, 5e-3),
+    torch.float16: (5e-4, 2e-3),
+    torch.float32: (1e-5, 5e-5),
+    torch.float64: (1e-9, 1e-9),
+}
+
+
+def dtypes_of(backend: str) -> list[torch.dtype]:
+    return {
+        "reference": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+        "cpu": [torch.float64, torch.float32, torch.bfloat16],
+        "cuda": [torch.float32, torch.bfloat16, torch.float16],
+    }[backend]
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "cuda" else "cpu"
+
+
+@dataclass
+class Case:
+    """One call: tensors by argument name, other arguments, and the gradients that flow in from above."""
+
+    operator: str
+    layout: SequenceLayout
+    tensors: dict[str, Tensor]
+    options: dict
+    grad_y: Tensor
+    grad_final: Tensor | None
+
+    def run(self, backend: str) -> dict[str, Tensor]:
+        """Output, final state and every gradient, through the public operator."""
+        function = getattr(ops, self.operator)
+        return self._differentiate(lambda tensors: function(**tensors, **self.options, layout=self.layout, backend=backend))
+
+    def specification(self) -> dict[str, Tensor]:
+        """The same from the loops, in float64 on the CPU."""
+        wide = Case(
+            self.operator,
+            self.layout.to("cpu"),
+            {name: tensor.detach().cpu().double() for name, tensor in self.tensors.items()},
+            self.options,
+            self.grad_y.cpu().double(),
+            None if self.grad_final is None else self.grad_final.cpu().double(),
+        )
+        return wide._differentiate(wide.loops)
+
+    def loops(self, tensors: dict[str, Tensor]):
+        get = tensors.get
+        wants_state = self.options["return_final_state"]
+        if self.operator == "conv1d_pack":
+            y, final = conv1d_pack_loops(
+                tensors["x"], tensors["weight"], get("bias"), self.layout, self.options["activation"],
+                get("initial_state"), wants_state,
+            )  # fmt: skip
+        else:
+            y, final = ssm_pack_loops(
+                *(tensors[name] for name in ("u", "delta", "A", "B", "C")), get("D"), get("z"), get("delta_bias"),
+                self.options["delta_softplus"], self.layout, get("initial_state"), wants_state,
+            )  # fmt: skip
+        return (y, final) if wants_state else y
+
+    def _differentiate(self, function: Callable) -> dict[str, Tensor]:
+        tensors = {name: tensor.detach().requires_grad_() for name, tensor in self.tensors.items()}
+        out = function(tensors)
+        y, final = out if self.options["return_final_state"] else (out, None)
+        outputs, grads = [y], [self.grad_y.to(y.dtype)]
+        if final is not None:
+            outputs.append(final)
+            grads.append(self.grad_final.to(final.dtype))
+        gradients = torch.autograd.grad(outputs, list(tensors.values()), grads)
+        results = {"y": y.detach()} | {f"grad {name}": g for name, g in zip(tensors, gradients)}
+        return results | ({"final_state": final.detach()} if final is not None else {})
+
+
+def random_case(
+    operator: str,
+    layout: SequenceLayout,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    channels: int = 5,
+    seed: int = 0,
+    optional: bool = True,
+    states: bool = True,
+    d_state: int = 4,
+    width: int = 4,
+    parameter_dtype: torch.dtype | None = None,
+) -> Case:
+    """Arguments as a model gives them: x, u and z, B and C are slices of wider tensors, delta is around its usual size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    rows, row_length = layout.shape
+    documents = layout.num_documents
+    wide = accumulation_dtype(dtype)
+    x, z = normal(rows, row_length, 2 * channels).split(channels, dim=-1)
+    tensors: dict[str, Tensor]
+    if operator == "conv1d_pack":
+        parameters = parameter_dtype or dtype
+        tensors = {"x": x, "weight": normal(channels, width, dtype=parameters)}
+        if optional:
+            tensors["bias"] = normal(channels, dtype=parameters)
+        state_shape, state_dtype = (documents, channels, width - 1), parameters
+        options: dict = {"activation": "silu" if optional else None}
+    else:
+        _, B, C = normal(rows, row_length, 3 + 2 * d_state).split([3, d_state, d_state], dim=-1)
+        A = -(torch.arange(1, d_state + 1, dtype=wide).repeat(channels, 1) * normal(channels, 1, dtype=wide).cpu().exp())
+        tensors = {"u": x, "delta": normal(rows, row_length, channels), "A": A.to(device), "B": B, "C": C}
+        if optional:
+            tensors |= {"D": normal(channels, dtype=wide), "z": z, "delta_bias": normal(channels, dtype=wide) - 3}
+        else:
+            tensors["delta"] = (tensors["delta"].abs() / 8).contiguous()
+        state_shape, state_dtype = (documents, channels, d_state), wide
+        options = {"delta_softplus": optional}
+    grad_final = None
+    options["return_final_state"] = states
+    if states:
+        tensors["initial_state"] = normal(*state_shape, dtype=state_dtype)
+        grad_final = normal(*state_shape, dtype=state_dtype)
+    return Case(operator, layout.to(device), tensors, options, normal(rows, row_length, channels), grad_final)
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """||a - b|| / ||b||, in float64; the norm itself where b is zero."""
+    difference = (result.cpu().double() - expected).norm()
+    return float(difference / expected.norm().clamp(min=torch.finfo(torch.float64).tiny))

@@ -1,0 +1,224 @@
+"""One suite for every backend: held against the loops over documents, never against another fast path."""
+
+import copy
+
+import pytest
+import torch
+from arrangements import AWKWARD, LONG, layouts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operators import BACKENDS, TOLERANCES, device_of, dtypes_of, random_case, relative_error
+
+from packmamba import SequenceLayout, ops
+
+OPERATORS = ["conv1d_pack", "ssm_pack"]
+both = pytest.mark.parametrize("operator", OPERATORS)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+backend_and_dtype = pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [pytest.param(b, d, id=f"{b}-{str(d).removeprefix('torch.')}") for b in BACKENDS for d in dtypes_of(b)],
+)
+
+
+def assert_parity(case, backend, dtype):
+    results, expected = case.run(backend), case.specification()
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        # A float32 parameter's gradient beside float64 activations is rounded to float32.
+        rounded = torch.float32 if dtype == torch.float64 and results[name].dtype == torch.float32 else dtype
+        tolerance = TOLERANCES[rounded][name.startswith("grad")]
+        assert relative_error(results[name], value) <= tolerance, name
+
+
+@both
+@backend_and_dtype
+@pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
+@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
+def test_awkward_layouts(operator, backend, dtype, layout, states):
+    case = random_case(operator, layout, dtype, device_of(backend), channels=7, states=states)
+    assert_parity(case, backend, dtype)
+
+
+@both
+@every_backend
+def test_rows_of_padding_only(operator, backend):
+    case = random_case(operator, SequenceLayout.from_lengths([[], []], row_length=3), torch.float32, device_of(backend))
+    for name, value in case.run(backend).items():
+        assert (value == 0).all(), name
+
+
+@both
+@backend_and_dtype
+def test_optional_arguments_absent(operator, backend, dtype):
+    case = random_case(operator, AWKWARD["splits"], dtype, device_of(backend), optional=False)
+    assert_parity(case, backend, dtype)
+
+
+@both
+@every_backend
+@given(data=st.data())
+@settings(max_examples=60)
+def test_random_layouts(operator, backend, data):
+    dtype = torch.float32 if backend == "cuda" else torch.float64
+    case = random_case(
+        operator,
+        data.draw(layouts().filter(lambda layout: layout.num_documents)),
+        dtype,
+        device_of(backend),
+        channels=data.draw(st.integers(1, 40)),
+        seed=data.draw(st.integers(0, 99)),
+        optional=data.draw(st.booleans()),
+        states=data.draw(st.booleans()),
+        d_state=data.draw(st.sampled_from([1, 3, 16])),
+        width=data.draw(st.integers(2, 4)),
+    )
+    assert_parity(case, backend, dtype)
+
+
+@every_backend
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_long_documents(operator, backend):
+    case = random_case(operator, LONG, torch.float32, device_of(backend), channels=2, d_state=2)
+    assert_parity(case, backend, torch.float32)
+
+
+@backend_and_dtype
+def test_float32_convolution_parameters_beside_any_activations(backend, dtype):
+    case = random_case(
+        "conv1d_pack", AWKWARD["splits"], dtype, device_of(backend), parameter_dtype=torch.float32, width=3
+    )
+    assert case.run(backend)["final_state"].dtype == torch.float32
+    assert_parity(case, backend, dtype)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("implementation", ["loops", "reference"])
+def test_gradcheck_of_every_input(operator, implementation):
+    case = random_case(operator, AWKWARD["splits"], torch.float64, channels=2, d_state=2)
+    names = list(case.tensors)
+
+    def function(*tensors):
+        arguments = dict(zip(names, tensors))
+        if implementation == "loops":
+            return case.loops(arguments)
+        return getattr(ops, operator)(**arguments, **case.options, layout=case.layout, backend="reference")
+
+    assert torch.autograd.gradcheck(function, [case.tensors[name].detach().requires_grad_() for name in names])
+
+
+def documents_of(case, results, s):
+    """What of the results belongs to document s: its slots of per-token tensors, its row of states."""
+    tokens = slice(int(case.layout.starts[s]), int(case.layout.ends[s]))
+    per_token = {"y", *(f"grad {name}" for name in ("x", "u", "delta", "z", "B", "C"))}
+    for name, value in results.items():
+        if name in per_token:
+            yield name, value.flatten(0, 1)[tokens]
+        elif name in ("final_state", "grad initial_state"):
+            yield name, value[s]
+
+
+PER_TOKEN = ("x", "u", "delta", "z", "B", "C")
+
+
+@both
+@every_backend
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
+def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, poison, layout):
+    clean = random_case(operator, layout, torch.float32, device_of(backend))
+    expected = clean.run(backend)
+    for victim in range(layout.num_documents):
+        case = copy.deepcopy(clean)
+        tokens = slice(int(layout.starts[victim]), int(layout.ends[victim]))
+        for name, tensor in case.tensors.items():
+            if name in PER_TOKEN:
+                tensor.view(-1, tensor.shape[-1])[tokens] = poison
+        case.tensors["initial_state"][victim] = poison
+        case.grad_y.flatten(0, 1)[tokens] = poison
+        case.grad_final[victim] = poison
+        results = case.run(backend)
+        assert not results["y"].flatten(0, 1)[tokens].isfinite().all(), "the poison must reach its own document"
+        for s in range(layout.num_documents):
+            if s != victim:
+                before = dict(documents_of(clean, expected, s))
+                for name, value in documents_of(case, results, s):
+                    assert torch.equal(value, before[name]), (name, s)
+
+
+@both
+@every_backend
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_padding_is_never_looked_at(operator, backend, poison):
+    clean = random_case(operator, AWKWARD["splits"], torch.float32, device_of(backend))
+    expected = clean.run(backend)
+    case = copy.deepcopy(clean)
+    padding = case.layout.seq_idx < 0
+    for name, tensor in case.tensors.items():
+        if name in PER_TOKEN:
+            tensor[padding] = poison
+    case.grad_y[padding] = poison
+    results = case.run(backend)
+    for name, value in expected.items():
+        assert torch.equal(results[name], value), name
+        if name == "y" or name.removeprefix("grad ") in PER_TOKEN:
+            assert (results[name][padding] == 0).all(), name
+
+
+@both
+@every_backend
+def test_the_same_bits_twice(operator, backend):
+    case = random_case(operator, LONG, torch.float32, device_of(backend), channels=3)
+    first, second = case.run(backend), case.run(backend)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@both
+@every_backend
+def test_a_document_cut_in_two_with_its_state_is_the_whole(operator, backend):
+    whole = SequenceLayout.from_lengths([[2, 9], [7]], row_length=11)
+    first = SequenceLayout.from_lengths([[2, 1], [5]], row_length=5)
+    second = SequenceLayout.from_lengths([[8], [2]], row_length=8, offsets=[[1], [5]])
+    case = random_case(operator, whole, torch.float32, device_of(backend), states=False)
+    case.options["return_final_state"] = True
+
+    def call(layout, columns, **extra):
+        tensors = {
+            name: torch.stack([t[b, c : c + layout.shape[1]] for b, c in enumerate(columns)]) if name in PER_TOKEN else t
+            for name, t in case.tensors.items()
+        }
+        return getattr(ops, operator)(
+            **tensors, **case.options, **extra, layout=layout.to(device_of(backend)), backend=backend
+        )
+
+    case.tensors = {n: torch.nn.functional.pad(t, (0, 0, 0, 8)) if n in PER_TOKEN else t for n, t in case.tensors.items()}
+    y, final = call(SequenceLayout.from_lengths([[2, 9], [7]], row_length=19), [0, 0])
+    y1, state = call(first, [0, 0])
+    y2, end = call(second, [3, 5], initial_state=state[1:].contiguous())
+    forward = TOLERANCES[torch.float32][0]
+    assert relative_error(torch.cat([y1[0, :3], y2[0, :8]]), y[0, :11].cpu().double()) <= forward
+    assert relative_error(torch.cat([y1[1, :5], y2[1, :2]]), y[1, :7].cpu().double()) <= forward
+    assert relative_error(end, final[1:].cpu().double()) <= forward
+
+
+@every_backend
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_document_shorter_than_the_taps_keeps_the_older_state(backend, length):
+    device = device_of(backend)
+    layout = SequenceLayout.from_lengths([[length]], row_length=3).to(device)
+    x = torch.tensor([[[10.0], [20.0], [30.0]]], device=device)
+    state = torch.tensor([[[1.0, 2.0, 3.0]]], device=device)
+    weight = torch.ones(1, 4, device=device)
+    _, final = ops.conv1d_pack(
+        x, weight, layout=layout, initial_state=state, return_final_state=True, backend=backend
+    )
+    assert final.flatten().tolist() == [1.0, 2.0, 3.0, 10.0, 20.0][length : length + 3]
+
+
+@both
+@every_backend
+def test_no_layout_means_each_row_is_a_document(operator, backend):
+    layout = SequenceLayout.from_rows(3, 11)
+    case = random_case(operator, layout, torch.float32, device_of(backend), states=False)
+    expected = case.run(backend)["y"]
+    assert torch.equal(getattr(ops, operator)(**case.tensors, **case.options, backend=backend), expected)
+    assert torch.equal(getattr(ops, operator)(**case.tensors, **case.options, layout=None), expected)
