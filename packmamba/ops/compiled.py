@@ -1,7 +1,8 @@
 """The compiled operators as PyTorch sees them: two functional custom operators, their fakes and their autograd.
 
-``packmamba::conv1d_pack`` and ``packmamba::ssm_pack`` take the layout as its two tensors, so that a traced graph holds for every
-layout, and hand each call to ``KERNELS`` of its tensors' device. They allocate what the kernels write. Absent outputs are empty.
+``packmamba::conv1d_pack`` and ``packmamba::ssm_pack`` take the layout as its two tensors, so that a traced graph holds
+for every layout, and hand each call to ``KERNELS`` of its tensors' device. They allocate what the kernels write; absent
+outputs are empty.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import library
 from packmamba.ops.checks import accumulation_dtype
 
-# Tokens between the states that the scan keeps for its backward, and what their channels are padded to: as in the kernels.
+# As in the kernels: tokens between states that the scan keeps for its backward, and what channels are padded to.
 KEPT_TOKENS = 32
 KEPT_CHANNELS = 16
 
 
 def _cpu(name: str) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
+        library.load("cpu")
         getattr(torch.ops.packmamba_cpu, name)(*arguments)
 
     return run
@@ -43,7 +45,6 @@ def conv1d_pack(
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The convolution by compiled kernels; arguments as ``ops.conv1d_pack``."""
-    library.load(x.device.type)
     wide = accumulation_dtype(x.dtype)
     state_dtype = x.dtype if initial_state is None else initial_state.dtype
     y, final = torch.ops.packmamba.conv1d_pack(
@@ -74,7 +75,6 @@ def ssm_pack(
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The scan by compiled kernels; arguments as ``ops.ssm_pack``."""
-    library.load(u.device.type)
     tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     y, final, _ = torch.ops.packmamba.ssm_pack(
@@ -217,8 +217,12 @@ def _ssm_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels, states = A.shape
     final = (starts.shape[0], channels, states) if return_final_state else (0,)
-    # A document's kept states begin at its number + its start // KEPT_TOKENS: no two overlap, and no sum over documents is due.
-    kept = (starts.shape[0] + u.shape[0] * u.shape[1] // KEPT_TOKENS, -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS, states)
+    # A document's kept states begin at its number + its start // KEPT_TOKENS: none overlap, without sums over lengths.
+    kept = (
+        starts.shape[0] + u.shape[0] * u.shape[1] // KEPT_TOKENS,
+        -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS,
+        states,
+    )
     return u.new_empty(u.shape), A.new_empty(final), A.new_empty(kept if keep else (0,))
 
 
@@ -243,9 +247,10 @@ def _ssm_backward(
     outputs = _ssm_backward_outputs(
         dy, dfinal, u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state, kept
     )
+    inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state)
     KERNELS[u.device.type]["ssm_backward"](
-        _unit_stride(dy), *_dense(dfinal), u, delta, *_dense(A), B, C, *_dense(D), z, *_dense(delta_bias), delta_softplus,
-        starts, ends, *_dense(initial_state), kept, *_present(outputs, (u, delta, A, B, C, D, z, delta_bias, initial_state)),
+        _unit_stride(dy), *_dense(dfinal), u, delta, *_dense(A), B, C, *_dense(D), z, *_dense(delta_bias),
+        delta_softplus, starts, ends, *_dense(initial_state), kept, *_present(outputs, inputs),
     )  # fmt: skip
     return outputs
 

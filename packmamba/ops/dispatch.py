@@ -17,8 +17,8 @@ Implementation = TypeVar("Implementation", bound=Callable)
 def choose(backend: str | None, device: torch.device, implementations: Mapping[str, Implementation]) -> Implementation:
     """The operator's implementation for ``backend`` on ``device``.
 
-    ``auto`` (and None) takes the compiled kernels of the device. A CPU that cannot build them runs the reference, which is as
-    exact, and says so once; a GPU never falls back.
+    ``auto`` (and None) takes the compiled kernels of the device. A CPU that cannot build them runs the reference,
+    which is as exact, and says so once; a GPU never falls back.
 
     Raises:
         KernelError: the compiled kernels can be neither found nor built.
@@ -34,5 +34,5 @@ def choose(backend: str | None, device: torch.device, implementations: Mapping[s
         raise ValueError(f"backend: '{backend}' needs tensors on a {backend} device, got {device}")
     if backend not in implementations:
         available = ", ".join(sorted(implementations))
-        raise ValueError(f"backend: no compiled '{backend}' kernels in this version for {device}; available: {available}")
+        raise ValueError(f"backend: no '{backend}' kernels in this version for {device}; available: {available}")
     return implementations[backend]
