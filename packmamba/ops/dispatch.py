@@ -15,8 +15,8 @@ Implementation = TypeVar("Implementation", bound=Callable)
 def choose(backend: str | None, device: torch.device, implementations: Mapping[str, Implementation]) -> Implementation:
     """The operator's implementation for ``backend`` on ``device``.
 
-    ``auto`` (and None) takes the compiled kernels of the device. A CPU without them runs the reference, which is as exact; a
-    GPU never falls back.
+    ``auto`` (and None) takes the compiled kernels of the device. A CPU without them runs the reference, which is as
+    exact; a GPU never falls back.
 
     Raises:
         ValueError: an unknown backend, or one that does not run here.
@@ -31,5 +31,7 @@ def choose(backend: str | None, device: torch.device, implementations: Mapping[s
         raise ValueError(f"backend: '{backend}' needs tensors on a {backend} device, got {device}")
     if backend not in implementations:
         available = ", ".join(sorted(implementations))
-        raise ValueError(f"backend: no compiled '{backend}' kernels in this version for {device}; available: {available}")
+        raise ValueError(
+            f"backend: no compiled '{backend}' kernels in this version for {device}; available: {available}"
+        )
     return implementations[backend]
