@@ -28,7 +28,7 @@ def choose(backend: str | None, device: torch.device, implementations: Mapping[s
     if backend == "auto":
         backend = device.type if device.type in implementations or device.type != "cpu" else "reference"
     if backend in ("cpu", "cuda") and backend != device.type:
-        raise ValueError(f"backend: '{backend}' needs tensors on a {backend} device, got {device}")
+        raise ValueError(f"backend: '{backend}' expected tensors on a {backend} device, got {device}")
     if backend not in implementations:
         available = ", ".join(sorted(implementations))
         raise ValueError(

@@ -211,12 +211,11 @@ def _scan_steps(
 ) -> tuple[Tensor | None, Tensor]:
     """Steps all chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), h."""
     y = []
-    # Autocast would round the states to 16 bits in the product.
-    with torch.autocast(h.device.type, enabled=False):
-        for t in range(size.shape[0]):
-            h = torch.addcmul(drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h)
-            if C is not None:
-                y.append(torch.matmul(h, C[t, :, :, None]).squeeze(-1))
+    for t in range(size.shape[0]):
+        h = torch.addcmul(drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h)
+        if C is not None:
+            # Not a matmul: autocast would round the states to 16 bits.
+            y.append((h * C[t, :, None, :]).sum(-1))
     return (torch.stack(y) if y else None), h
 
 
