@@ -6,13 +6,20 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+
 from packmamba.results import summary
-from packmamba.results.plots import Figure, axes, finish, style_of
+from packmamba.results.plots import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.results.summary import Record
-from packmamba.results.tables import Column, Table, number, percent, word
+from packmamba.results.tables import Cell, Column, Table, number, percent, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
-PAPER_PADDING = {"the paper, received order": 0.191, "the paper, local greedy": 0.0041}
+PAPER_PADDING = {
+    "the paper, received order": Cell("19.1 %", (0.191,)),
+    "the paper, local greedy": Cell("0.41 %", (0.0041,)),
+}
 DEFAULT_BUFFER = 4096
 _ORDER = ("single", "padded", "in_order", "greedy", "first_fit", "best_fit", "histogram", "split")
 
@@ -34,7 +41,7 @@ def packing_tables(records: Sequence[Record]) -> list[Table]:
         padding.rows.append([word(label), *(percent(_padding(chosen, length)) for length in lengths), nothing])
         planning.rows.append([word(label), *(number(_planning(chosen, length), ".3g") for length in lengths)])
     padding.rows += [
-        [word(label), *(nothing for _ in lengths), percent(published)] for label, published in PAPER_PADDING.items()
+        [word(label), *(nothing for _ in lengths), published] for label, published in PAPER_PADDING.items()
     ]
     seeds = len({record["seed"] for record in packing})
     padding.notes = [
@@ -54,64 +61,61 @@ def packing_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def packing_figures(records: Sequence[Record]) -> list[Figure]:
-    """Padding against row length and buffer, planning time against row length; one corpus's records."""
+    """Padding and planning time against row length, and greedy's padding against its buffer; one corpus's records."""
     packing = summary.of_kind(records, "packing")
     if not packing:
         return []
-    lengths = _row_lengths(packing)
-    data = _data(packing)
-    figures = []
-    fig, (left, right) = axes(1, 2)
-    for label, chosen in _by_strategy(packing).items():
-        strategy = chosen[0]["config"]["strategy"]
-        style = style_of(strategy)
-        shares = [
-            (x, 100 * share) for x in lengths if (share := _padding(chosen, x))
-        ]  # zero has no place on a log axis
-        if shares:
-            left.plot(*zip(*shares), label=label, **style)
-        seconds = [(x, value) for x in lengths if (value := _planning(chosen, x)) is not None]
-        if seconds:
-            right.plot(*zip(*seconds), label=label, **style)
-    for label, published in PAPER_PADDING.items():
-        left.axhline(100 * published, color="#8a8f98", linewidth=1, linestyle=(0, (2, 2)))
-        left.annotate(
-            f"{label}, {percent(published).text} (its data unknown)",
-            (0.01, 100 * published),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=8,
-            color="#5c6370",
-        )
-    for ax, title, unit in (
-        (left, "Padding", "slots that are padding (%)"),
-        (right, "Planning time", "seconds per million documents"),
-    ):
-        ax.set(title=title, xlabel="row length (tokens)", ylabel=unit, xscale="log", yscale="log")
-        ax.set_xticks(lengths, [str(length) for length in lengths])
-        ax.minorticks_off()
-    right.legend()
-    caption = f"Padding and planning time against row length. {data}. Strategies without padding are not on the left."
-    figures.append(finish(fig, "packing", caption))
-    if len(buffers := _buffers(packing)) > 1:
-        fig, (ax,) = axes(1, 1)
-        for rank, length in enumerate(lengths):
-            shares = [(b, 100 * share) for b, chosen in buffers.items() if (share := _padding(chosen, length))]
-            if shares:
-                shade = 0.25 + 0.65 * rank / max(1, len(lengths) - 1)
-                ax.plot(
-                    *zip(*shares), label=f"row length {length}", color=(0, 0.45 * (1 - shade / 2), shade), marker="o"
-                )
-        ax.set(title="Padding of greedy packing by buffer", xlabel="buffer (documents)", xscale="log", yscale="log")
-        ax.set_ylabel("slots that are padding (%)")
-        ax.set_xticks(list(buffers), [str(buffer) for buffer in buffers])
-        ax.minorticks_off()
-        ax.legend()
-        figures.append(
-            finish(fig, "packing-buffer", f"Padding of greedy packing against the size of its buffer. {data}.")
-        )
+    figures = [_by_row_length(packing)]
+    if len(_buffers(packing)) > 1:
+        figures.append(_by_buffer(packing))
     return figures
+
+
+def _by_row_length(records: Sequence[Record]) -> Figure:
+    lengths = _row_lengths(records)
+    fig, (left, right) = axes(2)
+    for label, chosen in _by_strategy(records).items():
+        style = style_of(chosen[0]["config"]["strategy"]) | {"linewidth": 1.8}
+        shares = [(x, 100 * share) for x in lengths if (share := _padding(chosen, x))]  # zero is not on a log axis
+        seconds = [(x, value) for x in lengths if (value := _planning(chosen, x)) is not None]
+        for ax, points in ((left, shares), (right, seconds)):
+            ax.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
+    for (label, published), dashes in zip(PAPER_PADDING.items(), ((1, 1.5), (5, 2))):
+        label = f"{label}, {published.text} (its data unknown)"
+        left.axhline(100 * published.values[0], color=MUTED, linewidth=1.2, linestyle=(0, dashes), label=label)
+    left.set(title="Padding", ylabel="slots that are padding (%)")
+    right.set(title="Planning time", ylabel="seconds per million documents")
+    for ax in (left, right):
+        _log_log(ax, lengths, "row length (tokens)")
+    legend_below(fig, left, columns=4)
+    data = _data(records)
+    return finish(
+        fig,
+        "packing",
+        f"Padding and planning time against row length ({data}). Strategies without padding are not on the left.",
+    )
+
+
+def _by_buffer(records: Sequence[Record]) -> Figure:
+    lengths, buffers = _row_lengths(records), _buffers(records)
+    fig, (ax,) = axes(1)
+    for length, shade in zip(lengths, np.linspace(0.85, 0.0, len(lengths))):
+        points = [(buffer, 100 * share) for buffer, chosen in buffers.items() if (share := _padding(chosen, length))]
+        color = matplotlib.colormaps["viridis"](shade)
+        ax.plot([x for x, _ in points], [y for _, y in points], label=f"row length {length}", color=color, marker="o")
+    ax.set(title="Padding of greedy packing", ylabel="slots that are padding (%)")
+    _log_log(ax, list(buffers), "buffer (documents)")
+    ax.legend()
+    return finish(
+        fig, "packing-buffer", f"Padding of greedy packing against the size of its buffer ({_data(records)})."
+    )
+
+
+def _log_log(ax: Axes, ticks: Sequence[int], label: str) -> None:
+    ax.set(xscale="log", yscale="log", xlabel=label)
+    ax.set_xticks(ticks, [str(tick) for tick in ticks])
+    ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda y, _: f"{y:g}"))
+    ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
 def packing_label(records: Sequence[Record]) -> str:

@@ -89,14 +89,20 @@ def render(readme: str, parts: Sequence[Part]) -> str:
 
 
 def _title_and_question(readme: str, experiment: str) -> tuple[str, str]:
-    """The first heading, and the first paragraph of the section called Question, else of the README."""
-    blocks = [" ".join(block.split()) for block in re.split(r"\n\s*\n|(?<=\n)(?=#)|(?m:^(#.*)$)", readme) if block]
-    blocks = [block for block in blocks if block]
-    headings = [i for i, block in enumerate(blocks) if block.startswith("#")]
-    title = blocks[headings[0]].lstrip("# ") if headings else f"PackMamba: {experiment}"
-    asked = next((i for i in headings if "question" in blocks[i].lower()), -1)
-    question = next((block for block in blocks[asked + 1 :] if not block.startswith("#")), "")
-    return title, question
+    """The first heading, and the first paragraph under a heading that says question, else of the README."""
+    title, heading, new = "", "", True
+    paragraphs: list[tuple[str, str]] = []
+    for line in map(str.strip, readme.splitlines()):
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+            title = title or heading
+        elif line and new:
+            paragraphs.append((heading, line))
+        elif line:
+            paragraphs[-1] = (heading, f"{paragraphs[-1][1]} {line}")
+        new = not line or line.startswith("#")
+    asked = [text for under, text in paragraphs if "question" in under.lower()] or [text for _, text in paragraphs]
+    return title or f"PackMamba: {experiment}", asked[0] if asked else ""
 
 
 def _inline(text: str) -> str:

@@ -183,7 +183,8 @@ def percent(fraction: float | None) -> Cell:
     if fraction is None:
         return number(None, "")
     share = 100 * fraction
-    return Cell("0 %" if share == 0 else "< 0.001 %" if 0 < share < 0.001 else f"{share:.3g} %", (fraction,))
+    text = f"{share:.0f}" if share in (0, 100) else "< 0.001" if 0 < share < 0.001 else f"{share:#.3g}"
+    return Cell(f"{text} %", (fraction,))
 
 
 def gibibytes(count: float | None) -> Cell:
