@@ -136,8 +136,8 @@ def plan_rows(
         lengths: (documents,) integers, tokens of each document, at least 1; a sequence or array, memory-mapped or not.
         row_length: slots of a row; None for single (no limit) and padded (to the longest of a batch, when batching).
         strategy: a key of STRATEGIES.
-        overlong: what a document longer than a row does: error, truncate (its tail is dropped) or pieces (of row_length,
-            the last the rest). split cuts at row ends anyway.
+        overlong: what a document longer than a row does: error, truncate (its tail is dropped) or pieces (of row_length
+            tokens, the last the rest). split cuts at row ends anyway.
         buffer: documents (pieces, where cut) that greedy sorts and packs at a time.
         streams: B parallel streams of split. Row t * B + b is stream b's t-th and goes on where its row before ended. A
             document lies in one stream, each next one in the stream with the fewest tokens so far. A stream that ends
@@ -245,9 +245,9 @@ def _first_fit(lengths: Integers, row_length: int, buffer: int) -> Integers:
     """Each document, as it comes, goes to the first row that has room."""
     shortest = int(lengths.min(initial=row_length))
     leaves = 1024
-    rooms = [row_length] * (
-        2 * leaves
-    )  # a heap-ordered tree of maxima; its leaves are rows, those not yet opened included
+    # A binary tree of maxima, node n above 2n and 2n + 1. Its leaves are rows, those not yet opened included, so that
+    # opening a row is no case of its own.
+    rooms = [row_length] * (2 * leaves)
     names = list(range(leaves))
     row_of = []
     for length in lengths.tolist():
@@ -294,8 +294,8 @@ def _best_fit(lengths: Integers, row_length: int, buffer: int) -> Integers:
 def _histogram(lengths: Integers, row_length: int, buffer: int) -> Integers:
     """Shortest-pack-first histogram packing (Krell et al., arXiv 2107.02027): longest first, to the emptiest open row.
 
-    Unlike the published listing, documents of one length share new rows instead of opening one each: the listing leaves
-    98 % padding where all documents are short and of equal length.
+    The published listing opens a row for each document that fits no open row, even where equal ones could share it;
+    here they do, as if placed one by one.
     """
     return _decreasing(lengths, row_length, len(lengths), emptiest=True)
 
@@ -324,9 +324,9 @@ def _place(
 ) -> int:
     """Appends to ``out`` the row of each of ``counts[i]`` pieces of ``lengths[i]`` tokens, lengths falling.
 
-    New rows count from num_rows on; returns their end. The result is that of placing the pieces one by one, of rows with
-    equal room in the one that last came to it: the fullest row stays it until it has no room, so it takes all it can at
-    once, and of the emptiest rows each takes one before any takes a second.
+    New rows count from num_rows on; returns their end. The result is that of placing the pieces one by one (among rows
+    of equal room in the one that changed last): the fullest row stays it until it has no room, so it takes all it can
+    at once, and of the emptiest rows each takes one before any takes a second.
     """
     rows_with: dict[int, list[int]] = {}
     rooms: list[int] = []  # its keys, sorted: the free slots of open rows, where anything left could fit
