@@ -184,6 +184,7 @@ def test_commit_and_dirty_are_of_our_own_checkout(tmp_path, monkeypatch):
     source.write_text("new")
     assert records_module._commit()[1] is True
     inside = tmp_path / "somebody" / "site-packages" / "packmamba" / "results" / "record.py"
+    inside.parent.mkdir(parents=True)
     monkeypatch.setattr(records_module, "__file__", str(inside))
     assert records_module._commit() == (None, None), "an installed package is not the repository it lies in"
 

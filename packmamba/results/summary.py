@@ -12,7 +12,7 @@ from typing import Any
 
 Record = Mapping[str, Any]
 
-ARM_ORDER = ("single", "padded", "packed-reset", "packed-leak", "packed-leak_conv", "packed-leak_scan", "packed-carry")
+ARM_ORDER = ("single", "padded", "packed-reset", "packed-leak", "packed-leak-conv", "packed-leak-scan", "packed-carry")
 BASELINES = ("padded", "single")
 PARITY_SEEDS = 5
 """A claim of parity needs at least this many seeds (three for other claims on accuracy)."""
