@@ -49,6 +49,10 @@ def packing_tables(records: Sequence[Record]) -> list[Table]:
         "The length distribution is our own choice.",
         "The paper's rows are as published; its data and row length are not known to us.",
     ]
+    if overlong := sorted({r["config"]["overlong"] for r in packing if "overlong" in r["config"]}):
+        padding.notes.append(
+            f"Documents longer than a row: {', '.join(overlong)}; split cuts every document that meets one."
+        )
     planning.notes = ["From lengths to rows, on one core; nothing is read or moved."]
     tables = [padding, planning]
     if len(buffers := _buffers(packing)) > 1:
