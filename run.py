@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -17,11 +18,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         commands = [name for action in self._actions for name in (action.choices or ())]
-        if "invalid choice" in message:
-            given = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-            close = difflib.get_close_matches(given, commands, n=1)
-            message = f"unknown command '{given}'" + (f"; did you mean '{close[0]}'?" if close else "")
-            message += f"; commands: {', '.join(commands)}" if not close else ""
+        if unknown := re.search("invalid choice: '(.*?)'", message):
+            close = difflib.get_close_matches(unknown[1], commands, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"commands: {', '.join(commands)}"
+            message = f"unknown command '{unknown[1]}'; {hint}"
         self.exit(2, f"run.py: error: {message}\n")
 
 
@@ -77,7 +77,7 @@ def doctor(arguments: argparse.Namespace) -> None:
     print("\n".join(diagnose()))
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="run.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
     for name, function, text in (
@@ -98,7 +98,7 @@ def main() -> int:
         if name == "report":
             command.add_argument("folder", help="experiments/<question>, or a run's or sweep's folder")
         command.set_defaults(function=function)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
 
     from packmamba.config import ConfigError
 

@@ -46,12 +46,12 @@ class PackedBatch:
 
 @dataclass
 class StepBatch:
-    """What one optimizer step consumes on one rank.
+    """What one optimizer step consumes.
 
     Attributes:
-        batches: forward passes, in order; their gradients add up.
-        num_targets: real targets of the whole step, over all batches and all ranks: the loss's denominator.
-        num_tokens, num_slots: real tokens and slots of this rank's batches.
+        batches: this rank's forward passes, in order; their gradients add up.
+        num_targets: real targets of the whole step, over the batches of all ranks: the loss's denominator.
+        num_tokens, num_slots: real tokens and slots of the whole step.
     """
 
     batches: list[PackedBatch]
@@ -85,12 +85,16 @@ class Arrangement:
     ends: np.ndarray
     plan: PackingPlan
 
-    def num_targets(self, rows: np.ndarray) -> int:
-        """Real targets of these rows: each token has one but the last of each document."""
-        plan = self.plan
+    def count(self, groups: list[np.ndarray]) -> tuple[int, int, int]:
+        """(real targets, real tokens, slots) of these batches; each token has a target but the last of each document."""
+        plan, rows = self.plan, np.concatenate(groups)
         ends_here = plan.start + plan.length == self.ends[plan.document]
-        targets = np.append(0, np.cumsum(plan.length - ends_here))
-        return int((targets[plan.row_offsets[rows + 1]] - targets[plan.row_offsets[rows]]).sum())
+        slots = sum(len(group) * int(plan.slots[group].max()) for group in groups)
+        targets, tokens = (
+            int((before[plan.row_offsets[rows + 1]] - before[plan.row_offsets[rows]]).sum())
+            for before in (np.append(0, np.cumsum(n)) for n in (plan.length - ends_here, plan.length))
+        )
+        return targets, tokens, slots
 
     def group_rows(self, rows: np.ndarray, slots_per_batch: int, rows_per_batch: int | None = None) -> list[np.ndarray]:
         """Splits consecutive ``rows`` (numbers of the plan's) into batches of at most ``slots_per_batch`` slots, but at least

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import lightning
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packmamba.config import Config, ConfigError, DataConfig
@@ -28,13 +29,10 @@ class StepDataset(Dataset):
         mine = groups[self.rank :: ranks]
         batches = [arrangement.batch(rows) for rows in mine]
         # Every rank computes as many batches, so that gradients meet.
+        missing = -len(groups) % ranks
         batches += [empty_batch()] * (-(-len(groups) // ranks) - len(mine))
-        return StepBatch(
-            batches=batches,
-            num_targets=arrangement.num_targets(np.concatenate(groups)),
-            num_tokens=sum(batch.layout.num_tokens for batch in batches),
-            num_slots=sum(batch.layout.num_slots for batch in batches),
-        )
+        targets, tokens, slots = arrangement.count(groups)
+        return StepBatch(batches, num_targets=targets, num_tokens=tokens, num_slots=slots + missing)
 
 
 class StepSampler(Sampler[int]):
@@ -145,4 +143,6 @@ class PackingDataModule(lightning.LightningDataModule):
             sampler=sampler,
             num_workers=self.config.data.num_workers,
             pin_memory=on_gpu,
+            # Its own generator: a loader that is made again on resuming must not move the global one.
+            generator=torch.Generator(),
         )

@@ -66,8 +66,7 @@ class History(Callback):
             torch.cuda.synchronize()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        ranks = trainer.world_size
-        tokens, slots = batch.num_tokens * ranks, batch.num_slots * ranks
+        tokens, slots = batch.num_tokens, batch.num_slots
         self._steps_here += 1
         self.totals["steps"] = trainer.global_step
         for key, amount in (("real_tokens", tokens), ("slots", slots), ("seconds", seconds)):
