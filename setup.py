@@ -1,4 +1,4 @@
-"""Kernel sources lie at the top of a checkout and travel as package data, which pyproject.toml cannot say by pattern."""
+"""Kernel sources lie at the top of a checkout and travel as package data, which pyproject.toml says by no pattern."""
 
 from pathlib import Path
 
