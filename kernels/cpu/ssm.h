@@ -105,16 +105,6 @@ void load_tokens(const ScanArguments<T>& in, int64_t slot, int tokens, int64_t c
     for (int t = 0; t < tokens; ++t) to.z[t] = load(in.z.at(slot) + channel + t * in.z.token, count);
 }
 
-// A share of the rows that the next chunk of a group reads, while one of this chunk's blocks is worked on.
-struct Ahead {
-  int64_t first, tokens, channel, width;
-  Ahead(int64_t slot, int64_t tokens, int64_t channel, int64_t width, int block, int blocks)
-      : first(slot + tokens * block / blocks), tokens(slot + tokens * (block + 1) / blocks - first), channel(channel), width(width) {}
-  template <class T> [[gnu::always_inline]] void prefetch(const Rows<T>& rows) const {
-    packmamba::prefetch<!std::is_const_v<T>>(rows, first, tokens, channel, width);
-  }
-};
-
 // Calls tile(first state, constant of states) for 16, 8, 4 or 1 states at a time.
 template <int widest, class Body> void for_each_tile(int64_t states, const Body& body) {
   int64_t n = 0;

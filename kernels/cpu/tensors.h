@@ -43,6 +43,16 @@ template <bool write, class T>
     for (int64_t c = 0; c < width; c += 64 / int64_t(sizeof(T))) __builtin_prefetch(at + c, write, 2);
 }
 
+// A share of the rows that a group's next tokens lie in, while one of its blocks of channels is worked on.
+struct Ahead {
+  int64_t first, tokens, channel, width;
+  Ahead(int64_t slot, int64_t tokens, int64_t channel, int64_t width, int block, int blocks)
+      : first(slot + tokens * block / blocks), tokens(slot + tokens * (block + 1) / blocks - first), channel(channel), width(width) {}
+  template <class T> [[gnu::always_inline]] void prefetch(const Rows<T>& rows) const {
+    packmamba::prefetch<!std::is_const_v<T>>(rows, first, tokens, channel, width);
+  }
+};
+
 template <class T> T* pointer(const Tensor& t) { return static_cast<T*>(t.data_ptr()); }
 template <class T> T* pointer(const OptionalTensor& t) { return t ? pointer<T>(*t) : nullptr; }
 

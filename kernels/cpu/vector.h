@@ -89,6 +89,20 @@ inline void store(float16* to, Vec<float> v) {
 #endif
 }
 
+// Past the caches, for outputs larger than they are: a line that is written whole need not be read first.
+template <class T> inline void stream(T* to, Vec<accumulate_t<T>> v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) * kLanes<accumulate_t<T>> == 64)
+    if (reinterpret_cast<uintptr_t>(to) % 64 == 0) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
+#endif
+  store(to, v);
+}
+inline void end_stream() {
+#if defined(__AVX512F__)
+  _mm_sfence();
+#endif
+}
+
 // The first `count` lanes; the others are zero, and memory past them is not touched.
 template <class T> Vec<accumulate_t<T>> load(const T* from, int count) {
   constexpr int lanes = kLanes<accumulate_t<T>>;
