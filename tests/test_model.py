@@ -260,6 +260,7 @@ def test_the_learned_initial_state_starts_every_document():
     plain = build()
     plain.load_state_dict({name: p for name, p in model.state_dict().items() if "initial_state" not in name})
     zero = plain(tokens, layout=LAYOUT)
+    assert torch.equal(plain(tokens, layout=LAYOUT, states=plain.start_states(LAYOUT.num_documents)), zero)
     for layouts in ({"layout": LAYOUT}, {"layout": FLOW}, {"layout": LAYOUT, "ssm_layout": FLOW}, {}):
         documents = layouts.get(
             "ssm_layout", layouts.get("layout", SequenceLayout.from_rows(*LAYOUT.shape))
