@@ -118,14 +118,17 @@ def documents_of(case, results, s):
 
 
 PER_TOKEN = ("x", "u", "delta", "z", "B", "C")
+# Poison has more ways through where no initial state is put in the place of what came before.
+with_and_without_states = pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
 
 
 @both
 @every_backend
+@with_and_without_states
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
-def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, poison, layout):
-    clean = random_case(operator, layout, torch.float32, device_of(backend))
+def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, states, poison, layout):
+    clean = random_case(operator, layout, torch.float32, device_of(backend), states=states)
     expected = clean.run(backend)
     for victim in range(layout.num_documents):
         case = copy.deepcopy(clean)
@@ -133,9 +136,10 @@ def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, poison
         for name, tensor in case.tensors.items():
             if name in PER_TOKEN:
                 tensor.view(-1, tensor.shape[-1])[tokens] = poison
-        case.tensors["initial_state"][victim] = poison
         case.grad_y.flatten(0, 1)[tokens] = poison
-        case.grad_final[victim] = poison
+        if states:
+            case.tensors["initial_state"][victim] = poison
+            case.grad_final[victim] = poison
         results = case.run(backend)
         assert not results["y"].flatten(0, 1)[tokens].isfinite().all(), "the poison must reach its own document"
         for s in range(layout.num_documents):
@@ -147,9 +151,10 @@ def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, poison
 
 @both
 @every_backend
+@with_and_without_states
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_padding_is_never_looked_at(operator, backend, poison):
-    clean = random_case(operator, AWKWARD["splits"], torch.float32, device_of(backend))
+def test_padding_is_never_looked_at(operator, backend, states, poison):
+    clean = random_case(operator, AWKWARD["splits"], torch.float32, device_of(backend), states=states)
     expected = clean.run(backend)
     case = copy.deepcopy(clean)
     padding = case.layout.seq_idx < 0
