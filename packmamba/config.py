@@ -223,10 +223,10 @@ def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
 
 
 def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str) -> None:
-    for key in update:
+    for key in map(str, update):
         name = f"{prefix}{key}"
         if key not in known:
-            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(str(key), known, prefix)}")
+            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(key, known, prefix)}")
         section = known.get(key)
         if isinstance(section, DictConfig):
             value = update.get(key)

@@ -188,14 +188,18 @@ def test_a_document_cut_in_two_with_its_state_is_the_whole(operator, backend):
 
     def call(layout, columns, **extra):
         tensors = {
-            name: torch.stack([t[b, c : c + layout.shape[1]] for b, c in enumerate(columns)]) if name in PER_TOKEN else t
+            name: torch.stack([t[b, c : c + layout.shape[1]] for b, c in enumerate(columns)])
+            if name in PER_TOKEN
+            else t
             for name, t in case.tensors.items()
         }
         return getattr(ops, operator)(
             **tensors, **case.options, **extra, layout=layout.to(device_of(backend)), backend=backend
         )
 
-    case.tensors = {n: torch.nn.functional.pad(t, (0, 0, 0, 8)) if n in PER_TOKEN else t for n, t in case.tensors.items()}
+    case.tensors = {
+        n: torch.nn.functional.pad(t, (0, 0, 0, 8)) if n in PER_TOKEN else t for n, t in case.tensors.items()
+    }
     y, final = call(SequenceLayout.from_lengths([[2, 9], [7]], row_length=19), [0, 0])
     y1, state = call(first, [0, 0])
     y2, end = call(second, [3, 5], initial_state=state[1:].contiguous())
@@ -213,9 +217,7 @@ def test_a_document_shorter_than_the_taps_keeps_the_older_state(backend, length)
     x = torch.tensor([[[10.0], [20.0], [30.0]]], device=device)
     state = torch.tensor([[[1.0, 2.0, 3.0]]], device=device)
     weight = torch.ones(1, 4, device=device)
-    _, final = ops.conv1d_pack(
-        x, weight, layout=layout, initial_state=state, return_final_state=True, backend=backend
-    )
+    _, final = ops.conv1d_pack(x, weight, layout=layout, initial_state=state, return_final_state=True, backend=backend)
     assert final.flatten().tolist() == [1.0, 2.0, 3.0, 10.0, 20.0][length : length + 3]
 
 

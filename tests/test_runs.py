@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from runs import CARRY, tiny_config
 
 import run
 from packmamba.config import ConfigError, load_config, to_dict
@@ -21,6 +20,7 @@ from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit, run_folder, run_id
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.throughput import measure_throughput
+from runs import CARRY, tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
 

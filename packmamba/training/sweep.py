@@ -37,9 +37,9 @@ class SweepConfig:
 def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[SweepConfig, list[Config]]:
     """The sweep and the configuration of each of its runs, all checked. Raises ConfigError naming the key."""
     loaded = read_yaml(path)
-    for key in loaded:
+    for key in map(str, loaded):
         if key not in SweepConfig.__dataclass_fields__:
-            raise ConfigError(f"unknown key '{key}' in {path}{suggest(str(key), SweepConfig.__dataclass_fields__)}")
+            raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, SweepConfig.__dataclass_fields__)}")
     try:
         sweep = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig), loaded))
     except OmegaConfBaseException as error:
