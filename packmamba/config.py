@@ -12,11 +12,9 @@ from typing import Any, Optional
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-MODEL_DIRECTORY = Path("configs/model")
+from packmamba.errors import ConfigError
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message is one sentence for the user."""
+MODEL_DIRECTORY = Path(__file__).resolve().parent.parent / "configs" / "model"
 
 
 @dataclass
