@@ -60,7 +60,7 @@ def bench(arguments: argparse.Namespace) -> None:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    from packmamba.config import ConfigError
+    from packmamba.errors import ConfigError
     from packmamba.results.record import read_records
     from packmamba.results.report import format_table, write_report
 
@@ -69,6 +69,21 @@ def report(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     print(f"\n{format_table(read_records(arguments.folder))}\n\nReport, with figures: {path}")
+
+
+def kernels(arguments: argparse.Namespace) -> None:
+    from packmamba.ops import library
+
+    if arguments.action == "build":
+        for row in library.info():
+            if row["problem"] is None:
+                print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
+                library.build(row["kind"])
+    for row in library.info():
+        state = "built" if row["built"] else row["problem"] or "not built; built on first use or by 'kernels build'"
+        print(f"{row['kind']}: {state}")
+        if row["problem"] is None:
+            print(f"  for {row['target']}, by {row['compiler']}\n  {row['path']}")
 
 
 def doctor(arguments: argparse.Namespace) -> None:
@@ -86,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         ("sweep", sweep, "train a grid of runs and report on them"),
         ("bench", bench, "measure: packing, ..."),
         ("report", report, "tables, figures and report.html from a folder's records"),
+        ("kernels", kernels, "build the compiled kernels for this machine, or say which are built"),
         ("doctor", doctor, "what runs here and what is missing"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -95,16 +111,18 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument(
                 "overrides", nargs="*", metavar="key=value", help="keys, such as data.strategy=best_fit"
             )
+        if name == "kernels":
+            command.add_argument("action", choices=("build", "info"), help="build, or only look")
         if name == "report":
             command.add_argument("folder", help="experiments/<question>, or a run's or sweep's folder")
         command.set_defaults(function=function)
     arguments = parser.parse_args(argv)
 
-    from packmamba.config import ConfigError
+    from packmamba.errors import UserError
 
     try:
         arguments.function(arguments)
-    except ConfigError as error:
+    except UserError as error:
         print(f"run.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

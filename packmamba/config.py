@@ -12,11 +12,9 @@ from typing import Any, Optional
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-MODEL_DIRECTORY = Path("configs/model")
+from packmamba.errors import ConfigError
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message is one sentence for the user."""
+MODEL_DIRECTORY = Path(__file__).resolve().parent.parent / "configs" / "model"
 
 
 @dataclass
@@ -223,10 +221,10 @@ def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
 
 
 def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str) -> None:
-    for key in update:
+    for key in map(str, update):
         name = f"{prefix}{key}"
         if key not in known:
-            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(str(key), known, prefix)}")
+            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(key, known, prefix)}")
         section = known.get(key)
         if isinstance(section, DictConfig):
             value = update.get(key)

@@ -6,12 +6,12 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 from collections.abc import Iterator
 
 import torch
 
 from packmamba import ops
+from packmamba.ops import library
 from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
 
 EXTRAS = {
@@ -37,11 +37,20 @@ def diagnose() -> Iterator[str]:
         yield "GPU: none that PyTorch can use; everything but GPU measurements runs on the CPU"
     yield "Operators' backends:"
     for backend in ops.BACKENDS[1:]:
-        yield f"  {backend}: {'available' if backend in IMPLEMENTATIONS else 'not in this version'}"
-    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    yield f"C++ compiler: {compiler or 'none; install g++ or clang++'}"
-    yield f"nvcc: {shutil.which('nvcc') or 'none'}"
+        yield f"  {backend}: {_state(backend)}"
     yield "Optional packages:"
     for name, purpose in EXTRAS.items():
         found = importlib.util.find_spec(name) is not None
         yield f"  {name}: {'installed' if found else f'missing; {purpose}'}"
+
+
+def _state(backend: str) -> str:
+    if backend not in IMPLEMENTATIONS:
+        return "not in this version"
+    kernels = {row["kind"]: row for row in library.info()}.get(backend)
+    if kernels is None:
+        return "available"
+    if kernels["problem"]:
+        fallback = "; auto runs the reference instead" if backend == "cpu" else ""
+        return f"missing: {kernels['problem']}{fallback}"
+    return f"{'built' if kernels['built'] else 'built on first use'} for {kernels['target']} by {kernels['compiler']}"

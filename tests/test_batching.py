@@ -3,12 +3,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from runs import CARRY, SCHEMES, tiny_config
 from torch.utils.data import DataLoader
 
 from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
 from packmamba.data.packing import STRATEGIES
+from runs import CARRY, SCHEMES, tiny_config
 
 
 def module(folder, *overrides):

@@ -72,13 +72,15 @@ def test_a_document_s_last_token_changes_no_bit_of_another(dtype):
             assert all(torch.equal(f[s], e[s]) == (s != victim) for f, e in zip(flat(finals), flat(ends)))
 
 
-def test_a_poisoned_document_changes_no_bit_of_another():
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
+def test_a_poisoned_document_changes_no_bit_of_another(given):
     model, tokens = build(dtype=torch.float32, tie_embeddings=False), random_tokens()
     states = random_states(model, LAYOUT.num_documents)
 
     def run(tokens, states, weight):
-        logits, finals = model(tokens, layout=LAYOUT, states=states, return_states=True)
-        grads = torch.autograd.grad((logits.flatten(0, 1) * weight[:, None]).sum(), flat(states))
+        logits, finals = model(tokens, layout=LAYOUT, states=states if given else None, return_states=True)
+        loss = (logits.flatten(0, 1) * weight[:, None]).sum()
+        grads = torch.autograd.grad(loss, flat(states)) if given else ()
         return logits.flatten(0, 1), flat(finals), grads
 
     weight = torch.randn(LAYOUT.num_slots, generator=torch.Generator().manual_seed(3))
@@ -260,6 +262,7 @@ def test_the_learned_initial_state_starts_every_document():
     plain = build()
     plain.load_state_dict({name: p for name, p in model.state_dict().items() if "initial_state" not in name})
     zero = plain(tokens, layout=LAYOUT)
+    assert torch.equal(plain(tokens, layout=LAYOUT, states=plain.start_states(LAYOUT.num_documents)), zero)
     for layouts in ({"layout": LAYOUT}, {"layout": FLOW}, {"layout": LAYOUT, "ssm_layout": FLOW}, {}):
         documents = layouts.get(
             "ssm_layout", layouts.get("layout", SequenceLayout.from_rows(*LAYOUT.shape))

@@ -36,8 +36,9 @@ def test_initialisation_is_mamba_s():
     assert abs(model.backbone.embedding.weight.std() - 0.02) < 1e-3
     assert all((p == 1).all() for name, p in model.named_parameters() if "norm" in name)
     assert not torch.equal(mixers[0].dt_proj.bias, mixers[1].dt_proj.bias)
-    floored = PackedMamba(d_model, dt_min=1e-6, dt_max=1e-5, dt_init_floor=1e-4)
-    assert torch.allclose(F.softplus(floored.dt_proj.bias), torch.tensor(1e-4))
+    for limits, dt in (((1e-6, 1e-5, 1e-4), 1e-4), ((0.5, 0.5, 1e-4), 0.5)):
+        mixer = PackedMamba(d_model, **dict(zip(("dt_min", "dt_max", "dt_init_floor"), limits)))
+        assert torch.allclose(F.softplus(mixer.dt_proj.bias), torch.tensor(dt))
 
 
 def test_sizes_and_names_are_state_spaces():

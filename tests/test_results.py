@@ -257,6 +257,28 @@ def test_one_arm_under_two_configurations_is_two_rows_each_with_its_baseline():
     }
 
 
+def test_points_of_a_grid_are_compared_among_themselves_in_numerical_order():
+    settings = {"d_model=64": (3.0, 50.0), "d_model=128": (2.0, 20.0)}
+    records = []
+    for setting, (loss, rate) in settings.items():
+        for arm, worse, faster in [("packed-reset", 0.25, 4), ("single", 0.5, 1), ("padded", 0.0, 2)]:
+            records.append(training(f"{arm} {setting}", loss=loss + worse))
+            records.append(throughput(f"{arm} {setting}", rate * faster))
+    assert [(row["arm"], row["difference"], row["speedup"]) for row in table(records, "training")] == [
+        ("single d_model=64", "0.5", "1"),
+        ("padded d_model=64", "", "2"),
+        ("packed-reset d_model=64", "0.25", "4"),
+        ("single d_model=128", "0.5", "1"),
+        ("padded d_model=128", "", "2"),
+        ("packed-reset d_model=128", "0.25", "4"),
+    ]
+
+
+def test_differences_by_rounding_are_not_printed_as_nothing():
+    text = format_table([training("padded", loss=2.0), training("single", loss=2.0 - 3e-9)])
+    assert "-3.0e-09 (no claim)" in text
+
+
 def test_corpora_never_meet(tmp_path):
     ours = [training("padded", 0, 2.0), training("packed-reset", 0, 2.5), throughput("single", 50.0)]
     other = [training("packed-reset", 1, 7.0, corpus="corpus-b"), throughput("packed-reset", 400.0, corpus="corpus-b")]

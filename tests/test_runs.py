@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from runs import CARRY, tiny_config
 
 import run
 from packmamba.config import ConfigError, load_config, to_dict
 from packmamba.results.record import read_records
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit, run_folder, run_id
+from packmamba.training.module import MambaLitModule
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.throughput import measure_throughput
+from runs import CARRY, tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -95,6 +96,23 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, keys):
             assert torch.equal(x, y) if isinstance(x, torch.Tensor) else (x == y) is True or (x == y).all(), part
     again = fit(killed, progress=False)
     assert again == record, "a finished run is not repeated"
+
+
+def test_a_run_stopped_in_an_evaluation_evaluates_that_step_again(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=1", "trainer.validate_every=3")
+    evaluate = MambaLitModule.validation_step
+
+    def stop(module, *arguments):
+        if module.global_step == 3:
+            raise RuntimeError("stopped")
+        evaluate(module, *arguments)
+
+    monkeypatch.setattr(MambaLitModule, "validation_step", stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(config, progress=False)
+    assert checkpoints(run_folder(config) / "checkpoints")[-1].name == "step=2.ckpt"
+    monkeypatch.setattr(MambaLitModule, "validation_step", evaluate)
+    assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == [3, 6]
 
 
 def test_a_run_leaves_its_record_and_logs(tmp_path):

@@ -5,7 +5,6 @@ import dataclasses
 import lightning
 import pytest
 import torch
-from runs import CARRY, SCHEMES, tiny_config
 
 from packmamba import SequenceLayout
 from packmamba.config import ConfigError
@@ -14,6 +13,7 @@ from packmamba.data.datamodule import PackingDataModule
 from packmamba.training.carry import StateCarrier
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.module import MambaLitModule
+from runs import CARRY, SCHEMES, tiny_config
 
 
 class Gradients(lightning.Callback):

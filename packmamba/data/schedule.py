@@ -10,7 +10,7 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.batching import Arrangement
 from packmamba.data.corpus import Corpus
-from packmamba.data.packing import STRATEGIES, plan_rows
+from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
 
 WINDOW_DOCUMENTS = 1_000_000
 MODES = ("matched", "stream")
@@ -56,7 +56,7 @@ def arrange(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Arrangem
     return Arrangement(corpus, documents, ends, plan)
 
 
-def _plan(data: DataConfig, lengths: np.ndarray):
+def _plan(data: DataConfig, lengths: np.ndarray) -> PackingPlan:
     return plan_rows(
         lengths,
         row_length=data.row_length,

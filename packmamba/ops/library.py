@@ -27,14 +27,12 @@ from typing import Any
 
 import torch
 
+from packmamba.errors import KernelError as KernelError
+
 KINDS = ("cpu", "cuda")
 BUILD_COMMAND = "python run.py kernels build"
 # Libraries built for this version of the stable ABI load on it and on later ones.
 TORCH_TARGET_VERSION = 0x020B000000000000
-
-
-class KernelError(RuntimeError):
-    """Compiled kernels cannot be built or loaded; the message says why and what to do."""
 
 
 @dataclass(frozen=True)

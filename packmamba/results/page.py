@@ -6,6 +6,7 @@ import base64
 import html
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from packmamba.results import summary, tables
@@ -102,7 +103,7 @@ def _title_and_question(readme: str, experiment: str) -> tuple[str, str]:
             paragraphs[-1] = (heading, f"{paragraphs[-1][1]} {line}")
         new = not line or line.startswith("#")
     asked = [text for under, text in paragraphs if "question" in under.lower()] or [text for _, text in paragraphs]
-    return title or f"PackMamba: {experiment}", asked[0] if asked else ""
+    return title or f"PackMamba: {Path(experiment).name}", asked[0] if asked else ""
 
 
 def _inline(text: str) -> str:

@@ -110,13 +110,13 @@ def legend_below(fig: Canvas, ax: Axes, columns: int = 5) -> None:
 
 
 def _styled(arms: Sequence[Arm]) -> list[tuple[Arm, dict[str, Any]]]:
-    """Arms with their styles; further configurations of an arm differ in the dashes of their lines."""
-    variants = list(dict.fromkeys(repr(arm.variant) for arm in arms))
-    unknown = sorted({arm.name for arm in arms} - _STYLES.keys())
+    """Arms with their styles; further settings of an arm differ in the dashes of their lines."""
+    settings = list(dict.fromkeys((arm.setting, repr(arm.variant)) for arm in arms))
+    unknown = sorted({arm.scheme for arm in arms} - _STYLES.keys())
     styled = []
     for arm in arms:
-        style = dict(style_of(arm.name, unknown.index(arm.name) if arm.name in unknown else 0))
-        if rank := variants.index(repr(arm.variant)):
+        style = dict(style_of(arm.scheme, unknown.index(arm.scheme) if arm.scheme in unknown else 0))
+        if rank := settings.index((arm.setting, repr(arm.variant))):
             style |= {"linestyle": (0, (3 * rank, 1.5)), "linewidth": 1.6}
         styled.append((arm, style))
     return styled
@@ -182,7 +182,7 @@ def _differences(arms: Sequence[Arm]) -> Figure | None:
         ax.plot(dots, [y] * len(dots), "o", color=style["color"], alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(difference.mean, y, xerr=difference.half_width, fmt="D", color=style["color"], capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
-    ax.set_yticks(range(len(pairs)), [f"{arm.label} - {baseline.name}" for arm, _, baseline, _ in pairs])
+    ax.set_yticks(range(len(pairs)), [f"{arm.label} - {baseline.scheme}" for arm, _, baseline, _ in pairs])
     ax.set_ylim(len(pairs) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
     ax.set(title="Difference in validation loss", xlabel="nats per target; below zero is better")
@@ -247,7 +247,7 @@ def _loss_by_position(arms: Sequence[Arm]) -> Figure | None:
         baseline = summary.baseline_of(arm, arms)
         if baseline is None:
             continue
-        subtracted.add(baseline.name)
+        subtracted.add(baseline.scheme)
         base = {s: statistics.fmean(p["loss"] for p in each) for s, each in by_arm[id(baseline)].items()}
         shared = [start for start in means if start in base]
         right.plot([middles[s] for s in shared], [means[s] - base[s] for s in shared], **style)

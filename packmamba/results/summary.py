@@ -5,6 +5,7 @@ Tables and figures take every number from here, so that both show the same.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +29,23 @@ _T95 = (
 
 @dataclass
 class Arm:
-    """The records of one arm under one configuration, by seed; of a repeated run the latest."""
+    """The records of one arm under one configuration, by seed; of a repeated run the latest.
+
+    What follows the first space of an arm's name is its setting, a point of a sweep's grid: ``padded d_model=64``.
+    """
 
     name: str
     variant: tuple[tuple[str, Any], ...] = ()
     """The configuration keys, with their values, in which records of one arm differ."""
     by_seed: dict[int, Record] = field(default_factory=dict)
+
+    @property
+    def scheme(self) -> str:
+        return self.name.partition(" ")[0]
+
+    @property
+    def setting(self) -> str:
+        return self.name.partition(" ")[2]
 
     @property
     def label(self) -> str:
@@ -92,9 +104,10 @@ def by_corpus(records: Iterable[Record]) -> dict[str, list[Record]]:
     return groups
 
 
-def arm_rank(name: str) -> tuple[int, str]:
-    """Sorts arms: the known ones as ARM_ORDER has them, then others by name."""
-    return (ARM_ORDER.index(name) if name in ARM_ORDER else len(ARM_ORDER), name)
+def arm_rank(name: str) -> tuple[list[tuple[int, str]], int, str]:
+    """Sorts arms: by setting, then the known ones as ARM_ORDER has them, then others by name."""
+    scheme, _, setting = name.partition(" ")
+    return (natural(setting), ARM_ORDER.index(scheme) if scheme in ARM_ORDER else len(ARM_ORDER), name)
 
 
 def training_arms(records: Iterable[Record]) -> list[Arm]:
@@ -107,12 +120,12 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
         variant = tuple((key, flat.get(key)) for key in keys)
         arm = arms.setdefault((record["arm"], repr(variant)), Arm(record["arm"], variant))
         arm.by_seed[record["seed"]] = record
-    return sorted(arms.values(), key=lambda arm: (_sortable(arm.variant), arm_rank(arm.name)))
+    return sorted(arms.values(), key=lambda arm: (natural(repr(arm.variant)), arm_rank(arm.name)))
 
 
 def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
-    """The arm that the others of the same configuration are compared with: padded, else single."""
-    peers = {peer.name: peer for peer in arms if peer.variant == arm.variant}
+    """The arm that the others of the same setting are compared with: padded, else single."""
+    peers = {peer.scheme: peer for peer in arms if (peer.setting, peer.variant) == (arm.setting, arm.variant)}
     return next((peers[name] for name in BASELINES if name in peers), None)
 
 
@@ -144,8 +157,9 @@ def throughput_runs(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
 
 
 def speedup(arms: Mapping[str, Record], name: str) -> float | None:
-    """Real tokens per second of an arm over those of single, both timed in one run."""
-    rates = [arms[arm]["metrics"]["real_tokens_per_second"] if arm in arms else None for arm in (name, "single")]
+    """Real tokens per second of an arm over those of single of the same setting, both timed in one run."""
+    single = " ".join(["single", *name.split(" ")[1:]])
+    rates = [arms[arm]["metrics"]["real_tokens_per_second"] if arm in arms else None for arm in (name, single)]
     return rates[0] / rates[1] if rates[0] and rates[1] else None
 
 
@@ -174,6 +188,11 @@ def fewest_seeds(records: Iterable[Record]) -> int | None:
     return min(counts, default=None)
 
 
+def natural(text: str) -> list[tuple[int, str]]:
+    """Sorts texts with numbers in them by the numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
@@ -192,7 +211,3 @@ def _varying_keys(records: Sequence[Record]) -> list[str]:
             if key not in _BOOKKEEPING:
                 seen.setdefault((key, record["arm"]), set()).add(repr(value))
     return sorted({key for (key, _), values in seen.items() if len(values) > 1})
-
-
-def _sortable(variant: tuple[tuple[str, Any], ...]) -> list[tuple[float, str]]:
-    return [(value if isinstance(value, (int, float)) else 0.0, str(value)) for _, value in variant]

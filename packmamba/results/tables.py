@@ -76,7 +76,7 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     arms = summary.training_arms(records)
     if not arms:
         return []
-    baselines = {baseline.name for arm in arms if (baseline := summary.baseline_of(arm, arms))}
+    baselines = {baseline.scheme for arm in arms if (baseline := summary.baseline_of(arm, arms))}
     versus = " or ".join(sorted(baselines)) or "baseline"
     columns: list[tuple[Column, Callable[[Arm, Speed], Cell]]] = [
         (Column("arm", ("arm",), False), lambda arm, _: word(arm.label)),
@@ -207,9 +207,10 @@ def _difference(arm: Arm, baseline: Arm | None) -> Cell:
     if difference is None:
         return Cell("-", (None, None, None, None))
     values = (difference.mean, difference.low, difference.high, difference.seeds)
-    if difference.half_width is None:
-        return Cell(f"{difference.mean:+.4f} (no claim)", values)
-    return Cell(f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]", values)
+    # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
+    form = "+.4f" if max(abs(value) for value in values[:3] if value is not None) >= 1e-4 else "+.1e"
+    mean, low, high = (None if value is None else f"{value:{form}}" for value in values[:3])
+    return Cell(f"{mean} (no claim)" if low is None else f"{mean} [{low}, {high}]", values)
 
 
 def _with_sd(metric: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from tqdm import tqdm
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from packmamba.data.batching import StepBatch
 from packmamba.training.metrics import POSITION_EDGES
@@ -120,14 +120,15 @@ class Checkpoints(LightningCheckpoint):
     A checkpoint appears whole or not at all, so a run may be killed at any moment.
     """
 
-    def __init__(self, folder: Path, every: int) -> None:
+    def __init__(self, folder: Path, every: int, validate_every: int) -> None:
         self.folder = folder
         self.every = every
+        self.validate_every = validate_every
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step % int(trainer.val_check_batch) != 0:
+        if trainer.global_step % self.validate_every != 0:
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
@@ -160,11 +161,11 @@ class Progress(TQDMProgressBar):
         super().__init__(refresh_rate=1 if self.on_terminal else max(1, max_steps // 10), leave=False)
         self.label = label
 
-    def init_train_tqdm(self):
-        return tqdm(desc=self.label, unit="step", dynamic_ncols=True, file=sys.stderr, ascii=not self.on_terminal)
+    def init_train_tqdm(self) -> Tqdm:
+        return Tqdm(desc=self.label, unit="step", dynamic_ncols=True, file=sys.stderr, ascii=not self.on_terminal)
 
-    def init_validation_tqdm(self):
-        return tqdm(desc=f"{self.label} evaluates", leave=False, file=sys.stderr, disable=not self.on_terminal)
+    def init_validation_tqdm(self) -> Tqdm:
+        return Tqdm(desc=f"{self.label} evaluates", leave=False, file=sys.stderr, disable=not self.on_terminal)
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         super().on_train_epoch_start(trainer)

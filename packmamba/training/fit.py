@@ -19,7 +19,7 @@ from packmamba.config import Config, ConfigError, to_dict
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
 from packmamba.ops.dispatch import choose
-from packmamba.results.record import append_record, make_record, read_records
+from packmamba.results.record import append_record, make_record, provenance, read_records
 from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
 from packmamba.training.module import MambaLitModule
 
@@ -70,6 +70,7 @@ def fit(config: Config, progress: bool = True) -> dict[str, Any]:
         ConfigError: naming the key.
     """
     begun = time.perf_counter()
+    provenance()  # cached: the record names the code as it was when the run began
     check_trainer(config)
     path = record_path(config)
     if path.is_file():
@@ -104,7 +105,7 @@ def fit(config: Config, progress: bool = True) -> dict[str, Any]:
 def make_trainer(config: Config, folder: Path, history: History, progress: bool) -> lightning.Trainer:
     """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches."""
     options = config.trainer
-    callbacks = [history, Checkpoints(folder / "checkpoints", options.checkpoint_every)]
+    callbacks = [history, Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every)]
     try:
         return lightning.Trainer(
             accelerator=options.accelerator,
@@ -173,7 +174,7 @@ def quieten() -> None:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         nested = isinstance(value, dict)
         flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}

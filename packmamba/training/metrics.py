@@ -20,6 +20,7 @@ class LossByPosition(Metric):
     full_state_update = False
     sums: Tensor
     counts: Tensor
+    edges: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from packmamba.config import Config, ConfigError
@@ -100,13 +101,14 @@ class MambaLitModule(lightning.LightningModule):
 
     def training_step(self, step: StepBatch, step_index: int) -> Tensor:
         optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
         learning_rate = self.learning_rate(self.global_step)
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate
         optimizer.zero_grad()
         loss = self.accumulate(step, self.manual_backward, self.trainer.world_size)
         if self.optimizer_config.grad_clip is not None:
-            self.clip_gradients(optimizer, self.optimizer_config.grad_clip, "norm")
+            self.clip_gradients(optimizer.optimizer, self.optimizer_config.grad_clip, "norm")
         optimizer.step()
         if self.trainer.world_size > 1:
             loss = self.trainer.strategy.reduce(loss, reduce_op="sum")
@@ -150,7 +152,7 @@ class MambaLitModule(lightning.LightningModule):
         checkpoint["carry"] = self.carrier.state_dict()
         checkpoint["rng"] = {
             "python": random.getstate(),
-            "numpy": np.random.get_state(),
+            "numpy": np.random.get_state(),  # noqa: NPY002, what user code may draw from
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
@@ -159,12 +161,12 @@ class MambaLitModule(lightning.LightningModule):
         self.carrier.load_state_dict(checkpoint["carry"], self.device)
         rng = checkpoint["rng"]
         random.setstate(rng["python"])
-        np.random.set_state(rng["numpy"])
+        np.random.set_state(rng["numpy"])  # noqa: NPY002
         torch.set_rng_state(rng["torch"].cpu())
         if rng["cuda"]:
             torch.cuda.set_rng_state_all([state.cpu() for state in rng["cuda"]])
 
-    def _without_sync(self, block: bool):
+    def _without_sync(self, block: bool) -> AbstractContextManager[None]:
         """Under data parallelism gradients meet once per step, with its last batch."""
         strategy = self._trainer.strategy if self._trainer is not None else None
         blocking = getattr(strategy, "block_backward_sync", None)

@@ -23,7 +23,7 @@ class SweepConfig:
     output: str = "runs/sweep"
     """Folder of the sweep's records, tables and report: experiments/<question>, or below runs/ for one's own."""
     base: Optional[str] = None
-    """A training configuration that every run starts from; null for the defaults."""
+    """A training configuration that every run starts from, beside this file or below; null for the defaults."""
     common: dict[str, Any] = field(default_factory=dict)
     """Keys that every run sets, such as data.row_length: 512."""
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -37,9 +37,9 @@ class SweepConfig:
 def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[SweepConfig, list[Config]]:
     """The sweep and the configuration of each of its runs, all checked. Raises ConfigError naming the key."""
     loaded = read_yaml(path)
-    for key in loaded:
+    for key in map(str, loaded):
         if key not in SweepConfig.__dataclass_fields__:
-            raise ConfigError(f"unknown key '{key}' in {path}{suggest(str(key), SweepConfig.__dataclass_fields__)}")
+            raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, SweepConfig.__dataclass_fields__)}")
     try:
         sweep = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig), loaded))
     except OmegaConfBaseException as error:
@@ -52,7 +52,8 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
     for key, values in sweep.grid.items():
         if not values:
             raise ConfigError(f"{path}: grid.{key}: expected at least one value, got none")
-    configs = [load_config(sweep.base, [*assignments, *(overrides or [])]) for assignments in _runs(sweep)]
+    base = None if sweep.base is None else Path(path).parent / sweep.base
+    configs = [load_config(base, [*assignments, *(overrides or [])]) for assignments in _runs(sweep)]
     for config in configs:
         check_trainer(config)
         check_data(config.data, config.trainer.boundary == "carry", config.trainer.devices * config.trainer.num_nodes)
