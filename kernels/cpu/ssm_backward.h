@@ -127,7 +127,6 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
           const int64_t ahead = std::min<int64_t>(kChunk, slot - row_start);
           const Ahead next(slot - ahead, ahead, first_block * lanes, blocks * lanes, j, blocks);
           for (const auto& rows : {in.u, in.delta, in.z, dy}) next.prefetch(rows);
-          for (T* made : {out.u, out.delta, out.z}) next.prefetch(Rows<T>(made, channels, in.u.length));
           load_tokens(in, slot, count, channel, width, tokens);
           const V skip = in.D ? load(in.D + channel, width) : V{};
           V dz_factor[kChunk];

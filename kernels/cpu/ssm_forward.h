@@ -88,7 +88,6 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
           }
           const Ahead next(slot + count, ahead, first_block * lanes, blocks * lanes, j, blocks);
           for (const auto& rows : {in.u, in.delta, in.z}) next.prefetch(rows);
-          next.prefetch(Rows<T>(y, channels, in.u.length));
           load_tokens(in, slot, count, channel, width, tokens);
           const V skip = in.D ? load(in.D + channel, width) : V{};
           for (int t = 0; t < count; ++t) out[t] = in.D ? skip * tokens.u[t] : V{};

@@ -28,19 +28,18 @@ template <class T> struct Rows {
   explicit Rows(const OptionalTensor& t) {
     if (t) *this = Rows(*t);
   }
-  Rows(T* data, int64_t width, int64_t length) : data(data), row(width * length), token(width), length(length) {}
   T* at(int64_t slot) const { return data + slot / length * row + slot % length * token; }
   explicit operator bool() const { return data != nullptr; }
 };
 
 // Rows are far apart, so the hardware does not foresee the next ones: `width` channels of `tokens` rows, to the caches.
 // Inlined by force: GCC takes a function that only prefetches for one without effect and drops its calls.
-template <bool write, class T>
+template <class T>
 [[gnu::always_inline]] inline void prefetch(const Rows<T>& rows, int64_t slot, int64_t tokens, int64_t channel, int64_t width) {
   if (!rows || tokens <= 0) return;
   const T* at = rows.at(slot) + channel;
   for (int64_t t = 0; t < tokens; ++t, at += rows.token)
-    for (int64_t c = 0; c < width; c += 64 / int64_t(sizeof(T))) __builtin_prefetch(at + c, write, 2);
+    for (int64_t c = 0; c < width; c += 64 / int64_t(sizeof(T))) __builtin_prefetch(at + c, 0, 2);
 }
 
 // A share of the rows that a group's next tokens lie in, while one of its blocks of channels is worked on.
@@ -49,7 +48,7 @@ struct Ahead {
   Ahead(int64_t slot, int64_t tokens, int64_t channel, int64_t width, int block, int blocks)
       : first(slot + tokens * block / blocks), tokens(slot + tokens * (block + 1) / blocks - first), channel(channel), width(width) {}
   template <class T> [[gnu::always_inline]] void prefetch(const Rows<T>& rows) const {
-    packmamba::prefetch<!std::is_const_v<T>>(rows, first, tokens, channel, width);
+    packmamba::prefetch(rows, first, tokens, channel, width);
   }
 };
 
