@@ -55,6 +55,14 @@ def test_a_wrong_arm_prints_no_timing(tmp_path, monkeypatch):
     assert not (tmp_path / "records.jsonl").exists()
 
 
+def test_rates_that_an_arm_beats_are_not_recorded(tmp_path, monkeypatch):
+    slow = dict.fromkeys(bench.machine_rates(1), 1.0)
+    monkeypatch.setattr(bench, "machine_rates", lambda: slow)
+    with pytest.raises(RuntimeError, match="disturbed"):
+        bench.run(TINY | {"arms": ["cpu"]}, tmp_path / "records.jsonl", progress=False)
+    assert not (tmp_path / "records.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
