@@ -23,15 +23,20 @@ from packmamba.results.record import append_record, make_record, provenance, rea
 from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
 from packmamba.training.module import MambaLitModule
 
-_WHERE_ONLY = {"runs_dir", "experiment", "data.cache_dir"}
-
 
 def run_id(config: Config) -> str:
     """The run's name: its arm and a hash of everything that decides its result."""
-    values = _flat(to_dict(config))
-    decisive = {key: value for key, value in values.items() if key not in _WHERE_ONLY}
-    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', config.name)}-{digest[:10]}"
+
+
+def decisive(config: Config) -> dict[str, Any]:
+    """The configuration without where files are kept: what a record holds and a run is named after."""
+    values = to_dict(config)
+    for key in ("runs_dir", "experiment"):
+        del values[key]
+    del values["data"]["cache_dir"]
+    return values
 
 
 def run_folder(config: Config) -> Path:
@@ -74,7 +79,7 @@ def fit(config: Config, progress: bool = True) -> dict[str, Any]:
     check_trainer(config)
     path = record_path(config)
     if path.is_file():
-        return next(record for record in read_records(path.parent.parent) if record["config"] == to_dict(config))
+        return next(record for record in read_records(path.parent.parent) if record["config"] == decisive(config))
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     quieten()
@@ -137,9 +142,9 @@ def training_record(
     on_gpu = module.device.type == "cuda"
     return make_record(
         kind="training",
-        experiment=config.experiment or run_id(config),
+        experiment=Path(config.experiment).name if config.experiment else run_id(config),
         arm=config.name,
-        config=to_dict(config),
+        config=decisive(config),
         seed=config.seed,
         corpus_hash=corpus_hash,
         metrics={
@@ -171,11 +176,3 @@ def quieten() -> None:
         ".*LeafSpec.*",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat

@@ -7,16 +7,18 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 from tqdm import tqdm
 
-from packmamba.config import Config, to_dict
+from packmamba.config import Config
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule, StepDataset
 from packmamba.results.record import make_record
+from packmamba.training.fit import decisive
 from packmamba.training.module import MambaLitModule
 
 WARMUP_ROUNDS = 2
@@ -60,9 +62,9 @@ def measure_throughput(
         quartiles = statistics.quantiles(arm.seconds, n=4) if rounds > 1 else [0.0, 0.0, 0.0]
         yield make_record(
             kind="throughput",
-            experiment=experiment,
+            experiment=Path(experiment).name,
             arm=arm.config.name,
-            config=to_dict(arm.config) | {"run": run},
+            config=decisive(arm.config) | {"run": run},
             seed=arm.config.seed,
             corpus_hash=arm.corpus_hash,
             metrics={
