@@ -1,0 +1,83 @@
+// Forward of the packed depthwise convolution, and its final states.
+//
+// Mapping: a warp = one tile of CONV_TILE slots x 32 lanes of V channels, V = 4 where alignment allows; the last W - 1 inputs in
+// registers, LOADS tokens loaded ahead. Document boundaries are uniform over the warp: the window is reset by selection.
+// Bound: bytes. Bytes: x read once (and W - 1 slots a tile again, from L2), y written once, 4 per tile for the schedule.
+#include "conv1d.cuh"
+
+namespace {
+
+constexpr int LOADS = 8;
+
+template <class T, int W, int V>
+__global__ void __launch_bounds__(32 * TILES_PER_BLOCK) forward(const __grid_constant__ ConvParams p) {
+  const int channel = (blockIdx.y * 32 + (threadIdx.x & 31)) * V;
+  const Tile tile(p);
+  if (channel >= p.channels || tile.index < 0) return;
+  Walk walk(p, p.schedule.tile_documents[tile.index]);
+  const T* x = row_base<T>(p.x, tile.first, p.row_length, channel);
+  T* y = (T*)p.y + channel;
+  float weight[W][V], bias[V], window[W - 1][V];
+  load_weight<T, W, V>(weight, bias, p, channel);
+  load_window<T, W, V>(window, p, walk, tile.first, channel, x);
+  for (int t0 = tile.first; t0 < tile.end; t0 += LOADS) {
+    Vector<T, V> next[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+      if (t0 + i < tile.end) next[i] = *(const Vector<T, V>*)at_slot(x, p.x, t0 + i);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const int t = t0 + i;
+      if (t >= tile.end) break;
+      walk.reach(t);
+      float out[V] = {};
+      if (t >= walk.start) {
+        if (t == walk.start && t > tile.first) load_window<T, W, V>(window, p, walk, t, channel, x);
+#pragma unroll
+        for (int c = 0; c < V; c++) {
+          const float now = to_float(next[i].v[c]);
+          out[c] = fmaf(weight[W - 1][c], now, bias[c]);
+#pragma unroll
+          for (int k = 0; k < W - 1; k++) {
+            out[c] = fmaf(weight[k][c], window[k][c], out[c]);
+            window[k][c] = k + 1 < W - 1 ? window[k + 1 < W - 1 ? k + 1 : 0][c] : now;
+          }
+          if (p.silu) out[c] *= fast_sigmoid(out[c]);
+        }
+      }
+      store(y + (int64_t)t * p.channels, out);
+    }
+  }
+}
+
+// One thread a document and channel.
+template <class T> __global__ void final_states(const __grid_constant__ ConvParams p) {
+  const int channel = blockIdx.x * blockDim.x + threadIdx.x, W = p.width;
+  if (channel >= p.channels) return;
+  for (int d = blockIdx.y; d < p.documents; d += gridDim.y) {
+    const int start = p.starts[d], length = p.ends[d] - start;
+    const T* x = row_base<T>(p.x, start, p.row_length, channel);
+    const int64_t state = ((int64_t)d * p.channels + channel) * (W - 1);
+    for (int k = 0; k < W - 1; k++) {
+      const int place = length - (W - 1) + k;
+      float v = 0.f;
+      if (place >= 0) v = to_float(*at_slot(x, p.x, start + place));
+      else if (p.initial_state) v = load_any<T>(p.initial_state, state + length + k, p.wide_state);
+      store_any<T>(p.final_state, state + k, p.wide_state, v);
+    }
+  }
+}
+
+}  // namespace
+
+void conv_forward(const ConvParams& p, cudaStream_t stream) {
+  with_shape(p, [&](auto t, auto width, auto vector) {
+    constexpr int W = decltype(width)::value, V = decltype(vector)::value;
+    forward<decltype(t), W, V><<<conv_grid(p, V), 32 * TILES_PER_BLOCK, 0, stream>>>(p);
+  });
+  if (p.final_state && p.documents)
+    with_dtype(p.dtype, [&](auto t) {
+      const dim3 grid((p.channels + 127) / 128, min(p.documents, 65535));
+      final_states<decltype(t)><<<grid, 128, 0, stream>>>(p);
+    });
+}
