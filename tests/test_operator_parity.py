@@ -221,4 +221,4 @@ def test_no_layout_means_each_row_is_a_document(operator, backend):
     case = random_case(operator, layout, torch.float32, device_of(backend), states=False)
     expected = case.run(backend)["y"]
     assert torch.equal(getattr(ops, operator)(**case.tensors, **case.options, backend=backend), expected)
-    assert torch.equal(getattr(ops, operator)(**case.tensors, **case.options, layout=None), expected)
+    assert torch.equal(getattr(ops, operator)(**case.tensors, **case.options, layout=None, backend=backend), expected)

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
+from packmamba.ops import compiled
 from packmamba.ops.checks import check_activations, check_layout, check_tensor
 from packmamba.ops.dispatch import choose
 from packmamba.ops.reference import conv1d_pack_vectorised
 
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {"reference": conv1d_pack_vectorised}
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "reference": conv1d_pack_vectorised,
+    "cpu": compiled.conv1d_pack,
+}
 
 
 def conv1d_pack(

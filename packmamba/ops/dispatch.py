@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from packmamba.ops import library
+
 BACKENDS = ("auto", "reference", "cpu", "cuda", "mamba_ssm")
 
 Implementation = TypeVar("Implementation", bound=Callable)
@@ -15,10 +17,11 @@ Implementation = TypeVar("Implementation", bound=Callable)
 def choose(backend: str | None, device: torch.device, implementations: Mapping[str, Implementation]) -> Implementation:
     """The operator's implementation for ``backend`` on ``device``.
 
-    ``auto`` (and None) takes the compiled kernels of the device. A CPU without them runs the reference, which is as exact; a
-    GPU never falls back.
+    ``auto`` (and None) takes the compiled kernels of the device. A CPU that cannot build them runs the reference, which is as
+    exact, and says so once; a GPU never falls back.
 
     Raises:
+        KernelError: the compiled kernels can be neither found nor built.
         ValueError: an unknown backend, or one that does not run here.
     """
     if backend is None:
@@ -26,7 +29,7 @@ def choose(backend: str | None, device: torch.device, implementations: Mapping[s
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
-        backend = device.type if device.type in implementations or device.type != "cpu" else "reference"
+        backend = "reference" if device.type == "cpu" and not library.ready("cpu") else device.type
     if backend in ("cpu", "cuda") and backend != device.type:
         raise ValueError(f"backend: '{backend}' needs tensors on a {backend} device, got {device}")
     if backend not in implementations:

@@ -8,11 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
+from packmamba.ops import compiled
 from packmamba.ops.checks import accumulation_dtype, check_activations, check_layout, check_tensor
 from packmamba.ops.dispatch import choose
 from packmamba.ops.reference import ssm_pack_vectorised
 
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {"reference": ssm_pack_vectorised}
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "reference": ssm_pack_vectorised,
+    "cpu": compiled.ssm_pack,
+}
 
 
 def ssm_pack(

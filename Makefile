@@ -1,0 +1,35 @@
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format
+
+# An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
+ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
+PREFIX := $(or $(ACTIVE),$(CURDIR)/.venv)
+PYTHON := $(PREFIX)/bin/python
+WORKERS ?= 2
+
+help:
+	@echo "make demo     train under every scheme on a small corpus and report (CPU, minutes)"
+	@echo "make test     run the tests"
+	@echo "make lint     ruff and mypy"
+	@echo "make format   ruff, changing files"
+	@echo "Each first sets up $(PREFIX) if it has to."
+
+demo:
+	@.ci/setup "$(PREFIX)" core "$(ACTIVE)"
+	"$(PYTHON)" run.py demo
+
+test:
+	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
+	"$(PYTHON)" -m pytest -q -n $(WORKERS)
+
+lint:
+	@.ci/setup "$(PREFIX)" dev "$(ACTIVE)"
+	"$(PYTHON)" -m ruff check .
+	"$(PYTHON)" -m ruff format --check .
+	"$(PYTHON)" -m mypy
+
+format:
+	@.ci/setup "$(PREFIX)" dev "$(ACTIVE)"
+	"$(PYTHON)" -m ruff check --fix .
+	"$(PYTHON)" -m ruff format .

@@ -1,0 +1,3 @@
+#include "operators_impl.h"
+
+template struct packmamba::Operators<packmamba::bfloat16>;

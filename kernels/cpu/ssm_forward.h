@@ -1,0 +1,98 @@
+// The selective scan, forward: see ssm.h for the mapping.
+#pragma once
+#include "ssm.h"
+
+namespace packmamba {
+
+// Steps `count` states of one block through a chunk's tokens and adds what they contribute to y.
+template <int count, class R>
+void forward_tile(int tokens, const Vec<R>* size, const Vec<R>* drive, Vec<R>* y, Vec<R>* state, const Vec<R>* A, const R* B,
+                  const R* C, int64_t states) {
+  Vec<R> h[count];
+#pragma GCC unroll 16
+  for (int n = 0; n < count; ++n) h[n] = state[n];
+  for (int t = 0; t < tokens; ++t, B += states, C += states) {
+    const Vec<R> step = size[t], w = drive[t];
+    Vec<R> sum = y[t];
+#pragma GCC unroll 16
+    for (int n = 0; n < count; ++n) {
+      h[n] = exp2_lanes(step * A[n]) * h[n] + w * B[n];
+      sum += h[n] * C[n];
+    }
+    y[t] = sum;
+  }
+#pragma GCC unroll 16
+  for (int n = 0; n < count; ++n) state[n] = h[n];
+}
+
+template <class T>
+void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state, accumulate_t<T>* kept) {
+  using R = accumulate_t<T>;
+  using V = Vec<R>;
+  constexpr int lanes = kLanes<R>;
+  const Documents& documents = in.documents;
+  const int64_t states = in.states, channels = in.channels;
+  const int64_t kept_size = (channels + kPaddedChannels - 1) / kPaddedChannels * kPaddedChannels * states;
+  const ChannelGroups<R> groups(channels);
+  const auto segments = join_documents(documents, kSegmentTokens);
+  const auto order = longest_first(segments);
+  const auto A = blocks_of_A(in.A, channels, states, R(1.4426950408889634));
+  zero_padding(y, channels, documents);
+
+  struct Scratch {
+    std::vector<R> B, C;
+    std::vector<V> state;
+  };
+  const Scratch prototype{std::vector<R>(kChunk * states), std::vector<R>(kChunk * states),
+                          std::vector<V>(groups.per_group / lanes * states)};
+  for_each_item(int64_t(segments.size()) * groups.count, prototype, [&](Scratch& scratch, int64_t item) {
+    const Segment& segment = segments[order[item / groups.count]];
+    const int64_t group = item % groups.count, first_block = groups.blocks_before(group);
+    const int blocks = groups.blocks(group);
+    Tokens<R> tokens;
+    V out[kChunk];
+    for (int64_t s = segment.first; s < segment.last; ++s) {
+      const int64_t start = documents.starts[s], end = documents.ends[s];
+      for (int j = 0; j < blocks; ++j) {
+        V* state = &scratch.state[j * states];
+        const int64_t channel = (first_block + j) * lanes;
+        if (in.initial_state)
+          load_block(in.initial_state + (s * channels + channel) * states, states, groups.lanes_of(first_block + j), state);
+        else
+          std::fill(state, state + states, V{});
+      }
+      for (int64_t slot = start; slot < end; slot += kChunk) {
+        const int count = int(std::min<int64_t>(kChunk, end - slot));
+        widen(in.B, slot, count, states, scratch.B.data());
+        widen(in.C, slot, count, states, scratch.C.data());
+        for (int j = 0; j < blocks; ++j) {
+          const int64_t block = first_block + j, channel = block * lanes;
+          const int width = groups.lanes_of(block);
+          V* state = &scratch.state[j * states];
+          if (kept) {
+            R* place = kept + kept_chunk(s, start, (slot - start) / kChunk) * kept_size + channel * states;
+            std::memcpy(place, state, sizeof(V) * states);
+          }
+          load_tokens(in, slot, count, channel, width, tokens);
+          const V skip = in.D ? load(in.D + channel, width) : V{};
+          for (int t = 0; t < count; ++t) out[t] = in.D ? skip * tokens.u[t] : V{};
+          for_each_tile<16>(states, [&](int64_t n, auto tile) {
+            forward_tile<tile.value, R>(count, tokens.size, tokens.drive, out, state + n, &A[block * states + n],
+                                        scratch.B.data() + n, scratch.C.data() + n, states);
+          });
+          if (in.z)
+            for (int t = 0; t < count; ++t) out[t] *= tokens.z[t] * sigmoid_lanes(tokens.z[t]);
+          for (int t = 0; t < count; ++t) store(y + (slot + t) * channels + channel, out[t], width);
+        }
+      }
+      if (final_state)
+        for (int j = 0; j < blocks; ++j) {
+          const int64_t channel = (first_block + j) * lanes;
+          store_block(final_state + (s * channels + channel) * states, states, groups.lanes_of(first_block + j),
+                      &scratch.state[j * states]);
+        }
+    }
+  });
+}
+
+}  // namespace packmamba

@@ -1,0 +1,122 @@
+// Tensors as the kernels see them, the cut of a batch into work items, and the threads that take them.
+#pragma once
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "vector.h"
+
+namespace packmamba {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// (B, L, width), any strides but the last, which is 1. Slots are counted over the whole batch; null if the tensor is absent.
+template <class T> struct Rows {
+  T* data = nullptr;
+  int64_t row = 0, token = 0, length = 1;
+
+  Rows() = default;
+  explicit Rows(const Tensor& t)
+      : data(static_cast<T*>(t.data_ptr())), row(t.stride(0)), token(t.stride(1)), length(t.size(1)) {}
+  explicit Rows(const OptionalTensor& t) {
+    if (t) *this = Rows(*t);
+  }
+  T* at(int64_t slot) const { return data + slot / length * row + slot % length * token; }
+  explicit operator bool() const { return data != nullptr; }
+};
+
+template <class T> T* pointer(const Tensor& t) { return static_cast<T*>(t.data_ptr()); }
+template <class T> T* pointer(const OptionalTensor& t) { return t ? pointer<T>(*t) : nullptr; }
+
+struct Documents {
+  const int32_t *starts, *ends;
+  int64_t count, slots;
+  Documents(const Tensor& starts, const Tensor& ends, const Tensor& like)
+      : starts(pointer<const int32_t>(starts)), ends(pointer<const int32_t>(ends)), count(starts.numel()),
+        slots(like.size(0) * like.size(1)) {}
+};
+
+// A run of work along the slots. Its bounds depend on the layout alone, never on the number of threads, and so do all sums.
+struct Segment {
+  int64_t first, last;  // documents [first, last), or tokens [first, last) of one document
+  int64_t document, tokens;
+};
+
+// Whole documents, joined until they are worth a work item.
+inline std::vector<Segment> join_documents(const Documents& documents, int64_t worthwhile) {
+  std::vector<Segment> segments;
+  for (int64_t s = 0; s < documents.count; ++s) {
+    if (segments.empty() || segments.back().tokens >= worthwhile) segments.push_back({s, s, s, 0});
+    segments.back().last = s + 1;
+    segments.back().tokens += documents.ends[s] - documents.starts[s];
+  }
+  return segments;
+}
+
+// Runs body(worker's scratch, item) for every item, in the given order as workers become free.
+template <class Scratch, class Body>
+void for_each_item(int64_t items, const Scratch& prototype, const Body& body) {
+  const int64_t workers = std::min<int64_t>(items, torch::stable::get_num_threads());
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker) {
+      Scratch scratch = prototype;
+      for (int64_t item; (item = next++) < items;) body(scratch, item);
+    }
+  });
+}
+
+struct Nothing {};
+
+// Segment numbers, longest first, so that no thread ends alone with a long one.
+inline std::vector<int64_t> longest_first(const std::vector<Segment>& segments) {
+  std::vector<int64_t> order(segments.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = int64_t(i);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return segments[a].tokens > segments[b].tokens; });
+  return order;
+}
+
+// Zeros the padding of a contiguous output of `width` channels.
+template <class T> void zero_padding(T* data, int64_t width, const Documents& documents) {
+  if (data == nullptr) return;
+  for (int64_t s = 0; s <= documents.count; ++s) {
+    const int64_t from = s == 0 ? 0 : documents.ends[s - 1];
+    const int64_t to = s == documents.count ? documents.slots : documents.starts[s];
+    if (to > from) std::memset(static_cast<void*>(data + from * width), 0, sizeof(T) * width * (to - from));
+  }
+}
+
+// out[i] = sum over parts of partial[part][i], in the order of the parts.
+template <class R> void sum_parts(const R* partial, int64_t parts, int64_t size, int64_t stride, R* out) {
+  if (out == nullptr) return;
+  torch::stable::parallel_for(0, size, 4096, [&](int64_t begin, int64_t end) {
+    std::fill(out + begin, out + end, R(0));
+    for (int64_t part = 0; part < parts; ++part)
+      for (int64_t i = begin; i < end; ++i) out[i] += partial[part * stride + i];
+  });
+}
+
+// The same for the real tokens of (slots, width), rounded to the storage type; padding is zero.
+template <class T>
+void sum_groups(const accumulate_t<T>* partial, int64_t parts, int64_t width, const Documents& documents, T* out) {
+  using R = accumulate_t<T>;
+  zero_padding(out, width, documents);
+  torch::stable::parallel_for(0, documents.count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s)
+      for (int64_t i = documents.starts[s] * width; i < documents.ends[s] * width; i += kLanes<R>) {
+        const int count = int(std::min<int64_t>(kLanes<R>, documents.ends[s] * width - i));
+        Vec<R> sum{};
+        for (int64_t part = 0; part < parts; ++part) sum += load(partial + part * documents.slots * width + i, count);
+        store(out + i, sum, count);
+      }
+  });
+}
+
+}  // namespace packmamba

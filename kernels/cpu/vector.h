@@ -1,0 +1,191 @@
+// Vectors of the machine's width, conversions between storage and accumulation types, and the few functions that the kernels need.
+// Written with GCC's vector extensions; intrinsics only where AVX-512 has an instruction that they cannot name.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace packmamba {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+// Storage types that are not C++'s own: the bits, converted at loads and stores.
+struct bfloat16 { uint16_t bits; };
+struct float16 { uint16_t bits; };
+
+// What sums and states are kept in beside a storage type.
+template <class T> struct Accumulate { using type = float; };
+template <> struct Accumulate<double> { using type = double; };
+template <class T> using accumulate_t = typename Accumulate<T>::type;
+
+template <class R, int bytes = kVectorBytes> struct Lanes { typedef R type __attribute__((vector_size(bytes))); };
+template <class R> using Vec = typename Lanes<R>::type;
+template <class R> constexpr int kLanes = kVectorBytes / int(sizeof(R));
+template <class R> using Int = std::conditional_t<sizeof(R) == 8, int64_t, int32_t>;
+
+template <class V> V bit_load(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class R> Vec<R> broadcast(R value) { return value - Vec<R>{}; }
+
+inline float to_float(bfloat16 v) {
+  const uint32_t bits = uint32_t(v.bits) << 16;
+  return bit_load<float>(&bits);
+}
+inline float to_float(float16 v) { return float(bit_load<_Float16>(&v.bits)); }
+inline float to_float(float v) { return v; }
+inline double to_float(double v) { return v; }
+
+using Bits32 = Vec<uint32_t>;
+using Bits16 = Lanes<uint16_t, kVectorBytes / 2>::type;
+
+inline Vec<float> load(const float* from) { return bit_load<Vec<float>>(from); }
+inline Vec<double> load(const double* from) { return bit_load<Vec<double>>(from); }
+inline Vec<float> load(const bfloat16* from) {
+  return (Vec<float>)(__builtin_convertvector(bit_load<Bits16>(from), Bits32) << 16);
+}
+inline Vec<float> load(const float16* from) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_cvtph_ps(bit_load<__m256i>(from));
+#else
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_float(from[i]);
+  return v;
+#endif
+}
+
+inline void store(float* to, Vec<float> v) { std::memcpy(to, &v, sizeof v); }
+inline void store(double* to, Vec<double> v) { std::memcpy(to, &v, sizeof v); }
+inline void store(bfloat16* to, Vec<float> v) {
+  const Bits32 bits = (Bits32)v;
+  // Round to nearest even; a NaN stays one.
+  Bits32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  rounded = (bits & 0x7fffffffu) > 0x7f800000u ? Bits32{} + 0x7fc0u : rounded;
+  const Bits16 narrow = __builtin_convertvector(rounded, Bits16);
+  std::memcpy(to, &narrow, sizeof narrow);
+}
+inline void store(float16* to, Vec<float> v) {
+#if defined(__AVX512F__)
+  const __m256i narrow = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &narrow, sizeof narrow);
+#else
+  for (int i = 0; i < kLanes<float>; ++i) {
+    const _Float16 half = _Float16(v[i]);
+    std::memcpy(to + i, &half, sizeof half);
+  }
+#endif
+}
+
+// The first `count` lanes; the others are zero, and memory past them is not touched.
+template <class T> Vec<accumulate_t<T>> load(const T* from, int count) {
+  constexpr int lanes = kLanes<accumulate_t<T>>;
+  if (count == lanes) return load(from);
+  T padded[lanes] = {};
+  std::memcpy(padded, from, sizeof(T) * count);
+  return load(padded);
+}
+template <class T> void store(T* to, Vec<accumulate_t<T>> v, int count) {
+  if (count == kLanes<accumulate_t<T>>) return store(to, v);
+  T padded[kLanes<accumulate_t<T>>];
+  store(padded, v);
+  std::memcpy(to, padded, sizeof(T) * count);
+}
+
+template <class R> R sum_lanes(Vec<R> v) {
+  R lanes[kLanes<R>];
+  std::memcpy(lanes, &v, sizeof v);
+  for (int width = kLanes<R> / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+// 2^x = 2^k (1 + f q(f)) with x = k + f, |f| <= 1/2. Relative error of a normal result: float 2e-7 (q is the minimax polynomial of
+// degree 4: 9e-8 before rounding), double 4e-16 (Taylor). The factor f keeps decays near 1 as exact as their exponent.
+// -inf gives 0, overflow gives inf, NaN stays.
+template <class R> struct Exp2;
+template <> struct Exp2<float> {
+  static constexpr float q[] = {0.693147f, 0.24022242f, 0.055507336f, 0.009671513f, 0.0013264727f};
+  static constexpr float shifter = 12582912.0f, low = -126, high = 128;  // 1.5 * 2^23
+  static constexpr int mantissa = 23, bias = 127;
+};
+template <> struct Exp2<double> {
+  static constexpr double q[] = {0.69314718055994531, 0.24022650695910071, 0.05550410866482158, 0.0096181291076284772,
+                                 0.0013333558146428443, 0.0001540353039338161, 1.525273380405984e-5, 1.3215486790144309e-6,
+                                 1.01780860092397e-7, 7.0549116208011233e-9, 4.4455382718708115e-10, 2.5678435993488205e-11,
+                                 1.3691488853904129e-12};
+  static constexpr double shifter = 6755399441055744.0, low = -1022, high = 1024;  // 1.5 * 2^52
+  static constexpr int mantissa = 52, bias = 1023;
+};
+
+#if defined(__AVX512F__)
+inline Vec<float> round_lanes(Vec<float> x) { return (Vec<float>)_mm512_roundscale_ps((__m512)x, 8); }
+inline Vec<double> round_lanes(Vec<double> x) { return (Vec<double>)_mm512_roundscale_pd((__m512d)x, 8); }
+inline Vec<float> scale_lanes(Vec<float> x, Vec<float> k) { return (Vec<float>)_mm512_scalef_ps((__m512)x, (__m512)k); }
+inline Vec<double> scale_lanes(Vec<double> x, Vec<double> k) { return (Vec<double>)_mm512_scalef_pd((__m512d)x, (__m512d)k); }
+inline Vec<float> at_least(Vec<float> x, float low) { return (Vec<float>)_mm512_max_ps(_mm512_set1_ps(low), (__m512)x); }
+inline Vec<double> at_least(Vec<double> x, double low) { return (Vec<double>)_mm512_max_pd(_mm512_set1_pd(low), (__m512d)x); }
+#endif
+
+template <class V> inline V exp2_lanes(V x) {
+  using R = std::decay_t<decltype(x[0])>;
+  using E = Exp2<R>;
+  constexpr int terms = sizeof(E::q) / sizeof(R);
+#if defined(__AVX512F__)
+  x = at_least(x, 2 * E::low);  // -inf - -inf would be NaN
+  const V k = round_lanes(x);
+#else
+  typedef Int<R> I __attribute__((vector_size(kVectorBytes)));
+  const V clamped = x < E::low ? broadcast(E::low) : x > E::high ? broadcast(E::high) : x;
+  const V shifted = clamped + E::shifter, k = shifted - E::shifter;
+  const V original = x;
+  x = clamped;
+#endif
+  const V f = x - k;
+  V p = broadcast(E::q[terms - 1]);
+#pragma GCC unroll 16
+  for (int i = terms - 2; i >= 0; --i) p = p * f + E::q[i];
+  p = p * f + R(1);
+#if defined(__AVX512F__)
+  return scale_lanes(p, k);
+#else
+  // Two factors, because 2^128 itself is no float.
+  const I half = ((I)shifted - (I)broadcast(E::shifter)) >> 1, rest = ((I)shifted - (I)broadcast(E::shifter)) - half;
+  p = p * (V)((half + E::bias) << E::mantissa) * (V)((rest + E::bias) << E::mantissa);
+  return original < E::low ? V{} : p;
+#endif
+}
+
+template <class V> V exp_lanes(V x) {
+  using R = std::decay_t<decltype(x[0])>;
+  return exp2_lanes(x * R(1.4426950408889634));
+}
+
+// softplus(x) = max(x, 0) + log(1 + e), e = exp(-|x|); the logarithm as 2 atanh(e / (2 + e)), whose series needs no split.
+template <class V> V softplus_lanes(V x) {
+  using R = std::decay_t<decltype(x[0])>;
+  constexpr int terms = sizeof(R) == 8 ? 17 : 9;
+  const V e = exp_lanes(x > 0 ? -x : x), s = e / (e + R(2)), s2 = s * s;
+  V series = broadcast(R(1) / (2 * terms - 1));
+#pragma GCC unroll 16
+  for (int i = terms - 2; i >= 0; --i) series = series * s2 + R(1) / (2 * i + 1);
+  return (x > 0 ? x : V{}) + (s + s) * series;
+}
+
+template <class V> V sigmoid_lanes(V x) {
+  using R = std::decay_t<decltype(x[0])>;
+  return R(1) / (R(1) + exp_lanes(-x));
+}
+
+}  // namespace packmamba

@@ -1,0 +1,160 @@
+"""The Mamba language model on packed documents. Shapes: B rows, L slots, S documents."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packmamba.layout import SequenceLayout
+from packmamba.nn.mixer import PackedMamba, State
+
+
+class Block(nn.Module):
+    """``residual + mixer(norm(residual))``, the residual stream in float32 or wider."""
+
+    def __init__(self, mixer: PackedMamba, norm_epsilon: float) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.norm = nn.RMSNorm(mixer.d_model, eps=norm_epsilon)
+
+    def forward(self, residual: Tensor, **mixer_arguments: Any) -> tuple[Tensor, State | None]:
+        mixed = self.mixer(self.norm(residual.to(self.norm.weight.dtype)), **mixer_arguments)
+        mixed, state = mixed if mixer_arguments["return_state"] else (mixed, None)
+        return residual + mixed, state
+
+
+class Backbone(nn.Module):
+    """Embedding, blocks and the last norm, under state-spaces' names."""
+
+    def __init__(self, embedding: nn.Embedding, layers: list[Block], norm_f: nn.RMSNorm) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(layers)
+        self.norm_f = norm_f
+
+
+class MambaLM(nn.Module):
+    """A stack of ``PackedMamba`` blocks between an embedding and a head (Mamba, arXiv 2312.00752).
+
+    Args:
+        vocab_size: rows of the embedding and of the head.
+        d_model: width of the residual stream.
+        n_layer: blocks.
+        tie_embeddings: the head shares the embedding's weight.
+        norm_epsilon: RMSNorm's epsilon.
+        mixer: PackedMamba's other arguments: d_state, d_conv, expand, dt_rank, learned_initial_state, backend, ...
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        n_layer: int,
+        tie_embeddings: bool = True,
+        norm_epsilon: float = 1e-5,
+        **mixer: Any,
+    ) -> None:
+        super().__init__()
+        for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
+        self.config = dict(
+            vocab_size=vocab_size, d_model=d_model, n_layer=n_layer, tie_embeddings=tie_embeddings,
+            norm_epsilon=norm_epsilon, **mixer,
+        )  # fmt: skip
+        embedding = nn.Embedding(vocab_size, d_model)
+        nn.init.normal_(embedding.weight, std=0.02)
+        layers = [Block(PackedMamba(d_model, **mixer), norm_epsilon) for _ in range(n_layer)]
+        for name, parameter in ((n, p) for layer in layers for n, p in layer.mixer.named_parameters()):
+            if name == "out_proj.weight":
+                # Residual branches add up: their last projections start smaller (Mamba follows GPT-2).
+                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+                with torch.no_grad():
+                    parameter /= math.sqrt(n_layer)
+            elif name in ("in_proj.bias", "out_proj.bias"):
+                nn.init.zeros_(parameter)
+        self.backbone = Backbone(embedding, layers, nn.RMSNorm(d_model, eps=norm_epsilon))
+        self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
+        nn.init.normal_(self.lm_head.weight, std=0.02)
+        if tie_embeddings:
+            self.lm_head.weight = embedding.weight
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, **overrides: Any) -> MambaLM:
+        """A published checkpoint's folder, in state-spaces' or Hugging Face's format; see ``packmamba.nn.checkpoint``."""
+        from packmamba.nn.checkpoint import load_pretrained
+
+        return load_pretrained(cls, directory, **overrides)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes config.json and pytorch_model.bin as state-spaces' do; see ``packmamba.nn.checkpoint``."""
+        from packmamba.nn.checkpoint import save_pretrained
+
+        save_pretrained(self, directory)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        layout: SequenceLayout | None = None,
+        conv_layout: SequenceLayout | None = None,
+        ssm_layout: SequenceLayout | None = None,
+        states: list[State] | None = None,
+        return_states: bool = False,
+    ) -> Any:
+        """tokens (B, L) integer -> logits (B, L, vocab_size), and with ``return_states`` a list of states, one per layer.
+
+        Args:
+            tokens: ids; at padding any valid id, whose logits are finite and meaningless.
+            layout: where documents lie; None: each row is one.
+            conv_layout, ssm_layout: instead of ``layout`` in the convolutions or the scans: ``layout.flow()`` leaks there.
+            states: one (conv_state (S, D, W-1), ssm_state (S, D, N)) per layer to start from, indexed by the documents of
+                conv_layout and ssm_layout (by rows under flow); None: zero, or the learned states.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what came.
+        """
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+            got = str(tokens.dtype) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise TypeError(f"tokens: expected an int64 or int32 tensor, got {got}")
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens: expected shape (B, L), got {tuple(tokens.shape)}")
+        layers = self.backbone.layers
+        if states is not None and len(states) != len(layers):
+            raise ValueError(f"states: expected one per layer, {len(layers)}, got {len(states)}")
+        for name, given in (("layout", layout), ("conv_layout", conv_layout), ("ssm_layout", ssm_layout)):
+            if given is not None and given.shape != tuple(tokens.shape):
+                raise ValueError(f"{name}: expected shape {tuple(tokens.shape)} like tokens, got {given.shape}")
+        residual = self.backbone.embedding(tokens)
+        residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
+        final_states = []
+        for i, layer in enumerate(layers):
+            residual, state = layer(
+                residual,
+                layout=layout,
+                conv_layout=conv_layout,
+                ssm_layout=ssm_layout,
+                state=None if states is None else states[i],
+                return_state=return_states,
+            )
+            final_states.append(state)
+        norm_f = self.backbone.norm_f
+        logits = self.lm_head(norm_f(residual.to(norm_f.weight.dtype)))
+        return (logits, final_states) if return_states else logits
+
+    def start_states(self, documents: int) -> list[State]:
+        """The states that this many fresh documents start from."""
+        return [layer.mixer.start_state(documents) for layer in self.backbone.layers]
+
+    def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimizer groups: matrices decay; biases, norms, and what Mamba exempts (A_log, D, learned states) do not."""
+        exempt = [p for p in self.parameters() if p.dim() < 2 or getattr(p, "_no_weight_decay", False)]
+        names = {id(p) for p in exempt}
+        decayed = [p for p in self.parameters() if id(p) not in names]
+        return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]

@@ -1,0 +1,152 @@
+"""The Mamba block's mixer on packed documents. Shapes: B rows, L slots, S documents, D d_inner, N d_state, W d_conv."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packmamba import ops
+from packmamba.layout import SequenceLayout
+from packmamba.ops.checks import accumulation_dtype
+
+State = tuple[Tensor, Tensor]
+"""(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
+
+
+class PackedMamba(nn.Module):
+    """Mamba (arXiv 2312.00752, figure 3) whose convolution and scan know where documents start.
+
+    Parameters have the names, shapes and initialisation of state-spaces' Mamba. A_log, D and the learned initial state carry
+    ``_no_weight_decay``.
+
+    Args:
+        d_model: width of input and output.
+        d_state: N, states per channel.
+        d_conv: W, taps of the convolution, 2 to 4.
+        expand: D = expand * d_model channels inside.
+        dt_rank: rank of the projection to delta; "auto" is ceil(d_model / 16).
+        dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least dt_init_floor.
+        bias, conv_bias: whether projections and convolution have biases.
+        learned_initial_state: documents start the scan from a learned state, one per channel and state, instead of zero.
+        backend: see ``ops.BACKENDS``.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | str = "auto",
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        bias: bool = False,
+        conv_bias: bool = True,
+        learned_initial_state: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("d_model", d_model), ("d_state", d_state), ("expand", expand)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
+        if not isinstance(d_conv, int) or not 2 <= d_conv <= 4:
+            raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
+        if dt_rank != "auto" and (not isinstance(dt_rank, int) or dt_rank < 1):
+            raise ValueError(f"dt_rank: expected 'auto' or an integer of at least 1, got {dt_rank!r}")
+        if backend is not None and backend not in ops.BACKENDS:
+            raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
+        self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
+        self.d_inner = expand * d_model
+        self.dt_rank = math.ceil(d_model / 16) if isinstance(dt_rank, str) else dt_rank
+        self.backend = backend
+
+        self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias)
+        # Holds the parameters under their usual names and initialisation; conv1d_pack does the work.
+        self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias)
+        self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False)
+        self.dt_proj = nn.Linear(self.dt_rank, self.d_inner)
+        nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
+        dt = torch.exp(torch.rand(self.d_inner) * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min))
+        dt = dt.clamp(min=dt_init_floor)
+        with torch.no_grad():
+            self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.A_log = nn.Parameter(torch.log(torch.arange(1.0, d_state + 1)).repeat(self.d_inner, 1))
+        self.D = nn.Parameter(torch.ones(self.d_inner))
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias)
+        self.initial_state = nn.Parameter(torch.zeros(self.d_inner, d_state)) if learned_initial_state else None
+        for parameter in (self.A_log, self.D, self.initial_state):
+            if parameter is not None:
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        hidden: Tensor,
+        layout: SequenceLayout | None = None,
+        conv_layout: SequenceLayout | None = None,
+        ssm_layout: SequenceLayout | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """hidden (B, L, d_model) -> (B, L, d_model), and with ``return_state`` each document's state after its last token.
+
+        Args:
+            layout: where documents lie; None: each row is one.
+            conv_layout, ssm_layout: instead of ``layout`` in one of the two operators: ``layout.flow()`` leaks there.
+            state: where documents start from, indexed by the documents of conv_layout and ssm_layout; None: zero, or the
+                learned state.
+        """
+        if conv_layout is None:
+            conv_layout = layout
+        if ssm_layout is None:
+            ssm_layout = layout
+        conv_state, ssm_state = state if state is not None else (None, None)
+        if ssm_state is None and self.initial_state is not None:
+            ssm_state = self.start_state(hidden.shape[0] if ssm_layout is None else ssm_layout.num_documents)[1]
+        x, z = self.in_proj(hidden).chunk(2, dim=-1)
+        x = ops.conv1d_pack(
+            x,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            layout=conv_layout,
+            activation="silu",
+            initial_state=conv_state,
+            return_final_state=return_state,
+            backend=self.backend,
+        )
+        if return_state:
+            x, conv_state = x
+        delta, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        wide = accumulation_dtype(x.dtype)
+        y = ops.ssm_pack(
+            x,
+            F.linear(delta, self.dt_proj.weight),
+            -torch.exp(self.A_log.to(wide)),
+            B,
+            C,
+            self.D.to(wide),
+            z=z,
+            delta_bias=self.dt_proj.bias.to(wide),
+            delta_softplus=True,
+            layout=ssm_layout,
+            initial_state=ssm_state,
+            return_final_state=return_state,
+            backend=self.backend,
+        )
+        if return_state:
+            y, ssm_state = y
+            return self.out_proj(y), (conv_state, ssm_state)
+        return self.out_proj(y)
+
+    def start_state(self, documents: int) -> State:
+        """The state that this many fresh documents start from: zeros, and the learned scan state if there is one."""
+        weight = self.conv1d.weight
+        conv_state = weight.new_zeros(documents, self.d_inner, self.d_conv - 1)
+        wide = accumulation_dtype(weight.dtype)
+        if self.initial_state is None:
+            return conv_state, weight.new_zeros(documents, self.d_inner, self.d_state, dtype=wide)
+        return conv_state, self.initial_state.to(wide).expand(documents, -1, -1).contiguous()

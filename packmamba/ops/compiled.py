@@ -1,0 +1,317 @@
+"""The compiled operators as PyTorch sees them: two functional custom operators, their fakes and their autograd.
+
+``packmamba::conv1d_pack`` and ``packmamba::ssm_pack`` take the layout as its two tensors, so that a traced graph holds for every
+layout, and hand each call to ``KERNELS`` of its tensors' device. They allocate what the kernels write. Absent outputs are empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from packmamba.layout import SequenceLayout
+from packmamba.ops import library
+from packmamba.ops.checks import accumulation_dtype
+
+# Tokens between the states that the scan keeps for its backward, and what their channels are padded to: as in the kernels.
+KEPT_TOKENS = 32
+KEPT_CHANNELS = 16
+
+
+def _cpu(name: str) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        getattr(torch.ops.packmamba_cpu, name)(*arguments)
+
+    return run
+
+
+NAMES = ("conv1d_forward", "conv1d_backward", "ssm_forward", "ssm_backward")
+KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {name: _cpu(name) for name in NAMES}}
+"""By device type: what runs, with the schemas of kernels/cpu/bindings.cpp, outputs last."""
+
+
+def conv1d_pack(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: SequenceLayout,
+    activation: str | None,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution by compiled kernels; arguments as ``ops.conv1d_pack``."""
+    library.load(x.device.type)
+    wide = accumulation_dtype(x.dtype)
+    state_dtype = x.dtype if initial_state is None else initial_state.dtype
+    y, final = torch.ops.packmamba.conv1d_pack(
+        x,
+        weight.to(wide),
+        None if bias is None else bias.to(wide),
+        layout.starts,
+        layout.ends,
+        None if initial_state is None else initial_state.to(wide),
+        activation == "silu",
+        return_final_state,
+    )
+    return y, final.to(state_dtype) if return_final_state else None
+
+
+def ssm_pack(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    layout: SequenceLayout,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The scan by compiled kernels; arguments as ``ops.ssm_pack``."""
+    library.load(u.device.type)
+    tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
+    keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    y, final, _ = torch.ops.packmamba.ssm_pack(
+        u, delta, A, B, C, D, z, delta_bias, delta_softplus, layout.starts, layout.ends, initial_state,
+        return_final_state, keep,
+    )  # fmt: skip
+    return y, final if return_final_state else None
+
+
+# The schemas below are read from the annotations, hence Optional and no postponed ones.
+@torch.library.custom_op("packmamba::conv1d_pack", mutates_args=())
+def _conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    starts: Tensor,
+    ends: Tensor,
+    initial_state: Optional[Tensor],
+    silu: bool,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    y, final = _conv1d_outputs(x, weight, bias, starts, ends, initial_state, silu, return_final_state)
+    KERNELS[x.device.type]["conv1d_forward"](
+        x, *_dense(weight, bias), starts, ends, *_dense(initial_state), silu, y, final if return_final_state else None
+    )
+    return y, final
+
+
+@_conv1d.register_fake
+def _conv1d_outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    starts: Tensor,
+    ends: Tensor,
+    initial_state: Optional[Tensor],
+    silu: bool,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    channels, width = weight.shape
+    final = (starts.shape[0], channels, width - 1) if return_final_state else (0,)
+    return x.new_empty(x.shape), weight.new_empty(final)
+
+
+@torch.library.custom_op("packmamba::conv1d_pack_backward", mutates_args=())
+def _conv1d_backward(
+    dy: Tensor,
+    dfinal: Optional[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    starts: Tensor,
+    ends: Tensor,
+    initial_state: Optional[Tensor],
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outputs = _conv1d_backward_outputs(dy, dfinal, x, weight, bias, starts, ends, initial_state, silu)
+    KERNELS[x.device.type]["conv1d_backward"](
+        _unit_stride(dy), *_dense(dfinal), x, *_dense(weight, bias), starts, ends, *_dense(initial_state), silu,
+        *_present(outputs, (x, weight, bias, initial_state)),
+    )  # fmt: skip
+    return outputs
+
+
+@_conv1d_backward.register_fake
+def _conv1d_backward_outputs(
+    dy: Tensor,
+    dfinal: Optional[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    starts: Tensor,
+    ends: Tensor,
+    initial_state: Optional[Tensor],
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _like(x, x), _like(weight, x), _like(bias, x), _like(initial_state, x)
+
+
+def _conv1d_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.silu, ctx.has_final = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _conv1d_gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple:
+    x, weight, bias, starts, ends, initial_state = ctx.saved_tensors
+    dy = x.new_zeros(x.shape) if dy is None else dy
+    dfinal = dfinal if ctx.has_final else None
+    gradients = torch.ops.packmamba.conv1d_pack_backward(
+        dy, dfinal, x, weight, bias, starts, ends, initial_state, ctx.silu
+    )
+    dx, dweight, dbias, dinitial = _present(gradients, (x, weight, bias, initial_state))
+    return dx, dweight, dbias, None, None, dinitial, None, None
+
+
+@torch.library.custom_op("packmamba::ssm_pack", mutates_args=())
+def _ssm(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    delta_softplus: bool,
+    starts: Tensor,
+    ends: Tensor,
+    initial_state: Optional[Tensor],
+    return_final_state: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, final, kept = _ssm_outputs(
+        u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state, return_final_state, keep
+    )
+    KERNELS[u.device.type]["ssm_forward"](
+        u, delta, *_dense(A), B, C, *_dense(D), z, *_dense(delta_bias), delta_softplus, starts, ends,
+        *_dense(initial_state), y, final if return_final_state else None, kept if keep else None,
+    )  # fmt: skip
+    return y, final, kept
+
+
+@_ssm.register_fake
+def _ssm_outputs(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    delta_softplus: bool,
+    starts: Tensor,
+    ends: Tensor,
+    initial_state: Optional[Tensor],
+    return_final_state: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    channels, states = A.shape
+    final = (starts.shape[0], channels, states) if return_final_state else (0,)
+    # A document's kept states begin at its number + its start // KEPT_TOKENS: no two overlap, and no sum over documents is due.
+    kept = (starts.shape[0] + u.shape[0] * u.shape[1] // KEPT_TOKENS, -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS, states)
+    return u.new_empty(u.shape), A.new_empty(final), A.new_empty(kept if keep else (0,))
+
+
+@torch.library.custom_op("packmamba::ssm_pack_backward", mutates_args=())
+def _ssm_backward(
+    dy: Tensor,
+    dfinal: Optional[Tensor],
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    delta_softplus: bool,
+    starts: Tensor,
+    ends: Tensor,
+    initial_state: Optional[Tensor],
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = _ssm_backward_outputs(
+        dy, dfinal, u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state, kept
+    )
+    KERNELS[u.device.type]["ssm_backward"](
+        _unit_stride(dy), *_dense(dfinal), u, delta, *_dense(A), B, C, *_dense(D), z, *_dense(delta_bias), delta_softplus,
+        starts, ends, *_dense(initial_state), kept, *_present(outputs, (u, delta, A, B, C, D, z, delta_bias, initial_state)),
+    )  # fmt: skip
+    return outputs
+
+
+@_ssm_backward.register_fake
+def _ssm_backward_outputs(
+    dy: Tensor,
+    dfinal: Optional[Tensor],
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    delta_softplus: bool,
+    starts: Tensor,
+    ends: Tensor,
+    initial_state: Optional[Tensor],
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        _like(u, u), _like(delta, u), _like(A, u), _like(B, u), _like(C, u), _like(D, u), _like(z, u),
+        _like(delta_bias, u), _like(initial_state, u),
+    )  # fmt: skip
+
+
+def _ssm_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    u, delta, A, B, C, D, z, delta_bias, ctx.softplus, starts, ends, initial_state, ctx.has_final, ctx.kept = inputs
+    ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, starts, ends, initial_state, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _ssm_gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: Tensor | None) -> tuple:
+    u, delta, A, B, C, D, z, delta_bias, starts, ends, initial_state, kept = ctx.saved_tensors
+    if not ctx.kept:
+        raise RuntimeError("packmamba::ssm_pack: called with keep=False, so it cannot be differentiated")
+    dy = u.new_zeros(u.shape) if dy is None else dy
+    dfinal = dfinal if ctx.has_final else None
+    gradients = torch.ops.packmamba.ssm_pack_backward(
+        dy, dfinal, u, delta, A, B, C, D, z, delta_bias, ctx.softplus, starts, ends, initial_state, kept
+    )
+    inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state)
+    *per_input, dinitial = _present(gradients, inputs)
+    return (*per_input, None, None, None, dinitial, None, None)
+
+
+_conv1d.register_autograd(_conv1d_gradients, setup_context=_conv1d_setup)
+_ssm.register_autograd(_ssm_gradients, setup_context=_ssm_setup)
+
+
+def _like(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Contiguous room for a tensor's gradient."""
+    return other.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
+
+
+def _present(values: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Values that belong to inputs that are there; None for the others."""
+    return tuple(None if tensor is None else value for value, tensor in zip(values, inputs))
+
+
+def _dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    """A gradient may come expanded or transposed; the kernels read rows."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

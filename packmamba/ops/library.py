@@ -1,0 +1,288 @@
+"""Finds, builds and loads the compiled kernels; says what to do when it cannot.
+
+A kind of kernels (``cpu``, ``cuda``) is the folders ``kernels/common`` and ``kernels/<kind>``: one shared library, registered
+through PyTorch's stable ABI, without Python and without ATen. It is compiled on first use or by ``python run.py kernels build``,
+and kept in a user's cache folder under a hash of all that it is made of, so that machines and environments may share the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KINDS = ("cpu", "cuda")
+BUILD_COMMAND = "python run.py kernels build"
+# Libraries built for this version of the stable ABI load on it and on later ones.
+TORCH_TARGET_VERSION = 0x020B000000000000
+
+
+class KernelError(RuntimeError):
+    """Compiled kernels cannot be built or loaded; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """How one library is made. Everything that changes the result is in ``key``."""
+
+    kind: str
+    compiler: str
+    version: str
+    """What the compiler says of itself."""
+    target: str
+    """The instruction set or the architectures, for people."""
+    flags: tuple[str, ...]
+    """For compiling each source."""
+    link_flags: tuple[str, ...]
+    sources: tuple[Path, ...]
+    headers: tuple[Path, ...]
+    identity: str = ""
+    """What else the result depends on: what ``native`` means on this machine."""
+
+    @functools.cached_property
+    def key(self) -> str:
+        digest = hashlib.sha256()
+        major_minor = ".".join(torch.__version__.split(".")[:2])
+        facts = (self.version, *self.flags, *self.link_flags, self.identity, major_minor)
+        for fact in facts:
+            # Where torch lies does not matter, only which one it is.
+            digest.update(fact.replace(str(_torch_folder()), "torch").encode() + b"\0")
+        for path in (*self.sources, *self.headers):
+            digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
+        return digest.hexdigest()[:20]
+
+    @property
+    def path(self) -> Path:
+        """Where the library is, or will be."""
+        return cache_folder() / f"{self.kind}-{self.key}.so"
+
+
+def cache_folder() -> Path:
+    """``PACKMAMBA_CACHE``, else ``XDG_CACHE_HOME``/packmamba, else ~/.cache/packmamba."""
+    if named := os.environ.get("PACKMAMBA_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packmamba"
+
+
+def kernel_folder() -> Path:
+    """Where the sources are: package data of an installed wheel, or the top of a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "kernels", package.parent / "kernels"):
+        if (folder / "common").is_dir():
+            return folder
+    raise KernelError(f"kernel sources are missing: expected {package / 'kernels'} or {package.parent / 'kernels'}")
+
+
+def describe(kind: str) -> Build:
+    """How ``kind`` would be built here. Raises KernelError if it cannot be."""
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    return _describe_cpu() if kind == "cpu" else _describe_cuda()
+
+
+def build(kind: str, verbose: bool = False) -> Path:
+    """The library of ``kind``, compiled unless it is cached; processes that ask at once compile it once.
+
+    Raises:
+        KernelError: no compiler, or it failed.
+    """
+    recipe = describe(kind)
+    if recipe.path.is_file():
+        return recipe.path
+    try:
+        with _lock(recipe.path.with_suffix(".lock")):
+            if not recipe.path.is_file():
+                _compile(recipe, verbose)
+    except OSError as error:
+        raise KernelError(
+            f"'{kind}' kernels cannot be cached in {cache_folder()} ({error}); set PACKMAMBA_CACHE to a writable folder"
+        ) from error
+    return recipe.path
+
+
+_loaded: dict[str, Path | KernelError] = {}
+_loading = threading.Lock()
+
+
+def load(kind: str) -> Path:
+    """Builds if need be and registers ``torch.ops.packmamba_<kind>``, once per process.
+
+    Raises:
+        KernelError: as ``build``, or the library does not load. The first answer is kept.
+    """
+    with _loading:
+        if kind not in _loaded:
+            try:
+                path = build(kind)
+                torch.ops.load_library(path)
+                _loaded[kind] = path
+            except KernelError as error:
+                _loaded[kind] = error
+            except OSError as error:
+                _loaded[kind] = KernelError(f"'{kind}' kernels do not load: {error}")
+        outcome = _loaded[kind]
+    if isinstance(outcome, KernelError):
+        raise outcome
+    return outcome
+
+
+@torch._dynamo.assume_constant_result
+def ready(kind: str) -> bool:
+    """Whether ``load`` succeeds; the first failure in a process is a warning, the only one."""
+    failed_before = isinstance(_loaded.get(kind), KernelError)
+    try:
+        load(kind)
+    except KernelError as error:
+        if not failed_before:
+            warnings.warn(f"the slower reference runs instead of compiled kernels: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def info() -> list[dict[str, Any]]:
+    """For each kind: ``kind, compiler, target, path, built`` and ``problem`` (None, or why it cannot be built here)."""
+    rows = []
+    for kind in KINDS:
+        row: dict[str, Any] = dict.fromkeys(("compiler", "target", "path", "problem")) | {"kind": kind, "built": False}
+        try:
+            recipe = describe(kind)
+            row |= {"compiler": f"{recipe.compiler} ({recipe.version})", "target": recipe.target}
+            row |= {"path": str(recipe.path), "built": recipe.path.is_file()}
+        except KernelError as error:
+            row["problem"] = str(error)
+        rows.append(row)
+    return rows
+
+
+def _describe_cpu() -> Build:
+    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
+    if compiler is None:
+        raise KernelError(
+            "no C++ compiler: install g++ (Debian and Ubuntu: apt install g++; conda: conda install gxx) or name one in CXX, "
+            f"then run `{BUILD_COMMAND}`"
+        )
+    # A choice at compile time needs no dispatch at run time; the key holds what the choice was.
+    flags = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+    flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
+    link_flags = ["-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"]
+    if sanitizers := os.environ.get("PACKMAMBA_SANITIZE"):
+        flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g", "-O1"]
+        link_flags += [f"-fsanitize={sanitizers}"]
+    macros = _output(compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
+    sets = {"__AVX512F__": "AVX-512", "__AVX2__": "AVX2", "__ARM_NEON": "NEON"}
+    target = next((name for macro, name in sets.items() if f"#define {macro} " in macros), "baseline")
+    version = _output(compiler, "--version").splitlines()[0]
+    return _finish("cpu", ".cpp", compiler, version, target, flags, link_flags, "\n".join(sorted(macros.splitlines())))
+
+
+def _describe_cuda() -> Build:
+    compiler = _find_nvcc()
+    if compiler is None:
+        raise KernelError(f"no nvcc: pip install 'packmamba[cuda]', then run `{BUILD_COMMAND}`")
+    architectures = _cuda_architectures()
+    if not architectures:
+        raise KernelError("no CUDA device to build for; name architectures in PACKMAMBA_CUDA_ARCHS, such as 80,90")
+    flags = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+    for architecture in architectures:
+        flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
+    link_flags = ["-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"]
+    version = _output(compiler, "--version").splitlines()[-1]
+    target = ", ".join(f"sm_{architecture}" for architecture in architectures)
+    return _finish("cuda", ".cu", compiler, version, target, flags, link_flags)
+
+
+def _finish(
+    kind: str,
+    suffix: str,
+    compiler: str,
+    version: str,
+    target: str,
+    flags: list[str],
+    link_flags: list[str],
+    identity: str = "",
+) -> Build:
+    folder = kernel_folder()
+    include = _torch_folder() / "include"
+    files = sorted(path for part in ("common", kind) for path in (folder / part).glob("*") if path.is_file())
+    sources = tuple(path for path in files if path.parent.name == kind and path.suffix == suffix)
+    headers = tuple(path for path in files if path.suffix in (".h", ".cuh"))
+    if not sources:
+        raise KernelError(f"this version has no '{kind}' kernels")
+    flags = [*flags, f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION:#x}", "-isystem", str(include)]
+    return Build(kind, compiler, version, target, tuple(flags), tuple(link_flags), sources, headers, identity)
+
+
+def _find_nvcc() -> str | None:
+    """PACKMAMBA_NVCC, CUDA_HOME, PATH, or the ``cuda-toolkit`` wheels."""
+    folders = [Path(os.environ["CUDA_HOME"]) / "bin"] if os.environ.get("CUDA_HOME") else []
+    named = os.environ.get("PACKMAMBA_NVCC")
+    wheels = sorted(path for entry in sys.path if entry for path in Path(entry).glob("nvidia/cu*/bin"))
+    candidates = [named, *(str(folder / "nvcc") for folder in folders), "nvcc", *(str(f / "nvcc") for f in wheels)]
+    return next((found for candidate in candidates if candidate and (found := shutil.which(candidate))), None)
+
+
+def _cuda_architectures() -> list[str]:
+    if named := os.environ.get("PACKMAMBA_CUDA_ARCHS"):
+        return sorted({part.strip().replace(".", "") for part in named.split(",") if part.strip()})
+    if not torch.cuda.is_available():
+        return []
+    capabilities = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    return [f"{major}{minor}" for major, minor in sorted(capabilities)]
+
+
+def _compile(recipe: Build, verbose: bool) -> None:
+    with tempfile.TemporaryDirectory(dir=recipe.path.parent, prefix="build-") as scratch:
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in recipe.sources]
+        commands = [
+            [recipe.compiler, *recipe.flags, "-c", str(source), "-o", made]
+            for source, made in zip(recipe.sources, objects)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(functools.partial(_run, recipe.kind, verbose=verbose), commands))
+        library = Path(scratch) / recipe.path.name
+        _run(recipe.kind, [recipe.compiler, *objects, *recipe.link_flags, "-o", str(library)], verbose)
+        # Readers see the whole library or none.
+        os.replace(library, recipe.path)
+
+
+def _run(kind: str, command: list[str], verbose: bool) -> None:
+    if verbose:
+        print(" ".join(command), flush=True)
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if verbose and done.stdout:
+        print(done.stdout, flush=True)
+    if done.returncode:
+        raise KernelError(f"compiling the '{kind}' kernels failed:\n{' '.join(command)}\n{done.stdout[-4000:]}")
+
+
+@contextmanager
+def _lock(path: Path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelError(f"the compiler does not run: {error}") from error
+
+
+def _torch_folder() -> Path:
+    return Path(torch.__file__).parent
