@@ -1,4 +1,4 @@
-// What the convolution's kernels share: vectors of channels, parameters of either dtype, and the walk over a tile's documents.
+// What the convolution's kernels share: vectors of channels, and the walk over a tile's documents.
 #pragma once
 #include "element.cuh"
 
@@ -19,14 +19,6 @@ template <class T, int V> __device__ __forceinline__ void store(T* to, const flo
   for (int c = 0; c < V; c++) v.v[c] = from_float<T>(x[c]);
   *(Vector<T, V>*)to = v;
 }
-template <class T> __device__ __forceinline__ float load_any(const void* from, int64_t i, bool wide) {
-  return wide ? ((const float*)from)[i] : to_float(((const T*)from)[i]);
-}
-template <class T> __device__ __forceinline__ void store_any(void* to, int64_t i, bool wide, float v) {
-  if (wide) ((float*)to)[i] = v;
-  else ((T*)to)[i] = from_float<T>(v);
-}
-
 __device__ __forceinline__ float fast_ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -73,9 +65,9 @@ __device__ __forceinline__ void load_window(float (&window)[W - 1][V], const Con
     } else {
 #pragma unroll
       for (int c = 0; c < V; c++)
-        window[k][c] = p.initial_state ? load_any<T>(p.initial_state, ((int64_t)walk.document * p.channels + channel + c) * (W - 1) +
-                                                                          W - 1 + place, p.wide_state)
-                                       : 0.f;
+        window[k][c] = p.initial_state
+                           ? p.initial_state[((int64_t)walk.document * p.channels + channel + c) * (W - 1) + W - 1 + place]
+                           : 0.f;
     }
   }
 }
@@ -88,13 +80,13 @@ template <class T> __device__ __forceinline__ const T* row_base(const View& v, i
 template <class T> __device__ __forceinline__ const T* at_slot(const T* base, const View& v, int slot) {
   return (const T*)((const char*)base + (int64_t)slot * v.token_bytes);
 }
-template <class T, int W, int V>
+template <int W, int V>
 __device__ __forceinline__ void load_weight(float (&weight)[W][V], float (&bias)[V], const ConvParams& p, int channel) {
 #pragma unroll
   for (int c = 0; c < V; c++) {
 #pragma unroll
-    for (int k = 0; k < W; k++) weight[k][c] = load_any<T>(p.weight, (int64_t)(channel + c) * W + k, p.wide_weight);
-    bias[c] = p.bias ? load_any<T>(p.bias, channel + c, p.wide_bias) : 0.f;
+    for (int k = 0; k < W; k++) weight[k][c] = p.weight[(int64_t)(channel + c) * W + k];
+    bias[c] = p.bias ? p.bias[channel + c] : 0.f;
   }
 }
 
@@ -119,6 +111,5 @@ template <class F> void with_shape(const ConvParams& p, F launch) {
   });
 }
 inline dim3 conv_grid(const ConvParams& p, int vector) {
-  const int64_t tiles = (int64_t)p.rows * ((p.row_length + CONV_TILE - 1) / CONV_TILE);
-  return dim3((tiles + TILES_PER_BLOCK - 1) / TILES_PER_BLOCK, (p.channels + 32 * vector - 1) / (32 * vector));
+  return dim3(conv_blocks(p.rows, p.row_length), (p.channels + 32 * vector - 1) / (32 * vector));
 }

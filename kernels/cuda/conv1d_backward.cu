@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK) backward(const __grid_co
     const T* dy = row_base<T>(p.dy, tile.first, p.row_length, channel);
     T* dx = (T*)p.dx + channel;
     float weight[W][V], bias[V], window[W - 1][V], waiting[W - 1][V] = {};  // of the inputs of slots t - (W - 1), ..., t - 1
-    load_weight<T, W, V>(weight, bias, p, channel);
+    load_weight<W, V>(weight, bias, p, channel);
     load_window<T, W, V>(window, p, walk, tile.first, channel, x);
 
     auto finish = [&](float (&v)[V], int t) {  // a slot whose sum is whole
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK) backward(const __grid_co
       if (p.dfinal && k >= 0)
 #pragma unroll
         for (int c = 0; c < V; c++)
-          v[c] += load_any<T>(p.dfinal, ((int64_t)walk.document * p.channels + channel + c) * (W - 1) + k, p.wide_state);
+          v[c] += p.dfinal[((int64_t)walk.document * p.channels + channel + c) * (W - 1) + k];
       store(dx + (int64_t)t * p.channels, v);
     };
     // Whether slot t is still this tile's business: its own, or of the document that holds its last slot.
@@ -126,15 +126,15 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK) backward(const __grid_co
 }
 
 // One thread a tap (or bias) and channel, over the blocks of tiles in order.
-template <class T> __global__ void __launch_bounds__(256) reduce(const __grid_constant__ ConvParams p, int blocks) {
+__global__ void __launch_bounds__(256) reduce(const __grid_constant__ ConvParams p, int blocks) {
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, stride = (int64_t)(p.width + 1) * p.channels;
   if (i >= stride) return;
   float v = 0.f;
 #pragma unroll 8
   for (int b = 0; b < blocks; b++) v += p.partial[b * stride + i];
   const int k = i / p.channels, channel = i % p.channels;
-  if (k < p.width) store_any<T>(p.dweight, (int64_t)channel * p.width + k, p.wide_weight, v);
-  else if (p.dbias) store_any<T>(p.dbias, channel, p.wide_bias, v);
+  if (k < p.width) p.dweight[(int64_t)channel * p.width + k] = v;
+  else if (p.dbias) p.dbias[channel] = v;
 }
 
 // One thread a document and channel: g of its first W - 1 slots, and a short document's part of the final state.
@@ -142,7 +142,7 @@ template <class T> __global__ void initial_states(const __grid_constant__ ConvPa
   const int channel = blockIdx.x * blockDim.x + threadIdx.x, W = p.width;
   if (channel >= p.channels) return;
   float weight[4];
-  for (int k = 0; k < W; k++) weight[k] = load_any<T>(p.weight, (int64_t)channel * W + k, p.wide_weight);
+  for (int k = 0; k < W; k++) weight[k] = p.weight[(int64_t)channel * W + k];
   for (int d = blockIdx.y; d < p.documents; d += gridDim.y) {
     const int start = p.starts[d], length = p.ends[d] - start;
     const T* x = row_base<T>(p.x, start, p.row_length, channel);
@@ -152,11 +152,11 @@ template <class T> __global__ void initial_states(const __grid_constant__ ConvPa
     for (int t = 0; t < min(length, W - 1); t++) {
       float g = to_float(*at_slot(dy, p.dy, start + t));
       if (p.silu) {
-        float pre = p.bias ? load_any<T>(p.bias, channel, p.wide_bias) : 0.f;
+        float pre = p.bias ? p.bias[channel] : 0.f;
         for (int k = 0; k < W; k++) {
           const int place = t - (W - 1) + k;
           const float v = place >= 0 ? to_float(*at_slot(x, p.x, start + place))
-                                     : load_any<T>(p.initial_state, state + W - 1 + place, p.wide_state);
+                                     : p.initial_state[state + W - 1 + place];
           pre = fmaf(weight[k], v, pre);
         }
         const float s = fast_sigmoid(pre);
@@ -165,27 +165,29 @@ template <class T> __global__ void initial_states(const __grid_constant__ ConvPa
       for (int k = t; k < W - 1; k++) out[k] = fmaf(weight[k - t], g, out[k]);
     }
     for (int k = 0; k < W - 1; k++) {
-      if (p.dfinal && k >= length) out[k] += load_any<T>(p.dfinal, state + k - length, p.wide_state);
-      store_any<T>(p.dinitial, state + k, p.wide_state, out[k]);
+      if (p.dfinal && k >= length) out[k] += p.dfinal[state + k - length];
+      p.dinitial[state + k] = out[k];
     }
   }
 }
 
 }  // namespace
 
+int64_t conv_blocks(int rows, int row_length) {
+  const int64_t tiles = (int64_t)rows * ((row_length + CONV_TILE - 1) / CONV_TILE);
+  return (tiles + TILES_PER_BLOCK - 1) / TILES_PER_BLOCK;
+}
+
 void conv_backward(const ConvParams& p, cudaStream_t stream) {
-  int blocks = 0;
   with_shape(p, [&](auto t, auto width, auto vector) {
     constexpr int W = decltype(width)::value, V = decltype(vector)::value;
-    const dim3 grid = conv_grid(p, V);
-    blocks = grid.x;
-    backward<decltype(t), W, V><<<grid, 32 * TILES_PER_BLOCK, 0, stream>>>(p);
+    backward<decltype(t), W, V><<<conv_grid(p, V), 32 * TILES_PER_BLOCK, 0, stream>>>(p);
   });
-  with_dtype(p.dtype, [&](auto t) {
-    reduce<decltype(t)><<<((p.width + 1) * p.channels + 255) / 256, 256, 0, stream>>>(p, blocks);
-    if (p.dinitial && p.documents) {
+  const int64_t sums = (int64_t)(p.width + 1) * p.channels;
+  reduce<<<(sums + 255) / 256, 256, 0, stream>>>(p, conv_blocks(p.rows, p.row_length));
+  if (p.dinitial && p.documents)
+    with_dtype(p.dtype, [&](auto t) {
       const dim3 grid((p.channels + 127) / 128, min(p.documents, 65535));
       initial_states<decltype(t)><<<grid, 128, 0, stream>>>(p);
-    }
-  });
+    });
 }

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK) forward(const __grid_con
   const T* x = row_base<T>(p.x, tile.first, p.row_length, channel);
   T* y = (T*)p.y + channel;
   float weight[W][V], bias[V], window[W - 1][V];
-  load_weight<T, W, V>(weight, bias, p, channel);
+  load_weight<W, V>(weight, bias, p, channel);
   load_window<T, W, V>(window, p, walk, tile.first, channel, x);
   for (int t0 = tile.first; t0 < tile.end; t0 += LOADS) {
     Vector<T, V> next[LOADS];
@@ -62,8 +62,8 @@ template <class T> __global__ void final_states(const __grid_constant__ ConvPara
       const int place = length - (W - 1) + k;
       float v = 0.f;
       if (place >= 0) v = to_float(*at_slot(x, p.x, start + place));
-      else if (p.initial_state) v = load_any<T>(p.initial_state, state + length + k, p.wide_state);
-      store_any<T>(p.final_state, state + k, p.wide_state, v);
+      else if (p.initial_state) v = p.initial_state[state + length + k];
+      p.final_state[state + k] = v;
     }
   }
 }

@@ -15,6 +15,7 @@ constexpr int TILE = 8;         // tokens of a tile, the columns of one MMA
 constexpr int WARP_CHANNELS = 16;
 constexpr int WARPS = 4;        // of a block
 constexpr int BLOCK_CHANNELS = WARPS * WARP_CHANNELS;
+static_assert(BLOCK_CHANNELS == SCAN16_BLOCK_CHANNELS);
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float TF32_FIX = 1.000352f;  // tf32 operands are truncated: mean relative loss 2^-11 / (2 ln 2)
 

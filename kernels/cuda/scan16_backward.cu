@@ -323,8 +323,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
 
 void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream);
 
-void scan16_backward(const ScanParams& p, bool cut, cudaStream_t stream) {
-  if (cut) scan16_start_states(p, true, stream);
+void scan16_backward(const ScanParams& p, cudaStream_t stream) {
+  if (p.schedule.max_cut_segments) scan16_start_states(p, true, stream);
   const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items);
   const int bytes = WARPS * sizeof(Warp);
   cudaFuncSetAttribute(backward, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__
 
 void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream);
 
-void scan16_forward(const ScanParams& p, bool cut, cudaStream_t stream) {
-  if (cut) scan16_start_states(p, false, stream);
+void scan16_forward(const ScanParams& p, cudaStream_t stream) {
+  if (p.schedule.max_cut_segments) scan16_start_states(p, false, stream);
   const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items);
   (p.saved ? forward<true> : forward<false>)<<<grid, WARPS * 32, 0, stream>>>(p);
 }

@@ -267,6 +267,11 @@ int threads_of(int G) { return G <= 8 ? 128 : 64; }
 
 }  // namespace
 
+int scan_block_channels(int states) {
+  const int G = lanes(states);
+  return max(MIN_CHANNELS, threads_of(G) / G);
+}
+
 void scan_forward(const ScanParams& p, cudaStream_t stream) {
   const int G = lanes(p.states), threads = threads_of(G), channels = threads / G;
   with_dtype(p.dtype, [&](auto t) {
@@ -275,7 +280,7 @@ void scan_forward(const ScanParams& p, cudaStream_t stream) {
 }
 
 void scan_backward(const ScanParams& p, cudaStream_t stream) {
-  const int G = lanes(p.states), threads = threads_of(G), channels = max(MIN_CHANNELS, threads / G);
+  const int G = lanes(p.states), threads = threads_of(G), channels = scan_block_channels(p.states);
   const int bytes = 4 * ((CHUNK / STEPS + STEPS) * EACH * threads + threads / 32 * STEPS * 2 * EACH * G);
   const dim3 grid((p.channels + channels - 1) / channels, p.schedule.max_items);
   with_dtype(p.dtype, [&](auto t) {

@@ -39,10 +39,10 @@ __device__ int bucket(int tokens) {  // 0 is the longest
   return max(0, BUCKETS - 1 - (4 * octave + quarter));
 }
 
-__global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int* ends, int documents, int rows,
-                                                    int row_length, int cut_above, int cut_length, int window, int2* unsorted,
-                                                    int* counts, int4* segments, int2* items, int4* cut_documents,
-                                                    int* cut_segments, int* row_ends, int* tile_documents) {
+__global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int* ends, const __grid_constant__ Plan plan,
+                                                    const __grid_constant__ Schedule out) {
+  const auto [documents, rows, row_length, cut_above, cut_length, window] = plan;
+  const auto [counts, segments, cut_documents, items, unsorted, cut_segments, row_ends, tile_documents, a_, b_, c_] = out;
   __shared__ int sorted[BUCKETS * SORT_THREADS / 4];
   const int me = threadIdx.x;
   int total;
@@ -142,10 +142,12 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
   if (me == 0) counts[0] = num_items, counts[1] = num_segments, counts[2] = num_cut, counts[3] = num_cut_documents;
 }
 
-__global__ void zero_padding_rows(char* data, int row_bytes, const int* row_ends, int rows, int row_length) {
+__global__ void zero_padding_rows(char* a, char* b, char* c, int64_t row_bytes, const int* row_ends, int rows, int row_length) {
   const int64_t step = (int64_t)gridDim.x * blockDim.x, me = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  char* const data = blockIdx.z == 0 ? a : blockIdx.z == 1 ? b : c;
+  if (!data) return;
   for (int row = blockIdx.y; row < rows; row += gridDim.y) {
-    const int64_t first = (int64_t)row_ends[row] * row_bytes, end = (int64_t)(row + 1) * row_length * row_bytes;
+    const int64_t first = row_ends[row] * row_bytes, end = (row + 1) * row_length * row_bytes;
     if (row_bytes % 16 == 0)
       for (int64_t i = first / 16 + me; i < end / 16; i += step) ((uint4*)data)[i] = make_uint4(0, 0, 0, 0);
     else
@@ -155,14 +157,12 @@ __global__ void zero_padding_rows(char* data, int row_bytes, const int* row_ends
 
 }  // namespace
 
-void make_schedule(const int* starts, const int* ends, int documents, int rows, int row_length, int cut_above, int cut_length,
-                   int window, int2* unsorted, const Schedule& s, cudaStream_t stream) {
-  schedule<<<1, THREADS, 0, stream>>>(starts, ends, documents, rows, row_length, cut_above, cut_length, window, unsorted,
-                                      (int*)s.counts, (int4*)s.segments, (int2*)s.items, (int4*)s.cut_documents,
-                                      (int*)s.cut_segments, (int*)s.row_ends, (int*)s.tile_documents);
+void make_schedule(const int* starts, const int* ends, const Plan& plan, const Schedule& out, cudaStream_t stream) {
+  schedule<<<1, THREADS, 0, stream>>>(starts, ends, plan, out);
 }
 
-void zero_padding(void* data, int row_bytes, const int* row_ends, int rows, int row_length, cudaStream_t stream) {
-  const dim3 grid(max(1, 256 / rows), min(rows, 65535));
-  zero_padding_rows<<<grid, 256, 0, stream>>>((char*)data, row_bytes, row_ends, rows, row_length);
+void zero_padding(void* a, void* b, void* c, int64_t row_bytes, const int* row_ends, int rows, int row_length,
+                  cudaStream_t stream) {
+  const dim3 grid(max(1, 256 / rows), min(rows, 65535), c ? 3 : b ? 2 : 1);
+  zero_padding_rows<<<grid, 256, 0, stream>>>((char*)a, (char*)b, (char*)c, row_bytes, row_ends, rows, row_length);
 }

@@ -6,14 +6,14 @@ layout, and hand each call to ``KERNELS`` of its tensors' device. They allocate 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops import library
+from packmamba.ops import cuda, library
 from packmamba.ops.checks import accumulation_dtype
 
 # Tokens between the states that the scan keeps for its backward, and what their channels are padded to: as in the kernels.
@@ -29,7 +29,7 @@ def _cpu(name: str) -> Callable[..., None]:
 
 
 NAMES = ("conv1d_forward", "conv1d_backward", "ssm_forward", "ssm_backward")
-KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {name: _cpu(name) for name in NAMES}}
+KERNELS: dict[str, Mapping[str, Callable[..., None]]] = {"cpu": {name: _cpu(name) for name in NAMES}, "cuda": cuda.KERNELS}
 """By device type: what runs, with the schemas of kernels/cpu/bindings.cpp, outputs last."""
 
 
@@ -217,9 +217,15 @@ def _ssm_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels, states = A.shape
     final = (starts.shape[0], channels, states) if return_final_state else (0,)
-    # A document's kept states begin at its number + its start // KEPT_TOKENS: no two overlap, and no sum over documents is due.
-    kept = (starts.shape[0] + u.shape[0] * u.shape[1] // KEPT_TOKENS, -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS, states)
-    return u.new_empty(u.shape), A.new_empty(final), A.new_empty(kept if keep else (0,))
+    intervals = u.shape[0] * u.shape[1] // KEPT_TOKENS
+    if u.device.type == "cuda":
+        # Room for 16 bits a number, which is also 32 bits at half as many tokens.
+        kept = torch.empty((intervals, channels, states) if keep else (0,), dtype=torch.bfloat16, device=u.device)
+    else:
+        # A document's kept states begin at its number + its start // KEPT_TOKENS: no two overlap, no sum over documents is due.
+        padded = -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS
+        kept = A.new_empty((starts.shape[0] + intervals, padded, states) if keep else (0,))
+    return u.new_empty(u.shape), A.new_empty(final), kept
 
 
 @torch.library.custom_op("packmamba::ssm_pack_backward", mutates_args=())

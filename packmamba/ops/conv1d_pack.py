@@ -17,6 +17,7 @@ from packmamba.ops.reference import conv1d_pack_vectorised
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "reference": conv1d_pack_vectorised,
     "cpu": compiled.conv1d_pack,
+    "cuda": compiled.conv1d_pack,
 }
 
 

@@ -82,7 +82,7 @@ def kernel_folder() -> Path:
     """Where the sources are: package data of an installed wheel, or the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):
-        if (folder / "common").is_dir():
+        if (folder / "cpu").is_dir():
             return folder
     raise KernelError(f"kernel sources are missing: expected {package / 'kernels'} or {package.parent / 'kernels'}")
 

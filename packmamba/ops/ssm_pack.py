@@ -16,6 +16,7 @@ from packmamba.ops.reference import ssm_pack_vectorised
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "reference": ssm_pack_vectorised,
     "cpu": compiled.ssm_pack,
+    "cuda": compiled.ssm_pack,
 }
 
 
