@@ -8,10 +8,12 @@ constexpr int TILES_PER_BLOCK = 8;  // one warp each
 template <class T, int V> struct alignas(sizeof(T) * V) Vector {
   T v[V];
 };
-template <class T, int V> __device__ __forceinline__ void load(float (&x)[V], const T* from) {
-  const Vector<T, V> v = *(const Vector<T, V>*)from;
+template <class T, int V> __device__ __forceinline__ void unpack(float (&x)[V], const Vector<T, V>& from) {
 #pragma unroll
-  for (int c = 0; c < V; c++) x[c] = to_float(v.v[c]);
+  for (int c = 0; c < V; c++) x[c] = to_float(from.v[c]);
+}
+template <class T, int V> __device__ __forceinline__ void load(float (&x)[V], const T* from) {
+  unpack(x, *(const Vector<T, V>*)from);
 }
 template <class T, int V> __device__ __forceinline__ void store(T* to, const float (&x)[V]) {
   Vector<T, V> v;
@@ -41,6 +43,15 @@ struct Walk {
   }
 };
 
+// The vectors of a group of slots, as far as `end`.
+template <class T, int V, int GROUP>
+__device__ __forceinline__ void load_group(Vector<T, V> (&group)[GROUP], const T* base, const View& v, int t0, int end) {
+  const char* first = (const char*)base + (int64_t)t0 * v.token_bytes;
+#pragma unroll
+  for (int i = 0; i < GROUP; i++)
+    if (t0 + i < end) group[i] = *(const Vector<T, V>*)(first + (uint64_t)i * v.token_bytes);
+}
+
 // A tile of CONV_TILE slots of one row.
 struct Tile {
   int first, end, index;
@@ -60,7 +71,10 @@ __device__ __forceinline__ void load_window(float (&window)[W - 1][V], const Con
 #pragma unroll
   for (int k = 0; k < W - 1; k++) {
     const int place = slot - (W - 1) + k - walk.start;
-    if (place >= 0) {
+    if (slot < walk.start) {  // padding
+#pragma unroll
+      for (int c = 0; c < V; c++) window[k][c] = 0.f;
+    } else if (place >= 0) {
       load(window[k], (const T*)((const char*)row + (int64_t)(slot - (W - 1) + k) * p.x.token_bytes));
     } else {
 #pragma unroll

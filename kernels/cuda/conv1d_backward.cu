@@ -1,33 +1,70 @@
 // Backward of the packed depthwise convolution.
 //
-// Mapping: as the forward, tiles walked forward; the pre-activation is computed again, and g, its gradient, is spread over the
-// inputs of the last W slots, whose sums wait in registers until they are whole. Past its end a tile goes on for W - 1 slots of
-// the same document to finish its own. dweight and dbias: in registers over a tile, over a block's warps in shared memory, over
-// blocks by a second kernel, in a fixed order: no atomics.
-// Bound: bytes. Bytes: x and dy read once (and 2 (W - 1) slots a tile again, from L2), dx written once, 20 per 256 slots of partials.
+// Mapping: as the forward, tiles walked forward; the pre-activation is computed again; g, its gradient, stays in registers for W
+// slots, and an input's gradient is whole W - 1 slots later. Past its end a tile goes on for W - 1 slots of the same document to
+// finish its own. dweight and dbias: in registers over a tile, over a block's warps in shared memory, over blocks by a second
+// kernel, in a fixed order: no atomics.
+// Bound: bytes. Bytes: x and dy read once (and 2 (W - 1) slots a tile again, from L2), dx written once, 20 per 512 slots of partials.
 #include "conv1d.cuh"
 
 namespace {
 
-constexpr int LOADS = 8;
+constexpr int GROUP = 4;  // slots whose loads are issued together, one group ahead of their use; at least W - 1
+
+// One slot: g from its pre-activation, then the gradient of the input W - 1 slots before, and, of own slots, of the parameters.
+template <int W, int V> struct Slot {
+  float weight[W][V], bias[V], x[W - 1][V], g[W - 1][V], dweight[W][V] = {}, dbias[V] = {};  // x, g: of the last W - 1 slots
+
+  __device__ __forceinline__ void advance(float (&dx)[V], const float (&now)[V], const float (&dy)[V], bool silu, bool own) {
+#pragma unroll
+    for (int c = 0; c < V; c++) {
+      float gt = dy[c];
+      if (silu) {
+        float pre = fmaf(weight[W - 1][c], now[c], bias[c]);
+#pragma unroll
+        for (int k = 0; k < W - 1; k++) pre = fmaf(weight[k][c], x[k][c], pre);
+        const float s = fast_sigmoid(pre);
+        gt *= s * fmaf(pre, 1.f - s, 1.f);
+      }
+      if (own) {
+        dbias[c] += gt;
+        dweight[W - 1][c] = fmaf(gt, now[c], dweight[W - 1][c]);
+#pragma unroll
+        for (int k = 0; k < W - 1; k++) dweight[k][c] = fmaf(gt, x[k][c], dweight[k][c]);
+      }
+      retire(dx, gt, now[c], c);
+    }
+  }
+  __device__ __forceinline__ void retire(float (&dx)[V], float gt, float now, int c) {
+    dx[c] = weight[0][c] * gt;
+#pragma unroll
+    for (int k = 0; k < W - 1; k++) {
+      dx[c] = fmaf(weight[W - 1 - k][c], g[k][c], dx[c]);
+      const int n = k + 1 < W - 1 ? k + 1 : 0;
+      g[k][c] = k + 1 < W - 1 ? g[n][c] : gt, x[k][c] = k + 1 < W - 1 ? x[n][c] : now;
+    }
+  }
+};
 
 template <class T, int W, int V>
-__global__ void __launch_bounds__(32 * TILES_PER_BLOCK) backward(const __grid_constant__ ConvParams p) {
+__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 2) backward(const __grid_constant__ ConvParams p) {
   __shared__ float sums[TILES_PER_BLOCK][32 * V];
   const int lane = threadIdx.x & 31, channel = (blockIdx.y * 32 + lane) * V;
-  const bool live = channel < p.channels;
   const Tile tile(p);
-  float dweight[W][V] = {}, dbias[V] = {};
-  if (live && tile.index >= 0) {
+  Slot<W, V> slot;
+  if (channel < p.channels && tile.index >= 0) {
     Walk walk(p, p.schedule.tile_documents[tile.index]);
     const T* x = row_base<T>(p.x, tile.first, p.row_length, channel);
     const T* dy = row_base<T>(p.dy, tile.first, p.row_length, channel);
     T* dx = (T*)p.dx + channel;
-    float weight[W][V], bias[V], window[W - 1][V], waiting[W - 1][V] = {};  // of the inputs of slots t - (W - 1), ..., t - 1
-    load_weight<W, V>(weight, bias, p, channel);
-    load_window<T, W, V>(window, p, walk, tile.first, channel, x);
-
-    auto finish = [&](float (&v)[V], int t) {  // a slot whose sum is whole
+    // Past the tile's end, slots of the document that holds its last one.
+    const int row_end = (tile.first / p.row_length + 1) * p.row_length, reach = min(tile.end + W - 1, row_end);
+    Vector<T, V> group_x[GROUP], group_dy[GROUP], next_x[GROUP], next_dy[GROUP];
+    load_group(next_x, x, p.x, tile.first, reach);
+    load_group(next_dy, dy, p.dy, tile.first, reach);
+    load_weight<W, V>(slot.weight, slot.bias, p, channel);
+    load_window<T, W, V>(slot.x, p, walk, tile.first, channel, x);
+    auto finish = [&](float (&v)[V], int t) {  // a slot whose sum is whole, if it is this tile's
       if (t < tile.first || t >= tile.end || t < walk.start) return;
       const int k = t - (walk.end - (W - 1));
       if (p.dfinal && k >= 0)
@@ -36,72 +73,48 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK) backward(const __grid_co
           v[c] += p.dfinal[((int64_t)walk.document * p.channels + channel + c) * (W - 1) + k];
       store(dx + (int64_t)t * p.channels, v);
     };
-    // Whether slot t is still this tile's business: its own, or of the document that holds its last slot.
-    const int row_end = (tile.first / p.row_length + 1) * p.row_length, reach = min(tile.end + W - 1, row_end);
-    bool going = true;
-    for (int t0 = tile.first; going && t0 < reach; t0 += LOADS) {
-      Vector<T, V> next_x[LOADS], next_dy[LOADS];
+    for (int t0 = tile.first; t0 < reach; t0 += GROUP) {
 #pragma unroll
-      for (int i = 0; i < LOADS; i++)
-        if (t0 + i < reach) {
-          next_x[i] = *(const Vector<T, V>*)at_slot(x, p.x, t0 + i);
-          next_dy[i] = *(const Vector<T, V>*)at_slot(dy, p.dy, t0 + i);
+      for (int i = 0; i < GROUP; i++) group_x[i] = next_x[i], group_dy[i] = next_dy[i];
+      load_group(next_x, x, p.x, t0 + GROUP, reach);
+      load_group(next_dy, dy, p.dy, t0 + GROUP, reach);
+      walk.reach(t0);
+      if (tile.first < t0 && t0 + GROUP <= tile.end && walk.start <= t0 - (W - 1) && t0 + GROUP <= walk.end - (W - 1)) {
+        T* to = dx + (int64_t)(t0 - (W - 1)) * p.channels;
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+          float now[V], gy[V], whole[V];
+          unpack(now, group_x[i]), unpack(gy, group_dy[i]);
+          slot.advance(whole, now, gy, p.silu, true);
+          store(to + (int64_t)i * p.channels, whole);
         }
-#pragma unroll
-      for (int i = 0; i < LOADS; i++) {
+        continue;
+      }
+#pragma unroll 1
+      for (int i = 0; i < GROUP; i++) {
         const int t = t0 + i;
-        if (!going || t >= reach) break;
-        if (t >= tile.end && t >= walk.end) {
-          going = false;
-          break;
-        }
+        if (t >= reach || (t >= tile.end && t >= walk.end)) break;
         walk.reach(t);
+        float now[V], gy[V], whole[V] = {};
         if (t < walk.start) {  // padding
-          if (t >= tile.end) {
-            going = false;
-            break;
-          }
-          const float zero[V] = {};
-          store(dx + (int64_t)t * p.channels, zero);
+          if (t < tile.end) store(dx + (int64_t)t * p.channels, whole);
           continue;
         }
-        if (t == walk.start) {
-          if (t > tile.first) load_window<T, W, V>(window, p, walk, t, channel, x);
+        load(now, at_slot(x, p.x, t)), load(gy, at_slot(dy, p.dy, t));
+        if (t == walk.start && t > tile.first) load_window<T, W, V>(slot.x, p, walk, t, channel, x);
+        if (t == walk.start || t == tile.first)
 #pragma unroll
           for (int k = 0; k < W - 1; k++)
 #pragma unroll
-            for (int c = 0; c < V; c++) waiting[k][c] = 0.f;
-        }
-        float whole[V];
-        const bool own = t < tile.end;
-#pragma unroll
-        for (int c = 0; c < V; c++) {
-          const float now = to_float(next_x[i].v[c]);
-          float g = to_float(next_dy[i].v[c]);
-          if (p.silu) {
-            float pre = fmaf(weight[W - 1][c], now, bias[c]);
-#pragma unroll
-            for (int k = 0; k < W - 1; k++) pre = fmaf(weight[k][c], window[k][c], pre);
-            const float s = fast_sigmoid(pre);
-            g *= s * fmaf(pre, 1.f - s, 1.f);
-          }
-          if (own) {
-            dbias[c] += g;
-            dweight[W - 1][c] = fmaf(g, now, dweight[W - 1][c]);
-#pragma unroll
-            for (int k = 0; k < W - 1; k++) dweight[k][c] = fmaf(g, window[k][c], dweight[k][c]);
-          }
-          whole[c] = fmaf(weight[0][c], g, waiting[0][c]);
-#pragma unroll
-          for (int k = 0; k < W - 1; k++) {
-            waiting[k][c] = k + 1 < W - 1 ? fmaf(weight[k + 1][c], g, waiting[k + 1 < W - 1 ? k + 1 : 0][c]) : weight[W - 1][c] * g;
-            window[k][c] = k + 1 < W - 1 ? window[k + 1 < W - 1 ? k + 1 : 0][c] : now;
-          }
-        }
+            for (int c = 0; c < V; c++) slot.g[k][c] = 0.f;
+        slot.advance(whole, now, gy, p.silu, t < tile.end);
         finish(whole, t - (W - 1));
         if (t == walk.end - 1)
+          for (int k = 0; k < W - 1; k++) {
 #pragma unroll
-          for (int k = 0; k < W - 1; k++) finish(waiting[k], t - (W - 2) + k);
+            for (int c = 0; c < V; c++) slot.retire(whole, 0.f, 0.f, c);
+            finish(whole, t - (W - 2) + k);
+          }
       }
     }
   }
@@ -109,9 +122,9 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK) backward(const __grid_co
   for (int k = 0; k <= W; k++) {
 #pragma unroll
     for (int c = 0; c < V; c++) {
-      float v = dbias[c];
+      float v = slot.dbias[c];
 #pragma unroll
-      for (int j = 0; j < W; j++) v = j == k ? dweight[j][c] : v;
+      for (int j = 0; j < W; j++) v = j == k ? slot.dweight[j][c] : v;
       sums[threadIdx.x >> 5][lane * V + c] = v;
     }
     __syncthreads();

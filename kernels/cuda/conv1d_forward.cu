@@ -1,51 +1,68 @@
 // Forward of the packed depthwise convolution, and its final states.
 //
 // Mapping: a warp = one tile of CONV_TILE slots x 32 lanes of V channels, V = 4 where alignment allows; the last W - 1 inputs in
-// registers, LOADS tokens loaded ahead. Document boundaries are uniform over the warp: the window is reset by selection.
+// registers, slots in groups whose loads are issued one group ahead. Document boundaries are uniform over the warp: groups without one run
+// without looking, in others the window is reset by selection.
 // Bound: bytes. Bytes: x read once (and W - 1 slots a tile again, from L2), y written once, 4 per tile for the schedule.
 #include "conv1d.cuh"
 
 namespace {
 
-constexpr int LOADS = 8;
+constexpr int GROUP = 8;  // slots whose loads are issued together, one group ahead of their use
+
+template <int W, int V>
+__device__ __forceinline__ void output(float (&out)[V], const float (&weight)[W][V], const float (&bias)[V],
+                                       float (&window)[W - 1][V], const float (&now)[V], bool silu) {
+#pragma unroll
+  for (int c = 0; c < V; c++) {
+    out[c] = fmaf(weight[W - 1][c], now[c], bias[c]);
+#pragma unroll
+    for (int k = 0; k < W - 1; k++) {
+      out[c] = fmaf(weight[k][c], window[k][c], out[c]);
+      window[k][c] = k + 1 < W - 1 ? window[k + 1 < W - 1 ? k + 1 : 0][c] : now[c];
+    }
+    if (silu) out[c] *= fast_sigmoid(out[c]);
+  }
+}
 
 template <class T, int W, int V>
-__global__ void __launch_bounds__(32 * TILES_PER_BLOCK) forward(const __grid_constant__ ConvParams p) {
+__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 2) forward(const __grid_constant__ ConvParams p) {
   const int channel = (blockIdx.y * 32 + (threadIdx.x & 31)) * V;
   const Tile tile(p);
   if (channel >= p.channels || tile.index < 0) return;
   Walk walk(p, p.schedule.tile_documents[tile.index]);
   const T* x = row_base<T>(p.x, tile.first, p.row_length, channel);
-  T* y = (T*)p.y + channel;
+  T* y = (T*)p.y + (int64_t)tile.first * p.channels + channel;
   float weight[W][V], bias[V], window[W - 1][V];
+  Vector<T, V> group[GROUP], next[GROUP];
+  load_group(next, x, p.x, tile.first, tile.end);
   load_weight<W, V>(weight, bias, p, channel);
   load_window<T, W, V>(window, p, walk, tile.first, channel, x);
-  for (int t0 = tile.first; t0 < tile.end; t0 += LOADS) {
-    Vector<T, V> next[LOADS];
+  for (int t0 = tile.first; t0 < tile.end; t0 += GROUP, y += (int64_t)GROUP * p.channels) {
 #pragma unroll
-    for (int i = 0; i < LOADS; i++)
-      if (t0 + i < tile.end) next[i] = *(const Vector<T, V>*)at_slot(x, p.x, t0 + i);
+    for (int i = 0; i < GROUP; i++) group[i] = next[i];
+    load_group(next, x, p.x, t0 + GROUP, tile.end);
+    walk.reach(t0);
+    if (walk.start < t0 && t0 + GROUP <= min(walk.end, tile.end)) {
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      const int t = t0 + i;
-      if (t >= tile.end) break;
-      walk.reach(t);
-      float out[V] = {};
-      if (t >= walk.start) {
-        if (t == walk.start && t > tile.first) load_window<T, W, V>(window, p, walk, t, channel, x);
-#pragma unroll
-        for (int c = 0; c < V; c++) {
-          const float now = to_float(next[i].v[c]);
-          out[c] = fmaf(weight[W - 1][c], now, bias[c]);
-#pragma unroll
-          for (int k = 0; k < W - 1; k++) {
-            out[c] = fmaf(weight[k][c], window[k][c], out[c]);
-            window[k][c] = k + 1 < W - 1 ? window[k + 1 < W - 1 ? k + 1 : 0][c] : now;
-          }
-          if (p.silu) out[c] *= fast_sigmoid(out[c]);
-        }
+      for (int i = 0; i < GROUP; i++) {
+        float now[V], out[V];
+        unpack(now, group[i]);
+        output<W, V>(out, weight, bias, window, now, p.silu);
+        store(y + (int64_t)i * p.channels, out);
       }
-      store(y + (int64_t)t * p.channels, out);
+    } else {
+#pragma unroll
+      for (int i = 0; i < GROUP; i++) {
+        const int t = t0 + i;
+        if (t >= tile.end) break;
+        walk.reach(t);
+        float now[V], out[V] = {};
+        unpack(now, group[i]);
+        if (t == walk.start && t > tile.first) load_window<T, W, V>(window, p, walk, t, channel, x);
+        if (t >= walk.start) output<W, V>(out, weight, bias, window, now, p.silu);
+        store(y + (int64_t)i * p.channels, out);
+      }
     }
   }
 }

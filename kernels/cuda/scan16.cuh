@@ -104,6 +104,25 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t addre
                : "memory");
 }
 
+// A lane's quad in A operand order <-> four 8 x 8 matrices of 16-byte rows in shared memory.
+__device__ __forceinline__ void put_quad(uint4* matrices, int lane, const uint32_t (&a)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(matrices + lane)),
+               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int m = 0; m < 4; m++) ((uint32_t*)matrices)[32 * m + lane] = a[m];
+  __syncwarp();
+#endif
+}
+__device__ __forceinline__ void get_quad(uint32_t (&a)[4], const uint4* matrices, int lane) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(shared_address(matrices + lane))
+               : "memory");
+}
+
 // Where a warp stands: its lane, channels and, per segment, the tensors from the segment's first token on.
 struct Lane {
   int lane, g, s, column_token, channel, loaded;
@@ -161,6 +180,18 @@ __device__ __forceinline__ void pack_state(uint32_t (&a)[4], const float (&h)[2]
 __device__ __forceinline__ void unpack_state(float (&h)[2][4], const uint32_t (&a)[4]) {
   h[0][0] = low(a[0]), h[0][1] = high(a[0]), h[1][0] = low(a[1]), h[1][1] = high(a[1]);
   h[0][2] = low(a[2]), h[0][3] = high(a[2]), h[1][2] = low(a[3]), h[1][3] = high(a[3]);
+}
+// One token of the recurrence. e: the step sizes of the lane's channels; w: split delta * u of the token's half of the tile.
+__device__ __forceinline__ void advance(float (&h)[2][4], float2 e, const float (&A)[2][4], const uint32_t (&w)[2],
+                                        const uint32_t (&B)[2][2], int t, int s) {
+  float wB[2][4];
+#pragma unroll
+  for (int q = 0; q < 2; q++) mma_outer(wB[q], w, s == (t & 3) ? B[q][t >> 2] : 0u, 0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    h[0][j] = fmaf(h[0][j], ex2(e.x * A[0][j]), wB[j >> 1][j & 1]);
+    h[1][j] = fmaf(h[1][j], ex2(e.y * A[1][j]), wB[j >> 1][2 + (j & 1)]);
+  }
 }
 // Saved states: one for each SAVE_EVERY tokens of a document but its start, bf16, in A operand order. Documents never overlap there,
 // because one of n tokens that starts at slot i has at most (n - 1) / SAVE_EVERY of them, from i / SAVE_EVERY on.

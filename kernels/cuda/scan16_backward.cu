@@ -1,43 +1,33 @@
 // Backward of the selective scan, bfloat16 with 16 states.
 //
 // Mapping: a block = 4 warps = 64 channels x one item of the schedule; lane layout: scan16.cuh. Segments are walked backwards in
-// chunks of SAVE_EVERY tokens. A chunk is replayed from its saved state, tile by tile, its states kept in shared memory as bf16
-// in the order of an MMA's A operand (they are never a recurrence's input); then its tiles are walked backwards. dB and dC, sums
-// over channels, are MMAs against the states and their gradients, transposed by ldmatrix, summed over the block's warps in
-// shared memory and written as one partial per block: no atomics, the same bits every time.
+// halves of SAVE_EVERY tokens. A half is replayed from the saved state (the later half from the state that a replay of the
+// earlier one, without output, ends with), tile by tile; its states stay in shared memory as bf16 in the order of an MMA's A
+// operand (they are never a recurrence's input); then its tiles are walked backwards. dB and dC, sums over channels, are MMAs
+// against the states and their gradients, transposed by ldmatrix, summed over the block's warps in shared memory and written
+// as one partial per block: no atomics, the same bits every time.
 // Bound: issue, about 175 instructions per 16 channels' token, 4 schedulers; 0.74 ms at 16384 tokens of 4096 channels.
 // Bytes: u, delta, z, dy, du, ddelta, dz once (2 each), saved states 1, partials of dB and dC 2 written and 2 read.
 #include "scan16.cuh"
 
 namespace {
 
-constexpr int TILES = SAVE_EVERY / TILE;  // of a chunk
+constexpr int HALF = SAVE_EVERY / 2;  // tokens whose states shared memory holds
+constexpr int TILES = HALF / TILE;
 constexpr int SUM_PITCH = 40;             // of a token's [dB | dC] when warps are summed: no bank conflicts
 
 struct Warp {
-  uint4 states[SAVE_EVERY + 1][32];  // before the chunk's first token, after it, ...: four 8 x 8 matrices each
+  uint4 states[HALF + 1][32];        // before the half's first token, after it, ...: four 8 x 8 matrices each
   float2 step[TILES][TILE * 8];
   uint4 gate[TILES][32];             // gradients before the gate of the lane's 2 tokens x 2 channels, split
   float4 slope[TILES][32];           // d step / d delta of the same
   uint32_t u[TILES][2][32], bc[TILES][4][32];
   uint32_t in[8][32], in_bc[4][32];  // the next tile's u, delta, z, dy; B and C: staged by each lane for itself
   float4 constants[32];              // bias and D of the lane's channels
-  // Once a tile has been walked, its states' place holds this warp's share of dB and dC.
-  __device__ float* sums(int tile) { return (float*)states[tile * TILE + 1]; }
+  float sums[2][TILE * SUM_PITCH];   // this warp's share of a tile's dB and dC; the other tile's may still be read
 };
 
-__device__ __forceinline__ void put_state(uint4* slot, const uint32_t (&a)[4], const Lane& l) {
-  uint32_t* words = (uint32_t*)slot;
-#pragma unroll
-  for (int m = 0; m < 4; m++) words[32 * m + l.lane] = a[m];
-}
-__device__ __forceinline__ void get_state(uint32_t (&a)[4], const uint4* slot, const Lane& l) {
-  const uint32_t* words = (const uint32_t*)slot;
-#pragma unroll
-  for (int m = 0; m < 4; m++) a[m] = words[32 * m + l.lane];
-}
-
-__global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant__ ScanParams p) {
+__global__ void __launch_bounds__(WARPS * 32, 3) backward(const __grid_constant__ ScanParams p) {
   extern __shared__ __align__(16) char dynamic[];
   if (blockIdx.y >= p.schedule.counts[0]) return;
   Warp* const warps = (Warp*)dynamic;
@@ -53,6 +43,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     const float2 bias = load_pair(p.bias, l), D = load_pair(p.D, l);
     m.constants[lane] = make_float4(bias.x, bias.y, D.x, D.y);
   }
+  int turn = 0;
   const int2 item = p.schedule.items[blockIdx.y];
   for (int i = item.y - 1; i >= item.x; i--) {
     const int4 segment = p.schedule.segments[i];
@@ -69,12 +60,13 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     const int64_t out = (int64_t)segment.x * p.channels + l.channel;
 
     // Past the end the segment's last token is read again, and masked when it is used.
-    auto stage = [&](int t0) {
+    auto stage = [&](int t0, bool all) {
 #pragma unroll
       for (int k = 0; k < 2; k++) {
         const int t = min(t0 + s + 4 * k, length - 1);
         copy4(&m.in[k][lane], token(u, p.u, t));
         copy4(&m.in[2 + k][lane], token(delta, p.delta, t));
+        if (!all) continue;
         if (z) copy4(&m.in[4 + k][lane], token(z, p.z, t));
         copy4(&m.in[6 + k][lane], token(dy, p.dy, t));
       }
@@ -88,23 +80,49 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
       copies_issued();
     };
 
-    stage((length - 1) / SAVE_EVERY * SAVE_EVERY);
-    for (int c0 = (length - 1) / SAVE_EVERY * SAVE_EVERY; c0 >= 0; c0 -= SAVE_EVERY) {
-      const int tiles = (min(SAVE_EVERY, length - c0) + TILE - 1) / TILE;
+    // Halves from the last to the first; an odd one begins by replaying the even one before it without output.
+    const int last = (length - 1) / HALF * HALF;
+    stage(last / SAVE_EVERY * SAVE_EVERY, last % SAVE_EVERY == 0);
+    for (int c0 = last; c0 >= 0; c0 -= HALF) {
+      const int tiles = (min(HALF, length - c0) + TILE - 1) / TILE, saved = c0 / SAVE_EVERY * SAVE_EVERY;
       {  // Replay.
         float h[2][4];
         uint32_t a[4];
-        if (before + c0 > 0) {
-          const uint4 v = *saved_state(p, segment.x - before, before + c0, l);
+        if (before + saved > 0) {
+          const uint4 v = *saved_state(p, segment.x - before, before + saved, l);
           a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
           unpack_state(h, a);
+        } else if (p.initial_state) {
+          load_state(h, p.initial_state + state, l);
         } else {
-          if (p.initial_state) load_state(h, p.initial_state + state, l);
-          else set_zero(h);
-          pack_state(a, h);
+          set_zero(h);
         }
-        __syncthreads();  // other warps have summed the previous chunk's last tile
-        put_state(m.states[0], a, l);
+        for (int t0 = saved; t0 < c0; t0 += TILE) {
+          copies_arrived();
+          uint32_t wt[2][2], Bt[2][2];
+          const float4 constants = m.constants[lane];
+#pragma unroll
+          for (int k = 0; k < 2; k++) {
+            float e[2];
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+              float unused;
+              const float x = half_of(m.in[2 + k][lane], c) + (c ? constants.y : constants.x);
+              e[c] = p.softplus ? softplus(x, unused) : x;
+              wt[k][c] = split(e[c] * half_of(m.in[k][lane], c));
+            }
+            m.step[0][(s + 4 * k) * 8 + g] = make_float2(e[0], e[1]);
+            const uint32_t v = transposed(m.in_bc[k][lane]);
+            Bt[k][0] = twice(v, 0), Bt[k][1] = twice(v, 1);
+          }
+          stage(t0 + TILE, t0 + TILE == c0);
+          __syncwarp();
+#pragma unroll
+          for (int t = 0; t < TILE; t++) advance(h, m.step[0][t * 8 + g], A, wt[t >> 2], Bt, t, s);
+          __syncwarp();
+        }
+        pack_state(a, h);
+        put_quad(m.states[0], lane, a);
         for (int tile = 0; tile < tiles; tile++) {
           const int t0 = c0 + tile * TILE;
           copies_arrived();
@@ -153,26 +171,18 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             const uint32_t v = transposed(rawB);
             Bt[q][0] = twice(v, 0), Bt[q][1] = twice(v, 1);
           }
-          if (tile + 1 < tiles) stage(t0 + TILE);
-          else if (c0 > 0) stage(c0 - SAVE_EVERY);
+          if (tile + 1 < tiles) stage(t0 + TILE, true);
+          else if (c0 > 0) stage(c0 - (c0 > saved ? HALF : SAVE_EVERY), c0 > saved);
           __syncwarp();
 
           float y[2][2];
 #pragma unroll
           for (int t = 0; t < TILE; t++) {
-            const float2 e = m.step[tile][t * 8 + g];
             const int k = t >> 2;
             const bool own = s == (t & 3);
-            float wB[2][4];
-#pragma unroll
-            for (int q = 0; q < 2; q++) mma_outer(wB[q], wt[k], own ? Bt[q][k] : 0u, 0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-              h[0][j] = fmaf(h[0][j], ex2(e.x * A[0][j]), wB[j >> 1][j & 1]);
-              h[1][j] = fmaf(h[1][j], ex2(e.y * A[1][j]), wB[j >> 1][2 + (j & 1)]);
-            }
+            advance(h, m.step[tile][t * 8 + g], A, wt[k], Bt, t, s);
             pack_state(a, h);
-            put_state(m.states[tile * TILE + t + 1], a, l);
+            put_quad(m.states[tile * TILE + t + 1], lane, a);
             if (z) {
               float q[4];
               mma_bf16(q, a, rawC[0], rawC[1]);
@@ -229,7 +239,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             const float2 e = m.step[tile][(4 * k + t) * 8 + g];
             uint32_t a[4];
             float before_t[2][4], x[2][4], dsum[2] = {};
-            get_state(a, slots + t * 32, l);
+            get_quad(a, slots + t * 32, lane);
             unpack_state(before_t, a);
 #pragma unroll
             for (int q = 0; q < 2; q++) {  // x = carry + g C, the state's gradient
@@ -253,7 +263,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             mma_bf16(q, a, rawB[0], rawB[1]);
             mma_sum4(r, dsum[0], dsum[1]);
             if (own) dw[k][0] = q[k], dw[k][1] = q[2 + k], dstep[k][0] = r[0], dstep[k][1] = r[2];
-            put_state(slots + (t + 1) * 32, a, l);
+            put_quad(slots + (t + 1) * 32, lane, a);
           }
           __syncwarp();
 #pragma unroll
@@ -266,7 +276,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           }
         }
         __syncwarp();
-        float* sums = m.sums(tile) + s * SUM_PITCH + g;
+        float* sums = m.sums[turn] + s * SUM_PITCH + g;
 #pragma unroll
         for (int k = 0; k < 2; k++) {
           sums[4 * k * SUM_PITCH] = dB[k], sums[4 * k * SUM_PITCH + 8] = dB[2 + k];
@@ -300,9 +310,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           const int t = o * WARPS + w;
           float v = 0.f;
 #pragma unroll
-          for (int i = 0; i < WARPS; i++) v += warps[i].sums(tile)[t * SUM_PITCH + lane];
+          for (int i = 0; i < WARPS; i++) v += warps[i].sums[turn][t * SUM_PITCH + lane];
           if (t0 + t < length) p.partial_BC[(blockIdx.x * p.slots() + segment.x + t0 + t) * 2 * N16 + lane] = v;
         }
+        turn ^= 1;
       }
     }
     if (p.dinitial && before == 0) store_state(p.dinitial + state, carry, l);

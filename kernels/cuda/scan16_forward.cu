@@ -99,17 +99,9 @@ __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__
       float y0[2], y1[2];
 #pragma unroll
       for (int t = 0; t < TILE; t++) {
-        const float2 e = m.step[t * PITCH + g];
         const int k = t >> 2;
         const bool own = s == (t & 3);
-        float wB[2][4];
-#pragma unroll
-        for (int q = 0; q < 2; q++) mma_outer(wB[q], w[k], own ? Bt[q][k] : 0u, 0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          h[0][j] = fmaf(h[0][j], ex2(e.x * A[0][j]), wB[j >> 1][j & 1]);
-          h[1][j] = fmaf(h[1][j], ex2(e.y * A[1][j]), wB[j >> 1][2 + (j & 1)]);
-        }
+        advance(h, m.step[t * PITCH + g], A, w[k], Bt, t, s);
         float q[4];
         mma_tf32(q, h[0][0], h[1][0], h[0][1], h[1][1], low(C0), high(C0), 0.f, 0.f, 0.f, 0.f);
         mma_tf32(q, h[0][2], h[1][2], h[0][3], h[1][3], low(C1), high(C1), q[0], q[1], q[2], q[3]);
