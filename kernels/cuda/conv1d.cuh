@@ -43,13 +43,11 @@ struct Walk {
   }
 };
 
-// The vectors of a group of slots, as far as `end`.
 template <class T, int V, int GROUP>
-__device__ __forceinline__ void load_group(Vector<T, V> (&group)[GROUP], const T* base, const View& v, int t0, int end) {
+__device__ __forceinline__ void load_group(Vector<T, V> (&group)[GROUP], const T* base, const View& v, int t0) {
   const char* first = (const char*)base + (int64_t)t0 * v.token_bytes;
 #pragma unroll
-  for (int i = 0; i < GROUP; i++)
-    if (t0 + i < end) group[i] = *(const Vector<T, V>*)(first + (uint64_t)i * v.token_bytes);
+  for (int i = 0; i < GROUP; i++) group[i] = *(const Vector<T, V>*)(first + (uint64_t)i * v.token_bytes);
 }
 
 // A tile of CONV_TILE slots of one row.
@@ -108,19 +106,19 @@ __device__ __forceinline__ void load_weight(float (&weight)[W][V], float (&bias)
 template <int I> struct Int {
   static constexpr int value = I;
 };
-template <class F> void with_shape(const ConvParams& p, F launch) {
-  const int size = p.dtype == Dtype::float32 ? 4 : 2, vector = 4 * size;
+template <int VECTOR, class F> void with_shape(const ConvParams& p, F launch) {
+  const int bytes = VECTOR * (p.dtype == Dtype::float32 ? 4 : 2);
   auto aligned = [&](const View& v) {
-    return (uintptr_t)v.data % vector == 0 && v.row_bytes % vector == 0 && v.token_bytes % vector == 0;
+    return (uintptr_t)v.data % bytes == 0 && v.row_bytes % bytes == 0 && v.token_bytes % bytes == 0;
   };
-  const bool wide = p.channels % 4 == 0 && aligned(p.x) && aligned(p.dy);
+  const bool wide = p.channels % VECTOR == 0 && aligned(p.x) && aligned(p.dy);
   with_dtype(p.dtype, [&](auto t) {
     auto with_width = [&](auto v) {
       if (p.width == 2) launch(t, Int<2>(), v);
       else if (p.width == 3) launch(t, Int<3>(), v);
       else launch(t, Int<4>(), v);
     };
-    if (wide) with_width(Int<4>());
+    if (wide) with_width(Int<VECTOR>());
     else with_width(Int<1>());
   });
 }

@@ -4,12 +4,13 @@
 // slots, and an input's gradient is whole W - 1 slots later. Past its end a tile goes on for W - 1 slots of the same document to
 // finish its own. dweight and dbias: in registers over a tile, over a block's warps in shared memory, over blocks by a second
 // kernel, in a fixed order: no atomics.
-// Bound: bytes. Bytes: x and dy read once (and 2 (W - 1) slots a tile again, from L2), dx written once, 20 per 512 slots of partials.
+// Bound: bytes. Bytes: x and dy read once (and 2 (W - 1) slots a tile again, from L2), dx written once, 20 per 1024 slots of partials.
 #include "conv1d.cuh"
 
 namespace {
 
-constexpr int GROUP = 4;  // slots whose loads are issued together, one group ahead of their use; at least W - 1
+constexpr int GROUP = 8;  // slots whose loads are issued together; at least W - 1
+constexpr int VECTOR = 2;
 
 // One slot: g from its pre-activation, then the gradient of the input W - 1 slots before, and, of own slots, of the parameters.
 template <int W, int V> struct Slot {
@@ -47,7 +48,7 @@ template <int W, int V> struct Slot {
 };
 
 template <class T, int W, int V>
-__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 2) backward(const __grid_constant__ ConvParams p) {
+__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 3) backward(const __grid_constant__ ConvParams p) {
   __shared__ float sums[TILES_PER_BLOCK][32 * V];
   const int lane = threadIdx.x & 31, channel = (blockIdx.y * 32 + lane) * V;
   const Tile tile(p);
@@ -59,9 +60,6 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 2) backward(const __grid
     T* dx = (T*)p.dx + channel;
     // Past the tile's end, slots of the document that holds its last one.
     const int row_end = (tile.first / p.row_length + 1) * p.row_length, reach = min(tile.end + W - 1, row_end);
-    Vector<T, V> group_x[GROUP], group_dy[GROUP], next_x[GROUP], next_dy[GROUP];
-    load_group(next_x, x, p.x, tile.first, reach);
-    load_group(next_dy, dy, p.dy, tile.first, reach);
     load_weight<W, V>(slot.weight, slot.bias, p, channel);
     load_window<T, W, V>(slot.x, p, walk, tile.first, channel, x);
     auto finish = [&](float (&v)[V], int t) {  // a slot whose sum is whole, if it is this tile's
@@ -74,12 +72,10 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 2) backward(const __grid
       store(dx + (int64_t)t * p.channels, v);
     };
     for (int t0 = tile.first; t0 < reach; t0 += GROUP) {
-#pragma unroll
-      for (int i = 0; i < GROUP; i++) group_x[i] = next_x[i], group_dy[i] = next_dy[i];
-      load_group(next_x, x, p.x, t0 + GROUP, reach);
-      load_group(next_dy, dy, p.dy, t0 + GROUP, reach);
       walk.reach(t0);
       if (tile.first < t0 && t0 + GROUP <= tile.end && walk.start <= t0 - (W - 1) && t0 + GROUP <= walk.end - (W - 1)) {
+        Vector<T, V> group_x[GROUP], group_dy[GROUP];
+        load_group(group_x, x, p.x, t0), load_group(group_dy, dy, p.dy, t0);
         T* to = dx + (int64_t)(t0 - (W - 1)) * p.channels;
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
@@ -192,7 +188,7 @@ int64_t conv_blocks(int rows, int row_length) {
 }
 
 void conv_backward(const ConvParams& p, cudaStream_t stream) {
-  with_shape(p, [&](auto t, auto width, auto vector) {
+  with_shape<VECTOR>(p, [&](auto t, auto width, auto vector) {
     constexpr int W = decltype(width)::value, V = decltype(vector)::value;
     backward<decltype(t), W, V><<<conv_grid(p, V), 32 * TILES_PER_BLOCK, 0, stream>>>(p);
   });

@@ -1,14 +1,15 @@
 // Forward of the packed depthwise convolution, and its final states.
 //
 // Mapping: a warp = one tile of CONV_TILE slots x 32 lanes of V channels, V = 4 where alignment allows; the last W - 1 inputs in
-// registers, slots in groups whose loads are issued one group ahead. Document boundaries are uniform over the warp: groups without one run
+// registers, the loads of a group of slots issued together. Document boundaries are uniform over the warp: groups without one run
 // without looking, in others the window is reset by selection.
 // Bound: bytes. Bytes: x read once (and W - 1 slots a tile again, from L2), y written once, 4 per tile for the schedule.
 #include "conv1d.cuh"
 
 namespace {
 
-constexpr int GROUP = 8;  // slots whose loads are issued together, one group ahead of their use
+constexpr int GROUP = 8;  // slots whose loads are issued together
+constexpr int VECTOR = 4;
 
 template <int W, int V>
 __device__ __forceinline__ void output(float (&out)[V], const float (&weight)[W][V], const float (&bias)[V],
@@ -26,7 +27,7 @@ __device__ __forceinline__ void output(float (&out)[V], const float (&weight)[W]
 }
 
 template <class T, int W, int V>
-__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 2) forward(const __grid_constant__ ConvParams p) {
+__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 3) forward(const __grid_constant__ ConvParams p) {
   const int channel = (blockIdx.y * 32 + (threadIdx.x & 31)) * V;
   const Tile tile(p);
   if (channel >= p.channels || tile.index < 0) return;
@@ -34,16 +35,13 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 2) forward(const __grid_
   const T* x = row_base<T>(p.x, tile.first, p.row_length, channel);
   T* y = (T*)p.y + (int64_t)tile.first * p.channels + channel;
   float weight[W][V], bias[V], window[W - 1][V];
-  Vector<T, V> group[GROUP], next[GROUP];
-  load_group(next, x, p.x, tile.first, tile.end);
   load_weight<W, V>(weight, bias, p, channel);
   load_window<T, W, V>(window, p, walk, tile.first, channel, x);
   for (int t0 = tile.first; t0 < tile.end; t0 += GROUP, y += (int64_t)GROUP * p.channels) {
-#pragma unroll
-    for (int i = 0; i < GROUP; i++) group[i] = next[i];
-    load_group(next, x, p.x, t0 + GROUP, tile.end);
     walk.reach(t0);
     if (walk.start < t0 && t0 + GROUP <= min(walk.end, tile.end)) {
+      Vector<T, V> group[GROUP];
+      load_group(group, x, p.x, t0);
 #pragma unroll
       for (int i = 0; i < GROUP; i++) {
         float now[V], out[V];
@@ -52,15 +50,16 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 2) forward(const __grid_
         store(y + (int64_t)i * p.channels, out);
       }
     } else {
-#pragma unroll
-      for (int i = 0; i < GROUP; i++) {
+#pragma unroll 1
+      for (int i = 0; i < min(GROUP, tile.end - t0); i++) {
         const int t = t0 + i;
-        if (t >= tile.end) break;
         walk.reach(t);
         float now[V], out[V] = {};
-        unpack(now, group[i]);
-        if (t == walk.start && t > tile.first) load_window<T, W, V>(window, p, walk, t, channel, x);
-        if (t >= walk.start) output<W, V>(out, weight, bias, window, now, p.silu);
+        if (t >= walk.start) {
+          load(now, at_slot(x, p.x, t));
+          if (t == walk.start && t > tile.first) load_window<T, W, V>(window, p, walk, t, channel, x);
+          output<W, V>(out, weight, bias, window, now, p.silu);
+        }
         store(y + (int64_t)i * p.channels, out);
       }
     }
@@ -88,7 +87,7 @@ template <class T> __global__ void final_states(const __grid_constant__ ConvPara
 }  // namespace
 
 void conv_forward(const ConvParams& p, cudaStream_t stream) {
-  with_shape(p, [&](auto t, auto width, auto vector) {
+  with_shape<VECTOR>(p, [&](auto t, auto width, auto vector) {
     constexpr int W = decltype(width)::value, V = decltype(vector)::value;
     forward<decltype(t), W, V><<<conv_grid(p, V), 32 * TILES_PER_BLOCK, 0, stream>>>(p);
   });

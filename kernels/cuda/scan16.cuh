@@ -100,16 +100,15 @@ __device__ __forceinline__ uint32_t transposed(uint32_t a) {
 __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
+               : "r"(address));
 }
 
-// A lane's quad in A operand order <-> four 8 x 8 matrices of 16-byte rows in shared memory.
+// A lane's quad in A operand order <-> four 8 x 8 matrices of 16-byte rows in shared memory. Nothing else reads or writes those, so
+// that these are ordered among themselves and by __syncwarp, and other loads may pass them.
 __device__ __forceinline__ void put_quad(uint4* matrices, int lane, const uint32_t (&a)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(matrices + lane)),
-               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-               : "memory");
+               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));
 #else
 #pragma unroll
   for (int m = 0; m < 4; m++) ((uint32_t*)matrices)[32 * m + lane] = a[m];
@@ -119,8 +118,18 @@ __device__ __forceinline__ void put_quad(uint4* matrices, int lane, const uint32
 __device__ __forceinline__ void get_quad(uint32_t (&a)[4], const uint4* matrices, int lane) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(shared_address(matrices + lane))
-               : "memory");
+               : "r"(shared_address(matrices + lane)));
+}
+
+// Calls launch with whether there is a gate and a softplus, as types: a branch inside a tile would keep its tokens from overlapping.
+template <bool X> struct Switch {
+  static constexpr bool value = X;
+};
+template <class F> void with_switches(const ScanParams& p, F launch) {
+  if (p.z.data && p.softplus) launch(Switch<true>(), Switch<true>());
+  else if (p.z.data) launch(Switch<true>(), Switch<false>());
+  else if (p.softplus) launch(Switch<false>(), Switch<true>());
+  else launch(Switch<false>(), Switch<false>());
 }
 
 // Where a warp stands: its lane, channels and, per segment, the tensors from the segment's first token on.

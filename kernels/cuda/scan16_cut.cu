@@ -13,7 +13,7 @@ struct Shared {
   uint32_t in[2][6][32], bc[2][2][32];
 };
 
-template <bool REVERSE>
+template <bool REVERSE, bool GATE, bool SOFTPLUS>
 __global__ void __launch_bounds__(WARPS * 32, 6) piece(const __grid_constant__ ScanParams p) {
   __shared__ Shared shared[WARPS];
   if (blockIdx.y >= p.schedule.counts[2]) return;
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(WARPS * 32, 6) piece(const __grid_constant__ S
   const View& from = REVERSE ? p.dy : p.u;
   const View& outer = REVERSE ? p.C : p.B;
   const char *v = at(from, segment.x, p.row_length, l.loaded), *delta = at(p.delta, segment.x, p.row_length, l.loaded);
-  const char* z = REVERSE && p.z.data ? at(p.z, segment.x, p.row_length, l.loaded) : nullptr;
+  const char* z = REVERSE && GATE ? at(p.z, segment.x, p.row_length, l.loaded) : nullptr;
   const char* b = at(outer, segment.x, p.row_length, 2 * s);
 
   auto stage = [&](int t0, int o) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(WARPS * 32, 6) piece(const __grid_constant__ S
       const int t = min(t0 + s + 4 * k, length - 1);
       copy4(&m.in[o][k][lane], token(v, from, t));
       copy4(&m.in[o][2 + k][lane], token(delta, p.delta, t));
-      if (z) copy4(&m.in[o][4 + k][lane], token(z, p.z, t));
+      if (REVERSE && GATE) copy4(&m.in[o][4 + k][lane], token(z, p.z, t));
     }
     const char* bt = token(b, outer, min(t0 + l.column_token, length - 1));
     copy4(&m.bc[o][0][lane], bt);
@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(WARPS * 32, 6) piece(const __grid_constant__ S
       for (int c = 0; c < 2; c++) {
         float unused;
         const float x = half_of(m.in[o][2 + k][lane], c) + (c ? bias.y : bias.x), vt = half_of(m.in[o][k][lane], c);
-        e[c] = p.softplus ? softplus(x, unused) : x;
+        e[c] = SOFTPLUS ? softplus(x, unused) : x;
         e[c] = inside ? e[c] : 0.f;
         sum[c] += e[c];
         if (REVERSE) {
-          const float zt = half_of(m.in[o][4 + k][lane], c), gate = z ? zt * sigmoid(zt) : 1.f;
+          const float zt = half_of(m.in[o][4 + k][lane], c), gate = GATE ? zt * sigmoid(zt) : 1.f;
           w[k][c] = split(inside ? vt * gate : 0.f);
         } else {
           w[k][c] = split(e[c] * vt);
@@ -110,6 +110,8 @@ __global__ void __launch_bounds__(WARPS * 32, 6) piece(const __grid_constant__ S
   }
 }
 
+constexpr int AHEAD = 8;  // pieces whose end states are loaded together
+
 template <bool REVERSE>
 __global__ void __launch_bounds__(128) combine(const __grid_constant__ ScanParams p) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -119,18 +121,23 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ ScanParam
   const float4* first = (const float4*)(REVERSE ? p.dfinal : p.initial_state);
   float4 h = first ? first[pieces.z * stride + i] : make_float4(0.f, 0.f, 0.f, 0.f);
   const float4 A = ((const float4*)p.A)[i];
-  for (int n = 0; n < pieces.y; n++) {
-    const int c = pieces.x + (REVERSE ? pieces.y - 1 - n : n);
-    float4* state = (float4*)p.cut_states + c * stride + i;
-    if (n + 1 < pieces.y) {
-      const float4 end = *state;
-      const float e = p.cut_sums[(int64_t)c * p.channels + (i >> 2)] * LOG2E;
-      *state = h;
-      h.x = fmaf(h.x, ex2(e * A.x), end.x), h.y = fmaf(h.y, ex2(e * A.y), end.y);
-      h.z = fmaf(h.z, ex2(e * A.z), end.z), h.w = fmaf(h.w, ex2(e * A.w), end.w);
-    } else {
-      *state = h;
-    }
+  for (int n0 = 0; n0 < pieces.y; n0 += AHEAD) {
+    float4 end[AHEAD];
+    float sum[AHEAD];
+    auto place = [&](int n) { return (int64_t)pieces.x + (REVERSE ? pieces.y - 1 - n : n); };
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++)
+      if (n0 + k + 1 < pieces.y) {  // the last has no end state
+        end[k] = ((const float4*)p.cut_states)[place(n0 + k) * stride + i];
+        sum[k] = p.cut_sums[place(n0 + k) * p.channels + (i >> 2)] * LOG2E;
+      }
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++)
+      if (n0 + k < pieces.y) {
+        ((float4*)p.cut_states)[place(n0 + k) * stride + i] = h;
+        h.x = fmaf(h.x, ex2(sum[k] * A.x), end[k].x), h.y = fmaf(h.y, ex2(sum[k] * A.y), end[k].y);
+        h.z = fmaf(h.z, ex2(sum[k] * A.z), end[k].z), h.w = fmaf(h.w, ex2(sum[k] * A.w), end[k].w);
+      }
   }
 }
 
@@ -139,6 +146,9 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ ScanParam
 void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream) {
   const dim3 pieces((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_cut_segments);
   const dim3 documents((p.channels * 4 + 127) / 128, p.schedule.max_cut_documents);
-  (reverse ? piece<true> : piece<false>)<<<pieces, WARPS * 32, 0, stream>>>(p);
+  with_switches(p, [&](auto gate, auto softplus) {
+    constexpr bool G = decltype(gate)::value, S = decltype(softplus)::value;
+    (reverse ? piece<true, G, S> : piece<false, false, S>)<<<pieces, WARPS * 32, 0, stream>>>(p);
+  });
   (reverse ? combine<true> : combine<false>)<<<documents, 128, 0, stream>>>(p);
 }

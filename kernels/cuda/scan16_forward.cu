@@ -17,7 +17,7 @@ struct Shared {
   float4 constants[32];                 // bias and D of the lane's channels
 };
 
-template <bool SAVE>
+template <bool SAVE, bool GATE, bool SOFTPLUS>
 __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__ ScanParams p) {
   __shared__ Shared shared[WARPS];
   if (blockIdx.y >= p.schedule.counts[0]) return;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__
     else if (p.initial_state) load_state(h, p.initial_state + (int64_t)document * p.channels * N16, l);
     else set_zero(h);
     const char *u = at(p.u, segment.x, p.row_length, l.loaded), *delta = at(p.delta, segment.x, p.row_length, l.loaded);
-    const char *z = p.z.data ? at(p.z, segment.x, p.row_length, l.loaded) : nullptr;
+    const char *z = GATE ? at(p.z, segment.x, p.row_length, l.loaded) : nullptr;
     const char *B = at(p.B, segment.x, p.row_length, 2 * s), *C = at(p.C, segment.x, p.row_length, 2 * s);
     bf16* y = (bf16*)p.y + (int64_t)segment.x * p.channels + l.channel;
 
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__
         const int t = min(t0 + s + 4 * k, length - 1);
         copy4(&m.in[b][k][lane], token(u, p.u, t));
         copy4(&m.in[b][2 + k][lane], token(delta, p.delta, t));
-        if (z) copy4(&m.in[b][4 + k][lane], token(z, p.z, t));
+        if (GATE) copy4(&m.in[b][4 + k][lane], token(z, p.z, t));
       }
       const int t = min(t0 + l.column_token, length - 1);
       const char *Bt = token(B, p.B, t), *Ct = token(C, p.C, t);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__
         for (int c = 0; c < 2; c++) {
           float unused;
           const float x = half_of(m.in[b][2 + k][lane], c) + (c ? constants.y : constants.x);
-          e[c] = p.softplus ? softplus(x, unused) : x;
+          e[c] = SOFTPLUS ? softplus(x, unused) : x;
           e[c] = inside ? e[c] : 0.f;
           w[k][c] = split(e[c] * half_of(m.in[b][k][lane], c));
         }
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__
         if (t0 + s + 4 * k < length && l.live) {
           const uint32_t ut = m.in[b][k][lane];
           float o0 = fmaf(cD.z, low(ut), y0[k] * TF32_FIX), o1 = fmaf(cD.w, high(ut), y1[k] * TF32_FIX);
-          if (z) {
+          if (GATE) {
             const uint32_t zt = m.in[b][4 + k][lane];
             o0 *= low(zt) * sigmoid(low(zt)), o1 *= high(zt) * sigmoid(high(zt));
           }
@@ -134,5 +134,8 @@ void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream)
 void scan16_forward(const ScanParams& p, cudaStream_t stream) {
   if (p.schedule.max_cut_segments) scan16_start_states(p, false, stream);
   const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items);
-  (p.saved ? forward<true> : forward<false>)<<<grid, WARPS * 32, 0, stream>>>(p);
+  with_switches(p, [&](auto gate, auto softplus) {
+    constexpr bool G = decltype(gate)::value, S = decltype(softplus)::value;
+    (p.saved ? forward<true, G, S> : forward<false, G, S>)<<<grid, WARPS * 32, 0, stream>>>(p);
+  });
 }

@@ -41,8 +41,9 @@ __device__ int bucket(int tokens) {  // 0 is the longest
 
 __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int* ends, const __grid_constant__ Plan plan,
                                                     const __grid_constant__ Schedule out) {
-  const auto [documents, rows, row_length, cut_above, cut_length, window] = plan;
-  const auto [counts, segments, cut_documents, items, unsorted, cut_segments, row_ends, tile_documents, a_, b_, c_] = out;
+  const int documents = plan.documents, rows = plan.rows, row_length = plan.row_length, window = plan.window;
+  int4* const segments = out.segments;
+  int2* const unsorted = out.unsorted;
   __shared__ int sorted[BUCKETS * SORT_THREADS / 4];
   const int me = threadIdx.x;
   int total;
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
   for (int base = 0; base < documents; base += THREADS) {
     const int d = base + me;
     const int start = d < documents ? starts[d] : 0, end = d < documents ? ends[d] : 0, length = end - start;
-    const int pieces = d >= documents ? 0 : length > cut_above ? (length + cut_length - 1) / cut_length : 1;
+    const int pieces = d >= documents ? 0 : length > plan.cut_above ? (length + plan.cut_length - 1) / plan.cut_length : 1;
     const bool cut = pieces > 1;
     int segment = num_segments + block_sum(pieces, total);
     num_segments += total;
@@ -59,11 +60,11 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
     num_cut += total;
     const int cut_document = num_cut_documents + block_sum(cut, total);
     num_cut_documents += total;
-    if (cut) cut_documents[cut_document] = make_int4(place, pieces, d, 0);
+    if (cut) out.cut_documents[cut_document] = make_int4(place, pieces, d, 0);
     for (int i = 0; i < pieces; i++, segment++) {
-      const int first = start + i * cut_length;
-      segments[segment] = make_int4(first, cut ? min(end, first + cut_length) : end, d, cut ? place + i : -1);
-      if (cut) cut_segments[place + i] = segment;
+      const int first = start + i * plan.cut_length;
+      segments[segment] = make_int4(first, cut ? min(end, first + plan.cut_length) : end, d, cut ? place + i : -1);
+      if (cut) out.cut_segments[place + i] = segment;
     }
   }
   __syncthreads();
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
     if (me < SORT_THREADS)
       for (int i = me * run; i < min(num_items, (me + 1) * run); i++) {
         const int k = bucket(tokens(i));
-        if (k >= low && k < high) items[sorted[(k - low) * SORT_THREADS + me]++] = unsorted[i];
+        if (k >= low && k < high) out.items[sorted[(k - low) * SORT_THREADS + me]++] = unsorted[i];
       }
     __syncthreads();
   }
@@ -134,12 +135,13 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
   for (int r = me; r < rows; r += THREADS) {
     const int64_t row = (int64_t)r * row_length;
     const int last = first_ending_after(row + row_length) - 1;  // no document crosses rows
-    row_ends[r] = last >= 0 && ends[last] > row ? ends[last] : row;
+    out.row_ends[r] = last >= 0 && ends[last] > row ? ends[last] : row;
   }
   const int tiles = (row_length + CONV_TILE - 1) / CONV_TILE;
   for (int64_t i = me; i < (int64_t)rows * tiles; i += THREADS)
-    tile_documents[i] = first_ending_after(i / tiles * row_length + i % tiles * CONV_TILE);
-  if (me == 0) counts[0] = num_items, counts[1] = num_segments, counts[2] = num_cut, counts[3] = num_cut_documents;
+    out.tile_documents[i] = first_ending_after(i / tiles * row_length + i % tiles * CONV_TILE);
+  if (me == 0)
+    out.counts[0] = num_items, out.counts[1] = num_segments, out.counts[2] = num_cut, out.counts[3] = num_cut_documents;
 }
 
 __global__ void zero_padding_rows(char* a, char* b, char* c, int64_t row_bytes, const int* row_ends, int rows, int row_length) {
