@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format
+.PHONY: help demo test test-asan lint format
 
 # An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
@@ -11,6 +11,7 @@ WORKERS ?= 2
 help:
 	@echo "make demo     train under every scheme on a small corpus and report (CPU, minutes)"
 	@echo "make test     run the tests"
+	@echo "make test-asan run the CPU kernels' tests under address and undefined-behaviour sanitizers"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   ruff, changing files"
 	@echo "Each first sets up $(PREFIX) if it has to."
@@ -22,6 +23,13 @@ demo:
 test:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" -m pytest -q -n $(WORKERS)
+
+# The interpreter is not instrumented, so the sanitizers' libraries come first and leaks, which are its own, are not looked for.
+test-asan:
+	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
+	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) tests/test_operator_parity.py tests/test_cpu_kernels.py -k "not reference"
 
 lint:
 	@.ci/setup "$(PREFIX)" dev "$(ACTIVE)"

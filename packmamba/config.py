@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -11,11 +12,9 @@ from typing import Any, Optional
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-MODEL_DIRECTORY = Path("configs/model")
+from packmamba.errors import ConfigError
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message is one sentence for the user."""
+MODEL_DIRECTORY = Path(__file__).resolve().parent.parent / "configs" / "model"
 
 
 @dataclass
@@ -23,7 +22,7 @@ class DataConfig:
     source: str = "stdlib"
     """Where documents come from: stdlib, text, jsonl or synthetic."""
     path: Optional[str] = None
-    """A folder of text files (text), or a JSON-lines file or folder of them (jsonl)."""
+    """A folder whose every visible file is a document (text), or a JSON-lines file or folder of them (jsonl)."""
     text_key: str = "text"
     """The field of a JSON line that holds the document (jsonl)."""
     bad_lines: str = "error"
@@ -41,7 +40,7 @@ class DataConfig:
     num_documents: int = 10000
     """How many synthetic documents."""
     vocab_size: int = 256
-    """Vocabulary of synthetic documents, before begin and end tokens."""
+    """Vocabulary of synthetic documents, which get no begin and end tokens."""
     corpus_seed: int = 0
     """Seed of synthetic documents and of the validation split."""
     cache_dir: str = "runs/corpora"
@@ -222,15 +221,20 @@ def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
 
 
 def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str) -> None:
-    for key in update:
+    for key in map(str, update):
         name = f"{prefix}{key}"
         if key not in known:
-            close = difflib.get_close_matches(str(key), [str(k) for k in known], n=1)
-            hint = f"; did you mean '{prefix}{close[0]}'?" if close else f"; known: {', '.join(map(str, known))}"
-            raise ConfigError(f"unknown key '{name}' in {origin}{hint}")
+            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(key, known, prefix)}")
         section = known.get(key)
         if isinstance(section, DictConfig):
             value = update.get(key)
             if not isinstance(value, DictConfig):
                 raise ConfigError(f"'{name}' in {origin} is a section of keys, got '{value}'")
             _check_keys(value, section, origin, f"{name}.")
+
+
+def suggest(name: str, known: Iterable[Any], prefix: str = "") -> str:
+    """How a refusal of an unknown name goes on: with the nearest known one, or all of them."""
+    names = [str(k) for k in known]
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean '{prefix}{close[0]}'?" if close else f"; known: {', '.join(names)}"

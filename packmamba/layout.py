@@ -96,8 +96,8 @@ class SequenceLayout:
         """From each token's place in its document.
 
         Args:
-            position_indices: (B, L) integer; 0 starts a document, then +1 each; -1 is padding, at a row's tail. A row's first
-                document may begin above 0 (a continuation).
+            position_indices: (B, L) integer; 0 starts a document, then +1 each; -1 is padding, at a row's tail. A row's
+                first document may begin above 0 (a continuation).
 
         Raises:
             TypeError, ValueError: naming the first row and position that are wrong.
@@ -121,8 +121,8 @@ class SequenceLayout:
         """From each token's document id, as causal-conv1d and Mamba-2 take it. All documents start at offset 0.
 
         Args:
-            seq_idx: (B, L) integer; equal neighbours are one document; -1 is padding, at a row's tail. An id never returns
-                in a row.
+            seq_idx: (B, L) integer; equal neighbours are one document; -1 is padding, at a row's tail. An id never
+                returns in a row.
 
         Raises:
             TypeError, ValueError: naming the first row and position that are wrong.
@@ -144,8 +144,8 @@ class SequenceLayout:
         """From cumulative lengths over all rows, as flash-attention takes them. All documents start at offset 0.
 
         Args:
-            cu_seqlens: (S + 1,) integer, strictly increasing from 0 to rows * row_length; holds every row's start, since no
-                document crosses rows and nothing is padding.
+            cu_seqlens: (S + 1,) integer, strictly increasing from 0 to rows * row_length; holds every row's start,
+                since no document crosses rows and nothing is padding.
             rows: B.
             row_length: L.
 
@@ -171,7 +171,9 @@ class SequenceLayout:
         missing = ~torch.isin(torch.arange(rows) * row_length, cu)
         if missing.any():
             b = int(missing.nonzero()[0])
-            raise ValueError(f"cu_seqlens: row {b} starts at slot {b * row_length}, inside a document; rows cut documents")
+            raise ValueError(
+                f"cu_seqlens: row {b} starts at slot {b * row_length}, inside a document; rows cut documents"
+            )
         return cls._checked((rows, row_length), cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
 
     @classmethod
@@ -262,7 +264,7 @@ class SequenceLayout:
         return torch.cat([self.starts, self.ends[-1:]])
 
     def flow(self) -> SequenceLayout:
-        """Each non-empty row's documents merged into one, with the offset of the first: what leaks from each to the next."""
+        """Each non-empty row's documents merged into one, with the offset of the first: each leaks into the next."""
         if self.num_documents == 0:
             return self
         new_row = torch.ones_like(self.starts, dtype=torch.bool)
@@ -274,7 +276,9 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
         """The same layout on another device."""
-        starts, ends, offsets = (t.to(device, non_blocking=non_blocking) for t in (self.starts, self.ends, self.offsets))
+        starts, ends, offsets = (
+            t.to(device, non_blocking=non_blocking) for t in (self.starts, self.ends, self.offsets)
+        )
         return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens)
 
     def pin_memory(self) -> SequenceLayout:
@@ -340,7 +344,9 @@ def _index_matrix(tensor: Tensor, name: str) -> Tensor:
 
 def _check_slots(rows: int, row_length: int) -> None:
     if rows * row_length > _MAX_SLOTS:
-        raise ValueError(f"row_length: {rows} rows of {row_length} slots exceed 2**31 - 1 slots, which int32 cannot count")
+        raise ValueError(
+            f"row_length: {rows} rows of {row_length} slots exceed 2**31 - 1 slots, which int32 cannot count"
+        )
 
 
 def _check_padding(values: Tensor, name: str) -> None:

@@ -2,8 +2,8 @@ import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import torch
+from hypothesis import settings
 
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("default")

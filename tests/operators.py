@@ -49,7 +49,9 @@ class Case:
     def run(self, backend: str) -> dict[str, Tensor]:
         """Output, final state and every gradient, through the public operator."""
         function = getattr(ops, self.operator)
-        return self._differentiate(lambda tensors: function(**tensors, **self.options, layout=self.layout, backend=backend))
+        return self._differentiate(
+            lambda tensors: function(**tensors, **self.options, layout=self.layout, backend=backend)
+        )
 
     def specification(self) -> dict[str, Tensor]:
         """The same from the loops, in float64 on the CPU."""
@@ -124,7 +126,9 @@ def random_case(
         options: dict = {"activation": "silu" if optional else None}
     else:
         _, B, C = normal(rows, row_length, 3 + 2 * d_state).split([3, d_state, d_state], dim=-1)
-        A = -(torch.arange(1, d_state + 1, dtype=wide).repeat(channels, 1) * normal(channels, 1, dtype=wide).cpu().exp())
+        A = -(
+            torch.arange(1, d_state + 1, dtype=wide).repeat(channels, 1) * normal(channels, 1, dtype=wide).cpu().exp()
+        )
         tensors = {"u": x, "delta": normal(rows, row_length, channels), "A": A.to(device), "B": B, "C": C}
         if optional:
             tensors |= {"D": normal(channels, dtype=wide), "z": z, "delta_bias": normal(channels, dtype=wide) - 3}

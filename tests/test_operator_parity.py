@@ -118,14 +118,17 @@ def documents_of(case, results, s):
 
 
 PER_TOKEN = ("x", "u", "delta", "z", "B", "C")
+# Poison has more ways through where no initial state is put in the place of what came before.
+with_and_without_states = pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
 
 
 @both
 @every_backend
+@with_and_without_states
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
-def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, poison, layout):
-    clean = random_case(operator, layout, torch.float32, device_of(backend))
+def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, states, poison, layout):
+    clean = random_case(operator, layout, torch.float32, device_of(backend), states=states)
     expected = clean.run(backend)
     for victim in range(layout.num_documents):
         case = copy.deepcopy(clean)
@@ -133,9 +136,10 @@ def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, poison
         for name, tensor in case.tensors.items():
             if name in PER_TOKEN:
                 tensor.view(-1, tensor.shape[-1])[tokens] = poison
-        case.tensors["initial_state"][victim] = poison
         case.grad_y.flatten(0, 1)[tokens] = poison
-        case.grad_final[victim] = poison
+        if states:
+            case.tensors["initial_state"][victim] = poison
+            case.grad_final[victim] = poison
         results = case.run(backend)
         assert not results["y"].flatten(0, 1)[tokens].isfinite().all(), "the poison must reach its own document"
         for s in range(layout.num_documents):
@@ -147,9 +151,10 @@ def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, poison
 
 @both
 @every_backend
+@with_and_without_states
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_padding_is_never_looked_at(operator, backend, poison):
-    clean = random_case(operator, AWKWARD["splits"], torch.float32, device_of(backend))
+def test_padding_is_never_looked_at(operator, backend, states, poison):
+    clean = random_case(operator, AWKWARD["splits"], torch.float32, device_of(backend), states=states)
     expected = clean.run(backend)
     case = copy.deepcopy(clean)
     padding = case.layout.seq_idx < 0
@@ -183,14 +188,18 @@ def test_a_document_cut_in_two_with_its_state_is_the_whole(operator, backend):
 
     def call(layout, columns, **extra):
         tensors = {
-            name: torch.stack([t[b, c : c + layout.shape[1]] for b, c in enumerate(columns)]) if name in PER_TOKEN else t
+            name: torch.stack([t[b, c : c + layout.shape[1]] for b, c in enumerate(columns)])
+            if name in PER_TOKEN
+            else t
             for name, t in case.tensors.items()
         }
         return getattr(ops, operator)(
             **tensors, **case.options, **extra, layout=layout.to(device_of(backend)), backend=backend
         )
 
-    case.tensors = {n: torch.nn.functional.pad(t, (0, 0, 0, 8)) if n in PER_TOKEN else t for n, t in case.tensors.items()}
+    case.tensors = {
+        n: torch.nn.functional.pad(t, (0, 0, 0, 8)) if n in PER_TOKEN else t for n, t in case.tensors.items()
+    }
     y, final = call(SequenceLayout.from_lengths([[2, 9], [7]], row_length=19), [0, 0])
     y1, state = call(first, [0, 0])
     y2, end = call(second, [3, 5], initial_state=state[1:].contiguous())
@@ -208,9 +217,7 @@ def test_a_document_shorter_than_the_taps_keeps_the_older_state(backend, length)
     x = torch.tensor([[[10.0], [20.0], [30.0]]], device=device)
     state = torch.tensor([[[1.0, 2.0, 3.0]]], device=device)
     weight = torch.ones(1, 4, device=device)
-    _, final = ops.conv1d_pack(
-        x, weight, layout=layout, initial_state=state, return_final_state=True, backend=backend
-    )
+    _, final = ops.conv1d_pack(x, weight, layout=layout, initial_state=state, return_final_state=True, backend=backend)
     assert final.flatten().tolist() == [1.0, 2.0, 3.0, 10.0, 20.0][length : length + 3]
 
 

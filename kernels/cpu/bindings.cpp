@@ -56,7 +56,7 @@ void ssm_forward(const Tensor u, const Tensor delta, const Tensor A, const Tenso
     using T = decltype(type);
     using R = accumulate_t<T>;
     const ScanArguments<T> in(u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state);
-    Operators<T>::scan_forward(in, pointer<T>(y), pointer<R>(final_state), pointer<R>(kept));
+    Operators<T>::scan_forward(in, pointer<T>(y), pointer<R>(final_state), pointer<R>(kept), kept ? kept->size(0) : 0);
   });
 }
 

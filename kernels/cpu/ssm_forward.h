@@ -26,7 +26,8 @@ void forward_tile(int tokens, const Vec<R>* size, const Vec<R>* drive, Vec<R>* y
 }
 
 template <class T>
-void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state, accumulate_t<T>* kept) {
+void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state, accumulate_t<T>* kept,
+                  int64_t kept_places) {
   using R = accumulate_t<T>;
   using V = Vec<R>;
   constexpr int lanes = kLanes<R>;
@@ -38,6 +39,13 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
   const auto order = longest_first(segments);
   const auto A = blocks_of_A(in.A, channels, states, R(1.4426950408889634));
   zero_padding(y, channels, documents);
+  if (kept)
+    for (int64_t s = 0, from = 0; s <= documents.count; ++s) {
+      const bool last = s == documents.count;
+      const int64_t to = last ? kept_places : kept_chunk(s, documents.starts[s], 0);
+      std::fill(kept + from * kept_size, kept + to * kept_size, R(0));
+      if (!last) from = to + (documents.ends[s] - documents.starts[s] + kChunk - 1) / kChunk;
+    }
 
   struct Scratch {
     std::vector<R> B, C;
@@ -72,6 +80,9 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
           if (kept) {
             R* place = kept + kept_chunk(s, start, (slot - start) / kChunk) * kept_size + channel * states;
             std::memcpy(place, state, sizeof(V) * states);
+            // Nothing that leaves is undefined: neither channels past the last, nor (below) places that no chunk has.
+            if (channel + lanes >= channels)
+              std::fill(place + lanes * states, place + (kept_size - channel * states), R(0));
           }
           load_tokens(in, slot, count, channel, width, tokens);
           const V skip = in.D ? load(in.D + channel, width) : V{};

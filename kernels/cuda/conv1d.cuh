@@ -2,7 +2,7 @@
 #pragma once
 #include "element.cuh"
 
-constexpr int TILES_PER_BLOCK = 8;  // one warp each
+constexpr int TILES_PER_BLOCK = 4;  // one warp each
 
 // V neighbouring channels; V > 1 needs addresses that are multiples of their size.
 template <class T, int V> struct alignas(sizeof(T) * V) Vector {

@@ -4,7 +4,7 @@
 // slots, and an input's gradient is whole W - 1 slots later. Past its end a tile goes on for W - 1 slots of the same document to
 // finish its own. dweight and dbias: in registers over a tile, over a block's warps in shared memory, over blocks by a second
 // kernel, in a fixed order: no atomics.
-// Bound: bytes. Bytes: x and dy read once (and 2 (W - 1) slots a tile again, from L2), dx written once, 20 per 1024 slots of partials.
+// Bound: bytes. Bytes: x and dy read once (and 2 (W - 1) slots a tile again, from L2), dx written once, 20 per 256 slots of partials.
 #include "conv1d.cuh"
 
 namespace {
@@ -48,7 +48,7 @@ template <int W, int V> struct Slot {
 };
 
 template <class T, int W, int V>
-__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 3) backward(const __grid_constant__ ConvParams p) {
+__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) backward(const __grid_constant__ ConvParams p) {
   __shared__ float sums[TILES_PER_BLOCK][32 * V];
   const int lane = threadIdx.x & 31, channel = (blockIdx.y * 32 + lane) * V;
   const Tile tile(p);

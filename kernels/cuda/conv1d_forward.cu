@@ -27,7 +27,7 @@ __device__ __forceinline__ void output(float (&out)[V], const float (&weight)[W]
 }
 
 template <class T, int W, int V>
-__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 3) forward(const __grid_constant__ ConvParams p) {
+__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) forward(const __grid_constant__ ConvParams p) {
   const int channel = (blockIdx.y * 32 + (threadIdx.x & 31)) * V;
   const Tile tile(p);
   if (channel >= p.channels || tile.index < 0) return;

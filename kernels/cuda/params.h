@@ -13,7 +13,7 @@ struct View {
   uint32_t token_bytes;
 };
 
-constexpr int CONV_TILE = 128;  // slots of a convolution tile
+constexpr int CONV_TILE = 64;   // slots of a convolution tile
 constexpr int SAVE_EVERY = 32;  // tokens between saved states, counted from a document's start
 
 // How a batch is made into work: documents longer than cut_above are cut into pieces of cut_length tokens (a multiple of

@@ -61,6 +61,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint
 __device__ __forceinline__ void copy4(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copies_issued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void copies_arrived() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 

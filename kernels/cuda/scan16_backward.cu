@@ -5,7 +5,7 @@
 // in the order of an MMA's A operand (they are never a recurrence's input); then its tiles are walked backwards. dB and dC, sums
 // over channels, are MMAs against the states and their gradients, transposed by ldmatrix, summed over the block's warps in
 // shared memory and written as one partial per block: no atomics, the same bits every time.
-// Bound: issue, about 175 instructions per 16 channels' token, 4 schedulers; 0.74 ms at 16384 tokens of 4096 channels.
+// Bound: issue, about 185 instructions per 16 channels' token, 4 schedulers; 0.78 ms at 16384 tokens of 4096 channels.
 // Bytes: u, delta, z, dy, du, ddelta, dz once (2 each), saved states 1, partials of dB and dC 2 written and 2 read.
 #include "scan16.cuh"
 
@@ -21,6 +21,7 @@ struct Warp {
   float4 slope[TILES][32];           // d step / d delta of the same
   uint32_t u[TILES][2][32], bc[TILES][4][32];
   uint32_t in[8][32], in_bc[4][32];  // the next tile's u, delta, z, dy; B and C: staged by each lane for itself
+  uint4 saved[32];                   // the next chunk's saved state
   float4 constants[32];              // bias and D of the lane's channels
   // Once a tile has been walked, its states' place holds this warp's share of dB and dC.
   __device__ float* sums(int tile) { return (float*)states[tile * TILE + 1]; }
@@ -78,14 +79,19 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
       copies_issued();
     };
 
-    stage((length - 1) / SAVE_EVERY * SAVE_EVERY);
+    auto stage_chunk = [&](int c0) {
+      if (before + c0 > 0) copy16(&m.saved[lane], saved_state(p, segment.x - before, before + c0, l));
+      stage(c0);
+    };
+    stage_chunk((length - 1) / SAVE_EVERY * SAVE_EVERY);
     for (int c0 = (length - 1) / SAVE_EVERY * SAVE_EVERY; c0 >= 0; c0 -= SAVE_EVERY) {
       const int tiles = (min(SAVE_EVERY, length - c0) + TILE - 1) / TILE;
       {  // Replay.
         float h[2][4];
         uint32_t a[4];
         if (before + c0 > 0) {
-          const uint4 v = *saved_state(p, segment.x - before, before + c0, l);
+          copies_arrived();
+          const uint4 v = m.saved[lane];
           a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
           unpack_state(h, a);
         } else {
@@ -144,7 +150,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             Bt[q][0] = twice(v, 0), Bt[q][1] = twice(v, 1);
           }
           if (tile + 1 < tiles) stage(t0 + TILE);
-          else if (c0 > 0) stage(c0 - SAVE_EVERY);
+          else if (c0 > 0) stage_chunk(c0 - SAVE_EVERY);
           __syncwarp();
 
           float2 e[TILE];

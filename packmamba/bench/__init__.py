@@ -1,0 +1,35 @@
+"""Measurements: ``python run.py bench configs/bench/<what>.yaml`` writes records that packmamba.results tabulates."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from packmamba.config import ConfigError, parse_override, read_yaml, suggest
+
+BENCHES = {"packing": "packmamba.bench.packing"}
+
+
+def run_bench(path: str | Path, overrides: list[str] | None = None) -> Path:
+    """Runs the bench that the file's key ``bench`` names; returns the experiment's folder. Raises ConfigError naming the key."""
+    loaded = OmegaConf.merge(read_yaml(path), *map(parse_override, overrides or []))
+    assert isinstance(loaded, DictConfig)
+    bench = loaded.get("bench")
+    if bench not in BENCHES:
+        raise ConfigError(f"{path}: bench: expected one of {', '.join(BENCHES)}, got {bench!r}")
+    module = importlib.import_module(BENCHES[bench])
+    schema = OmegaConf.structured(module.Config)
+    for key in map(str, loaded):
+        if key not in schema:
+            raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, schema)}")
+    try:
+        config: Any = OmegaConf.to_object(OmegaConf.merge(schema, loaded))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+    folder = Path("experiments") / config.experiment
+    module.run(config, folder / "records" / f"{bench}.jsonl")
+    return folder

@@ -1,4 +1,4 @@
-"""Length distributions for benchmarks: log-normal, clipped, rounded down. They are our choice; every table must say so."""
+"""Length distributions for benchmarks: log-normal, clipped, rounded down; our choice, which every table must state."""
 
 from __future__ import annotations
 

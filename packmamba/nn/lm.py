@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from packmamba.layout import SequenceLayout
 from packmamba.nn.mixer import PackedMamba, State
+from packmamba.ops.checks import check_layout
 
 
 class Block(nn.Module):
@@ -72,14 +73,13 @@ class MambaLM(nn.Module):
         embedding = nn.Embedding(vocab_size, d_model)
         nn.init.normal_(embedding.weight, std=0.02)
         layers = [Block(PackedMamba(d_model, **mixer), norm_epsilon) for _ in range(n_layer)]
-        for name, parameter in ((n, p) for layer in layers for n, p in layer.mixer.named_parameters()):
-            if name == "out_proj.weight":
+        for projection in (p for layer in layers for p in (layer.mixer.in_proj, layer.mixer.out_proj)):
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        with torch.no_grad():
+            for layer in layers:
                 # Residual branches add up: their last projections start smaller (Mamba follows GPT-2).
-                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-                with torch.no_grad():
-                    parameter /= math.sqrt(n_layer)
-            elif name in ("in_proj.bias", "out_proj.bias"):
-                nn.init.zeros_(parameter)
+                layer.mixer.out_proj.weight.div_(math.sqrt(n_layer))
         self.backbone = Backbone(embedding, layers, nn.RMSNorm(d_model, eps=norm_epsilon))
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
@@ -88,7 +88,7 @@ class MambaLM(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, **overrides: Any) -> MambaLM:
-        """A published checkpoint's folder, in state-spaces' or Hugging Face's format; see ``packmamba.nn.checkpoint``."""
+        """From a published checkpoint's folder, state-spaces' or Hugging Face's; see ``packmamba.nn.checkpoint``."""
         from packmamba.nn.checkpoint import load_pretrained
 
         return load_pretrained(cls, directory, **overrides)
@@ -108,14 +108,14 @@ class MambaLM(nn.Module):
         states: list[State] | None = None,
         return_states: bool = False,
     ) -> Any:
-        """tokens (B, L) integer -> logits (B, L, vocab_size), and with ``return_states`` a list of states, one per layer.
+        """tokens (B, L) integer -> logits (B, L, vocab_size), and with ``return_states`` a list of states by layer.
 
         Args:
             tokens: ids; at padding any valid id, whose logits are finite and meaningless.
             layout: where documents lie; None: each row is one.
-            conv_layout, ssm_layout: instead of ``layout`` in the convolutions or the scans: ``layout.flow()`` leaks there.
-            states: one (conv_state (S, D, W-1), ssm_state (S, D, N)) per layer to start from, indexed by the documents of
-                conv_layout and ssm_layout (by rows under flow); None: zero, or the learned states.
+            conv_layout, ssm_layout: instead of ``layout`` in the convolutions or the scans; ``layout.flow()`` leaks.
+            states: one (conv_state (S, D, W-1), ssm_state (S, D, N)) per layer to start from, indexed by the documents
+                of conv_layout and ssm_layout (by rows under flow); None: zero, or the learned states.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what came.
@@ -123,14 +123,16 @@ class MambaLM(nn.Module):
         if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
             got = str(tokens.dtype) if isinstance(tokens, Tensor) else type(tokens).__name__
             raise TypeError(f"tokens: expected an int64 or int32 tensor, got {got}")
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens: expected shape (B, L), got {tuple(tokens.shape)}")
+        if tokens.dim() != 2 or 0 in tokens.shape:
+            raise ValueError(f"tokens: expected shape (B, L) with at least one slot, got {tuple(tokens.shape)}")
         layers = self.backbone.layers
+        if states is not None and not isinstance(states, (list, tuple)):
+            raise TypeError(f"states: expected a list with one pair per layer, got {type(states).__name__}")
         if states is not None and len(states) != len(layers):
             raise ValueError(f"states: expected one per layer, {len(layers)}, got {len(states)}")
         for name, given in (("layout", layout), ("conv_layout", conv_layout), ("ssm_layout", ssm_layout)):
-            if given is not None and given.shape != tuple(tokens.shape):
-                raise ValueError(f"{name}: expected shape {tuple(tokens.shape)} like tokens, got {given.shape}")
+            if given is not None:
+                check_layout(given, tokens, "tokens", name)
         residual = self.backbone.embedding(tokens)
         residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
         final_states = []
@@ -150,11 +152,14 @@ class MambaLM(nn.Module):
 
     def start_states(self, documents: int) -> list[State]:
         """The states that this many fresh documents start from."""
-        return [layer.mixer.start_state(documents) for layer in self.backbone.layers]
+        return [module.start_state(documents) for module in self.modules() if isinstance(module, PackedMamba)]
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups: matrices decay; biases, norms, and what Mamba exempts (A_log, D, learned states) do not."""
-        exempt = [p for p in self.parameters() if p.dim() < 2 or getattr(p, "_no_weight_decay", False)]
-        names = {id(p) for p in exempt}
-        decayed = [p for p in self.parameters() if id(p) not in names]
+        decayed: list[nn.Parameter] = []
+        exempt: list[nn.Parameter] = []
+        for name, parameter in self.named_parameters():
+            # By name: copies and shards of a parameter lose its _no_weight_decay.
+            matrix = parameter.dim() > 1 and not name.endswith(("A_log", "initial_state"))
+            (decayed if matrix else exempt).append(parameter)
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]

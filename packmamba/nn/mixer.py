@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.checks import accumulation_dtype, check_is_tensor
 
 State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
@@ -20,8 +20,8 @@ State = tuple[Tensor, Tensor]
 class PackedMamba(nn.Module):
     """Mamba (arXiv 2312.00752, figure 3) whose convolution and scan know where documents start.
 
-    Parameters have the names, shapes and initialisation of state-spaces' Mamba. A_log, D and the learned initial state carry
-    ``_no_weight_decay``.
+    Parameters have the names, shapes and initialisation of state-spaces' Mamba. A_log, D and the learned initial state
+    carry ``_no_weight_decay``.
 
     Args:
         d_model: width of input and output.
@@ -31,7 +31,7 @@ class PackedMamba(nn.Module):
         dt_rank: rank of the projection to delta; "auto" is ceil(d_model / 16).
         dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least dt_init_floor.
         bias, conv_bias: whether projections and convolution have biases.
-        learned_initial_state: documents start the scan from a learned state, one per channel and state, instead of zero.
+        learned_initial_state: documents start the scan from a learned state, one per channel and state, not from zero.
         backend: see ``ops.BACKENDS``.
     """
 
@@ -58,6 +58,8 @@ class PackedMamba(nn.Module):
             raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
         if dt_rank != "auto" and (not isinstance(dt_rank, int) or dt_rank < 1):
             raise ValueError(f"dt_rank: expected 'auto' or an integer of at least 1, got {dt_rank!r}")
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
         if backend is not None and backend not in ops.BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
@@ -92,14 +94,22 @@ class PackedMamba(nn.Module):
         state: State | None = None,
         return_state: bool = False,
     ) -> Any:
-        """hidden (B, L, d_model) -> (B, L, d_model), and with ``return_state`` each document's state after its last token.
+        """hidden (B, L, d_model) -> (B, L, d_model), and with ``return_state`` the state that each document leaves.
 
         Args:
             layout: where documents lie; None: each row is one.
             conv_layout, ssm_layout: instead of ``layout`` in one of the two operators: ``layout.flow()`` leaks there.
-            state: where documents start from, indexed by the documents of conv_layout and ssm_layout; None: zero, or the
-                learned state.
+            state: where documents start from, indexed by the documents of conv_layout and ssm_layout; None: zero, or
+                the learned state.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what came.
         """
+        check_is_tensor(hidden, "hidden")
+        if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
+            raise ValueError(f"hidden: expected shape (B, L, {self.d_model}), got {tuple(hidden.shape)}")
+        if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
+            raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
         if conv_layout is None:
             conv_layout = layout
         if ssm_layout is None:

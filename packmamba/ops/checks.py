@@ -17,7 +17,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def check_activations(tensor: Tensor, name: str) -> None:
     """The operator's first argument, which sets the others' shape, dtype and device."""
-    _check_is_tensor(tensor, name)
+    check_is_tensor(tensor, name)
     if tensor.dim() != 3 or 0 in tensor.shape:
         raise ValueError(f"{name}: expected shape (B, L, D) with no empty dimension, got {tuple(tensor.shape)}")
     if tensor.dtype not in ACTIVATION_DTYPES:
@@ -35,35 +35,39 @@ def check_tensor(
     unit_stride: bool = False,
 ) -> None:
     """Another argument, against the shape, dtypes and device that the first one implies."""
-    _check_is_tensor(tensor, name)
+    check_is_tensor(tensor, name)
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f"{name}: expected shape {shape} to go with {like_name} {tuple(like.shape)}, got {tuple(tensor.shape)}"
         )
     if tensor.dtype not in dtypes:
         expected = " or ".join(dict.fromkeys(_name(dtype) for dtype in dtypes))
-        raise TypeError(f"{name}: expected {expected} beside {_name(like.dtype)} {like_name}, got {_name(tensor.dtype)}")
+        raise TypeError(
+            f"{name}: expected {expected} beside {_name(like.dtype)} {like_name}, got {_name(tensor.dtype)}"
+        )
     if tensor.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {tensor.device}")
     if unit_stride:
         _check_channel_stride(tensor, name)
 
 
-def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str) -> SequenceLayout:
+def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, name: str = "layout") -> SequenceLayout:
     """The layout, or each row as one document if it is None."""
     rows, row_length = like.shape[:2]
     if layout is None:
         return SequenceLayout.from_rows(rows, row_length, like.device)
     if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout: expected a SequenceLayout or None, got {type(layout).__name__}")
+        raise TypeError(f"{name}: expected a SequenceLayout or None, got {type(layout).__name__}")
     if layout.shape != (rows, row_length):
-        raise ValueError(f"layout: expected shape {(rows, row_length)} like {like_name}, got {layout.shape}")
+        raise ValueError(f"{name}: expected shape {(rows, row_length)} like {like_name}, got {layout.shape}")
     if layout.device != like.device:
-        raise ValueError(f"layout: expected device {like.device} like {like_name}, got {layout.device}; use layout.to()")
+        raise ValueError(
+            f"{name}: expected device {like.device} like {like_name}, got {layout.device}; use {name}.to()"
+        )
     return layout
 
 
-def _check_is_tensor(tensor: Tensor, name: str) -> None:
+def check_is_tensor(tensor: object, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
 

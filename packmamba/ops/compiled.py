@@ -1,7 +1,8 @@
 """The compiled operators as PyTorch sees them: two functional custom operators, their fakes and their autograd.
 
-``packmamba::conv1d_pack`` and ``packmamba::ssm_pack`` take the layout as its two tensors, so that a traced graph holds for every
-layout, and hand each call to ``KERNELS`` of its tensors' device. They allocate what the kernels write. Absent outputs are empty.
+``packmamba::conv1d_pack`` and ``packmamba::ssm_pack`` take the layout as its two tensors, so that a traced graph holds
+for every layout, and hand each call to ``KERNELS`` of its tensors' device. They allocate what the kernels write; absent
+outputs are empty.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import cuda, library
 from packmamba.ops.checks import accumulation_dtype
 
-# Tokens between the states that the scan keeps for its backward, and what their channels are padded to: as in the kernels.
+# As in the kernels: tokens between states that the scan keeps for its backward, and what channels are padded to.
 KEPT_TOKENS = 32
 KEPT_CHANNELS = 16
 
 
 def _cpu(name: str) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
+        library.load("cpu")
         getattr(torch.ops.packmamba_cpu, name)(*arguments)
 
     return run
@@ -43,7 +45,6 @@ def conv1d_pack(
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The convolution by compiled kernels; arguments as ``ops.conv1d_pack``."""
-    library.load(x.device.type)
     wide = accumulation_dtype(x.dtype)
     state_dtype = x.dtype if initial_state is None else initial_state.dtype
     y, final = torch.ops.packmamba.conv1d_pack(
@@ -74,7 +75,6 @@ def ssm_pack(
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The scan by compiled kernels; arguments as ``ops.ssm_pack``."""
-    library.load(u.device.type)
     tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     y, final, _ = torch.ops.packmamba.ssm_pack(
@@ -221,11 +221,10 @@ def _ssm_outputs(
     if u.device.type == "cuda":
         # Room for 16 bits a number, which is also 32 bits at half as many tokens.
         kept = torch.empty((intervals, channels, states) if keep else (0,), dtype=torch.bfloat16, device=u.device)
-    else:
-        # A document's kept states begin at its number + its start // KEPT_TOKENS: no two overlap, no sum over documents is due.
-        padded = -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS
-        kept = A.new_empty((starts.shape[0] + intervals, padded, states) if keep else (0,))
-    return u.new_empty(u.shape), A.new_empty(final), kept
+        return u.new_empty(u.shape), A.new_empty(final), kept
+    # A document's kept states begin at its number + its start // KEPT_TOKENS: none overlap, without sums over lengths.
+    room = (starts.shape[0] + intervals, -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS, states)
+    return u.new_empty(u.shape), A.new_empty(final), A.new_empty(room if keep else (0,))
 
 
 @torch.library.custom_op("packmamba::ssm_pack_backward", mutates_args=())
@@ -249,9 +248,10 @@ def _ssm_backward(
     outputs = _ssm_backward_outputs(
         dy, dfinal, u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state, kept
     )
+    inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state)
     KERNELS[u.device.type]["ssm_backward"](
-        _unit_stride(dy), *_dense(dfinal), u, delta, *_dense(A), B, C, *_dense(D), z, *_dense(delta_bias), delta_softplus,
-        starts, ends, *_dense(initial_state), kept, *_present(outputs, (u, delta, A, B, C, D, z, delta_bias, initial_state)),
+        _unit_stride(dy), *_dense(dfinal), u, delta, *_dense(A), B, C, *_dense(D), z, *_dense(delta_bias),
+        delta_softplus, starts, ends, *_dense(initial_state), kept, *_present(outputs, inputs),
     )  # fmt: skip
     return outputs
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 from packmamba.ops import compiled
-from packmamba.ops.checks import check_activations, check_layout, check_tensor
+from packmamba.ops.checks import check_activations, check_is_tensor, check_layout, check_tensor
 from packmamba.ops.dispatch import choose
 from packmamba.ops.reference import conv1d_pack_vectorised
 
@@ -32,20 +32,22 @@ def conv1d_pack(
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])``, where ``x`` before a document is its initial state.
+    """``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])``; before a document, ``x`` is its initial state.
 
-    The convolution of PackMamba (arXiv 2408.03865), with states. Differentiable in every tensor, also through the final state.
+    The convolution of PackMamba (arXiv 2408.03865), with states. Differentiable in every tensor, also through the final
+    state.
 
     Args:
-        x: (B, L, D), bfloat16, float16, float32 or float64 (not on a GPU's kernels); any row stride, unit channel stride.
+        x: (B, L, D), bfloat16, float16, float32 or float64 (not on a GPU's kernels); any row stride, unit channel
+            stride.
         weight: (D, W), W from 2 to 4; x's dtype or float32.
         bias: (D,), like weight.
         layout: where documents lie; None: each row is one.
         activation: "silu" or None.
-        initial_state: (S, D, W-1), the inputs before each document, oldest first, used whatever ``layout.continues`` says; None:
-            zeros. x's dtype or float32.
-        return_final_state: also return the last W-1 inputs of each document (S, D, W-1), in initial_state's dtype, else x's; a
-            document shorter than that keeps the newer part of its initial state in front.
+        initial_state: (S, D, W-1), the inputs before each document, oldest first, used whatever ``layout.continues``
+            says; None: zeros. x's dtype or float32.
+        return_final_state: also return the last W-1 inputs of each document (S, D, W-1), in initial_state's dtype, else
+            x's; a document shorter than that keeps the newer part of its initial state in front.
         backend: see ``ops.BACKENDS``.
 
     Returns:
@@ -57,9 +59,9 @@ def conv1d_pack(
     check_activations(x, "x")
     layout = check_layout(layout, x, "x")
     channels = x.shape[2]
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not 2 <= weight.shape[1] <= 4:
-        got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"weight: expected shape ({channels}, W) with W from 2 to 4, got {got}")
+    check_is_tensor(weight, "weight")
+    if weight.dim() != 2 or not 2 <= weight.shape[1] <= 4:
+        raise ValueError(f"weight: expected shape ({channels}, W) with W from 2 to 4, got {tuple(weight.shape)}")
     width = weight.shape[1]
     dtypes = (x.dtype, torch.float32)
     check_tensor(weight, "weight", (channels, width), dtypes, x, "x")

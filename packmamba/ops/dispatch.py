@@ -17,8 +17,8 @@ Implementation = TypeVar("Implementation", bound=Callable)
 def choose(backend: str | None, device: torch.device, implementations: Mapping[str, Implementation]) -> Implementation:
     """The operator's implementation for ``backend`` on ``device``.
 
-    ``auto`` (and None) takes the compiled kernels of the device. A CPU that cannot build them runs the reference, which is as
-    exact, and says so once; a GPU never falls back.
+    ``auto`` (and None) takes the compiled kernels of the device. A CPU that cannot build them runs the reference,
+    which is as exact, and says so once; a GPU never falls back.
 
     Raises:
         KernelError: the compiled kernels can be neither found nor built.
@@ -31,8 +31,10 @@ def choose(backend: str | None, device: torch.device, implementations: Mapping[s
     if backend == "auto":
         backend = "reference" if device.type == "cpu" and not library.ready("cpu") else device.type
     if backend in ("cpu", "cuda") and backend != device.type:
-        raise ValueError(f"backend: '{backend}' needs tensors on a {backend} device, got {device}")
+        raise ValueError(f"backend: '{backend}' expected tensors on a {backend} device, got {device}")
     if backend not in implementations:
         available = ", ".join(sorted(implementations))
-        raise ValueError(f"backend: no compiled '{backend}' kernels in this version for {device}; available: {available}")
+        raise ValueError(
+            f"backend: no compiled '{backend}' kernels in this version for {device}; available: {available}"
+        )
     return implementations[backend]

@@ -1,8 +1,9 @@
 """Finds, builds and loads the compiled kernels; says what to do when it cannot.
 
-A kind of kernels (``cpu``, ``cuda``) is the folders ``kernels/common`` and ``kernels/<kind>``: one shared library, registered
-through PyTorch's stable ABI, without Python and without ATen. It is compiled on first use or by ``python run.py kernels build``,
-and kept in a user's cache folder under a hash of all that it is made of, so that machines and environments may share the folder.
+A kind of kernels (``cpu``, ``cuda``) is the folders ``kernels/common`` and ``kernels/<kind>``: one shared library,
+registered through PyTorch's stable ABI, without Python and without ATen. It is compiled on first use or by
+``python run.py kernels build``, and kept in a cache folder under a hash of all that it is made of, so that machines and
+environments may share the folder.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,14 +27,12 @@ from typing import Any
 
 import torch
 
+from packmamba.errors import KernelError as KernelError
+
 KINDS = ("cpu", "cuda")
 BUILD_COMMAND = "python run.py kernels build"
 # Libraries built for this version of the stable ABI load on it and on later ones.
 TORCH_TARGET_VERSION = 0x020B000000000000
-
-
-class KernelError(RuntimeError):
-    """Compiled kernels cannot be built or loaded; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -124,20 +124,25 @@ def load(kind: str) -> Path:
     Raises:
         KernelError: as ``build``, or the library does not load. The first answer is kept.
     """
-    with _loading:
-        if kind not in _loaded:
-            try:
-                path = build(kind)
-                torch.ops.load_library(path)
-                _loaded[kind] = path
-            except KernelError as error:
-                _loaded[kind] = error
-            except OSError as error:
-                _loaded[kind] = KernelError(f"'{kind}' kernels do not load: {error}")
-        outcome = _loaded[kind]
+    if kind not in _loaded:
+        with _loading:
+            if kind not in _loaded:
+                _loaded[kind] = _load(kind)
+    outcome = _loaded[kind]
     if isinstance(outcome, KernelError):
         raise outcome
     return outcome
+
+
+def _load(kind: str) -> Path | KernelError:
+    try:
+        path = build(kind)
+        torch.ops.load_library(path)
+    except KernelError as error:
+        return error
+    except OSError as error:
+        return KernelError(f"'{kind}' kernels do not load: {error}")
+    return path
 
 
 @torch._dynamo.assume_constant_result
@@ -172,8 +177,8 @@ def _describe_cpu() -> Build:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
         raise KernelError(
-            "no C++ compiler: install g++ (Debian and Ubuntu: apt install g++; conda: conda install gxx) or name one in CXX, "
-            f"then run `{BUILD_COMMAND}`"
+            "no C++ compiler: install g++ (Debian and Ubuntu: apt install g++; conda: conda install gxx) or name one "
+            f"in CXX, then run `{BUILD_COMMAND}`"
         )
     # A choice at compile time needs no dispatch at run time; the key holds what the choice was.
     flags = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -270,7 +275,7 @@ def _run(kind: str, command: list[str], verbose: bool) -> None:
 
 
 @contextmanager
-def _lock(path: Path):
+def _lock(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

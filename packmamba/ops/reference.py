@@ -1,8 +1,8 @@
 """Two plain implementations of the packed operators.
 
-The loops are the specification: every token of every document in turn. The vectorised path computes the same with a Python loop
-that is as long as a chunk: all chunks of all documents step together. Autograd differentiates both. Sums and states are float32,
-or float64 for float64 activations.
+The loops are the specification: every token of every document in turn. The vectorised path computes the same with a
+Python loop that is as long as a chunk: all chunks of all documents step together. Autograd differentiates both. Sums
+and states are float32, or float64 for float64 activations.
 
 Shapes: B rows, L slots, S documents, T real tokens, K chunks, D channels, N states, W taps.
 """
@@ -153,8 +153,8 @@ def ssm_pack_vectorised(
 ) -> tuple[Tensor, Tensor | None]:
     """The selective scan, all chunks of all documents stepping together; arguments as ``ops.ssm_pack``.
 
-    Chunks that have a successor are scanned from zero for their end states; a short loop over the chunks of each document turns
-    these into start states; then every chunk is scanned from its own.
+    Chunks that have a successor are scanned from zero for their end states; a short loop over the chunks of each
+    document turns these into start states; then every chunk is scanned from its own.
     """
     dtype = accumulation_dtype(u.dtype)
     if layout.num_documents == 0:
@@ -209,20 +209,22 @@ def _step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) -
 def _scan_steps(
     size: Tensor, drive: Tensor, B: Tensor, C: Tensor | None, A: Tensor, h: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Steps all chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), last h."""
+    """Steps all chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), h."""
     y = []
     for t in range(size.shape[0]):
         h = torch.addcmul(drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h)
         if C is not None:
-            y.append(torch.matmul(h, C[t, :, :, None]).squeeze(-1))
+            # Not a matmul: autocast would round the states to 16 bits.
+            y.append((h * C[t, :, None, :]).sum(-1))
     return (torch.stack(y) if y else None), h
 
 
 def _start_states(first: Tensor, ends: Tensor, decays: Tensor, per_document: Tensor) -> Tensor:
     """The state each chunk starts from.
 
-    first: (S, D, N), start states of documents; ends, decays: (K - S, D, N), of the chunks that have a successor, in document
-    order: their end states from zero, and what they leave of their start state; per_document: (S,) chunks. Returns (K, D, N).
+    first: (S, D, N), start states of documents; ends, decays: (K - S, D, N), of the chunks that have a successor, in
+    document order: their end states from zero, and what they leave of their start state; per_document: (S,) chunks.
+    Returns (K, D, N).
     """
     first_continued = (per_document - 1).cumsum(0) - (per_document - 1)
     documents = torch.arange(per_document.numel(), device=first.device)

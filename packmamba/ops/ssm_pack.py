@@ -9,7 +9,7 @@ from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 from packmamba.ops import compiled
-from packmamba.ops.checks import accumulation_dtype, check_activations, check_layout, check_tensor
+from packmamba.ops.checks import accumulation_dtype, check_activations, check_is_tensor, check_layout, check_tensor
 from packmamba.ops.dispatch import choose
 from packmamba.ops.reference import ssm_pack_vectorised
 
@@ -43,15 +43,16 @@ def ssm_pack(
     Differentiable in every tensor, also through the final state.
 
     Args:
-        u, delta, z: (B, L, D), one dtype of bfloat16, float16, float32 or float64 (not on a GPU's kernels); any row stride, unit
-            channel stride. z None: no gate.
+        u, delta, z: (B, L, D), one dtype of bfloat16, float16, float32 or float64 (not on a GPU's kernels); any row
+            stride, unit channel stride. z None: no gate.
         B, C: (B, L, N), like u.
         A: (D, N), negative; float32 (float64 with float64 activations), as are D and delta_bias.
         D: (D,), the skip; None: none.
         delta_bias: (D,), added to delta; None: zero.
         delta_softplus: whether delta passes through softplus after its bias.
         layout: where documents lie; None: each row is one.
-        initial_state: (S, D, N), the state each document starts from, whatever ``layout.continues`` says; None: zero. A's dtype.
+        initial_state: (S, D, N), the state each document starts from, whatever ``layout.continues`` says; None: zero.
+            A's dtype.
         return_final_state: also return each document's last state, (S, D, N) in A's dtype.
         backend: see ``ops.BACKENDS``.
 
@@ -65,14 +66,16 @@ def ssm_pack(
     layout = check_layout(layout, u, "u")
     rows, row_length, channels = u.shape
     parameter_dtype = (accumulation_dtype(u.dtype),)
-    if not isinstance(A, Tensor) or A.dim() != 2 or A.shape[1] < 1:
-        got = tuple(A.shape) if isinstance(A, Tensor) else type(A).__name__
-        raise ValueError(f"A: expected shape ({channels}, N) with N at least 1, got {got}")
+    check_is_tensor(A, "A")
+    if A.dim() != 2 or A.shape[1] < 1:
+        raise ValueError(f"A: expected shape ({channels}, N) with N at least 1, got {tuple(A.shape)}")
     states = A.shape[1]
     check_tensor(A, "A", (channels, states), parameter_dtype, u, "u")
-    for name, tensor, width in (("delta", delta, channels), ("z", z, channels), ("B", B, states), ("C", C, states)):
-        if tensor is not None or name != "z":
-            check_tensor(tensor, name, (rows, row_length, width), (u.dtype,), u, "u", unit_stride=True)
+    activations = [("delta", delta, channels), ("B", B, states), ("C", C, states)]
+    if z is not None:
+        activations.append(("z", z, channels))
+    for name, tensor, width in activations:
+        check_tensor(tensor, name, (rows, row_length, width), (u.dtype,), u, "u", unit_stride=True)
     for name, parameter in (("D", D), ("delta_bias", delta_bias)):
         if parameter is not None:
             check_tensor(parameter, name, (channels,), parameter_dtype, u, "u")
@@ -80,7 +83,5 @@ def ssm_pack(
         shape = (layout.num_documents, channels, states)
         check_tensor(initial_state, "initial_state", shape, parameter_dtype, u, "u")
     run = choose(backend, u.device, IMPLEMENTATIONS)
-    y, final_state = run(
-        u, delta, A, B, C, D, z, delta_bias, delta_softplus, layout, initial_state, return_final_state
-    )
+    y, final_state = run(u, delta, A, B, C, D, z, delta_bias, delta_softplus, layout, initial_state, return_final_state)
     return (y, final_state) if return_final_state else y

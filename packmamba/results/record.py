@@ -42,7 +42,7 @@ import packmamba
 SCHEMA = 1
 
 METRICS: dict[str, tuple[str, ...]] = {
-    # Losses are per real target, in nats; validation runs one document at a time from zero state. val_loss_start is over
+    # Losses are nats per real target; validation runs one document at a time from zero state. val_loss_start is over
     # the first 32 tokens of a document; val_loss_as_trained is null unless the arm trains with leak or carry.
     "training": (
         "steps",
@@ -178,7 +178,7 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
-    """All records of folder/records/*.jsonl, by file name, then line. ValueError names the file and line that is wrong."""
+    """All records of folder/records/*.jsonl, by file name, then line. ValueError names a wrong file and line."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")

@@ -1,0 +1,1 @@
+"""Training with Lightning: the module, carried states, metrics, callbacks, runs and sweeps."""

@@ -1,0 +1,144 @@
+"""Padding and planning time of the packing strategies, against row length and greedy's buffer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from packmamba.config import ConfigError
+from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
+from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
+from packmamba.results.record import append_record, make_record, provenance
+
+
+@dataclass
+class PackingBenchConfig:
+    bench: str = "packing"
+    """Which benchmark this is."""
+    experiment: str = "packing"
+    """Records go to experiments/<experiment>/records."""
+    distribution: str = "documents-2k"
+    """Distribution of the documents' lengths: documents-2k, short or heavy."""
+    num_documents: int = 200_000
+    """Documents of one plan."""
+    strategies: list[str] = field(default_factory=lambda: list(STRATEGIES))
+    """Strategies to compare."""
+    row_lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192, 16384])
+    """Slots of a row, for every strategy."""
+    buffers: list[int] = field(default_factory=lambda: [64, 256, 1024, 4096, 16384, 65536])
+    """Documents that greedy sorts at a time; the other strategies have no buffer."""
+    overlong: str = "pieces"
+    """What a document longer than a row does: error, truncate or pieces; split cuts anyway."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Seeds of the draws of lengths."""
+    rounds: int = 5
+    """How often each plan is timed."""
+
+
+Config = PackingBenchConfig
+Arm = tuple[str, int | None]  # strategy, greedy's buffer
+
+
+def run(config: PackingBenchConfig | Mapping[str, Any], records_path: Path, progress: bool = True) -> None:
+    """Appends one record for each strategy, row length, buffer and seed.
+
+    For each seed and row length all strategies plan the same lengths in turns: once to be checked, then ``rounds``
+    times to be timed. metrics: padding_fraction, planning_seconds (CPU time, which is what one core alone would take;
+    the median), planning_seconds_spread (slowest minus fastest), num_rows, num_documents.
+
+    Raises:
+        ConfigError: a value is refused; nothing has been measured.
+        RuntimeError: a plan is wrong; nothing of that seed and row length is recorded.
+    """
+    c = config if isinstance(config, PackingBenchConfig) else PackingBenchConfig(**config)
+    arms: list[Arm] = []
+    for strategy in c.strategies:
+        arms += [(strategy, buffer) for buffer in (c.buffers if strategy == "greedy" else [None])]
+    _check_config(c, arms)
+    corpus = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]}), {c.num_documents} documents"
+    shared = {key: getattr(c, key) for key in ("distribution", "num_documents", "overlong", "rounds")}
+    provenance()  # of the code as it is now, not as it may be after minutes
+    cells = [(seed, row_length) for seed in c.seeds for row_length in c.row_lengths]
+    with tqdm(total=len(cells) * len(arms) * (c.rounds + 1), unit="plan", disable=not progress, mininterval=1) as bar:
+        for seed, row_length in cells:
+            bar.set_postfix(seed=seed, row_length=row_length)
+            lengths = draw_lengths(c.distribution, c.num_documents, seed)
+            for (strategy, buffer), (plan, seconds) in zip(arms, _measure(c, arms, lengths, row_length, bar)):
+                record = make_record(
+                    kind="packing",
+                    experiment=c.experiment,
+                    arm=strategy,
+                    config={"strategy": strategy, "row_length": row_length, "buffer": buffer, **shared},
+                    seed=seed,
+                    corpus_hash=corpus,
+                    metrics={
+                        "padding_fraction": plan.padding_fraction,
+                        "planning_seconds": statistics.median(seconds),
+                        "planning_seconds_spread": max(seconds) - min(seconds),
+                        "num_rows": plan.num_rows,
+                        "num_documents": c.num_documents,
+                    },
+                    wall_seconds=sum(seconds),
+                )
+                append_record(records_path, record)
+
+
+def _measure(
+    c: PackingBenchConfig, arms: list[Arm], lengths: np.ndarray, row_length: int, bar: tqdm
+) -> list[tuple[PackingPlan, list[float]]]:
+    """Each arm's plan, checked, and its times, arms in turns."""
+    measured: list[tuple[PackingPlan, list[float]]] = []
+    for turn in range(c.rounds + 1):
+        for i, (strategy, buffer) in enumerate(arms):
+            began = time.process_time()
+            plan = plan_rows(lengths, row_length, strategy, c.overlong, buffer or 1)
+            taken = time.process_time() - began
+            if turn == 0:
+                cut = c.overlong == "truncate" and not STRATEGIES[strategy].splits_documents
+                check_plan(plan, np.minimum(lengths, row_length) if cut else lengths)
+                measured.append((plan, []))
+            else:
+                measured[i][1].append(taken)
+            bar.update()
+    return measured
+
+
+def check_plan(plan: PackingPlan, lengths: np.ndarray) -> None:
+    """RuntimeError unless every token of documents of these lengths is in one row once and no row is overfull."""
+    by_place = np.lexsort([plan.start, plan.document])
+    document, start, end = plan.document[by_place], plan.start[by_place], (plan.start + plan.length)[by_place]
+    opens = np.diff(document, prepend=-1) != 0
+    closes = np.diff(document, append=len(lengths)) != 0
+    whole = (
+        np.array_equal(document[opens], np.arange(len(lengths)))
+        and np.array_equal(start, np.where(opens, 0, np.roll(end, 1)))
+        and np.array_equal(end[closes], lengths)
+    )
+    filled = np.diff(np.concatenate([[0], np.cumsum(plan.length)])[plan.row_offsets])
+    if not whole or (filled > plan.slots).any():
+        raise RuntimeError("a plan loses or repeats tokens or overfills a row; nothing is timed")
+
+
+def _check_config(c: PackingBenchConfig, arms: list[Arm]) -> None:
+    for name, least, values in [
+        ("rounds", 1, [c.rounds]),
+        ("num_documents", 1, [c.num_documents]),
+        ("seeds", 0, c.seeds),
+    ]:
+        if min(values, default=least) < least:
+            raise ConfigError(f"{name}: expected at least {least}, got {min(values)}")
+    try:
+        draw_lengths(c.distribution, 1, 0)
+        longest = LENGTH_DISTRIBUTIONS[c.distribution].longest
+        for row_length in c.row_lengths:
+            for strategy, buffer in arms:
+                plan_rows([longest], row_length, strategy, c.overlong, 1 if buffer is None else buffer)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None

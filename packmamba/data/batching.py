@@ -1,0 +1,143 @@
+"""Rows of document pieces become what a step consumes. Shapes: B rows, L slots, S documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packmamba.data.corpus import Corpus
+from packmamba.data.packing import PackingPlan
+from packmamba.layout import SequenceLayout
+
+
+@dataclass
+class PackedBatch:
+    """One forward pass.
+
+    Attributes:
+        tokens: (B, L) int64; 0 at padding.
+        targets: (B, L) int64, the next token of the same document; 0 where there is none.
+        loss_mask: (B, L) bool, where there is a target: at every token but a document's last, unless the document goes on
+            elsewhere (in a later batch, or as another piece).
+        layout: where documents lie.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    loss_mask: Tensor
+    layout: SequenceLayout
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        return PackedBatch(
+            self.tokens.to(device, non_blocking=non_blocking),
+            self.targets.to(device, non_blocking=non_blocking),
+            self.loss_mask.to(device, non_blocking=non_blocking),
+            self.layout.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> PackedBatch:
+        return PackedBatch(
+            self.tokens.pin_memory(), self.targets.pin_memory(), self.loss_mask.pin_memory(), self.layout.pin_memory()
+        )
+
+
+@dataclass
+class StepBatch:
+    """What one optimizer step consumes.
+
+    Attributes:
+        batches: this rank's forward passes, in order; their gradients add up.
+        num_targets: real targets of the whole step, over the batches of all ranks: the loss's denominator.
+        num_tokens, num_slots: real tokens and slots of the whole step.
+    """
+
+    batches: list[PackedBatch]
+    num_targets: int
+    num_tokens: int
+    num_slots: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
+        batches = [batch.to(device, non_blocking=non_blocking) for batch in self.batches]
+        return StepBatch(batches, self.num_targets, self.num_tokens, self.num_slots)
+
+    def pin_memory(self) -> StepBatch:
+        return StepBatch(
+            [batch.pin_memory() for batch in self.batches], self.num_targets, self.num_tokens, self.num_slots
+        )
+
+
+@dataclass
+class Arrangement:
+    """A plan over some documents of a corpus.
+
+    Attributes:
+        corpus: where the tokens are.
+        documents: (n,) the corpus's number of each planned document.
+        ends: (n,) where each planned document ends for us: its length, or less if it was truncated.
+        plan: rows of pieces of these documents.
+    """
+
+    corpus: Corpus
+    documents: np.ndarray
+    ends: np.ndarray
+    plan: PackingPlan
+
+    def count(self, groups: list[np.ndarray]) -> tuple[int, int, int]:
+        """(real targets, real tokens, slots) of these batches; each token has a target but the last of each document."""
+        plan, rows = self.plan, np.concatenate(groups)
+        ends_here = plan.start + plan.length == self.ends[plan.document]
+        slots = sum(len(group) * int(plan.slots[group].max()) for group in groups)
+        targets, tokens = (
+            int((before[plan.row_offsets[rows + 1]] - before[plan.row_offsets[rows]]).sum())
+            for before in (np.append(0, np.cumsum(n)) for n in (plan.length - ends_here, plan.length))
+        )
+        return targets, tokens, slots
+
+    def group_rows(self, rows: np.ndarray, slots_per_batch: int, rows_per_batch: int | None = None) -> list[np.ndarray]:
+        """Splits consecutive ``rows`` (numbers of the plan's) into batches of at most ``slots_per_batch`` slots, but at least
+        one row, or of ``rows_per_batch`` rows. Every row of a batch is as long as its longest."""
+        if rows_per_batch is not None:
+            return np.split(rows, range(rows_per_batch, len(rows), rows_per_batch))
+        edges, first, longest = [], 0, 0
+        for i, width in enumerate(self.plan.slots[rows].tolist()):
+            longest = max(longest, width)
+            if i > first and longest * (i - first + 1) > slots_per_batch:
+                edges.append(i)
+                first, longest = i, width
+        return np.split(rows, edges)
+
+    def batch(self, rows: np.ndarray) -> PackedBatch:
+        """The tokens, targets and layout of these rows, numbers of the plan's."""
+        plan = self.plan
+        row_length = int(plan.slots[rows].max())
+        tokens = np.zeros((len(rows), row_length), np.int64)
+        targets = np.zeros_like(tokens)
+        loss_mask = np.zeros(tokens.shape, bool)
+        lengths: list[list[int]] = []
+        offsets: list[list[int]] = []
+        for b, row in enumerate(rows):
+            pieces = range(plan.row_offsets[row], plan.row_offsets[row + 1])
+            lengths.append(plan.length[pieces.start : pieces.stop].tolist())
+            offsets.append(plan.start[pieces.start : pieces.stop].tolist())
+            slot = 0
+            for piece, length, start in zip(pieces, lengths[-1], offsets[-1]):
+                planned = plan.document[piece]
+                # One token more than the piece holds, if the document goes on: the target of its last.
+                source = self.corpus.document(int(self.documents[planned]))
+                source = source[start : min(start + length + 1, int(self.ends[planned]))]
+                tokens[b, slot : slot + length] = source[:length]
+                targets[b, slot : slot + source.size - 1] = source[1:]
+                loss_mask[b, slot : slot + source.size - 1] = True
+                slot += length
+        layout = SequenceLayout.from_lengths(lengths, row_length=row_length, offsets=offsets)
+        return PackedBatch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(loss_mask), layout)
+
+
+def empty_batch() -> PackedBatch:
+    """One slot of padding: what a rank computes when the others have a batch more."""
+    layout = SequenceLayout.from_lengths([[]], row_length=1)
+    nothing = torch.zeros(1, 1, dtype=torch.int64)
+    return PackedBatch(nothing, nothing, nothing.bool(), layout)

@@ -1,0 +1,148 @@
+"""The Lightning data module: from a configuration to batches, sized, seeded and resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import lightning
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from packmamba.config import Config, ConfigError, DataConfig
+from packmamba.data.batching import Arrangement, PackedBatch, StepBatch, empty_batch
+from packmamba.data.corpus import Corpora, Corpus, load_corpora
+from packmamba.data.schedule import Schedule, arrange, check_data, group
+
+
+class StepDataset(Dataset):
+    """Item i is the StepBatch of optimizer step i for one rank, whichever process asks and whenever."""
+
+    def __init__(self, schedule: Schedule, rank: int = 0) -> None:
+        self.schedule = schedule
+        self.rank = rank
+
+    def __getitem__(self, step: int) -> StepBatch:
+        arrangement, groups = self.schedule.step(step)
+        ranks = self.schedule.world_size
+        mine = groups[self.rank :: ranks]
+        batches = [arrangement.batch(rows) for rows in mine]
+        # Every rank computes as many batches, so that gradients meet.
+        missing = -len(groups) % ranks
+        batches += [empty_batch()] * (-(-len(groups) // ranks) - len(mine))
+        targets, tokens, slots = arrangement.count(groups)
+        return StepBatch(batches, num_targets=targets, num_tokens=tokens, num_slots=slots + missing)
+
+
+class StepSampler(Sampler[int]):
+    """The steps from ``first`` to ``steps``. Its length is ``steps`` wherever it starts: Lightning counts from the first."""
+
+    def __init__(self, first: int, steps: int) -> None:
+        self.first = first
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.steps))
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+class EvaluationDataset(Dataset):
+    """Batches of whole documents (item i: a PackedBatch), in a fixed order."""
+
+    def __init__(self, arrangement: Arrangement, groups: list[np.ndarray]) -> None:
+        self.arrangement = arrangement
+        self.groups = groups
+
+    def __getitem__(self, index: int) -> PackedBatch:
+        return self.arrangement.batch(self.groups[index])
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
+    """The validation documents that every arm and every evaluation uses: all, or a fixed random choice."""
+    if data.validation_documents is None or data.validation_documents >= corpus.num_documents:
+        return np.arange(corpus.num_documents)
+    rng = np.random.default_rng(data.corpus_seed)
+    return np.sort(rng.permutation(corpus.num_documents)[: data.validation_documents])
+
+
+class PackingDataModule(lightning.LightningDataModule):
+    """Documents in rows, as ``config.data`` says; the strategy is one of its keys.
+
+    Training gives one StepBatch per optimizer step. Validation gives PackedBatches: of whole documents, each from zero state, the
+    same for every arm (packed, which changes nothing: docs/pui.md); and, for arms that train with leak or carry, a second loader
+    with the same documents arranged as in training.
+
+    Raises:
+        ConfigError: naming the key, before any document is read where the configuration alone shows it.
+    """
+
+    def __init__(self, config: Config, progress: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.carry = config.trainer.boundary == "carry"
+        check_data(config.data, self.carry, config.trainer.devices * config.trainer.num_nodes)
+        self.progress = progress
+        self._corpora: Corpora | None = None
+
+    @property
+    def corpora(self) -> Corpora:
+        """Training and validation documents, prepared at first use."""
+        if self._corpora is None:
+            self._corpora = load_corpora(self.config.data, progress=self.progress)
+        return self._corpora
+
+    def prepare_data(self) -> None:
+        load_corpora(self.config.data, progress=self.progress)
+
+    def setup(self, stage: str | None = None) -> None:
+        world_size = self.trainer.world_size if self.trainer else 1
+        rank = self.trainer.global_rank if self.trainer else 0
+        self.steps = StepDataset(self.schedule(world_size), rank)
+        self.evaluations = self._evaluations(world_size, rank)
+
+    def schedule(self, world_size: int = 1) -> Schedule:
+        """What each step consumes."""
+        return Schedule(self.corpora.train, self.config.data, self.config.seed, self.carry, world_size)
+
+    def _evaluations(self, world_size: int, rank: int) -> list[EvaluationDataset]:
+        data, corpus = self.config.data, self.corpora.validation
+        if corpus.num_documents == 0:
+            raise ConfigError("data.validation_fraction leaves no validation document")
+        documents = evaluation_documents(corpus, data)
+        longest = int(corpus.lengths[documents].max())
+        row_length = max(longest, data.slots_per_batch)
+        alone = replace(data, strategy="best_fit", row_length=row_length, overlong="error", streams=1)
+        arrangement = arrange(corpus, documents, alone)
+        groups = group(arrangement, np.arange(arrangement.plan.num_rows), alone, carry=False)
+        evaluations = [EvaluationDataset(arrangement, groups[rank::world_size])]
+        if self.config.trainer.boundary != "reset":
+            # Every rank evaluates all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
+            arrangement = arrange(corpus, documents, data)
+            rows = np.arange(arrangement.plan.num_rows)
+            evaluations.append(EvaluationDataset(arrangement, group(arrangement, rows, data, self.carry)))
+        return evaluations
+
+    def train_dataloader(self) -> DataLoader:
+        first = self.trainer.global_step if self.trainer else 0
+        return self._loader(self.steps, StepSampler(first, self.config.trainer.max_steps))
+
+    def val_dataloader(self) -> list[DataLoader]:
+        return [self._loader(evaluation) for evaluation in self.evaluations]
+
+    def _loader(self, dataset: Dataset, sampler: Sampler[int] | None = None) -> DataLoader:
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.config.data.num_workers,
+            pin_memory=on_gpu,
+            # Its own generator: a loader that is made again on resuming must not move the global one.
+            generator=torch.Generator(),
+        )

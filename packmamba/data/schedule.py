@@ -1,0 +1,164 @@
+"""Which documents and rows each optimizer step consumes: a pure function of (corpus, configuration, step)."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.batching import Arrangement
+from packmamba.data.corpus import Corpus
+from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
+
+WINDOW_DOCUMENTS = 1_000_000
+MODES = ("matched", "stream")
+
+
+def check_data(data: DataConfig, carry: bool, world_size: int = 1) -> None:
+    """Refuses arrangements that cannot work, before a corpus is read. Raises ConfigError naming the key."""
+    if data.mode not in MODES:
+        raise ConfigError(f"data.mode: expected one of {', '.join(MODES)}, got '{data.mode}'")
+    for key in ("tokens_per_step", "slots_per_batch"):
+        if getattr(data, key) < 1:
+            raise ConfigError(f"data.{key}: expected at least 1, got {getattr(data, key)}")
+    if data.num_workers < 0:
+        raise ConfigError(f"data.num_workers: expected at least 0, got {data.num_workers}")
+    if data.validation_documents is not None and data.validation_documents < 1:
+        raise ConfigError(f"data.validation_documents: expected at least 1 or null, got {data.validation_documents}")
+    try:
+        _plan(data, np.ones(1, np.int64))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not carry:
+        return
+    if data.strategy != "split":
+        raise ConfigError(
+            f"trainer.boundary=carry needs data.strategy=split, whose rows go on in the next batch, got '{data.strategy}'"
+        )
+    if data.streams % world_size:
+        raise ConfigError(f"data.streams: expected a multiple of the {world_size} devices, got {data.streams}")
+    assert data.row_length is not None
+    if data.mode == "stream" and data.tokens_per_step % (data.streams * data.row_length):
+        raise ConfigError(
+            "data.tokens_per_step: expected a multiple of data.streams * data.row_length = "
+            f"{data.streams * data.row_length}, so that steps hold whole batches, got {data.tokens_per_step}"
+        )
+
+
+def arrange(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Arrangement:
+    """The documents in rows, as the configuration's strategy says."""
+    ends = corpus.lengths[documents].astype(np.int64)
+    plan = _plan(data, ends)
+    if data.overlong == "truncate" and data.row_length is not None and not STRATEGIES[data.strategy].splits_documents:
+        ends = np.minimum(ends, data.row_length)
+    return Arrangement(corpus, documents, ends, plan)
+
+
+def _plan(data: DataConfig, lengths: np.ndarray) -> PackingPlan:
+    return plan_rows(
+        lengths,
+        row_length=data.row_length,
+        strategy=data.strategy,
+        overlong=data.overlong,
+        buffer=data.buffer,
+        streams=data.streams,
+    )
+
+
+@dataclass
+class Schedule:
+    """Steps without end: epochs of shuffled windows of about a million documents, each planned by itself.
+
+    Matched: a step is the next documents until ``data.tokens_per_step`` real tokens, arranged by the strategy, so that
+    every strategy gets the same documents. Stream: the strategy fills rows from the window's documents, and a step is
+    the next rows until ``data.tokens_per_step`` slots. The last step of a window may be smaller; nothing is dropped.
+
+    Args:
+        corpus: training documents.
+        data: the configuration's section.
+        seed: of the order of documents.
+        carry: whether batches must continue each other row by row.
+        world_size: ranks that share each step.
+    """
+
+    corpus: Corpus
+    data: DataConfig
+    seed: int
+    carry: bool = False
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.corpus.num_documents == 0:
+            raise ConfigError(f"data.source={self.data.source} gives no training documents")
+        longest = int(self.corpus.lengths.max())
+        row_length = self.data.row_length
+        splits = STRATEGIES[self.data.strategy].splits_documents
+        if self.data.overlong == "error" and row_length is not None and longest > row_length and not splits:
+            raise ConfigError(
+                f"data.row_length={row_length} is shorter than the longest document ({longest} tokens): raise it, or choose "
+                "data.overlong=pieces or truncate"
+            )
+        self._first_steps = [0]
+        self._cached: tuple[int, _Window] | None = None
+
+    def step(self, step: int) -> tuple[Arrangement, list[np.ndarray]]:
+        """The step's arrangement, and its rows grouped into batches, those of all ranks."""
+        while self._first_steps[-1] <= step:
+            steps = len(self._window(len(self._first_steps) - 1).edges) - 1
+            self._first_steps.append(self._first_steps[-1] + steps)
+        number = bisect.bisect_right(self._first_steps, step) - 1
+        window = self._window(number)
+        first, last = window.edges[step - self._first_steps[number] :][:2]
+        if window.arrangement is None:
+            arrangement = arrange(self.corpus, window.order[first:last], self.data)
+            rows = np.arange(arrangement.plan.num_rows)
+        else:
+            arrangement, rows = window.arrangement, window.order[first:last]
+        return arrangement, group(arrangement, rows, self.data, self.carry, self.world_size)
+
+    def _window(self, number: int) -> _Window:
+        if self._cached is None or self._cached[0] != number:
+            self._cached = (number, self._plan_window(number))
+        return self._cached[1]
+
+    def _plan_window(self, number: int) -> _Window:
+        per_epoch = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
+        epoch, place = divmod(number, per_epoch)
+        part = np.random.default_rng([self.seed, epoch]).permutation(per_epoch)[place]
+        documents = np.arange(part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents))
+        rng = np.random.default_rng([self.seed, epoch, part])
+        documents = rng.permutation(documents)
+        if self.data.mode == "matched":
+            return _Window(documents, _edges(self.corpus.lengths[documents], self.data.tokens_per_step), None)
+        arrangement = arrange(self.corpus, documents, self.data)
+        rows = np.arange(arrangement.plan.num_rows)
+        if not STRATEGIES[self.data.strategy].keeps_order:
+            # A packer that sorts by length must not impose a curriculum.
+            rows = rng.permutation(rows)
+        return _Window(rows, _edges(arrangement.plan.slots[rows], self.data.tokens_per_step), arrangement)
+
+
+@dataclass
+class _Window:
+    order: np.ndarray  # documents (matched) or rows of the arrangement (stream), as they come
+    edges: list[int]  # step i holds order[edges[i]:edges[i + 1]]
+    arrangement: Arrangement | None
+
+
+def _edges(sizes: np.ndarray, budget: int) -> list[int]:
+    before = np.cumsum(sizes, dtype=np.int64) - sizes
+    return [0, *(np.flatnonzero(np.diff(before // budget)) + 1).tolist(), len(sizes)]
+
+
+def group(
+    arrangement: Arrangement, rows: np.ndarray, data: DataConfig, carry: bool, world_size: int = 1
+) -> list[np.ndarray]:
+    """The rows as batches. Carrying, a batch is one row of each stream; with several ranks, of each of a rank's streams."""
+    rows_per_batch = None
+    if data.strategy == "single":
+        rows_per_batch = 1
+    elif carry:
+        rows_per_batch = data.streams // world_size
+    return arrangement.group_rows(rows, data.slots_per_batch, rows_per_batch)

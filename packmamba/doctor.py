@@ -1,0 +1,56 @@
+"""What is installed, what runs here, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+
+import torch
+
+from packmamba import ops
+from packmamba.ops import library
+from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
+
+EXTRAS = {
+    "mamba_ssm": "the peers' Mamba, for baselines (needs CUDA): pip install --no-build-isolation 'packmamba[peers]'",
+    "causal_conv1d": "the peers' convolution, for baselines (needs CUDA): pip install --no-build-isolation 'packmamba[peers]'",
+    "tokenizers": "tokenizer files (data.tokenizer): pip install tokenizers",
+    "transformers": "comparisons with Hugging Face's Mamba: pip install 'packmamba[test]'",
+}
+
+
+def diagnose() -> Iterator[str]:
+    """Lines for a person."""
+    yield f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs"
+    for name in ("torch", "lightning", "torchmetrics", "omegaconf", "numpy"):
+        yield f"  {name} {importlib.metadata.version(name)}"
+    yield f"CPU threads of PyTorch: {torch.get_num_threads()}"
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(i)
+            capability = f"{properties.major}.{properties.minor}"
+            yield f"GPU {i}: {properties.name}, {properties.total_memory >> 30} GiB, compute capability {capability}"
+    else:
+        yield "GPU: none that PyTorch can use; everything but GPU measurements runs on the CPU"
+    yield "Operators' backends:"
+    for backend in ops.BACKENDS[1:]:
+        yield f"  {backend}: {_state(backend)}"
+    yield "Optional packages:"
+    for name, purpose in EXTRAS.items():
+        found = importlib.util.find_spec(name) is not None
+        yield f"  {name}: {'installed' if found else f'missing; {purpose}'}"
+
+
+def _state(backend: str) -> str:
+    if backend not in IMPLEMENTATIONS:
+        return "not in this version"
+    kernels = {row["kind"]: row for row in library.info()}.get(backend)
+    if kernels is None:
+        return "available"
+    if kernels["problem"]:
+        fallback = "; auto runs the reference instead" if backend == "cpu" else ""
+        return f"missing: {kernels['problem']}{fallback}"
+    return f"{'built' if kernels['built'] else 'built on first use'} for {kernels['target']} by {kernels['compiler']}"

@@ -1,0 +1,15 @@
+"""Errors whose message is meant for the person at the keyboard: one sentence, which run.py prints without a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something that the user can mend."""
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration that cannot be run; the message names the key, what was expected and what came."""
+
+
+class KernelError(UserError, RuntimeError):
+    """Compiled kernels cannot be built or loaded; the message says why and what to do."""

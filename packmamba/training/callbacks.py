@@ -1,0 +1,178 @@
+"""What a run leaves behind as it goes: throughput, curves, checkpoints, a line of progress."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+from packmamba.data.batching import StepBatch
+from packmamba.training.metrics import POSITION_EDGES
+
+CHECKPOINT_NAME = re.compile(r"step=(\d+)\.ckpt")
+
+
+class History(Callback):
+    """Counts tokens, slots and seconds of training, and keeps the curves that the run's record holds.
+
+    Seconds are those of whole optimizer steps with their data, without evaluations and checkpoints. The first steps of a process
+    warm up: throughput leaves them out. Saved with checkpoints, so a resumed run has one history.
+    """
+
+    WARMUP_STEPS = 3
+
+    def __init__(self, log_every: int) -> None:
+        self.log_every = log_every
+        self.totals: dict[str, float] = {"steps": 0, "real_tokens": 0, "slots": 0, "targets": 0, "seconds": 0.0}
+        self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
+        self.train: list[dict[str, float]] = []
+        self.validation: list[dict[str, float]] = []
+        self.by_position: list[dict[str, float]] = []
+        self._recent: list[tuple[int, int, float]] = []
+        self._steps_here = 0
+        self._clock = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("totals", "timed", "train", "validation", "by_position")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in state_dict.items():
+            setattr(self, name, value)
+
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self._clock = time.perf_counter()
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self._clock = time.perf_counter()
+
+    def on_train_batch_end(
+        self,
+        trainer: lightning.Trainer,
+        module: lightning.LightningModule,
+        outputs: Any,
+        batch: StepBatch,
+        batch_idx: int,
+    ) -> None:
+        if module.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        tokens, slots = batch.num_tokens, batch.num_slots
+        self._steps_here += 1
+        self.totals["steps"] = trainer.global_step
+        for key, amount in (("real_tokens", tokens), ("slots", slots), ("seconds", seconds)):
+            self.totals[key] += amount
+            if self._steps_here > self.WARMUP_STEPS:
+                self.timed[key] += amount
+        self.totals["targets"] += batch.num_targets
+        self._recent = [*self._recent[-19:], (tokens, slots, seconds)]
+        tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
+        module.log_dict(
+            {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds},
+            prog_bar=False,
+        )
+        module.log("data/padding_fraction", 1 - tokens / slots)
+        module.log("real_tok/s", round(tokens / seconds), prog_bar=True, logger=False)
+        step = trainer.global_step
+        if step % self.log_every == 0 or step == 1 or step == trainer.max_steps:
+            self.train.append(self._point(float(outputs["loss"])))
+
+    def on_validation_epoch_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        results = module.alone.compute()
+        point = self._point(float(results["loss"])) | {"loss_start": float(results["loss_start"])}
+        if module.as_trained.update_called:
+            point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
+        # A run that stopped between an evaluation and its checkpoint evaluates that step again.
+        self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
+        self.by_position = [
+            {"start": start, "end": end, "loss": loss, "count": count}
+            for start, end, loss, count in zip(
+                POSITION_EDGES,
+                (*POSITION_EDGES[1:], 2**31),
+                results["by_position"].tolist(),
+                results["counts"].tolist(),
+            )
+            if count
+        ]
+
+    def _point(self, loss: float) -> dict[str, float]:
+        totals = self.totals
+        return {
+            "step": totals["steps"],
+            "real_tokens": totals["real_tokens"],
+            "seconds": totals["seconds"],
+            "loss": loss,
+        }
+
+
+class Checkpoints(LightningCheckpoint):
+    """Saves every ``every`` optimizer steps and at the last, after that step's evaluation if it has one; keeps the newest.
+
+    A checkpoint appears whole or not at all, so a run may be killed at any moment.
+    """
+
+    def __init__(self, folder: Path, every: int, validate_every: int) -> None:
+        self.folder = folder
+        self.every = every
+        self.validate_every = validate_every
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step % self.validate_every != 0:
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: lightning.Trainer) -> None:
+        step = trainer.global_step
+        if step % self.every and step != trainer.max_steps:
+            return
+        trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
+        if trainer.is_global_zero:
+            for old in checkpoints(self.folder)[:-1]:
+                old.unlink()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """A run's checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    named = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+
+
+class Progress(TQDMProgressBar):
+    """One line with loss, evaluation and real tokens per second; in a file, about ten lines a run."""
+
+    def __init__(self, label: str, max_steps: int) -> None:
+        self.on_terminal = sys.stderr.isatty()
+        super().__init__(refresh_rate=1 if self.on_terminal else max(1, max_steps // 10), leave=False)
+        self.label = label
+
+    def init_train_tqdm(self) -> Tqdm:
+        return Tqdm(desc=self.label, unit="step", dynamic_ncols=True, file=sys.stderr, ascii=not self.on_terminal)
+
+    def init_validation_tqdm(self) -> Tqdm:
+        return Tqdm(desc=f"{self.label} evaluates", leave=False, file=sys.stderr, disable=not self.on_terminal)
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        super().on_train_epoch_start(trainer)
+        self.train_progress_bar.set_description(self.label)
+
+    def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
+        metrics = super().get_metrics(trainer, module)
+        metrics.pop("v_num", None)
+        names = {"train/loss": "loss", "val/loss": "validation", "real_tok/s": "real_tok/s"}
+        return {names[key]: value for key, value in metrics.items() if key in names}

@@ -1,0 +1,181 @@
+"""One training run, from a configuration to its record; run again, it goes on from where it was stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from packmamba.config import Config, ConfigError, to_dict
+from packmamba.data.datamodule import PackingDataModule
+from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
+from packmamba.ops.dispatch import choose
+from packmamba.results.record import append_record, make_record, provenance, read_records
+from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
+from packmamba.training.module import MambaLitModule
+
+_WHERE_ONLY = {"runs_dir", "experiment", "data.cache_dir"}
+
+
+def run_id(config: Config) -> str:
+    """The run's name: its arm and a hash of everything that decides its result."""
+    values = _flat(to_dict(config))
+    decisive = {key: value for key, value in values.items() if key not in _WHERE_ONLY}
+    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', config.name)}-{digest[:10]}"
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.runs_dir) / run_id(config)
+
+
+def record_path(config: Config) -> Path:
+    """Where the run's record goes: its experiment's folder, or its own."""
+    folder = run_folder(config) if config.experiment is None else Path(config.experiment)
+    return folder / "records" / f"{run_id(config)}.jsonl"
+
+
+def check_trainer(config: Config) -> None:
+    """Refuses numbers that no run can use. Raises ConfigError naming the key."""
+    trainer, optimizer = config.trainer, config.optimizer
+    for key in ("max_steps", "validate_every", "checkpoint_every", "log_every", "devices", "num_nodes"):
+        if getattr(trainer, key) < 1:
+            raise ConfigError(f"trainer.{key}: expected at least 1, got {getattr(trainer, key)}")
+    if trainer.threads is not None and trainer.threads < 1:
+        raise ConfigError(f"trainer.threads: expected at least 1 or null, got {trainer.threads}")
+    if optimizer.lr <= 0:
+        raise ConfigError(f"optimizer.lr: expected above 0, got {optimizer.lr}")
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ConfigError(f"optimizer.betas: expected two numbers in [0, 1), got {optimizer.betas}")
+    if optimizer.grad_clip is not None and optimizer.grad_clip <= 0:
+        raise ConfigError(f"optimizer.grad_clip: expected above 0 or null, got {optimizer.grad_clip}")
+
+
+def fit(config: Config, progress: bool = True) -> dict[str, Any]:
+    """Trains, evaluates and writes the record, which it returns.
+
+    A run whose record exists is not repeated; one that has a checkpoint goes on from it, on a CPU to the same bits as if it had
+    never stopped.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    begun = time.perf_counter()
+    provenance()  # cached: the record names the code as it was when the run began
+    check_trainer(config)
+    path = record_path(config)
+    if path.is_file():
+        return next(record for record in read_records(path.parent.parent) if record["config"] == to_dict(config))
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    quieten()
+    data = PackingDataModule(config, progress=progress)
+    lightning.seed_everything(config.seed, workers=True, verbose=False)
+    module = MambaLitModule(config, data.corpora.train.vocab_size)
+    folder = run_folder(config)
+    history = History(config.trainer.log_every)
+    trainer = make_trainer(config, folder, history, progress)
+    try:
+        choose(config.ops.backend, trainer.strategy.root_device, IMPLEMENTATIONS)
+    except ValueError as error:
+        raise ConfigError(f"ops.{error}") from None
+    resume = checkpoints(folder / "checkpoints")
+    trainer.fit(module, data, ckpt_path=resume[-1] if resume else None, weights_only=False)
+    if trainer.global_step < config.trainer.max_steps:
+        raise KeyboardInterrupt
+    if not history.validation or history.validation[-1]["step"] != trainer.global_step:
+        trainer.validate(module, data, verbose=False)
+    record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
+    if trainer.is_global_zero:
+        append_record(path, record)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return record
+
+
+def make_trainer(config: Config, folder: Path, history: History, progress: bool) -> lightning.Trainer:
+    """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches."""
+    options = config.trainer
+    callbacks = [history, Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every)]
+    try:
+        return lightning.Trainer(
+            accelerator=options.accelerator,
+            devices=options.devices,
+            num_nodes=options.num_nodes,
+            strategy=options.strategy,
+            precision=options.precision,  # type: ignore[arg-type]
+            max_steps=options.max_steps,
+            val_check_interval=options.validate_every,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            log_every_n_steps=min(options.log_every, options.max_steps),
+            logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="tensorboard", version="")],
+            callbacks=[*callbacks, Progress(config.name, options.max_steps)] if progress else callbacks,
+            enable_progress_bar=progress,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
+
+
+def training_record(
+    config: Config, corpus_hash: str, module: MambaLitModule, history: History, wall_seconds: float
+) -> dict[str, Any]:
+    """The run's record: losses at its last evaluation, throughput after the first steps, curves."""
+    totals, timed, last = history.totals, history.timed, history.validation[-1]
+    timed = timed if timed["seconds"] else totals
+    on_gpu = module.device.type == "cuda"
+    return make_record(
+        kind="training",
+        experiment=config.experiment or run_id(config),
+        arm=config.name,
+        config=to_dict(config),
+        seed=config.seed,
+        corpus_hash=corpus_hash,
+        metrics={
+            "steps": totals["steps"],
+            "real_tokens": totals["real_tokens"],
+            "targets": totals["targets"],
+            "val_loss": last["loss"],
+            "val_loss_start": last["loss_start"],
+            "val_loss_as_trained": last.get("loss_as_trained"),
+            "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
+            "slots_per_second": timed["slots"] / timed["seconds"],
+            "padding_fraction": 1 - totals["real_tokens"] / totals["slots"],
+            "train_seconds": totals["seconds"],
+            "parameters": sum(p.numel() for p in module.model.parameters()),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        },
+        wall_seconds=wall_seconds,
+        curves={"train": history.train, "validation": history.validation, "loss_by_position": history.by_position},
+    )
+
+
+def quieten() -> None:
+    """Silences Lightning's advice about what is meant here: loader workers, our own resuming, where logs go."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for message in (
+        ".*does not have many workers.*",
+        ".*dataloader is not resumable.*",
+        ".*litlogger.*",
+        ".*LeafSpec.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat

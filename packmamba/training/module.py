@@ -1,0 +1,173 @@
+"""The Lightning module: a loss over real targets, an optimizer, and what may cross a document boundary."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+
+from packmamba.config import Config, ConfigError
+from packmamba.data.batching import PackedBatch, StepBatch
+from packmamba.nn import MambaLM
+from packmamba.training.carry import StateCarrier
+from packmamba.training.metrics import LossByPosition
+
+BOUNDARIES = ("reset", "leak", "leak_conv", "leak_scan", "carry")
+
+
+class MambaLitModule(lightning.LightningModule):
+    """Trains a MambaLM on StepBatches; knows nothing of how they were packed.
+
+    The gradient of a step is that of the summed loss over its real targets divided by their number, over all its batches
+    and ranks, however they are arranged. Optimisation is manual: one optimizer step per StepBatch.
+
+    Args:
+        config: sections model, optimizer, trainer.boundary and ops.
+        vocab_size: of the corpus; at most ``config.model.vocab_size`` if that is given.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.boundary = config.trainer.boundary
+        if self.boundary not in BOUNDARIES:
+            raise ConfigError(f"trainer.boundary: expected one of {', '.join(BOUNDARIES)}, got '{self.boundary}'")
+        if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
+            raise ConfigError(f"model.vocab_size: the corpus has {vocab_size} tokens, got {config.model.vocab_size}")
+        self.optimizer_config = config.optimizer
+        self.max_steps = config.trainer.max_steps
+        model = config.model
+        try:
+            self.model = MambaLM(
+                vocab_size=model.vocab_size or vocab_size,
+                d_model=model.d_model,
+                n_layer=model.n_layer,
+                tie_embeddings=model.tie_embeddings,
+                d_state=model.d_state,
+                d_conv=model.d_conv,
+                expand=model.expand,
+                dt_rank=model.dt_rank,
+                learned_initial_state=model.learned_initial_state,
+                backend=config.ops.backend,
+            )
+        except ValueError as error:
+            section = "ops" if str(error).startswith("backend") else "model"
+            raise ConfigError(f"{section}.{error}") from None
+        self.carrier = StateCarrier()
+        self.evaluation_carrier = StateCarrier()
+        self.alone = LossByPosition()
+        self.as_trained = LossByPosition()
+
+    def losses(self, batch: PackedBatch, boundary: str = "reset", carrier: StateCarrier | None = None) -> Tensor:
+        """(B, L) float32 cross-entropy at each slot, zero where there is no target."""
+        layout = batch.layout
+        if boundary == "carry":
+            assert carrier is not None
+            states = carrier.start(self.model, layout)
+            logits, states = self.model(batch.tokens, layout=layout, states=states, return_states=True)
+            carrier.keep(layout, states)
+        else:
+            conv_layout = layout.flow() if boundary in ("leak", "leak_conv") else layout
+            ssm_layout = layout.flow() if boundary in ("leak", "leak_scan") else layout
+            logits = self.model(batch.tokens, layout=layout, conv_layout=conv_layout, ssm_layout=ssm_layout)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+        return torch.where(batch.loss_mask, losses.view(batch.targets.shape), 0)
+
+    def accumulate(self, step: StepBatch, backward: Callable[[Tensor], Any], world_size: int = 1) -> Tensor:
+        """Adds the step's gradients, batch by batch; returns its loss on this rank's targets over all targets.
+
+        Ranks average their gradients where the loss wants their sum, hence ``world_size``.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=step.batches[0].tokens.device)
+        for i, batch in enumerate(step.batches):
+            with self._without_sync(i + 1 < len(step.batches)):
+                loss = self.losses(batch, self.boundary, self.carrier).sum() / max(step.num_targets, 1)
+                backward(loss * world_size)
+            total = total + loss.detach()
+        return total
+
+    def training_step(self, step: StepBatch, step_index: int) -> Tensor:
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        learning_rate = self.learning_rate(self.global_step)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        optimizer.zero_grad()
+        loss = self.accumulate(step, self.manual_backward, self.trainer.world_size)
+        if self.optimizer_config.grad_clip is not None:
+            self.clip_gradients(optimizer.optimizer, self.optimizer_config.grad_clip, "norm")
+        optimizer.step()
+        if self.trainer.world_size > 1:
+            loss = self.trainer.strategy.reduce(loss, reduce_op="sum")
+        self.log("train/learning_rate", learning_rate)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
+        boundary = "reset" if dataloader_idx == 0 else self.boundary
+        metric = self.alone if dataloader_idx == 0 else self.as_trained
+        losses = self.losses(batch, boundary, self.evaluation_carrier)
+        metric.update(losses, batch.loss_mask, batch.layout.position_indices)
+
+    def on_validation_epoch_start(self) -> None:
+        self.evaluation_carrier.reset()
+        self.alone.reset()
+        self.as_trained.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        for metric, suffix in ((self.alone, ""), (self.as_trained, "_as_trained")):
+            if metric.update_called:
+                results = metric.compute()
+                self.log(f"val/loss{suffix}", results["loss"], prog_bar=not suffix)
+                self.log(f"val/loss_start{suffix}", results["loss_start"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        config = self.optimizer_config
+        groups = self.model.weight_decay_groups(config.weight_decay)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]))
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine to ``final_lr_fraction`` of the peak at the last step."""
+        config = self.optimizer_config
+        if step < config.warmup_steps:
+            return config.lr * (step + 1) / config.warmup_steps
+        progress = (step - config.warmup_steps) / max(1, self.max_steps - 1 - config.warmup_steps)
+        cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+        return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["carry"] = self.carrier.state_dict()
+        checkpoint["rng"] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),  # noqa: NPY002, what user code may draw from
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.carrier.load_state_dict(checkpoint["carry"], self.device)
+        rng = checkpoint["rng"]
+        random.setstate(rng["python"])
+        np.random.set_state(rng["numpy"])  # noqa: NPY002
+        torch.set_rng_state(rng["torch"].cpu())
+        if rng["cuda"]:
+            torch.cuda.set_rng_state_all([state.cpu() for state in rng["cuda"]])
+
+    def _without_sync(self, block: bool) -> AbstractContextManager[None]:
+        """Under data parallelism gradients meet once per step, with its last batch."""
+        strategy = self._trainer.strategy if self._trainer is not None else None
+        blocking = getattr(strategy, "block_backward_sync", None)
+        return blocking() if block and blocking is not None else nullcontext()

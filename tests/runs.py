@@ -1,0 +1,64 @@
+"""A tiny corpus and tiny runs that training tests share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from packmamba.config import Config, load_config
+
+# One-token documents, documents longer than a row (pieces, or continuations), and everything between.
+LENGTHS = [1, 2, 30, 7, 1, 55, 16, 3, 24, 12, 5, 1, 9, 40, 17]
+
+
+def write_documents(folder: Path) -> Path:
+    """A JSON-lines file of 60 documents of these lengths in bytes."""
+    rng = np.random.default_rng(0)
+    path = folder / "documents.jsonl"
+    if not path.is_file():
+        texts = ["".join(rng.choice(list("abcdefgh"), n)) for n in LENGTHS * 4]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def tiny_config(folder: Path, *overrides: str) -> Config:
+    """Rows of 24 slots, steps of about 96 tokens, forward passes of at most 72 slots: several batches a step."""
+    return load_config(
+        None,
+        [
+            "name=tiny",
+            f"runs_dir={folder}/runs",
+            "data.source=jsonl",
+            f"data.path={write_documents(folder)}",
+            f"data.cache_dir={folder}/cache",
+            "data.begin_token=null",
+            "data.end_token=null",
+            "data.validation_fraction=0.2",
+            "data.row_length=24",
+            "data.overlong=pieces",
+            "data.tokens_per_step=96",
+            "data.slots_per_batch=72",
+            "model.d_model=8",
+            "model.n_layer=2",
+            "model.d_state=4",
+            "optimizer.warmup_steps=2",
+            "trainer.max_steps=6",
+            "trainer.validate_every=3",
+            "trainer.checkpoint_every=2",
+            "trainer.log_every=1",
+            "trainer.accelerator=cpu",
+            *overrides,
+        ],
+    )
+
+
+SCHEMES = {
+    "single": ["data.strategy=single"],
+    "padded": ["data.strategy=padded"],
+    "padded to the longest": ["data.strategy=padded", "data.slots_per_batch=1000"],
+    "packed": ["data.strategy=greedy"],
+    "packed in order": ["data.strategy=in_order"],
+}
+CARRY = ["data.strategy=split", "data.streams=3", "trainer.boundary=carry"]

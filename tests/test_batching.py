@@ -1,0 +1,206 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from packmamba.config import ConfigError
+from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
+from packmamba.data.packing import STRATEGIES
+from runs import CARRY, SCHEMES, tiny_config
+
+
+def module(folder, *overrides):
+    data = PackingDataModule(tiny_config(folder, *overrides), progress=False)
+    data.setup()
+    return data
+
+
+def epoch_steps(data):
+    """Steps of the first epoch: the corpus is one window."""
+    schedule = data.schedule()
+    schedule.step(0)
+    return schedule._first_steps[1]
+
+
+def pieces_of(batch):
+    """(tokens, targets, mask) of each document here, with its offset."""
+    layout = batch.layout
+    for start, end, offset in zip(layout.starts.tolist(), layout.ends.tolist(), layout.offsets.tolist()):
+        yield offset, *(t.flatten()[start:end].tolist() for t in (batch.tokens, batch.targets, batch.loss_mask))
+
+
+def pairs(data, steps):
+    """Every (token, next token) that has a target, and every token, counted."""
+    targets, tokens = Counter(), Counter()
+    for step in steps:
+        for batch in data.steps[step].batches:
+            for offset, piece, target, mask in pieces_of(batch):
+                tokens.update((offset + t, token) for t, token in enumerate(piece))
+                targets.update((offset + t, a, b) for t, (a, b, has) in enumerate(zip(piece, target, mask)) if has)
+    return tokens, targets
+
+
+def expected_pairs(corpus, limit=None):
+    tokens, targets = Counter(), Counter()
+    for i in range(corpus.num_documents):
+        document = corpus.document(i)[:limit].tolist()
+        tokens.update(enumerate(document))
+        targets.update((t, a, b) for t, (a, b) in enumerate(zip(document, document[1:])))
+    return tokens, targets
+
+
+@pytest.mark.parametrize("mode", ["matched", "stream"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("overlong", ["pieces", "truncate"])
+def test_an_epoch_has_every_token_and_target_once(tmp_path, mode, strategy, overlong):
+    data = module(tmp_path, f"data.mode={mode}", f"data.strategy={strategy}", f"data.overlong={overlong}")
+    steps = range(epoch_steps(data))
+    limit = 24 if overlong == "truncate" and strategy != "split" else None
+    assert pairs(data, steps) == expected_pairs(data.corpora.train, limit)
+    for step in steps:
+        batch = data.steps[step]
+        assert batch.num_targets == sum(int(b.loss_mask.sum()) for b in batch.batches)
+        assert batch.num_tokens == sum(b.layout.num_tokens for b in batch.batches)
+        assert batch.num_slots == sum(b.tokens.numel() for b in batch.batches)
+        for b in batch.batches:
+            assert b.tokens.numel() <= 72 or b.tokens.shape[0] == 1
+            outside = b.layout.seq_idx < 0
+            assert not b.loss_mask[outside].any() and not b.tokens[outside].any()
+            assert not b.targets[~b.loss_mask].any()
+
+
+def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):
+    steps = {name: module(tmp_path, *keys) for name, keys in SCHEMES.items()}
+    steps["carry"] = module(tmp_path, *CARRY)
+    for step in range(6):
+        contents = {name: pairs(data, [step]) for name, data in steps.items()}
+        assert contents["packed"][1].total() > 50
+        assert all(content == contents["single"] for content in contents.values())
+        assert len({data.steps[step].num_targets for data in steps.values()}) == 1
+
+
+@pytest.mark.parametrize("mode", ["matched", "stream"])
+@pytest.mark.parametrize(
+    "keys", [["data.strategy=greedy"], ["data.strategy=single"], CARRY], ids=["packed", "single", "carry"]
+)
+def test_a_step_is_a_function_of_its_number(tmp_path, mode, keys):
+    keys = [*keys, f"data.mode={mode}", "data.tokens_per_step=144"]
+    data = module(tmp_path, *keys)
+    in_order = [data.steps[i] for i in range(12)]
+    fresh = module(tmp_path, *keys)
+    for i in (11, 0, 7, 3):
+        assert_same(fresh.steps[i], in_order[i])
+    loader = DataLoader(module(tmp_path, *keys).steps, batch_size=None, sampler=StepSampler(4, 12), num_workers=2)
+    assert len(StepSampler(4, 12)) == 12
+    for i, step in zip(range(4, 12), loader, strict=True):
+        assert_same(step, in_order[i])
+    other = module(tmp_path, *keys, "seed=1").steps[0]
+    assert pairs_of(other) != pairs_of(in_order[0])
+
+
+def pairs_of(step):
+    return [batch.tokens.tolist() for batch in step.batches]
+
+
+def assert_same(a, b):
+    assert (a.num_targets, a.num_tokens, a.num_slots) == (b.num_targets, b.num_tokens, b.num_slots)
+    for x, y in zip(a.batches, b.batches, strict=True):
+        assert x.layout == y.layout
+        assert all(torch.equal(getattr(x, n), getattr(y, n)) for n in ("tokens", "targets", "loss_mask"))
+
+
+def test_epochs_differ_in_order(tmp_path):
+    data = module(tmp_path, "data.strategy=greedy")
+    first = epoch_steps(data)
+    assert pairs_of(data.steps[0]) != pairs_of(data.steps[first])
+    later = range(first, data.steps.schedule._first_steps[-1])
+    assert pairs(data, later)[0] == expected_pairs(data.corpora.train)[0]
+
+
+@pytest.mark.parametrize("mode", ["matched", "stream"])
+def test_rows_of_carrying_batches_continue(tmp_path, mode):
+    data = module(tmp_path, *CARRY, f"data.mode={mode}", "data.tokens_per_step=144")
+    continuations = 0
+    position: list[int] = []
+    for step in range(8):
+        if mode == "matched":
+            position = []
+        for batch in data.steps[step].batches:
+            layout = batch.layout
+            assert layout.shape[0] == 3
+            ends = position or [-1] * 3
+            for s in range(layout.num_documents):
+                row, offset = int(layout.rows[s]), int(layout.offsets[s])
+                first = s == 0 or layout.rows[s] != layout.rows[s - 1]
+                assert first or offset == 0, "only a row's first document may continue"
+                if offset:
+                    continuations += 1
+                    assert offset == ends[row]
+                ends[row] = offset + int(layout.lengths[s])
+            position = ends
+    assert continuations > 5
+
+
+@pytest.mark.parametrize(
+    "keys", [["data.strategy=greedy"], ["data.strategy=single"], CARRY], ids=["packed", "single", "carry"]
+)
+def test_ranks_share_a_step_and_compute_as_many_batches(tmp_path, keys):
+    config = tiny_config(tmp_path, *keys)
+    data = PackingDataModule(config, progress=False)
+    schedule = data.schedule(3)
+    whole = StepDataset(data.schedule(1))
+    for step in range(5):
+        shares = [StepDataset(schedule, rank)[step] for rank in range(3)]
+        assert len({len(share.batches) for share in shares}) == 1
+        assert {share.num_targets for share in shares} == {whole[step].num_targets}
+        masks = sum(int(b.loss_mask.sum()) for share in shares for b in share.batches)
+        assert masks == whole[step].num_targets
+        tokens = sum(b.layout.num_tokens for share in shares for b in share.batches)
+        assert tokens == whole[step].num_tokens == shares[1].num_tokens
+        assert shares[2].num_slots == sum(b.layout.num_slots for share in shares for b in share.batches)
+
+
+def test_truncated_and_padded_shapes(tmp_path):
+    data = module(tmp_path, "data.strategy=padded")
+    assert {b.tokens.shape[1] for b in data.steps[0].batches} == {24}
+    data = module(tmp_path, "data.strategy=padded", "data.row_length=null", "data.overlong=error")
+    for batch in data.steps[0].batches:
+        assert batch.tokens.shape[1] == int(batch.layout.lengths.max())
+    data = module(tmp_path, "data.strategy=single")
+    assert all(b.tokens.shape == (1, b.layout.num_tokens) for b in data.steps[0].batches)
+
+
+def test_a_sorting_packer_imposes_no_curriculum(tmp_path):
+    data = module(tmp_path, "data.mode=stream", "data.strategy=best_fit", "data.tokens_per_step=24")
+    longest = [int(data.steps[i].batches[0].layout.lengths.max()) for i in range(epoch_steps(data))]
+    assert longest != sorted(longest, reverse=True)
+    assert np.corrcoef(longest, range(len(longest)))[0, 1] > -0.5
+
+
+REFUSALS = {
+    "data.mode=matchd": "data.mode",
+    "data.strategy=bestfit": "data.strategy.*best_fit",
+    "data.overlong=drop": "overlong",
+    "data.overlong=error": "data.row_length=24 is shorter than the longest document",
+    "data.tokens_per_step=0": "data.tokens_per_step",
+    "data.slots_per_batch=0": "data.slots_per_batch",
+    "data.num_workers=-1": "data.num_workers",
+    "data.streams=2": "only strategy split has streams",
+    "trainer.boundary=carry": "carry needs data.strategy=split",
+    "data.row_length=null": "row_length",
+    "data.validation_documents=0": "data.validation_documents",
+}
+
+
+@pytest.mark.parametrize("override", REFUSALS)
+def test_refuses_in_one_sentence(tmp_path, override):
+    with pytest.raises(ConfigError, match=REFUSALS[override]) as caught:
+        module(tmp_path, override)
+    assert "\n" not in str(caught.value)
+
+
+def test_refuses_a_carrying_step_that_would_cut_batches(tmp_path):
+    with pytest.raises(ConfigError, match="data.tokens_per_step: expected a multiple of .* 72"):
+        module(tmp_path, *CARRY, "data.mode=stream", "data.tokens_per_step=96")

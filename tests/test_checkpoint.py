@@ -1,0 +1,253 @@
+"""Published checkpoints: Hugging Face's own model as the reference, state-spaces' folder by hand, every refusal."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import LAYOUT, build, error, gradients, random_tokens, slots, summed_loss
+from safetensors.torch import load_file, save_file
+
+from packmamba import MambaLM
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+HUGGING_FACE = {
+    "published": {},
+    "biases": {"use_bias": True, "use_conv_bias": False},
+    "untied": {"tie_word_embeddings": False},
+    "odd sizes": {"hidden_size": 20, "expand": 3, "state_size": 3, "conv_kernel": 3, "time_step_rank": 5},
+    "epsilon": {"layer_norm_epsilon": 0.1},
+}
+FILES = ["safetensors", "safetensors in shards", "bin", "bin in shards"]
+
+
+def hugging_face_model(**config):
+    torch.manual_seed(0)
+    small = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**small | config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def save_hugging_face(model, folder, files):
+    model.save_pretrained(folder, max_shard_size="5KB" if "shards" in files else "1GB")
+    if not files.startswith("bin"):
+        return
+    # Releases before 4.35 wrote these; the present one only reads them.
+    for path in sorted(folder.glob("*.safetensors")):
+        name = path.name.replace("model", "pytorch_model").replace(".safetensors", ".bin")
+        torch.save(load_file(path), folder / name)
+        path.unlink()
+    for path in folder.glob("model.safetensors.index.json"):
+        index = path.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+        (folder / "pytorch_model.bin.index.json").write_text(index)
+        path.unlink()
+
+
+@pytest.mark.parametrize("files", FILES)
+@pytest.mark.parametrize("config", HUGGING_FACE.values(), ids=HUGGING_FACE.keys())
+def test_logits_and_gradients_are_hugging_face_s(tmp_path, config, files):
+    theirs, tokens = hugging_face_model(**config), random_tokens()
+    save_hugging_face(theirs, tmp_path, files)
+    weights = list(tmp_path.glob("*.bin" if "bin" in files else "*.safetensors"))
+    assert (len(weights) > 1) == ("shards" in files)
+    ours = MambaLM.from_pretrained(tmp_path)
+    logits = ours(tokens, layout=LAYOUT)
+    expected_loss = 0.0
+    for s in range(LAYOUT.num_documents):
+        document = tokens.flatten()[slots(LAYOUT, s)][None]
+        alone = theirs(document).logits
+        assert torch.allclose(logits.flatten(0, 1)[slots(LAYOUT, s)], alone[0], rtol=0, atol=1e-4)
+        assert error(logits.flatten(0, 1)[slots(LAYOUT, s)], alone[0]) < 1e-5
+        expected_loss = expected_loss + F.cross_entropy(alone[0, :-1], document[0, 1:], reduction="sum")
+    results, expected = gradients(summed_loss(logits, tokens, LAYOUT), ours), gradients(expected_loss, theirs)
+    expected = {name.replace("embeddings", "embedding"): value for name, value in expected.items()}
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.any() and error(results[name], value) < 5e-5, name
+
+
+def test_older_names_and_keys_of_hugging_face(tmp_path):
+    """The first conversions kept state-spaces' name of the embedding, and its configuration's keys beside new ones."""
+    theirs = hugging_face_model(vocab_size=37)
+    save_hugging_face(theirs, tmp_path, "safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    config |= {"d_model": 16, "d_inner": 32, "n_layer": 2, "intermediate_size": 32, "pad_vocab_size_multiple": 8}
+    config |= {"ssm_cfg": {}, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    tokens = random_tokens()
+    assert error(MambaLM.from_pretrained(tmp_path)(tokens), theirs(tokens).logits) < 1e-5
+
+
+STATE_SPACES = {  # the keys of mamba-130m's config.json, and those that mamba-ssm 2 added
+    "d_model": 8,
+    "n_layer": 2,
+    "vocab_size": 21,
+    "ssm_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 8,
+}
+ADDED = {"d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {}, "tie_embeddings": True}
+
+
+def save_state_spaces(folder, weights, **config):
+    (folder / "config.json").write_text(json.dumps(STATE_SPACES | config))
+    torch.save(weights, folder / "pytorch_model.bin")
+
+
+def state_spaces_weights(dtype=torch.float32, **config):
+    """What MambaLMHeadModel.state_dict() holds, in its order: the tied head as well, the vocabulary padded to 24."""
+    weights = build(dtype=dtype, vocab_size=24, **{"d_state": 16} | config).state_dict()
+    assert list(weights)[0] == "backbone.embedding.weight" and list(weights)[-1] == "lm_head.weight"
+    return dict(weights)
+
+
+@pytest.mark.parametrize("added", [{}, ADDED], ids=["mamba-ssm 1", "mamba-ssm 2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_state_spaces_folder_with_a_padded_vocabulary(tmp_path, added, dtype):
+    weights = state_spaces_weights(dtype)
+    save_state_spaces(tmp_path, weights, **added)
+    model = MambaLM.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.backbone.embedding.weight and model.config["vocab_size"] == 24
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    for name, value in weights.items():
+        assert state[name].dtype == torch.float32 and torch.equal(state[name], value.float())
+    assert model(random_tokens()[:, :5] % 21).shape == (4, 5, 24)
+
+
+def test_state_spaces_options_and_an_untied_head(tmp_path):
+    mixer = {"d_state": 3, "d_conv": 3, "expand": 1, "dt_rank": 2, "bias": True, "conv_bias": False}
+    weights = state_spaces_weights(**mixer, tie_embeddings=False)
+    without_effect = {"layer": "Mamba1", "dt_init": "constant", "dt_scale": 2.0, "use_fast_path": False, "dt_min": 0.01}
+    save_state_spaces(tmp_path, weights, ssm_cfg=mixer | without_effect, tie_embeddings=False)
+    model = MambaLM.from_pretrained(tmp_path, backend="reference")
+    assert all(layer.mixer.backend == "reference" for layer in model.backbone.layers)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"tie_embeddings": False, "d_conv": 2, "bias": True}, {"learned_initial_state": True, "norm_epsilon": 0.01}],
+    ids=["published", "options", "ours alone"],
+)
+def test_a_saved_model_is_loaded_as_it_was(tmp_path, config):
+    model, tokens = build(dtype=torch.float32, vocab_size=29, **config), random_tokens()
+    model.save_pretrained(tmp_path / "new" / "folder")
+    again = MambaLM.from_pretrained(tmp_path / "new" / "folder")
+    assert again.config == model.config
+    assert torch.equal(again(tokens, layout=LAYOUT), model(tokens, layout=LAYOUT))
+    published = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
+    only_ours = {"norm_epsilon"} if "norm_epsilon" in config else set()
+    assert published.keys() == STATE_SPACES.keys() | {"tie_embeddings"} | only_ours, "mamba-ssm refuses other keys"
+
+
+def test_overrides_reach_the_model(tmp_path):
+    save_state_spaces(tmp_path, state_spaces_weights())
+    with pytest.raises(ValueError, match="^backend: expected one of .*, got 'triton'"):
+        MambaLM.from_pretrained(tmp_path, backend="triton")
+
+
+def rewrite(name, change):
+    """The folder with one of its weights changed."""
+
+    def apply(folder):
+        weights = torch.load(folder / "pytorch_model.bin")
+        change(weights, name)
+        torch.save(weights, folder / "pytorch_model.bin")
+
+    return apply
+
+
+def config(**changes):
+    return lambda folder: save_state_spaces(folder, state_spaces_weights(), **changes)
+
+
+def hugging_face_config(**changes):
+    keys = {"model_type": "mamba", "hidden_size": 8, "vocab_size": 24, "num_hidden_layers": 2}
+    return lambda folder: (folder / "config.json").write_text(json.dumps(keys | changes))
+
+
+def sharded(index):
+    def apply(folder):
+        (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00002.bin")
+        (folder / "pytorch_model.bin.index.json").write_text(index)
+
+    return apply
+
+
+def text(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+A_LOG = "backbone.layers.1.mixer.A_log"
+REFUSALS = {
+    "no configuration": (
+        lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "directory: expected .*config.json, got "),
+    "bad JSON": (text("config.json", '{"d_model": 8,'), ValueError, "config.json: expected JSON, got "),
+    "not text": (lambda f: (f / "config.json").write_bytes(b"\xff"), ValueError, "config.json: expected JSON, got "),
+    "a list": (text("config.json", "[]"), ValueError, "config.json: expected a JSON object, got list"),
+    "no keys": (text("config.json", "{}"), ValueError, "expected d_model and n_layer, or .*hidden_size, got neither"),
+    "Mamba-2": (config(ssm_cfg={"layer": "Mamba2"}), ValueError, "ssm_cfg.layer: expected 'Mamba1', got 'Mamba2'"),
+    "attention": (config(attn_layer_idx=[1]), ValueError, r"attn_layer_idx: expected none .*, got \[1\]"),
+    "MLP": (config(d_intermediate=32), ValueError, "d_intermediate: expected none .*, got 32"),
+    "LayerNorm": (config(rms_norm=False), ValueError, "rms_norm: expected true, got false"),
+    "unknown option": (config(ssm_cfg={"headdim": 64}), ValueError, "ssm_cfg: unknown keys headdim"),
+    "size of text": (config(d_model="8"), ValueError, "d_model: expected an integer of at least 1, got '8'"),
+    "width": (config(ssm_cfg={"d_conv": 7}), ValueError, "d_conv: expected 2, 3 or 4, got 7"),
+    "another model": (hugging_face_config(model_type="llama"), ValueError, "model_type: expected 'mamba', got 'llama'"),
+    "its Mamba-2": (hugging_face_config(model_type="mamba2"), ValueError, "model_type: expected 'mamba', got 'mamba2'"),
+    "activation": (hugging_face_config(hidden_act="gelu"), ValueError, "hidden_act: expected 'silu', got 'gelu'"),
+    "expansion": (hugging_face_config(expand=1.5), ValueError, "expand: expected an integer of at least 1, got 1.5"),
+    "no weights": (
+        lambda folder: (folder / "pytorch_model.bin").unlink(), FileNotFoundError,
+        r"directory: expected model.safetensors or pytorch_model.bin \(or its index\) in .*, got neither"),
+    "pointer": (
+        text("pytorch_model.bin", "version https://git-lfs"), ValueError, "model.bin: expected a file of weights"),
+    "broken safetensors": (
+        text("model.safetensors", "no"), ValueError, "model.safetensors: expected a file of weights, got one that"),
+    "missing shard": (
+        sharded('{"weight_map": {"a": "pytorch_model-00002-of-00002.bin"}}'), FileNotFoundError,
+        "index.json: expected 'pytorch_model-00002-of-00002.bin' beside it, got no such file"),
+    "broken index": (sharded("{"), ValueError, "index.json: expected JSON, got "),
+    "missing tensor": (rewrite(A_LOG, dict.pop), ValueError, f"the weights lack '{A_LOG}'"),
+    "missing embedding": (
+        rewrite("backbone.embedding.weight", dict.pop), ValueError, "the weights lack 'backbone.embedding.weight'"),
+    "unknown tensor": (
+        rewrite("extra", lambda w, name: w.update({name: torch.ones(1)})), ValueError, "hold an unknown 'extra'"),
+    "wrong shape": (
+        rewrite(A_LOG, lambda w, name: w.update({name: w[name][:, :3]})), ValueError,
+        rf"'{A_LOG}': expected shape \(16, 16\) from config.json, got \(16, 3\)"),
+    "another vocabulary": (
+        config(vocab_size=100), ValueError, r"embedding.weight': expected shape \(100, 8\) .*, got \(24, 8\)"),
+    "a head of its own": (
+        rewrite("lm_head.weight", lambda w, name: w.update({name: w[name] + 1})), ValueError,
+        "'lm_head.weight' differs from the embedding that config.json ties it to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refuses_in_one_sentence(tmp_path, name):
+    save_state_spaces(tmp_path, state_spaces_weights())
+    MambaLM.from_pretrained(tmp_path)
+    spoil, kind, message = REFUSALS[name]
+    spoil(tmp_path)
+    with pytest.raises(kind, match=message) as caught:
+        MambaLM.from_pretrained(str(tmp_path))
+    assert type(caught.value) is kind and "\n" not in str(caught.value)
+
+
+def test_a_missing_folder_is_named():
+    with pytest.raises(FileNotFoundError, match="directory: expected .*, got 'state-spaces/mamba-130m'"):
+        MambaLM.from_pretrained("state-spaces/mamba-130m")

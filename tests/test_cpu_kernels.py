@@ -1,0 +1,154 @@
+"""What the compiled CPU kernels promise beyond parity: the same bits for any threads, functions with stated errors."""
+
+import numpy as np
+import pytest
+import torch
+from arrangements import AWKWARD, LONG
+from operators import random_case
+
+from packmamba import SequenceLayout, ops
+from packmamba.ops import compiled, library
+
+BUSY = SequenceLayout.from_lengths([[300, 17, 900, 1, 64], [513], list(range(1, 40))], row_length=1300)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded():
+    library.load("cpu")
+
+
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [AWKWARD["chunk-edges"], LONG, BUSY], ids=["chunk-edges", "long", "busy"])
+def test_the_same_bits_for_any_number_of_threads(operator, dtype, layout):
+    case = random_case(operator, layout, dtype, channels=150, d_state=3)
+    results = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            results.append(case.run("cpu"))
+    finally:
+        torch.set_num_threads(1)
+    for other in results[1:]:
+        for name, value in results[0].items():
+            assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+def test_a_document_has_the_same_bits_wherever_it_is_packed(operator):
+    """Packing-unpacking invariance, to the bit: what is computed for a document depends on nothing but the document."""
+    packed = random_case(operator, BUSY, torch.float32, channels=70, d_state=5, states=False)
+    whole = packed.run("cpu")
+    per_token = ("x", "u", "delta", "z", "B", "C")
+    for start, end in zip(BUSY.starts.tolist(), BUSY.ends.tolist()):
+        tokens = slice(start, end)
+        alone = random_case(
+            operator, SequenceLayout.from_rows(1, end - start), torch.float32, channels=70, d_state=5, states=False
+        )
+        alone.tensors = {n: t.flatten(0, 1)[None, tokens] if n in per_token else t for n, t in packed.tensors.items()}
+        alone.grad_y = packed.grad_y.flatten(0, 1)[None, tokens]
+        for name, value in alone.run("cpu").items():
+            if name == "y" or name.removeprefix("grad ") in per_token:
+                assert torch.equal(value[0], whole[name].flatten(0, 1)[tokens]), name
+
+
+def apply(function, x):
+    return torch.ops.packmamba_cpu.elementwise(x, function, out := torch.full_like(x, torch.nan)) or out
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-7), (torch.float64, 4e-16)])
+def test_exp2_has_its_stated_error(dtype, bound):
+    low, high = (-126, 128) if dtype == torch.float32 else (-1022, 1024)
+    x = torch.cat(
+        [torch.linspace(low, high, 2_000_003, dtype=dtype)[:-1], torch.linspace(-1, 1, 1_000_003, dtype=dtype)]
+    )
+    x = torch.cat(
+        [x, torch.logspace(-30, 0, 1000, base=2, dtype=dtype), -torch.logspace(-30, 0, 1000, base=2, dtype=dtype)]
+    )
+    expected = np.exp2(x.numpy().astype(np.longdouble))
+    error = np.abs(apply("exp2", x).numpy().astype(np.longdouble) / expected - 1)
+    assert error.max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exp2_at_the_edges(dtype):
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([-inf, -1e30, -5000.0, 0.0, 5000.0, 1e30, inf, nan, -nan], dtype=dtype)
+    expected = torch.tensor([0.0, 0, 0, 1, inf, inf, inf, nan, nan], dtype=dtype)
+    torch.testing.assert_close(apply("exp2", x), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [("softplus", torch.nn.functional.softplus), ("sigmoid", torch.sigmoid)]
+)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_softplus_and_sigmoid(function, expected, dtype, bound):
+    x = torch.linspace(-80, 80, 200_001, dtype=dtype)
+    exact = x.double().exp().log1p() if function == "softplus" else torch.sigmoid(x.double())
+    # Far from 0, exp's error is that of its argument in units of log2(e).
+    assert ((apply(function, x).double() / exact - 1).abs() / x.abs().clamp(min=10)).max() * 10 <= bound
+    edges = torch.tensor([-torch.inf, torch.inf, torch.nan], dtype=dtype)
+    torch.testing.assert_close(apply(function, edges), expected(edges), equal_nan=True)
+
+
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+def test_auto_runs_the_compiled_kernels(operator, monkeypatch):
+    called = []
+    real = dict(compiled.KERNELS["cpu"])
+    counting = {name: lambda *a, name=name: (called.append(name), real[name](*a)) for name in real}
+    monkeypatch.setitem(compiled.KERNELS, "cpu", counting)
+    case = random_case(operator, AWKWARD["splits"], torch.float32)
+    case.run("auto")
+    prefix = operator.removesuffix("_pack")
+    assert called == [f"{prefix}_forward", f"{prefix}_backward"]
+
+
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_are_written_wherever_they_are_read(operator, dtype, monkeypatch):
+    """Every output arrives full of NaN, and none is left."""
+    real = dict(compiled.KERNELS["cpu"])
+
+    def poisoned(name):
+        schema = getattr(torch.ops.packmamba_cpu, name).default._schema
+        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+        def run(*arguments):
+            for i in written:
+                if arguments[i] is not None:
+                    arguments[i].fill_(torch.nan)
+            real[name](*arguments)
+
+        return run
+
+    case = random_case(operator, AWKWARD["chunk-edges"], dtype, channels=21)
+    expected = case.run("cpu")
+    monkeypatch.setitem(compiled.KERNELS, "cpu", {name: poisoned(name) for name in real})
+    for name, value in case.run("cpu").items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_float16_follows_the_reference():
+    case = random_case("ssm_pack", AWKWARD["splits"], torch.float16, channels=21)
+    fast, slow = case.run("cpu"), case.run("reference")
+    for name, value in fast.items():
+        torch.testing.assert_close(value, slow[name], rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("d_state", [1, 2, 7, 8, 16, 23, 64, 256])
+def test_any_number_of_states(d_state):
+    case = random_case("ssm_pack", AWKWARD["splits"], torch.float64, channels=9, d_state=d_state)
+    fast, slow = case.run("cpu"), case.run("reference")
+    for name, value in fast.items():
+        torch.testing.assert_close(value, slow[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+def test_gradcheck_of_every_input(operator):
+    case = random_case(operator, AWKWARD["splits"], torch.float64, channels=2, d_state=2)
+    names = list(case.tensors)
+
+    def function(*tensors):
+        return getattr(ops, operator)(**dict(zip(names, tensors)), **case.options, layout=case.layout, backend="cpu")
+
+    assert torch.autograd.gradcheck(function, [case.tensors[name].detach().requires_grad_() for name in names])

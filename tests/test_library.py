@@ -1,0 +1,151 @@
+"""The loader: one build for many processes, a cache that machines may share, and what happens without a compiler."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from packmamba.ops import library
+
+ROOT = Path(__file__).parents[1]
+FORWARD = """
+import torch, warnings
+from packmamba import SequenceLayout, ops
+layout = SequenceLayout.from_lengths([[2, 1]], row_length=4)
+y = ops.conv1d_pack(torch.ones(1, 4, 3), torch.ones(3, 2), layout=layout)
+y = ops.conv1d_pack(torch.ones(1, 4, 3), torch.ones(3, 2), layout=layout)
+assert y[0, :, 0].tolist() == [1, 2, 1, 0], y
+"""
+
+
+def run_python(code, cwd, path=None, **env):
+    """A fresh interpreter outside the checkout; what it printed, both streams together."""
+    env = os.environ | {"PYTHONPATH": str(path or ROOT)} | env
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture
+def small_kernels(tmp_path, monkeypatch):
+    """A folder of kernels that compiles at once, with its own cache."""
+    for part in ("common", "cpu"):
+        (tmp_path / "kernels" / part).mkdir(parents=True)
+    (tmp_path / "kernels" / "common" / "answer.h").write_text("#define ANSWER 42\n")
+    (tmp_path / "kernels" / "cpu" / "a.cpp").write_text('#include "../common/answer.h"\nint a() { return ANSWER; }\n')
+    monkeypatch.setattr(library, "kernel_folder", lambda: tmp_path / "kernels")
+    monkeypatch.setenv("PACKMAMBA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "kernels"
+
+
+def test_the_key_covers_sources_headers_flags_compiler_and_instruction_set(small_kernels, monkeypatch):
+    keys = [library.describe("cpu").key]
+
+    def changed():
+        keys.append(library.describe("cpu").key)
+        return keys[-1] not in keys[:-1]
+
+    (small_kernels / "cpu" / "a.cpp").write_text("int a() { return 1; }\n")
+    assert changed()
+    (small_kernels / "common" / "answer.h").write_text("#define ANSWER 43\n")
+    assert changed()
+    monkeypatch.setenv("PACKMAMBA_SANITIZE", "undefined")
+    assert changed()
+    output = library._output
+    monkeypatch.setattr(library, "_output", lambda *c: output(*c) + ("#define __OTHER_CPU__ 1\n" if "-dM" in c else ""))
+    assert changed()
+    monkeypatch.setattr(library, "_output", lambda *c: "another compiler\n")
+    assert changed()
+    monkeypatch.undo()
+
+
+def test_eight_processes_build_once(small_kernels, tmp_path):
+    counting = tmp_path / "compiler"
+    counting.write_text(
+        f'#!/bin/sh\ncase "$*" in *-c*) echo x >> "{tmp_path}/count"; sleep 0.3;; esac\nexec g++ "$@"\n'
+    )
+    counting.chmod(0o755)
+    code = f"""
+from pathlib import Path
+from packmamba.ops import library
+library.kernel_folder = lambda: Path({str(small_kernels)!r})
+print(library.build("cpu"))
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CXX": str(counting)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(8)
+    ]
+    paths = {process.communicate()[0].strip() for process in processes}
+    assert all(process.returncode == 0 for process in processes)
+    assert len(paths) == 1 and Path(paths.pop()).is_file()
+    assert (tmp_path / "count").read_text().count("x") == 1
+    assert not list((tmp_path / "cache").glob("build-*")), "scratch folders are gone"
+
+
+def test_a_failed_compilation_shows_the_compilers_words(small_kernels):
+    (small_kernels / "cpu" / "a.cpp").write_text("int a() { return nonsense; }\n")
+    with pytest.raises(library.KernelError, match="nonsense"):
+        library.build("cpu")
+    assert not list((small_kernels.parent / "cache").glob("*.so"))
+
+
+def test_an_unwritable_cache_names_the_variable(small_kernels, monkeypatch):
+    monkeypatch.setenv("PACKMAMBA_CACHE", "/proc/nowhere")
+    with pytest.raises(library.KernelError, match="PACKMAMBA_CACHE"):
+        library.build("cpu")
+
+
+def test_info_says_what_is_built_and_what_is_missing():
+    library.build("cpu")
+    rows = {row["kind"]: row for row in library.info()}
+    assert rows.keys() == set(library.KINDS)
+    assert rows["cpu"]["built"] and rows["cpu"]["problem"] is None
+    assert all(row["built"] or row["path"] or row["problem"] for row in rows.values())
+
+
+def test_without_a_compiler_one_warning_names_the_fix_and_the_reference_runs(tmp_path):
+    printed = run_python(FORWARD, tmp_path, CXX="no-such-compiler", PATH="/nowhere", PACKMAMBA_CACHE=str(tmp_path))
+    assert printed.count("UserWarning") == 1
+    assert "install g++" in printed and library.BUILD_COMMAND in printed
+
+
+def test_without_a_compiler_an_explicit_backend_raises(tmp_path):
+    code = FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
+    code = "try:\n" + textwrap.indent(code, "    ") + "except Exception as error: print(type(error), error)"
+    printed = run_python(code, tmp_path, CXX="no-such-compiler", PATH="/nowhere", PACKMAMBA_CACHE=str(tmp_path))
+    assert "KernelError" in printed and "install g++" in printed and "UserWarning" not in printed
+
+
+def test_an_installed_wheel_builds_and_runs(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "packmamba", "kernels"):
+        if (ROOT / name).exists():
+            subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
+    (source / "README.md").touch()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    wheel = [*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), str(source)]
+    subprocess.run(wheel, check=True, capture_output=True)
+    built = next(tmp_path.glob("*.whl"))
+    files = zipfile.ZipFile(built).namelist()
+    sources = {
+        p.relative_to(ROOT).as_posix()
+        for p in (ROOT / "kernels").rglob("*")
+        if p.suffix in (".cpp", ".h", ".cu", ".cuh")
+    }
+    assert {f"packmamba/{path}" for path in sources} <= set(files)
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "packmamba").rglob("*.py")}
+    assert modules <= set(files)
+    target = tmp_path / "elsewhere"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(built)], check=True, capture_output=True)
+    code = (
+        FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
+        + "import packmamba; print(packmamba.__file__)"
+    )
+    assert str(target) in run_python(code, tmp_path, path=target)

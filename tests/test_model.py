@@ -1,0 +1,307 @@
+"""Packing, cutting and leaking at the level of the model."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import (
+    EXACT,
+    LAYOUT,
+    VOCAB,
+    assert_close,
+    build,
+    error,
+    every_config,
+    flat,
+    gradients,
+    random_states,
+    random_tokens,
+    slots,
+    summed_loss,
+)
+
+from packmamba import SequenceLayout
+from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
+
+
+@every_config
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
+def test_packed_equals_each_document_alone(config, given):
+    model, tokens = build(**config), random_tokens()
+    states = random_states(model, LAYOUT.num_documents) if given else None
+    logits, finals = model(tokens, layout=LAYOUT, states=states, return_states=True)
+    loss = summed_loss(logits, tokens, LAYOUT)
+    alone_loss = 0.0
+    for s in range(LAYOUT.num_documents):
+        document = tokens.flatten()[slots(LAYOUT, s)][None]
+        start = [(conv[s : s + 1], scan[s : s + 1]) for conv, scan in states] if given else None
+        alone, ends = model(document, states=start, return_states=True)
+        assert error(logits.flatten(0, 1)[slots(LAYOUT, s)], alone[0]) <= EXACT
+        for packed, end in zip(flat(finals), flat(ends)):
+            assert error(packed[s : s + 1], end) <= EXACT
+        alone_loss = alone_loss + F.cross_entropy(alone[0, :-1], document[0, 1:], reduction="sum")
+    targets = LAYOUT.num_tokens - LAYOUT.num_documents
+    assert error(loss / targets, alone_loss / targets) <= EXACT
+    results = gradients(loss / targets, model, states or ())
+    unused = "initial_state" if given else "nothing"
+    assert all(g.any() != name.endswith(unused) for name, g in results.items()), "zeros would prove nothing"
+    assert_close(results, gradients(alone_loss / targets, model, states or ()))
+
+
+def test_no_layout_means_each_row_is_a_document():
+    model, tokens = build(), random_tokens()
+    expected = model(tokens, layout=SequenceLayout.from_rows(*tokens.shape))
+    assert torch.equal(model(tokens), expected)
+    assert torch.equal(model(tokens.int()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_s_last_token_changes_no_bit_of_another(dtype):
+    model, tokens = build(dtype=dtype), random_tokens()
+    states = random_states(model, LAYOUT.num_documents)
+    expected, ends = model(tokens, layout=LAYOUT, states=states, return_states=True)
+    for victim in range(LAYOUT.num_documents):
+        changed = tokens.clone()
+        last = changed.flatten()[int(LAYOUT.ends[victim]) - 1 :][:1]
+        last.copy_(last % (VOCAB - 1) + 1)
+        logits, finals = model(changed, layout=LAYOUT, states=states, return_states=True)
+        for s in range(LAYOUT.num_documents):
+            same = torch.equal(logits.flatten(0, 1)[slots(LAYOUT, s)], expected.flatten(0, 1)[slots(LAYOUT, s)])
+            assert same == (s != victim), (victim, s)
+            assert all(torch.equal(f[s], e[s]) == (s != victim) for f, e in zip(flat(finals), flat(ends)))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
+def test_a_poisoned_document_changes_no_bit_of_another(given):
+    model, tokens = build(dtype=torch.float32, tie_embeddings=False), random_tokens()
+    states = random_states(model, LAYOUT.num_documents)
+
+    def run(tokens, states, weight):
+        logits, finals = model(tokens, layout=LAYOUT, states=states if given else None, return_states=True)
+        loss = (logits.flatten(0, 1) * weight[:, None]).sum()
+        grads = torch.autograd.grad(loss, flat(states)) if given else ()
+        return logits.flatten(0, 1), flat(finals), grads
+
+    weight = torch.randn(LAYOUT.num_slots, generator=torch.Generator().manual_seed(3))
+    expected = run(tokens, states, weight)
+    with torch.no_grad():
+        model.backbone.embedding.weight[0] = float("nan")
+    for victim in range(LAYOUT.num_documents):
+        poisoned, bad_weight = tokens.clone(), weight.clone()
+        poisoned.flatten()[slots(LAYOUT, victim)] = 0
+        bad_weight[slots(LAYOUT, victim)] = float("inf")
+        bad_states = copy.deepcopy(states)
+        with torch.no_grad():
+            for state in flat(bad_states):
+                state[victim] = float("nan")
+        logits, finals, grads = run(poisoned, bad_states, bad_weight)
+        assert logits[slots(LAYOUT, victim)].isnan().all(), "the poison must reach its own document"
+        for s in range(LAYOUT.num_documents):
+            if s != victim:
+                assert torch.equal(logits[slots(LAYOUT, s)], expected[0][slots(LAYOUT, s)])
+                for results, before in ((finals, expected[1]), (grads, expected[2])):
+                    assert all(torch.equal(result[s], value[s]) for result, value in zip(results, before))
+
+
+def test_tokens_at_padding_change_no_bit():
+    model, tokens = build(dtype=torch.float32), random_tokens()
+    real = LAYOUT.documents >= 0
+    expected, ends = model(tokens, layout=LAYOUT, return_states=True)
+    expected_gradients = gradients(summed_loss(expected, tokens, LAYOUT), model)
+    for filler in (torch.zeros_like(tokens), random_tokens(seed=9)):
+        filled = torch.where(real, tokens, filler)
+        logits, finals = model(filled, layout=LAYOUT, return_states=True)
+        assert torch.equal(logits[real], expected[real]) and logits.isfinite().all()
+        assert all(torch.equal(f, e) for f, e in zip(flat(finals), flat(ends)))
+        for name, value in gradients(summed_loss(logits, filled, LAYOUT), model).items():
+            assert torch.equal(value, expected_gradients[name]), name
+
+
+def columns(layout, start, stop):
+    return SequenceLayout.from_position_indices(layout.position_indices[:, start:stop].contiguous())
+
+
+def carried(model, earlier, finals, later):
+    """What the documents of ``later`` start from: continuations where ``earlier`` left them, others afresh."""
+    last_of_row = {row: s for s, row in enumerate(earlier.rows.tolist())}
+    pieces = zip(later.rows.tolist(), later.continues.tolist())
+    picks = torch.tensor([last_of_row[row] + 1 if goes_on else 0 for row, goes_on in pieces], dtype=torch.long)
+    return [
+        tuple(torch.cat([fresh, end])[picks] for fresh, end in zip(*pairs))
+        for pairs in zip(model.start_states(1), finals)
+    ]
+
+
+def run_whole_and_cut(model, tokens, begun, cut, detach=False):
+    """(logits, final states) of LAYOUT in one call, and in two calls of the columns before and after ``cut``."""
+    continues = LAYOUT.continues[:, None, None]
+    fresh = model.start_states(LAYOUT.num_documents)
+    states = [tuple(torch.where(continues, b, f) for b, f in zip(*pairs)) for pairs in zip(begun, fresh)]
+    whole = model(tokens, layout=LAYOUT, states=states, return_states=True)
+    first, second = columns(LAYOUT, 0, cut), columns(LAYOUT, cut, LAYOUT.shape[1])
+    before, after = (d[d >= 0].unique().long() for d in (LAYOUT.documents[:, :cut], LAYOUT.documents[:, cut:]))
+    states = [(conv[before], scan[before]) for conv, scan in states]
+    logits, finals = model(tokens[:, :cut], layout=first, states=states, return_states=True)
+    passed = [tuple(state.detach() for state in pair) for pair in finals] if detach else finals
+    states = carried(model, first, passed, second)
+    rest, ends = model(tokens[:, cut:], layout=second, states=states, return_states=True)
+    ends = [
+        tuple(w.detach().index_copy(0, before, f).index_copy(0, after, e) for w, f, e in zip(*pairs))
+        for pairs in zip(whole[1], finals, ends)
+    ]
+    return whole, (torch.cat([logits, rest], dim=1), ends)
+
+
+@every_config
+@pytest.mark.parametrize("cut", range(1, LAYOUT.shape[1]))
+def test_documents_cut_anywhere_with_their_states_are_the_whole(config, cut):
+    model, tokens = build(**config), random_tokens()
+    begun = random_states(model, LAYOUT.num_documents)
+    results = []
+    for logits, finals in run_whole_and_cut(model, tokens, begun, cut):
+        loss = summed_loss(logits, tokens, LAYOUT) + sum(state.square().sum() for state in flat(finals))
+        outputs = {f"final {i}": state for i, state in enumerate(flat(finals))}
+        outputs["logits"] = logits * (LAYOUT.documents >= 0)[..., None]
+        results.append(outputs | gradients(loss, model, begun))
+    whole, cut_up = results
+    assert whole["states 0"].any()
+    assert_close(cut_up, whole)
+
+
+def test_detaching_the_carried_states_changes_only_the_gradient():
+    model, tokens = build(), random_tokens()
+    begun = random_states(model, LAYOUT.num_documents)
+    (whole, _), (cut_up, _) = run_whole_and_cut(model, tokens, begun, cut=4, detach=True)
+    real = LAYOUT.documents >= 0
+    assert error(cut_up[real], whole[real]) <= EXACT
+    expected = gradients(summed_loss(whole, tokens, LAYOUT), model)["backbone.layers.0.mixer.A_log"]
+    truncated = gradients(summed_loss(cut_up, tokens, LAYOUT), model)["backbone.layers.0.mixer.A_log"]
+    assert error(truncated, expected) > 1e-4
+
+
+FLOW = LAYOUT.flow()
+VARIANTS = {
+    "reset": (LAYOUT, LAYOUT),
+    "leak": (FLOW, FLOW),
+    "leak-in-convolution": (FLOW, LAYOUT),
+    "leak-in-scan": (LAYOUT, FLOW),
+}
+
+
+def test_leaks_in_one_operator_in_both_and_in_none_all_differ():
+    model, tokens = build(), random_tokens()
+    outputs = [model(tokens, layout=LAYOUT, conv_layout=conv, ssm_layout=ssm) for conv, ssm in VARIANTS.values()]
+    assert torch.equal(outputs[0], model(tokens, layout=LAYOUT))
+    assert torch.equal(outputs[1], model(tokens, layout=FLOW))
+    for s in range(LAYOUT.num_documents):
+        views = [logits.flatten(0, 1)[slots(LAYOUT, s)] for logits in outputs]
+        first_of_row = s in (0, 3, 5)
+        for i, one in enumerate(views):
+            for other in views[:i]:
+                apart = error(one, other)
+                assert apart <= EXACT if first_of_row else apart > 1e-5
+
+
+@every_config
+def test_leak_is_each_row_run_as_one_document(config):
+    model, tokens = build(**config), random_tokens()
+    states = random_states(model, FLOW.num_documents)
+    for given in (None, states):
+        logits, finals = model(tokens, layout=FLOW, states=given, return_states=True)
+        for i, row in enumerate(FLOW.rows.tolist()):
+            length = int(FLOW.lengths[i])
+            start = None if given is None else [(conv[i : i + 1], scan[i : i + 1]) for conv, scan in given]
+            alone, ends = model(tokens[row : row + 1, :length], states=start, return_states=True)
+            assert error(logits[row, :length], alone[0]) <= EXACT
+            assert all(error(f[i : i + 1], e) <= EXACT for f, e in zip(flat(finals), flat(ends)))
+
+
+@every_config
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_mixer_is_its_operators_each_with_its_own_layout(config, variant):
+    """Against the loops; states are indexed by the documents of each operator's layout."""
+    conv_layout, ssm_layout = VARIANTS[variant]
+    mixer = build(**config).backbone.layers[0].mixer
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(*LAYOUT.shape, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    conv_state = torch.randn(conv_layout.num_documents, mixer.d_inner, mixer.d_conv - 1, generator=generator).double()
+    ssm_state = torch.randn(ssm_layout.num_documents, mixer.d_inner, mixer.d_state, generator=generator).double()
+    state = (conv_state.requires_grad_(), ssm_state.requires_grad_())
+    layouts = {"conv_layout": conv_layout, "ssm_layout": ssm_layout}
+    result, finals = mixer(hidden, layout=LAYOUT, **layouts, state=state, return_state=True)
+
+    x, z = mixer.in_proj(hidden).chunk(2, dim=-1)
+    x, conv_end = conv1d_pack_loops(
+        x, mixer.conv1d.weight[:, 0], mixer.conv1d.bias, conv_layout, "silu", conv_state, return_final_state=True
+    )
+    rank, d_state = mixer.dt_rank, mixer.d_state
+    delta, B, C = mixer.x_proj(x).split([rank, d_state, d_state], dim=-1)
+    delta = delta @ mixer.dt_proj.weight.T
+    y, ssm_end = ssm_pack_loops(
+        x, delta, -mixer.A_log.exp(), B, C, mixer.D, z, mixer.dt_proj.bias, True, ssm_layout, ssm_state, True
+    )
+    expected = mixer.out_proj(y)
+    inputs = [p for name, p in mixer.named_parameters() if name != "initial_state"] + [hidden, *state]
+    results = []
+    for outputs in ((result, *finals), (expected, conv_end, ssm_end)):
+        grads = torch.autograd.grad(sum(o.square().sum() for o in outputs), inputs, retain_graph=True)
+        results.append(dict(enumerate((*outputs, *grads))))
+    assert_close(*results)
+
+
+def test_states_of_another_layout_are_refused_under_flow():
+    model, tokens = build(dtype=torch.float32), random_tokens()
+    states = random_states(model, LAYOUT.num_documents)
+    with pytest.raises(ValueError, match=r"initial_state: expected shape \(3, 16, 3\).*got \(6, 16, 3\)"):
+        model(tokens, layout=FLOW, states=states)
+
+
+def test_the_learned_initial_state_starts_every_document():
+    model, tokens = build(learned_initial_state=True), random_tokens()
+    plain = build()
+    plain.load_state_dict({name: p for name, p in model.state_dict().items() if "initial_state" not in name})
+    zero = plain(tokens, layout=LAYOUT)
+    assert torch.equal(plain(tokens, layout=LAYOUT, states=plain.start_states(LAYOUT.num_documents)), zero)
+    for layouts in ({"layout": LAYOUT}, {"layout": FLOW}, {"layout": LAYOUT, "ssm_layout": FLOW}, {}):
+        documents = layouts.get(
+            "ssm_layout", layouts.get("layout", SequenceLayout.from_rows(*LAYOUT.shape))
+        ).num_documents
+        implied = model(tokens, **layouts)
+        conv_documents = layouts["layout"].num_documents if layouts else documents
+        scan_states = [scan for _, scan in model.start_states(documents)]
+        conv_states = [conv for conv, _ in model.start_states(conv_documents)]
+        given = model(tokens, **layouts, states=list(zip(conv_states, scan_states)))
+        explicit = plain(tokens, **layouts, states=list(zip(conv_states, scan_states)))
+        assert torch.equal(implied, given) and torch.equal(implied, explicit)
+        assert_close(*(gradients(summed_loss(logits, tokens, LAYOUT), model) for logits in (implied, given)))
+    implied = model(tokens, layout=LAYOUT)
+    for s in range(LAYOUT.num_documents):
+        where = slots(LAYOUT, s)
+        assert error(implied.flatten(0, 1)[where], zero.flatten(0, 1)[where]) > 1e-4
+    for name, gradient in gradients(summed_loss(implied, tokens, LAYOUT), model).items():
+        if name.endswith("initial_state"):
+            assert gradient.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_bfloat16(how):
+    exact, tokens = build(dtype=torch.float32, learned_initial_state=True), random_tokens()
+    model = copy.deepcopy(exact)
+    model = model if how == "autocast" else model.bfloat16()
+    states = random_states(model, LAYOUT.num_documents)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        for given in (None, states):
+            logits, finals = model(tokens, layout=LAYOUT, states=given, return_states=True)
+            wide_states = given and [tuple(state.float() for state in pair) for pair in given]
+            expected = exact(tokens, layout=LAYOUT, states=wide_states)
+            assert logits.dtype == torch.bfloat16 and {scan.dtype for _, scan in finals} == {torch.float32}
+            real = LAYOUT.documents >= 0
+            assert error(logits[real], expected[real]) < 0.03  # a few roundings of 2**-9 a layer
+            model(tokens, layout=LAYOUT, states=finals)
+            for s in range(LAYOUT.num_documents):
+                start = given and [(conv[s : s + 1], scan[s : s + 1]) for conv, scan in given]
+                alone = model(tokens.flatten()[slots(LAYOUT, s)][None], states=start)
+                assert error(logits.flatten(0, 1)[slots(LAYOUT, s)], alone[0]) < 0.03
+    for name, gradient in gradients(summed_loss(logits.float(), tokens, LAYOUT), model, states).items():
+        assert gradient.isfinite().all() and (gradient.any() or name.endswith("initial_state")), name

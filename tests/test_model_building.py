@@ -1,0 +1,137 @@
+"""How MambaLM and PackedMamba are built, initialised and grouped for the optimizer, and what they refuse."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import LAYOUT, VOCAB, build, every_config, gradients, random_tokens, summed_loss
+
+from packmamba import MambaLM, PackedMamba
+
+
+def test_initialisation_is_mamba_s():
+    torch.manual_seed(0)
+    n_layer, d_model = 4, 64
+    options = {"d_state": 5, "bias": True, "learned_initial_state": True, "tie_embeddings": False}
+    model = MambaLM(vocab_size=300, d_model=d_model, n_layer=n_layer, **options)
+    mixers = [layer.mixer for layer in model.backbone.layers]
+    for mixer in mixers:
+        dt = F.softplus(mixer.dt_proj.bias)
+        assert 0.001 * (1 - 1e-4) <= dt.min() < 0.0015 and 0.07 < dt.max() <= 0.1 * (1 + 1e-4)
+        assert abs(dt.log().mean() - math.log(0.01)) < 0.5, "log-uniform"
+        assert torch.allclose(mixer.A_log, torch.arange(1.0, 6.0).log().expand(128, 5))
+        assert (mixer.D == 1).all() and (mixer.initial_state == 0).all()
+        assert (mixer.in_proj.bias == 0).all() and (mixer.out_proj.bias == 0).all()
+        for weight, bound in (
+            (mixer.in_proj.weight, d_model**-0.5),
+            (mixer.conv1d.weight, 4**-0.5),
+            (mixer.conv1d.bias, 4**-0.5),
+            (mixer.x_proj.weight, 128**-0.5),
+            (mixer.dt_proj.weight, mixer.dt_rank**-0.5),
+            (mixer.out_proj.weight, 128**-0.5 * n_layer**-0.5),
+        ):
+            assert 0.9 * bound < weight.abs().max() <= bound * (1 + 1e-6), "uniform within its bound"
+    assert abs(model.backbone.embedding.weight.std() - 0.02) < 1e-3
+    assert all((p == 1).all() for name, p in model.named_parameters() if "norm" in name)
+    assert not torch.equal(mixers[0].dt_proj.bias, mixers[1].dt_proj.bias)
+    for limits, dt in (((1e-6, 1e-5, 1e-4), 1e-4), ((0.5, 0.5, 1e-4), 0.5)):
+        mixer = PackedMamba(d_model, **dict(zip(("dt_min", "dt_max", "dt_init_floor"), limits)))
+        assert torch.allclose(F.softplus(mixer.dt_proj.bias), torch.tensor(dt))
+
+
+def test_sizes_and_names_are_state_spaces():
+    assert [PackedMamba(d_model).dt_rank for d_model in (1, 16, 17, 768)] == [1, 1, 2, 48]
+    model = MambaLM(vocab_size=9, d_model=6, n_layer=1, expand=3, d_conv=3, d_state=5, dt_rank=2, bias=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert shapes == {
+        "backbone.embedding.weight": (9, 6),
+        "backbone.layers.0.norm.weight": (6,),
+        "backbone.layers.0.mixer.in_proj.weight": (36, 6),
+        "backbone.layers.0.mixer.in_proj.bias": (36,),
+        "backbone.layers.0.mixer.conv1d.weight": (18, 1, 3),
+        "backbone.layers.0.mixer.conv1d.bias": (18,),
+        "backbone.layers.0.mixer.x_proj.weight": (12, 18),
+        "backbone.layers.0.mixer.dt_proj.weight": (18, 2),
+        "backbone.layers.0.mixer.dt_proj.bias": (18,),
+        "backbone.layers.0.mixer.A_log": (18, 5),
+        "backbone.layers.0.mixer.D": (18,),
+        "backbone.layers.0.mixer.out_proj.weight": (6, 18),
+        "backbone.layers.0.mixer.out_proj.bias": (6,),
+        "backbone.norm_f.weight": (6,),
+        "lm_head.weight": (9, 6),
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_are_tied_or_not(tied):
+    model, tokens = build(tie_embeddings=tied), random_tokens()
+    assert (model.lm_head.weight is model.backbone.embedding.weight) == tied
+    assert len(list(model.parameters())) == len(model.state_dict()) - tied
+    unseen = gradients(summed_loss(model(tokens, layout=LAYOUT), tokens, LAYOUT), model)["backbone.embedding.weight"][0]
+    assert bool(unseen.any()) == tied, "token 0 never occurs: only the head gives its row a gradient"
+
+
+@every_config
+@pytest.mark.parametrize("copied", [False, True], ids=["built", "copied"])
+def test_weight_decay_groups_hold_each_parameter_once(config, copied):
+    model = build(**config)
+    model = copy.deepcopy(model) if copied else model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, exempt = (group["params"] for group in model.weight_decay_groups(0.1))
+    assert [group["weight_decay"] for group in model.weight_decay_groups(0.1)] == [0.1, 0.0]
+    assert sorted(map(id, decayed + exempt)) == sorted(names)
+    mamba_exempts = ("A_log", "D", "initial_state", "bias", "norm.weight", "norm_f.weight")
+    assert {names[id(p)] for p in exempt} == {name for name in names.values() if name.endswith(mamba_exempts)}
+    torch.optim.AdamW(model.weight_decay_groups(0.1), lr=1e-3)
+
+
+BAD_SIZES = [
+    ("vocab_size", 0, "an integer of at least 1"),
+    ("d_model", "8", "an integer of at least 1"),
+    ("n_layer", 1.5, "an integer of at least 1"),
+    ("d_state", 0, "an integer of at least 1"),
+    ("expand", -1, "an integer of at least 1"),
+    ("d_conv", 5, "2, 3 or 4"),
+    ("d_conv", 1, "2, 3 or 4"),
+    ("dt_rank", "all", "'auto' or an integer of at least 1"),
+    ("dt_rank", 0, "'auto' or an integer of at least 1"),
+    ("dt_max", 0.0, "0 < dt_min <= dt_max"),
+    ("backend", "triton", "one of auto, reference"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_SIZES)
+def test_sizes_are_refused_in_one_sentence(name, value, expected):
+    good = {"vocab_size": VOCAB, "d_model": 8, "n_layer": 1}
+    with pytest.raises(ValueError, match=f"{name}: expected {expected}.*, got .*{value}") as caught:
+        MambaLM(**good | {name: value})
+    assert "\n" not in str(caught.value)
+
+
+MODEL = build(dtype=torch.float32)
+STATES = MODEL.start_states(LAYOUT.num_documents)
+BAD_CALLS = {
+    "tokens: expected an int64 or int32 tensor, got list": lambda t: MODEL(t.tolist()),
+    "tokens: expected an int64 or int32 tensor, got torch.float32": lambda t: MODEL(t.float()),
+    r"tokens: expected shape \(B, L\).*, got \(14,\)": lambda t: MODEL(t[0]),
+    r"tokens: expected shape \(B, L\) with at least one slot, got \(4, 0\)": lambda t: MODEL(t[:, :0]),
+    r"layout: expected shape \(4, 13\) like tokens, got \(4, 14\)": lambda t: MODEL(t[:, 1:], layout=LAYOUT),
+    r"conv_layout: expected shape \(3, 14\) like tokens, got \(4, 14\)": lambda t: MODEL(t[1:], conv_layout=LAYOUT),
+    "ssm_layout: expected a SequenceLayout or None, got list": lambda t: MODEL(t, ssm_layout=[[14]] * 4),
+    "states: expected one per layer, 2, got 1": lambda t: MODEL(t, layout=LAYOUT, states=STATES[:1]),
+    "states: expected a list with one pair per layer, got Tensor": lambda t: MODEL(t, states=STATES[0][0]),
+    r"state: expected a pair \(conv_state, ssm_state\), got Tensor": lambda t: MODEL(t, states=STATES[0]),
+    r"initial_state: expected shape \(6, 16, 3\).*, got \(1, 16, 3\)": lambda t: MODEL(
+        t, layout=LAYOUT, states=MODEL.start_states(1)
+    ),
+    r"hidden: expected shape \(B, L, 8\), got \(4, 14\)": lambda t: MODEL.backbone.layers[0].mixer(t.float()),
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_calls_are_refused_in_one_sentence(message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}") as caught:
+        BAD_CALLS[message](random_tokens())
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,234 @@
+"""What the operators refuse, and what they promise about dtypes, strides and graphs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from operators import BACKENDS, device_of, dtypes_of, random_case
+
+from packmamba import SequenceLayout, ops
+from packmamba.ops.checks import accumulation_dtype
+
+# B 2, L 7, D 5, N 4, W 4, S 4.
+LAYOUT = SequenceLayout.from_lengths([[3, 1, 2], [5]], row_length=7, offsets=[[4, 0, 0], [0]])
+OTHER = SequenceLayout.from_lengths([[3, 1, 2], [5]], row_length=8)
+ALL_FLOATS = r"bfloat16, float16, float32 or float64"
+
+
+def off_stride(tensor):
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# operator, argument, what becomes of it, error, what was expected and what came (regular expressions)
+REFUSALS = [
+    ("conv1d_pack", "x", torch.Tensor.tolist, TypeError, "a tensor", "list"),
+    ("conv1d_pack", "x", torch.Tensor.numpy, TypeError, "a tensor", "ndarray"),
+    ("conv1d_pack", "x", lambda x: x[0], ValueError, r"shape \(B, L, D\)", r"\(7, 5\)"),
+    ("conv1d_pack", "x", lambda x: x[:, :0], ValueError, r"shape \(B, L, D\) with no empty dimension", r"\(2, 0, 5\)"),
+    ("conv1d_pack", "x", torch.Tensor.int, TypeError, ALL_FLOATS, "int32"),
+    ("conv1d_pack", "x", lambda x: x.to(torch.complex64), TypeError, ALL_FLOATS, "complex64"),
+    ("conv1d_pack", "x", off_stride, ValueError, r"unit stride along its last dimension \(channels\)", "stride 7;"),
+    ("conv1d_pack", "weight", lambda w: None, TypeError, "a tensor", "NoneType"),
+    ("conv1d_pack", "weight", lambda w: w[:, None], ValueError, r"shape \(5, W\) with W from 2 to 4", r"\(5, 1, 4\)"),
+    ("conv1d_pack", "weight", lambda w: w[:, :1], ValueError, r"shape \(5, W\) with W from 2 to 4", r"\(5, 1\)"),
+    ("conv1d_pack", "weight", lambda w: F.pad(w, (0, 1)), ValueError, r"shape \(5, W\)", r"\(5, 5\)"),
+    ("conv1d_pack", "weight", lambda w: w[:3], ValueError, r"shape \(5, 4\) to go with x \(2, 7, 5\)", r"\(3, 4\)"),
+    ("conv1d_pack", "weight", torch.Tensor.double, TypeError, "float32 beside float32 x", "float64"),
+    ("conv1d_pack", "weight", torch.Tensor.long, TypeError, "float32 beside float32 x", "int64"),
+    ("conv1d_pack", "weight", lambda w: w.to("meta"), ValueError, "device cpu like x", "meta"),
+    ("conv1d_pack", "bias", lambda b: 0.5, TypeError, "a tensor", "float"),
+    ("conv1d_pack", "bias", lambda b: b[:1], ValueError, r"shape \(5,\)", r"\(1,\)"),
+    ("conv1d_pack", "bias", torch.Tensor.bfloat16, TypeError, "float32 beside float32 x", "bfloat16"),
+    ("conv1d_pack", "initial_state", list, TypeError, "a tensor", "list"),
+    ("conv1d_pack", "initial_state", lambda s: s[1:], ValueError, r"shape \(4, 5, 3\)", r"\(3, 5, 3\)"),
+    ("conv1d_pack", "initial_state", lambda s: F.pad(s, (1, 0)), ValueError, r"shape \(4, 5, 3\)", r"\(4, 5, 4\)"),
+    ("conv1d_pack", "initial_state", torch.Tensor.half, TypeError, "float32 beside float32 x", "float16"),
+    ("conv1d_pack", "initial_state", lambda s: s.to("meta"), ValueError, "device cpu like x", "meta"),
+    ("conv1d_pack", "activation", lambda a: "relu", ValueError, "'silu' or None", "'relu'"),
+    ("conv1d_pack", "activation", lambda a: True, ValueError, "'silu' or None", "True"),
+    ("ssm_pack", "u", lambda u: None, TypeError, "a tensor", "NoneType"),
+    ("ssm_pack", "u", lambda u: u[None], ValueError, r"shape \(B, L, D\)", r"\(1, 2, 7, 5\)"),
+    ("ssm_pack", "u", torch.Tensor.bool, TypeError, ALL_FLOATS, "bool"),
+    ("ssm_pack", "u", off_stride, ValueError, "unit stride", "stride 7;"),
+    ("ssm_pack", "delta", lambda d: None, TypeError, "a tensor", "NoneType"),
+    ("ssm_pack", "delta", lambda d: d[..., :1], ValueError, r"shape \(2, 7, 5\)", r"\(2, 7, 1\)"),
+    ("ssm_pack", "delta", torch.Tensor.double, TypeError, "float32 beside float32 u", "float64"),
+    ("ssm_pack", "delta", off_stride, ValueError, "unit stride", "stride 7;"),
+    ("ssm_pack", "A", lambda A: -1.0, TypeError, "a tensor", "float"),
+    ("ssm_pack", "A", lambda A: A[0], ValueError, r"shape \(5, N\) with N at least 1", r"\(4,\)"),
+    ("ssm_pack", "A", lambda A: A[:, :0], ValueError, r"shape \(5, N\) with N at least 1", r"\(5, 0\)"),
+    ("ssm_pack", "A", lambda A: A[1:], ValueError, r"shape \(5, 4\)", r"\(4, 4\)"),
+    ("ssm_pack", "A", torch.Tensor.bfloat16, TypeError, "float32 beside float32 u", "bfloat16"),
+    ("ssm_pack", "A", lambda A: A.to("meta"), ValueError, "device cpu like u", "meta"),
+    ("ssm_pack", "B", lambda B: B[..., :2], ValueError, r"shape \(2, 7, 4\)", r"\(2, 7, 2\)"),
+    ("ssm_pack", "B", lambda B: B[:, 1:], ValueError, r"shape \(2, 7, 4\)", r"\(2, 6, 4\)"),
+    ("ssm_pack", "B", torch.Tensor.half, TypeError, "float32 beside float32 u", "float16"),
+    ("ssm_pack", "B", off_stride, ValueError, "unit stride", "stride 7;"),
+    ("ssm_pack", "C", lambda C: C[:1], ValueError, r"shape \(2, 7, 4\)", r"\(1, 7, 4\)"),
+    ("ssm_pack", "C", off_stride, ValueError, "unit stride", "stride 7;"),
+    ("ssm_pack", "D", lambda D: True, TypeError, "a tensor", "bool"),
+    ("ssm_pack", "D", lambda D: D[:, None], ValueError, r"shape \(5,\)", r"\(5, 1\)"),
+    ("ssm_pack", "D", torch.Tensor.bfloat16, TypeError, "float32 beside float32 u", "bfloat16"),
+    ("ssm_pack", "z", lambda z: z.mT, ValueError, r"shape \(2, 7, 5\)", r"\(2, 5, 7\)"),
+    ("ssm_pack", "z", torch.Tensor.bfloat16, TypeError, "float32 beside float32 u", "bfloat16"),
+    ("ssm_pack", "z", off_stride, ValueError, "unit stride", "stride 7;"),
+    ("ssm_pack", "delta_bias", lambda b: b[:2], ValueError, r"shape \(5,\)", r"\(2,\)"),
+    ("ssm_pack", "delta_bias", torch.Tensor.half, TypeError, "float32 beside float32 u", "float16"),
+    ("ssm_pack", "initial_state", lambda h: h[0], ValueError, r"shape \(4, 5, 4\)", r"\(5, 4\)"),
+    ("ssm_pack", "initial_state", lambda h: h[:2], ValueError, r"shape \(4, 5, 4\)", r"\(2, 5, 4\)"),
+    ("ssm_pack", "initial_state", torch.Tensor.bfloat16, TypeError, "float32 beside float32 u", "bfloat16"),
+    *(
+        (operator, *refusal)
+        for operator, first in (("conv1d_pack", "x"), ("ssm_pack", "u"))
+        for refusal in (
+            ("layout", lambda _: LAYOUT.seq_idx, TypeError, "a SequenceLayout or None", "Tensor"),
+            ("layout", lambda _: OTHER, ValueError, rf"shape \(2, 7\) like {first}", r"\(2, 8\)"),
+            ("layout", lambda _: LAYOUT.to("meta"), ValueError, f"device cpu like {first}", "meta"),
+            ("backend", lambda _: "triton", ValueError, "one of auto, reference, cpu, cuda, mamba_ssm", "'triton'"),
+            ("backend", lambda _: 1, ValueError, "one of auto, reference, cpu, cuda, mamba_ssm", "1"),
+            ("backend", lambda _: "cuda", ValueError, "tensors on a cuda device", "cpu"),
+        )
+    ),
+]
+
+
+def arguments(operator, dtype=torch.float32, device="cpu"):
+    case = random_case(operator, LAYOUT, dtype, device)
+    return case.tensors | case.options | {"layout": case.layout}
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "change", "error", "expected", "got"),
+    REFUSALS,
+    ids=[f"{operator}-{name}-{expected}-{got}" for operator, name, _, _, expected, got in REFUSALS],
+)
+def test_refuses_in_one_sentence(operator, name, change, error, expected, got):
+    good = arguments(operator)
+    getattr(ops, operator)(**good)
+    with pytest.raises(error, match=rf"^{name}: .*expected {expected}.*, got {got}") as caught:
+        getattr(ops, operator)(**good | {name: change(good.get(name))})
+    assert type(caught.value) is error and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+def test_a_backend_that_is_not_here_is_refused_and_never_replaced(operator):
+    good = arguments(operator)
+    absent = {"cpu", "mamba_ssm"} - set(BACKENDS)
+    for backend in sorted(absent):
+        with pytest.raises(ValueError, match=f"^backend: .*'{backend}'"):
+            getattr(ops, operator)(**good, backend=backend)
+    with pytest.raises(ValueError, match="^backend: .*meta"):
+        meta = {n: t.to("meta") if hasattr(t, "to") else t for n, t in good.items()}
+        getattr(ops, operator)(**meta)
+
+
+def test_float64_activations_want_float64_scan_parameters():
+    good = arguments("ssm_pack", torch.float64)
+    for name in ("A", "D", "delta_bias", "initial_state"):
+        with pytest.raises(TypeError, match=f"^{name}: expected float64 beside float64 u, got float32"):
+            ops.ssm_pack(**good | {name: good[name].float()})
+
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+both = pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+
+
+@every_backend
+def test_dtypes_and_shapes_of_what_comes_back(backend):
+    for dtype in dtypes_of(backend):
+        wide = accumulation_dtype(dtype)
+        given = arguments("ssm_pack", dtype, device_of(backend)) | {"backend": backend}
+        for initial in (given["initial_state"], None):
+            y, final = ops.ssm_pack(**given | {"initial_state": initial})
+            assert (y.dtype, y.shape, final.dtype, final.shape) == (dtype, (2, 7, 5), wide, (4, 5, 4))
+        given = arguments("conv1d_pack", dtype, device_of(backend)) | {"backend": backend}
+        for state_dtype in (dtype, torch.float32, None):
+            initial = None if state_dtype is None else given["initial_state"].to(state_dtype)
+            y, final = ops.conv1d_pack(**given | {"initial_state": initial})
+            assert (y.dtype, y.shape) == (dtype, (2, 7, 5))
+            assert (final.dtype, final.shape) == (state_dtype or dtype, (4, 5, 3))
+    for operator in ("conv1d_pack", "ssm_pack"):
+        given = arguments(operator, device=device_of(backend)) | {"return_final_state": False, "backend": backend}
+        assert isinstance(getattr(ops, operator)(**given), torch.Tensor)
+
+
+@both
+@every_backend
+def test_any_row_stride_gives_the_same_bits(operator, backend):
+    case = random_case(operator, LAYOUT, torch.float32, device_of(backend))
+    expected = case.run(backend)
+    per_token = [name for name, tensor in case.tensors.items() if tensor.dim() == 3 and name != "initial_state"]
+    for name in per_token:
+        wider = torch.full((14, 2, 11), float("nan"), device=device_of(backend))
+        view = wider.transpose(0, 1)[:, ::2, 3 : 3 + case.tensors[name].shape[2]]
+        case.tensors[name] = view.copy_(case.tensors[name])
+    results = case.run(backend)
+    assert all(torch.equal(results[name], value) for name, value in expected.items())
+
+
+@both
+@every_backend
+def test_documents_start_from_the_state_given_whatever_continues_says(operator, backend):
+    case = random_case(operator, LAYOUT, torch.float32, device_of(backend))
+    expected = case.run(backend)
+    lengths = [[3, 1, 2], [5]]
+    case.layout = SequenceLayout.from_lengths(lengths, row_length=7, offsets=[[0, 9, 9], [9]]).to(device_of(backend))
+    results = case.run(backend)
+    assert all(torch.equal(results[name], value) for name, value in expected.items())
+
+
+@both
+@every_backend
+def test_no_graph_unless_a_gradient_is_wanted(operator, backend):
+    given = arguments(operator, device=device_of(backend)) | {"backend": backend}
+    before = {name: value.clone() for name, value in given.items() if isinstance(value, torch.Tensor)}
+    y, final = getattr(ops, operator)(**given)
+    assert y.grad_fn is None and final.grad_fn is None
+    given |= {name: value.requires_grad_() for name, value in given.items() if name in before}
+    with torch.no_grad():
+        y, final = getattr(ops, operator)(**given)
+    assert y.grad_fn is None and final.grad_fn is None
+    y, final = getattr(ops, operator)(**given)
+    assert y.requires_grad and final.requires_grad
+    torch.autograd.backward([y.sum(), final.sum()])
+    assert all(torch.equal(given[name], value) for name, value in before.items()), "arguments are not written to"
+
+
+@both
+@every_backend
+def test_a_gradient_wanted_alone_is_the_one_among_all(operator, backend):
+    case = random_case(operator, LAYOUT, torch.float32, device_of(backend))
+    together = case.run(backend)
+    for name, tensor in case.tensors.items():
+        alone = tensor.detach().requires_grad_()
+        function = getattr(ops, operator)
+        y, final = function(**case.tensors | {name: alone}, **case.options, layout=case.layout, backend=backend)
+        outputs = [(y, case.grad_y), (final, case.grad_final)]
+        outputs = [(value, grad) for value, grad in outputs if value.requires_grad]
+        (gradient,) = torch.autograd.grad([value for value, _ in outputs], alone, [grad for _, grad in outputs])
+        assert torch.equal(gradient, together[f"grad {name}"]), name
+
+
+@both
+@every_backend
+@pytest.mark.parametrize("used", ["y", "final_state"])
+def test_gradients_through_one_output_alone(operator, backend, used):
+    case = random_case(operator, LAYOUT, torch.float32, device_of(backend))
+    (case.grad_final if used == "y" else case.grad_y).zero_()
+    expected = case.run(backend)
+    tensors = {name: tensor.detach().requires_grad_() for name, tensor in case.tensors.items()}
+    y, final = getattr(ops, operator)(**tensors, **case.options, layout=case.layout, backend=backend)
+    output, grad = (y, case.grad_y) if used == "y" else (final, case.grad_final)
+    for name, tensor in tensors.items():
+        (gradient,) = torch.autograd.grad(output, tensor, grad, retain_graph=True, allow_unused=True)
+        gradient = torch.zeros_like(tensor) if gradient is None else gradient
+        assert torch.equal(gradient, expected[f"grad {name}"]), name
+
+
+@every_backend
+def test_autocast_rounds_nothing_inside(backend):
+    device = device_of(backend)
+    case = random_case("ssm_pack", LAYOUT, torch.float32, device, optional=False)
+    expected = case.run(backend)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        results = case.run(backend)
+    assert all(torch.equal(results[name], value) for name, value in expected.items())

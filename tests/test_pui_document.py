@@ -1,0 +1,22 @@
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "pui.md").read_text(encoding="utf-8")
+
+
+def test_every_test_that_the_proof_names_exists():
+    named = set(re.findall(r"(tests/\w+\.py)::(\w+)", TEXT))
+    assert len(named) > 20
+    for path, name in sorted(named):
+        module = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        assert name in {node.name for node in module.body if isinstance(node, ast.FunctionDef)}, f"{path}::{name}"
+
+
+def test_every_statement_names_a_test():
+    statements = re.split(r"^(?=\*\*(?:Lemma|Proposition|Theorem|Corollary) \d)", TEXT, flags=re.MULTILINE)[1:]
+    assert [int(re.search(r"\d+", s).group()) for s in statements] == list(range(1, 10))
+    for statement in statements:
+        checks = statement.split("*Proof.*")[1].split("∎")[1]
+        assert re.search(r"\*Checked by\* `tests/", checks), statement.splitlines()[0]

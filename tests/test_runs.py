@@ -1,0 +1,294 @@
+"""Runs as a user starts them: records, resuming after SIGKILL, sweeps, refusals, two processes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import run
+from packmamba.config import ConfigError, load_config, to_dict
+from packmamba.results.record import read_records
+from packmamba.training.callbacks import checkpoints
+from packmamba.training.fit import fit, run_folder, run_id
+from packmamba.training.module import MambaLitModule
+from packmamba.training.sweep import load_sweep, run_sweep
+from packmamba.training.throughput import measure_throughput
+from runs import CARRY, tiny_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_py(*arguments, **kwargs):
+    command = [sys.executable, str(ROOT / "run.py"), *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **kwargs
+    )
+
+
+def write_config(path, config):
+    path.write_text(yaml.safe_dump(to_dict(config)))
+    return path
+
+
+def final_state(config):
+    (last,) = checkpoints(run_folder(config) / "checkpoints")
+    return torch.load(last, weights_only=False)
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from leaves(value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def losses_of(record):
+    drop = {"seconds"}
+    return {
+        name: [{k: v for k, v in point.items() if k not in drop} for point in points]
+        for name, points in record["curves"].items()
+    }
+
+
+@pytest.mark.parametrize("keys", [["data.strategy=greedy"], [*CARRY, "data.mode=stream", "data.tokens_per_step=144"]],
+                         ids=["packed", "carry"])  # fmt: skip
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path, keys):
+    overrides = [*keys, "data.num_workers=2", "trainer.max_steps=60", "trainer.validate_every=5",
+                 "trainer.checkpoint_every=3", "trainer.threads=1", "model.learned_initial_state=true"]  # fmt: skip
+    whole = tiny_config(tmp_path, *overrides, f"runs_dir={tmp_path}/whole")
+    killed = tiny_config(tmp_path, *overrides, f"runs_dir={tmp_path}/killed")
+    expected = fit(whole, progress=False)
+    path = write_config(tmp_path / "killed.yaml", killed)
+    folder = run_folder(killed) / "checkpoints"
+    moments = random.Random(0)
+    kills = 0
+    for _ in range(2):
+        before = checkpoints(folder)[-1:]
+        process = run_py("train", path)
+        while process.poll() is None and checkpoints(folder)[-1:] == before:
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.1))
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.communicate()
+    assert kills == 2 and not (run_folder(killed) / "records").exists(), "the run must die before its end, twice"
+    process = run_py("train", path)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    (record,) = read_records(run_folder(killed))
+    assert losses_of(record) == losses_of(expected)
+    a, b = final_state(killed), final_state(whole)
+    for part in ("state_dict", "optimizer_states", "carry", "rng"):
+        for x, y in zip(leaves(a[part]), leaves(b[part]), strict=True):
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else (x == y) is True or (x == y).all(), part
+    again = fit(killed, progress=False)
+    assert again == record, "a finished run is not repeated"
+
+
+def test_a_run_stopped_in_an_evaluation_evaluates_that_step_again(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=1", "trainer.validate_every=3")
+    evaluate = MambaLitModule.validation_step
+
+    def stop(module, *arguments):
+        if module.global_step == 3:
+            raise RuntimeError("stopped")
+        evaluate(module, *arguments)
+
+    monkeypatch.setattr(MambaLitModule, "validation_step", stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(config, progress=False)
+    assert checkpoints(run_folder(config) / "checkpoints")[-1].name == "step=2.ckpt"
+    monkeypatch.setattr(MambaLitModule, "validation_step", evaluate)
+    assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == [3, 6]
+
+
+def test_a_run_leaves_its_record_and_logs(tmp_path):
+    config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.boundary=leak")
+    record = fit(config, progress=False)
+    assert record["kind"] == "training" and record["config"] == to_dict(config)
+    metrics, curves = record["metrics"], record["curves"]
+    assert metrics["steps"] == 6 and metrics["val_loss_as_trained"] is not None
+    assert [point["step"] for point in curves["train"]] == [1, 2, 3, 4, 5, 6]
+    assert [point["step"] for point in curves["validation"]] == [3, 6]
+    assert metrics["val_loss"] == curves["validation"][-1]["loss"] < curves["validation"][0]["loss"] + 0.5
+    assert 0 < metrics["padding_fraction"] < 0.5 and metrics["real_tokens_per_second"] > 0
+    assert metrics["slots_per_second"] > metrics["real_tokens_per_second"]
+    assert sum(bucket["count"] for bucket in curves["loss_by_position"]) > 0
+    folder = run_folder(config)
+    csv = (folder / "csv" / "version_0" / "metrics.csv").read_text()
+    for name in ("train/loss", "train/real_tokens_per_second", "data/padding_fraction", "val/loss", "val/loss_start"):
+        assert name in csv.splitlines()[0]
+    assert list((folder / "tensorboard").glob("events.*"))
+    assert [path.name for path in checkpoints(folder / "checkpoints")] == ["step=6.ckpt"]
+
+
+def test_the_last_step_is_evaluated_whatever_the_interval(tmp_path):
+    config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.validate_every=4", "trainer.max_steps=5")
+    assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == [4, 5]
+    config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.validate_every=40", "trainer.max_steps=2")
+    assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == [2]
+
+
+def test_a_runs_name_is_what_decides_its_result(tmp_path):
+    config = tiny_config(tmp_path)
+    assert run_id(config) == run_id(tiny_config(tmp_path, "runs_dir=elsewhere", "experiment=x", "data.cache_dir=y"))
+    assert run_id(config) != run_id(tiny_config(tmp_path, "seed=1"))
+    assert run_id(tiny_config(tmp_path, "name=packed d_model=3/x")).startswith("packed-d_model-3-x-")
+
+
+def write_sweep(tmp_path, **changes):
+    base = write_config(tmp_path / "base.yaml", tiny_config(tmp_path, "trainer.max_steps=2"))
+    sweep = {
+        "output": str(tmp_path / "sweep"),
+        "base": str(base),
+        "common": {"data.row_length": 30},
+        "arms": {"padded": {"data.strategy": "padded"}, "packed": {"data.strategy": "greedy"}},
+        "grid": {"seed": [0, 1], "model.d_state": [2, 4]},
+        "throughput_rounds": 3,
+    } | changes
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(sweep))
+    return path
+
+
+def test_a_sweep_runs_its_grid_once(tmp_path):
+    path = write_sweep(tmp_path)
+    sweep, configs = load_sweep(path, ["model.d_model=4"])
+    assert len(configs) == 8 and len({run_id(config) for config in configs}) == 8
+    assert {(c.name, c.seed, c.model.d_state, c.data.strategy) for c in configs} == {
+        (f"{arm} d_state={n}", seed, n, strategy)
+        for arm, strategy in (("padded", "padded"), ("packed", "greedy")) for seed in (0, 1) for n in (2, 4)
+    }  # fmt: skip
+    assert all(config.data.row_length == 30 and config.model.d_model == 4 for config in configs)
+    folder = run_sweep(sweep, configs[:4], progress=False)
+    files = {file: file.read_bytes() for file in (folder / "records").iterdir()}
+    assert len(files) == 5
+    records = read_records(folder)
+    timed = [record for record in records if record["kind"] == "throughput"]
+    assert {record["arm"] for record in timed} == {"padded d_state=2", "packed d_state=2"}
+    assert len({record["config"]["run"] for record in timed}) == 1
+    run_sweep(sweep, configs, progress=False)
+    assert len(list((folder / "records").iterdir())) == 9
+    assert all(file.read_bytes() == content for file, content in files.items()), "nothing that was done is done again"
+
+
+def test_throughput_times_the_same_work_for_every_arm(tmp_path):
+    configs = [
+        tiny_config(tmp_path, f"name={strategy}", f"data.strategy={strategy}")
+        for strategy in ("single", "padded", "greedy")
+    ]
+    records = list(measure_throughput(configs, rounds=4, experiment="x", progress=False))
+    assert [record["arm"] for record in records] == ["single", "padded", "greedy"]
+    padding = [record["metrics"]["padding_fraction"] for record in records]
+    assert padding[0] == 0 and padding[1] > padding[2] > 0
+    for record in records:
+        metrics = record["metrics"]
+        work = metrics["real_tokens_per_second"] * metrics["seconds_per_step_median"]
+        assert 60 < work < 140, "about data.tokens_per_step real tokens a step"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arm": {}}, "unknown key 'arm'.*'arms'"),
+        ({"arms": {}}, "at least one arm"),
+        ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
+        ({"arms": {"x": {"trainer.boundary": "carry"}}}, "carry needs data.strategy=split"),
+        ({"grid": {"seed": []}}, "grid.seed: expected at least one value"),
+        ({"base": "missing.yaml"}, "missing.yaml does not exist"),
+        ({"throughput_rounds": "many"}, "throughput_rounds|many"),
+        ({"common": {"trainer.max_steps": 0}}, "trainer.max_steps: expected at least 1"),
+    ],
+)
+def test_a_sweep_refuses_before_any_work(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_sweep(write_sweep(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+MISTAKES = {
+    "a command": (["trian", "configs/train.yaml"], "unknown command 'trian'; did you mean 'train'?"),
+    "a later command": (["frobnicate"], "unknown command 'frobnicate'"),
+    "a key": (["train", "configs/train.yaml", "data.stratgy=x"], "did you mean 'data.strategy'?"),
+    "a section": (["train", "configs/train.yaml", "data=3"], "'data' in 'data=3' is a section"),
+    "a value": (["train", "configs/train.yaml", "trainer.max_steps=many"], "trainer.max_steps"),
+    "a missing file": (["train", "configs/missing.yaml"], "configs/missing.yaml does not exist"),
+    "no assignment": (["train", "configs/train.yaml", "best_fit"], "expected key=value, got 'best_fit'"),
+    "a strategy": (["train", "configs/train.yaml", "data.strategy=best-fit"], "did you mean 'best_fit'?"),
+    "a long document": (["train", "configs/train.yaml", "data.overlong=error"], "data.row_length=1024 is shorter"),
+    "carry": (["train", "configs/train.yaml", "trainer.boundary=carry"], "needs data.strategy=split"),
+    "a source's file": (
+        ["train", "configs/train.yaml", "data.source=jsonl", "data.path=missing.jsonl"], "missing.jsonl"),
+    "a backend": (["train", "configs/train.yaml", "ops.backend=cuda", "trainer.accelerator=cpu"], "ops.backend: 'cuda'"),
+    "a model size": (["train", "configs/train.yaml", "model=13b"], "known sizes: 1.4b, 130m"),
+    "a precision": (["train", "configs/train.yaml", "trainer.precision=8"], "trainer"),
+    "a folder": (["report", "experiments/missing"], "experiments/missing"),
+    "a bench": (["bench", "configs/train.yaml"], "bench: expected one of packing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_typo_is_one_sentence_and_status_2(name, tmp_path, capsys):
+    arguments, message = MISTAKES[name]
+    arguments = [*arguments, *([f"data.cache_dir={tmp_path}"] if arguments[0] == "train" else [])]
+    try:
+        status = run.main(arguments)
+    except SystemExit as exit:
+        status = exit.code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert status == 2
+    assert len(lines) == 1 and lines[0].startswith("run.py: error: ") and message in lines[0]
+
+
+def test_a_typo_in_the_shell():
+    process = run_py("train", "configs/train.yaml", "data.strategy=best-fit")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 2 and output == ""
+    assert len(errors.splitlines()) == 1 and "did you mean 'best_fit'?" in errors
+
+
+def test_doctor_needs_no_gpu(capsys):
+    assert run.main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    assert "reference: available" in output and "PyTorch" in output
+
+
+def test_configs_are_read_strictly(tmp_path):
+    config = load_config("configs/train.yaml", ["model=130m", "data.strategy=best_fit"])
+    assert (config.model.d_model, config.model.n_layer, config.model.vocab_size) == (768, 24, 50280)
+    path = tmp_path / "broken.yaml"
+    path.write_text("data: [1, 2\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(path)
+    path.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="not a list"):
+        load_config(path)
+
+
+def test_two_processes_train_as_one(tmp_path):
+    keys = ["data.strategy=greedy", "data.slots_per_batch=24", "optimizer.grad_clip=null", "trainer.precision=64-true"]
+    alone = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone")
+    fit(alone, progress=False)
+    both = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/both", "trainer.devices=2", "trainer.strategy=ddp")
+    process = run_py("train", write_config(tmp_path / "both.yaml", both), env={**os.environ, "OMP_NUM_THREADS": "1"})
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    a, b = final_state(both)["state_dict"], final_state(alone)["state_dict"]
+    for name, value in b.items():
+        assert torch.allclose(a[name], value, rtol=1e-9, atol=1e-12), name
+    (record,) = read_records(run_folder(both))
+    assert record["metrics"]["real_tokens"] == read_records(run_folder(alone))[0]["metrics"]["real_tokens"]
+    assert json.dumps(losses_of(record)["validation"])[:20]
