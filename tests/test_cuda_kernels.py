@@ -68,7 +68,10 @@ def test_tensor_cores_on_awkward_lengths(states):
 @pytest.mark.parametrize("layout", [*TUNED.values(), LONG], ids=[*TUNED.keys(), "long"])
 def test_cut_documents(layout, states, cut_early):
     case = tuned_case(layout, states=states)
-    assert cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"))[1] < layout.shape[1] or layout is not LONG
+    assert (
+        cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"))[1] < layout.shape[1]
+        or layout is not LONG
+    )
     assert_parity(case, torch.bfloat16)
 
 
@@ -158,6 +161,30 @@ def test_views_with_odd_offsets_and_rows_of_a_larger_batch(operator):
         assert relative_error(value, expected[name].cpu().double()) <= TOLERANCES[torch.bfloat16][1], name
 
 
+def test_every_kernel_once(cut_early):
+    """Small: what compute-sanitizer runs."""
+    layout = SequenceLayout.from_lengths([[3, 1, 40, 130], [70, 8, 33], [], [5]], row_length=180)
+    cases = [tuned_case(layout, channels=66, optional=optional, states=optional) for optional in (True, False)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cases.append(random_case("ssm_pack", layout, dtype, "cuda", channels=20, d_state=24))
+        for width, channels in ((2, 8), (3, 8), (4, 8), (4, 5)):
+            cases.append(random_case("conv1d_pack", layout, dtype, "cuda", channels=channels, width=width))
+    for case in cases:
+        assert all(value.isfinite().all() for value in case.run("cuda").values())
+
+
+def test_the_peers_operators_on_one_document_a_row():
+    pytest.importorskip("selective_scan_cuda")
+    layout = SequenceLayout.from_lengths([[64], [40]], row_length=64)
+    for operator in ("ssm_pack", "conv1d_pack"):
+        case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16, states=False)
+        for name, value in case.run("cuda").items():
+            assert relative_error(case.run("mamba_ssm")[name], value.cpu().double()) <= 1e-2, name
+    packed = tuned_case(SequenceLayout.from_lengths([[3, 5]], row_length=8), states=False)
+    with pytest.raises(ValueError, match="one document per row"):
+        packed.run("mamba_ssm")
+
+
 def test_thousands_of_tiny_documents():
     layout = SequenceLayout.from_lengths([[1] * 3000, [2, 3] * 500], row_length=3000)
     assert_parity(tuned_case(layout, channels=32), torch.bfloat16)
@@ -166,9 +193,15 @@ def test_thousands_of_tiny_documents():
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 def test_the_host_never_waits(operator):
-    case = tuned_case(EDGES) if operator == "ssm_pack" else random_case(operator, EDGES, torch.bfloat16, "cuda", channels=64)
+    case = (
+        tuned_case(EDGES)
+        if operator == "ssm_pack"
+        else random_case(operator, EDGES, torch.bfloat16, "cuda", channels=64)
+    )
     case.run("cuda")
-    fresh = SequenceLayout(EDGES.shape, *(t.cuda() for t in (EDGES.starts, EDGES.ends, EDGES.offsets)), EDGES.num_tokens)
+    fresh = SequenceLayout(
+        EDGES.shape, *(t.cuda() for t in (EDGES.starts, EDGES.ends, EDGES.offsets)), EDGES.num_tokens
+    )
     case.layout = fresh
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -22,10 +22,10 @@ struct Plan {
   int documents, rows, row_length, cut_above, cut_length, window;
   __host__ __device__ int64_t slots() const { return (int64_t)rows * row_length; }
   __host__ __device__ int64_t tiles() const { return rows * ((row_length + CONV_TILE - 1) / CONV_TILE); }
-  // Most there can be: ceil(n / cut_length) <= 2 n / cut_length for n > cut_above >= cut_length.
+  // Most there can be: a document of n tokens is cut into at most n / cut_length + 1 pieces.
   bool cuts() const { return documents > 0 && row_length > cut_above; }
   int64_t cut_documents() const { return cuts() ? slots() / cut_above : 0; }
-  int64_t cut_segments() const { return cuts() ? 2 * slots() / cut_length : 0; }
+  int64_t cut_segments() const { return cuts() ? slots() / cut_length + cut_documents() : 0; }
   int64_t segments() const { return documents + cut_segments(); }
   // At most two items begin in a window: one of short segments, and one long one.
   int64_t items() const {

@@ -149,7 +149,9 @@ struct Lane {
 
 __device__ __forceinline__ const char* at(const View& v, int slot, int row_length, int element) {
   const int row = slot / row_length;
-  return (const char*)v.data + row * v.row_bytes + (uint64_t)(slot - row * row_length) * v.token_bytes + 2 * element;
+  const char* p = (const char*)v.data + row * v.row_bytes + (uint64_t)(slot - row * row_length) * v.token_bytes + 2 * element;
+  asm("" : "+l"(p));  // else the compiler adds v.data again for every token
+  return p;
 }
 __device__ __forceinline__ const char* token(const char* first, const View& v, int t) {
   return first + (uint64_t)(uint32_t)t * v.token_bytes;

@@ -31,7 +31,10 @@ def _cpu(name: str) -> Callable[..., None]:
 
 
 NAMES = ("conv1d_forward", "conv1d_backward", "ssm_forward", "ssm_backward")
-KERNELS: dict[str, Mapping[str, Callable[..., None]]] = {"cpu": {name: _cpu(name) for name in NAMES}, "cuda": cuda.KERNELS}
+KERNELS: dict[str, Mapping[str, Callable[..., None]]] = {
+    "cpu": {name: _cpu(name) for name in NAMES},
+    "cuda": cuda.KERNELS,
+}
 """By device type: what runs, with the schemas of kernels/cpu/bindings.cpp, outputs last."""
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# A schedule's segments are as long as keeps every scheduler of the chip busy; shorter pieces would scan their tokens twice for nothing.
+# Documents are cut only where they would leave the chip idle: pieces scan their tokens twice.
 MIN_CUT_ABOVE = 384
 CUT_LENGTHS = (256, 512)
 NEVER = 2**31 - 1
@@ -35,7 +35,9 @@ def plan(slots: int, row_length: int, channels: int, cuts: bool, device: torch.d
     return max(cut_above, cut_length), cut_length, window
 
 
-def schedule(starts: Tensor, ends: Tensor, rows: int, row_length: int, channels: int, cuts: bool) -> tuple[Tensor, int, int, int]:
+def schedule(
+    starts: Tensor, ends: Tensor, rows: int, row_length: int, channels: int, cuts: bool
+) -> tuple[Tensor, int, int, int]:
     """The batch's schedule and its plan; made on the device at the first call for a layout, found again by later ones.
 
     A graph under capture makes its own, always: its layout's tensors are filled again before each replay.
@@ -78,7 +80,14 @@ def conv1d_forward(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tenso
 
 
 def conv1d_backward(
-    dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, ends: Tensor, *others: Any
+    dy: Tensor,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    *others: Any,
 ) -> None:
     arguments = (dy, dfinal, x, weight, bias, starts, ends, *others)
     _run("conv1d_backward", *arguments, activations=x, starts=starts, ends=ends, cuts=scans_by_tensor_cores(x, 16))

@@ -70,6 +70,18 @@ METRICS: dict[str, tuple[str, ...]] = {
     ),
     # config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
     "packing": ("padding_fraction", "planning_seconds", "num_rows", "num_documents"),
+    # config: tokens, channels, documents (their distribution), states, dtype. Seconds are medians of interleaved
+    # rounds, spreads interquartile ranges, activations bfloat16 tensors of tokens x channels; null where unmeasured.
+    "operators": (
+        "forward_seconds",
+        "forward_spread",
+        "backward_seconds",
+        "backward_spread",
+        "kept_activations",
+        "workspace_activations",
+        "relative_error",
+        "copy_bytes_per_second",
+    ),
 }
 """The metrics that a record of each kind must have. Another kind is one more entry."""
 
