@@ -137,13 +137,15 @@ void ssm_forward(const Tensor u, const Tensor delta, const Tensor A, const Tenso
                              cut_above, cut_length, window);
   if (kept) check_kept(*kept, p);
   p.y = y.data_ptr(), p.final_state = pointer<float>(final_state), p.saved = pointer(kept);
-  zero_padding(p.y, nullptr, nullptr, p.channels * size_of(p.dtype), p.schedule.row_ends, p.rows, p.row_length,
-               cudaStream_t(stream));
+  const bool tensor_cores = p.documents && tuned(p);
+  if (!tensor_cores)
+    zero_padding(p.y, nullptr, nullptr, p.channels * size_of(p.dtype), p.schedule.row_ends, p.rows, p.row_length,
+                 cudaStream_t(stream));
   if (p.documents) {
     Workspace work;
     const int64_t cuts = (int64_t)p.schedule.max_cut_segments * p.channels;
     if (cuts) p.cut_states = work.floats(u, cuts * (p.states + 1)), p.cut_sums = p.cut_states + cuts * p.states;
-    (tuned(p) ? scan16_forward : scan_forward)(p, cudaStream_t(stream));
+    (tensor_cores ? scan16_forward : scan_forward)(p, cudaStream_t(stream));
   }
   launched();
 }
@@ -160,10 +162,11 @@ void ssm_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor u, 
   p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.saved = kept.data_ptr();
   p.du = du.data_ptr(), p.ddelta = ddelta.data_ptr(), p.dz = pointer(dz), p.dB = dB.data_ptr(), p.dC = dC.data_ptr();
   p.dA = pointer<float>(dA), p.dD = pointer<float>(dD), p.dbias = pointer<float>(dbias), p.dinitial = pointer<float>(dinitial);
-  const bool tensor_cores = tuned(p);
+  const bool tensor_cores = p.documents && tuned(p);
   STD_TORCH_CHECK(!tensor_cores || even(p.dy), "expected dy aligned to 4 bytes");
-  zero_padding(p.du, p.ddelta, p.dz, p.channels * size_of(p.dtype), p.schedule.row_ends, p.rows, p.row_length,
-               cudaStream_t(stream));
+  if (!tensor_cores)
+    zero_padding(p.du, p.ddelta, p.dz, p.channels * size_of(p.dtype), p.schedule.row_ends, p.rows, p.row_length,
+                 cudaStream_t(stream));
   const int block_channels = tensor_cores ? SCAN16_BLOCK_CHANNELS : scan_block_channels(p.states);
   const int64_t blocks = (p.channels + block_channels - 1) / block_channels, items = p.schedule.max_items;
   const int64_t sums_BC = blocks * p.slots() * 2 * p.states, sums = items * p.channels;

@@ -47,6 +47,13 @@ template <int W, int V> struct Slot {
   }
 };
 
+template <int W, int V> __device__ __forceinline__ void clear(float (&v)[W][V]) {
+#pragma unroll
+  for (int k = 0; k < W; k++)
+#pragma unroll
+    for (int c = 0; c < V; c++) v[k][c] = 0.f;
+}
+
 template <class T, int W, int V>
 __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) backward(const __grid_constant__ ConvParams p) {
   __shared__ float sums[TILES_PER_BLOCK][32 * V];
@@ -58,8 +65,6 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) backward(const __grid
     const T* x = row_base<T>(p.x, tile.first, p.row_length, channel);
     const T* dy = row_base<T>(p.dy, tile.first, p.row_length, channel);
     T* dx = (T*)p.dx + channel;
-    // Past the tile's end, slots of the document that holds its last one.
-    const int row_end = (tile.first / p.row_length + 1) * p.row_length, reach = min(tile.end + W - 1, row_end);
     load_weight<W, V>(slot.weight, slot.bias, p, channel);
     load_window<T, W, V>(slot.x, p, walk, tile.first, channel, x);
     auto finish = [&](float (&v)[V], int t) {  // a slot whose sum is whole, if it is this tile's
@@ -71,39 +76,36 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) backward(const __grid
           v[c] += p.dfinal[((int64_t)walk.document * p.channels + channel + c) * (W - 1) + k];
       store(dx + (int64_t)t * p.channels, v);
     };
-    for (int t0 = tile.first; t0 < reach; t0 += GROUP) {
+    for (int t0 = tile.first; t0 < tile.end; t0 += GROUP) {
       walk.reach(t0);
-      if (tile.first < t0 && t0 + GROUP <= tile.end && walk.start <= t0 - (W - 1) && t0 + GROUP <= walk.end - (W - 1)) {
+      const bool opens = t0 == tile.first;  // inputs before it are another tile's
+      const int whole_from = opens ? t0 : t0 - (W - 1);
+      if (walk.start <= whole_from && t0 + GROUP <= min(tile.end, walk.end - (W - 1))) {
         Vector<T, V> group_x[GROUP], group_dy[GROUP];
         load_group(group_x, x, p.x, t0), load_group(group_dy, dy, p.dy, t0);
+        if (opens) clear(slot.g);
         T* to = dx + (int64_t)(t0 - (W - 1)) * p.channels;
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
           float now[V], gy[V], whole[V];
           unpack(now, group_x[i]), unpack(gy, group_dy[i]);
           slot.advance(whole, now, gy, p.silu, true);
-          store(to + (int64_t)i * p.channels, whole);
+          if (i >= W - 1 || !opens) store(to + (int64_t)i * p.channels, whole);
         }
         continue;
       }
 #pragma unroll 1
-      for (int i = 0; i < GROUP; i++) {
-        const int t = t0 + i;
-        if (t >= reach || (t >= tile.end && t >= walk.end)) break;
+      for (int t = t0; t < min(t0 + GROUP, tile.end); t++) {
         walk.reach(t);
         float now[V], gy[V], whole[V] = {};
         if (t < walk.start) {  // padding
-          if (t < tile.end) store(dx + (int64_t)t * p.channels, whole);
+          store(dx + (int64_t)t * p.channels, whole);
           continue;
         }
         load(now, at_slot(x, p.x, t)), load(gy, at_slot(dy, p.dy, t));
         if (t == walk.start && t > tile.first) load_window<T, W, V>(slot.x, p, walk, t, channel, x);
-        if (t == walk.start || t == tile.first)
-#pragma unroll
-          for (int k = 0; k < W - 1; k++)
-#pragma unroll
-            for (int c = 0; c < V; c++) slot.g[k][c] = 0.f;
-        slot.advance(whole, now, gy, p.silu, t < tile.end);
+        if (t == walk.start || t == tile.first) clear(slot.g);
+        slot.advance(whole, now, gy, p.silu, true);
         finish(whole, t - (W - 1));
         if (t == walk.end - 1)
           for (int k = 0; k < W - 1; k++) {
@@ -111,6 +113,17 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) backward(const __grid
             for (int c = 0; c < V; c++) slot.retire(whole, 0.f, 0.f, c);
             finish(whole, t - (W - 2) + k);
           }
+      }
+    }
+    if (walk.start < tile.end && walk.end > tile.end) {  // the last document goes on: what its next slots owe the tile's last
+      float now[W - 1][V] = {}, gy[W - 1][V] = {}, whole[V];
+#pragma unroll
+      for (int k = 0; k < W - 1; k++)
+        if (tile.end + k < walk.end) load(now[k], at_slot(x, p.x, tile.end + k)), load(gy[k], at_slot(dy, p.dy, tile.end + k));
+#pragma unroll
+      for (int k = 0; k < W - 1; k++) {
+        slot.advance(whole, now[k], gy[k], p.silu, false);
+        finish(whole, tile.end + k - (W - 1));
       }
     }
   }

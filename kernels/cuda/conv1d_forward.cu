@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) forward(const __grid_
   load_window<T, W, V>(window, p, walk, tile.first, channel, x);
   for (int t0 = tile.first; t0 < tile.end; t0 += GROUP, y += (int64_t)GROUP * p.channels) {
     walk.reach(t0);
-    if (walk.start < t0 && t0 + GROUP <= min(walk.end, tile.end)) {
+    if (walk.start < t0 + (t0 == tile.first) && t0 + GROUP <= min(walk.end, tile.end)) {
       Vector<T, V> group[GROUP];
       load_group(group, x, p.x, t0);
 #pragma unroll

@@ -157,6 +157,24 @@ __device__ __forceinline__ const char* token(const char* first, const View& v, i
   return first + (uint64_t)(uint32_t)t * v.token_bytes;
 }
 
+// Items are rows of the grid from the second on. The first makes padding zero, in one or more of the outputs.
+__device__ __forceinline__ bool zero_padding(const ScanParams& p, void* a, void* b, void* c) {
+  if (blockIdx.y > 0) return false;
+  const int channel = blockIdx.x * BLOCK_CHANNELS + 2 * (threadIdx.x & 31);
+  const int warp = threadIdx.x >> 5;
+  const bool by_row = p.rows >= 4 * WARPS;  // warps share out rows, or each row's slots
+  if (channel < p.channels)
+    for (int row = by_row ? warp : 0; row < p.rows; row += by_row ? WARPS : 1)
+      for (int slot = p.schedule.row_ends[row] + (by_row ? 0 : warp); slot < (row + 1) * p.row_length;
+           slot += by_row ? 1 : WARPS) {
+        const int64_t o = ((int64_t)slot * p.channels + channel) / 2;
+        if (a) ((uint32_t*)a)[o] = 0u;
+        if (b) ((uint32_t*)b)[o] = 0u;
+        if (c) ((uint32_t*)c)[o] = 0u;
+      }
+  return true;
+}
+
 // A state's 8 numbers of a lane: channel c at [c][...], states 2s, 2s + 1, 8 + 2s, 9 + 2s. `states` is (D, 16) floats.
 __device__ __forceinline__ void load_state(float (&h)[2][4], const float* states, const Lane& l) {
 #pragma unroll

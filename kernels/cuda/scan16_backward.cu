@@ -30,7 +30,8 @@ struct Warp {
 template <bool GATE, bool SOFTPLUS>
 __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant__ ScanParams p) {
   extern __shared__ __align__(16) char dynamic[];
-  if (blockIdx.y >= p.schedule.counts[0]) return;
+  const int number = blockIdx.y - 1;
+  if (zero_padding(p, p.du, p.ddelta, p.dz) || number >= p.schedule.counts[0]) return;
   Warp* const warps = (Warp*)dynamic;
   const Lane l(p.channels);
   const int lane = l.lane, g = l.g, s = l.s, w = threadIdx.x >> 5;
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     const float2 bias = load_pair(p.bias, l), D = load_pair(p.D, l);
     m.constants[lane] = make_float4(bias.x, bias.y, D.x, D.y);
   }
-  const int2 item = p.schedule.items[blockIdx.y];
+  const int2 item = p.schedule.items[number];
   for (int i = item.y - 1; i >= item.x; i--) {
     const int4 segment = p.schedule.segments[i];
     const int length = segment.y - segment.x, document = segment.z, before = segment.x - p.starts[document];
@@ -302,7 +303,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     if (p.dinitial && before == 0) store_state(p.dinitial + state, carry, l);
   }
 
-  const int64_t place = (int64_t)blockIdx.y * p.channels;
+  const int64_t place = (int64_t)number * p.channels;
   store_state(p.partial_A + place * N16, dA, l);
 #pragma unroll
   for (int c = 0; c < 2; c++) {
@@ -319,7 +320,7 @@ void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream)
 
 void scan16_backward(const ScanParams& p, cudaStream_t stream) {
   if (p.schedule.max_cut_segments) scan16_start_states(p, true, stream);
-  const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items);
+  const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items + 1);
   const int bytes = WARPS * sizeof(Warp);
   with_switches(p, [&](auto gate, auto softplus) {
     const auto kernel = backward<decltype(gate)::value, decltype(softplus)::value>;

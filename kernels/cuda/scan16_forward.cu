@@ -20,7 +20,8 @@ struct Shared {
 template <bool SAVE, bool GATE, bool SOFTPLUS>
 __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__ ScanParams p) {
   __shared__ Shared shared[WARPS];
-  if (blockIdx.y >= p.schedule.counts[0]) return;
+  const int number = blockIdx.y - 1;
+  if (zero_padding(p, p.y, nullptr, nullptr) || number >= p.schedule.counts[0]) return;
   const Lane l(p.channels);
   const int lane = l.lane, g = l.g, s = l.s;
   Shared& m = shared[threadIdx.x >> 5];
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__
     const float2 bias = load_pair(p.bias, l), D = load_pair(p.D, l);
     m.constants[lane] = make_float4(bias.x, bias.y, D.x, D.y);
   }
-  const int2 item = p.schedule.items[blockIdx.y];
+  const int2 item = p.schedule.items[number];
   for (int i = item.x; i < item.y; i++) {
     const int4 segment = p.schedule.segments[i];
     const int length = segment.y - segment.x, document = segment.z, before = segment.x - p.starts[document];
@@ -133,7 +134,7 @@ void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream)
 
 void scan16_forward(const ScanParams& p, cudaStream_t stream) {
   if (p.schedule.max_cut_segments) scan16_start_states(p, false, stream);
-  const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items);
+  const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items + 1);
   with_switches(p, [&](auto gate, auto softplus) {
     constexpr bool G = decltype(gate)::value, S = decltype(softplus)::value;
     (p.saved ? forward<true, G, S> : forward<false, G, S>)<<<grid, WARPS * 32, 0, stream>>>(p);

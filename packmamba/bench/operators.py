@@ -133,32 +133,39 @@ def _measure(
             forward = statistics.mean(
                 _seconds(lambda arm=arm, layout=layout: arm.forward(layout)) for layout in layouts
             )
-            backward = 0.0
+            each = [0.0]
             if arm.backward is not None:
                 # One layout's outputs at a time: twenty graphs would not fit.
-                each = []
-                for layout in layouts:
-                    outputs = arm.forward(layout)
-                    each.append(_seconds(lambda arm=arm, outputs=outputs, layout=layout: arm.backward(outputs, layout)))
-                backward = statistics.mean(each)
+                each = [_backward_seconds(arm, layout) for layout in layouts]
             if turn:  # the first is a warm-up
-                times[name][0].append(forward), times[name][1].append(backward)
+                times[name][0].append(forward)
+                times[name][1].append(statistics.mean(each))
         if turn:
             copied.append(copy)
     results: dict[str, dict[str, float | None]] = {}
-    for name, (forward, backward) in times.items():
-        ours = name == "scan"
+    for name, (forwards, backwards) in times.items():
+        ours, both = name == "scan", arms[name].backward is not None
         results[name] = {
-            "forward_seconds": statistics.median(forward),
-            "forward_spread": float(np.subtract(*np.percentile(forward, [75, 25]))),
-            "backward_seconds": statistics.median(backward) if arms[name].backward else None,
-            "backward_spread": float(np.subtract(*np.percentile(backward, [75, 25]))) if arms[name].backward else None,
+            "forward_seconds": statistics.median(forwards),
+            "forward_spread": _spread(forwards),
+            "backward_seconds": statistics.median(backwards) if both else None,
+            "backward_spread": _spread(backwards) if both else None,
             "kept_activations": kept if ours else None,
             "workspace_activations": workspace if ours else None,
             "relative_error": error if ours else None,
             "copy_bytes_per_second": 2 * COPY_BYTES / statistics.median(copied),
         }
     return results
+
+
+def _spread(values: list[float]) -> float:
+    return float(np.subtract(*np.percentile(values, [75, 25])))
+
+
+def _backward_seconds(arm: Arm, layout: SequenceLayout) -> float:
+    outputs = arm.forward(layout)
+    assert arm.backward is not None
+    return _seconds(lambda: arm.backward(outputs, layout))  # type: ignore[misc]
 
 
 def _seconds(call: Callable[[], Any]) -> float:

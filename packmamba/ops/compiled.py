@@ -48,6 +48,7 @@ def conv1d_pack(
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The convolution by compiled kernels; arguments as ``ops.conv1d_pack``."""
+    cuda.note(layout)
     wide = accumulation_dtype(x.dtype)
     state_dtype = x.dtype if initial_state is None else initial_state.dtype
     y, final = torch.ops.packmamba.conv1d_pack(
@@ -78,6 +79,7 @@ def ssm_pack(
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The scan by compiled kernels; arguments as ``ops.ssm_pack``."""
+    cuda.note(layout)
     tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     y, final, _ = torch.ops.packmamba.ssm_pack(

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from packmamba.layout import SequenceLayout
+from packmamba.ops import library
+
 # Documents are cut only where they would leave the chip idle: pieces scan their tokens twice.
 MIN_CUT_ABOVE = 384
 CUT_LENGTHS = (256, 512)
@@ -16,18 +19,25 @@ MIN_WINDOW, WINDOWS = 128, 128
 """Documents that begin in the same window of slots share a work item: at least so many slots, at most so many windows."""
 WARP_CHANNELS = 16
 
-# By the layout's starts: (what else it was made of, schedule).
+# By the layout's starts: (what else it was made of, schedule); and the longest document.
 _schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_longest: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def plan(slots: int, row_length: int, channels: int, cuts: bool, device: torch.device) -> tuple[int, int, int]:
+def note(layout: SequenceLayout) -> None:
+    """What the host knows of a layout that its tensors do not say without a wait: it saves empty launches."""
+    if layout.longest is not None and layout.device.type == "cuda" and not torch.compiler.is_compiling():
+        _longest[layout.starts] = (_version(layout.starts), layout.longest)
+
+
+def plan(slots: int, longest: int, channels: int, cuts: bool, device: torch.device) -> tuple[int, int, int]:
     """(cut_above, cut_length, window) of a batch, from what the host knows without waiting for the device."""
     window = max(MIN_WINDOW, slots // WINDOWS)
     schedulers = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that cannot hold the others up.
     share = slots * -(-channels // WARP_CHANNELS) // schedulers
     cut_above = max(MIN_CUT_ABOVE, share * 3 // 4)
-    if not cuts or row_length <= cut_above:
+    if not cuts or longest <= cut_above:
         return NEVER, NEVER, window
     low, high = CUT_LENGTHS
     # The grid has room for 65535 pieces.
@@ -42,10 +52,12 @@ def schedule(
 
     A graph under capture makes its own, always: its layout's tensors are filled again before each replay.
     """
-    key = plan(rows * row_length, row_length, channels, cuts, starts.device)
+    version, longest = _longest.get(starts, (None, row_length))
+    longest = longest if version == _version(starts) else row_length
+    key = plan(rows * row_length, longest, channels, cuts, starts.device)
     capturing = torch.cuda.is_current_stream_capturing()
     made_of = (ends.data_ptr(), _version(starts), _version(ends), rows, row_length, key)
-    cached = {} if capturing else _schedules.setdefault(starts, {})
+    cached: dict = {} if capturing else _schedules.setdefault(starts, {})
     if made_of not in cached:
         shape = (starts.numel(), rows, row_length, *key)
         memory = starts.new_empty(torch.ops.packmamba_cuda.schedule_size(*shape))
@@ -68,6 +80,9 @@ def _stream(tensor: Tensor) -> int:
 
 
 def _run(name: str, *arguments: Any, activations: Tensor, starts: Tensor, ends: Tensor, cuts: bool) -> None:
+    library.load("cuda")
+    if activations.dtype == torch.float64:
+        raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
     rows, row_length, channels = activations.shape
     with torch.cuda.device(activations.device):
         found = schedule(starts, ends, rows, row_length, channels, cuts)
