@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     const char* dy = at(p.dy, segment.x, p.row_length, l.loaded);
     const char *B = at(p.B, segment.x, p.row_length, 2 * s), *C = at(p.C, segment.x, p.row_length, 2 * s);
     const int64_t out = (int64_t)segment.x * p.channels + l.channel;
+    float* const partial = p.partial_BC + (blockIdx.x * p.slots() + segment.x) * 2 * N16 + lane;
 
     // Past the end the segment's last token is read again, and masked when it is used.
     auto stage = [&](int t0) {
@@ -296,7 +297,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           float v = 0.f;
 #pragma unroll
           for (int i = 0; i < WARPS; i++) v += warps[i].sums(tile)[t * SUM_PITCH + lane];
-          if (t0 + t < length) p.partial_BC[(blockIdx.x * p.slots() + segment.x + t0 + t) * 2 * N16 + lane] = v;
+          if (t0 + t < length) partial[(uint64_t)(uint32_t)(t0 + t) * 2 * N16] = v;
         }
       }
     }

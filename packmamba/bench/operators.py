@@ -130,9 +130,7 @@ def _measure(
     for turn in range(c.rounds + 1):
         copy = _seconds(lambda: target.copy_(source))
         for name, arm in arms.items():
-            forward = statistics.mean(
-                _seconds(lambda arm=arm, layout=layout: arm.forward(layout)) for layout in layouts
-            )
+            forward = statistics.mean(_forward_seconds(arm, layout) for layout in layouts)
             each = [0.0]
             if arm.backward is not None:
                 # One layout's outputs at a time: twenty graphs would not fit.
@@ -160,6 +158,10 @@ def _measure(
 
 def _spread(values: list[float]) -> float:
     return float(np.subtract(*np.percentile(values, [75, 25])))
+
+
+def _forward_seconds(arm: Arm, layout: SequenceLayout) -> float:
+    return _seconds(lambda: arm.forward(layout))
 
 
 def _backward_seconds(arm: Arm, layout: SequenceLayout) -> float:

@@ -36,7 +36,7 @@ def plan(slots: int, longest: int, channels: int, cuts: bool, device: torch.devi
     schedulers = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that cannot hold the others up.
     share = slots * -(-channels // WARP_CHANNELS) // schedulers
-    cut_above = max(MIN_CUT_ABOVE, share * 3 // 4)
+    cut_above = max(MIN_CUT_ABOVE, share * 11 // 20)
     if not cuts or longest <= cut_above:
         return NEVER, NEVER, window
     low, high = CUT_LENGTHS
