@@ -72,7 +72,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "packing": ("padding_fraction", "planning_seconds", "num_rows", "num_documents"),
     # config: tokens, channels, documents (their distribution), states, dtype. Seconds are medians of interleaved
     # rounds, spreads interquartile ranges, activations bfloat16 tensors of tokens x channels; null where unmeasured.
-    "operators": (
+    "gpu_operators": (
         "forward_seconds",
         "forward_spread",
         "backward_seconds",

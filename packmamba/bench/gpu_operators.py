@@ -26,9 +26,9 @@ COPY_BYTES = 2**31
 
 @dataclass
 class OperatorBenchConfig:
-    bench: str = "operators"
+    bench: str = "gpu_operators"
     """Which benchmark this is."""
-    experiment: str = "operators"
+    experiment: str = "gpu_operators"
     """Records go to experiments/<experiment>/records."""
     shapes: list[str] = field(default_factory=lambda: ["16384,4096,documents-2k"])
     """tokens,channels,documents each; documents: documents-2k, short, heavy, or one."""
@@ -57,7 +57,7 @@ def run(config: OperatorBenchConfig | Mapping[str, Any], records_path: Path, pro
     """
     c = config if isinstance(config, OperatorBenchConfig) else OperatorBenchConfig(**config)
     if not torch.cuda.is_available():
-        raise ConfigError("bench operators: needs a GPU")
+        raise ConfigError("bench gpu_operators: needs a GPU")
     provenance()  # of the code as it is now, not as it may be after minutes
     for shape in c.shapes:
         try:
@@ -76,7 +76,7 @@ def run(config: OperatorBenchConfig | Mapping[str, Any], records_path: Path, pro
                     flush=True,
                 )
             record = make_record(
-                kind="operators",
+                kind="gpu_operators",
                 experiment=c.experiment,
                 arm=arm,
                 config={
