@@ -11,7 +11,7 @@
 namespace packmamba {
 
 constexpr int kChunk = 32;            // tokens between kept states; the backward replays them. Python allocates accordingly
-constexpr int kGroupChannels = 64;    // of a work item, more where there would be too many groups
+constexpr int kGroupChannels = 128;    // of a work item, more where there would be too many groups
 constexpr int kMaxGroups = 32;        // bounds the partial sums of dB and dC
 constexpr int kSegmentTokens = 256;   // joins short documents; bounds the partial sums of dA
 constexpr int kPaddedChannels = 16;   // kept states are padded to this many channels

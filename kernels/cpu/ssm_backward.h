@@ -94,7 +94,7 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
   };
   const size_t tile = kChunk * states, group_states = groups.per_group / lanes * states;
   const Scratch prototype{std::vector<R>(tile), std::vector<R>(tile),  std::vector<V>(group_states),
-                          std::vector<V>(group_states), std::vector<V>(tile), std::vector<V>(tile)};
+                          std::vector<V>(group_states), std::vector<V>(tile + lanes), std::vector<V>(tile + lanes)};
   for_each_item(parts * groups.count, prototype, [&](Scratch& scratch, int64_t item) {
     const int64_t part = order[item / groups.count];
     const Segment& segment = segments[part];
@@ -104,8 +104,8 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
     BackwardTokens<R> io;
     std::vector<V> dD(blocks), dbias(blocks);
     std::fill(scratch.dA.begin(), scratch.dA.end(), V{});
-    for (int64_t s = segment.first; s < segment.last; ++s) {
-      const int64_t start = documents.starts[s], end = documents.ends[s];
+    for (int64_t s = segment.last - 1; s >= segment.first; --s) {
+      const int64_t start = documents.starts[s], end = documents.ends[s], row_start = start - start % in.u.length;
       for (int j = 0; j < blocks; ++j) {
         V* carry = &scratch.carry[j * states];
         const int64_t channel = (first_block + j) * lanes;
@@ -124,6 +124,9 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
         for (int j = 0; j < blocks; ++j) {
           const int64_t block = first_block + j, channel = block * lanes;
           const int width = groups.lanes_of(block);
+          const int64_t ahead = std::min<int64_t>(kChunk, slot - row_start);
+          const Ahead next(slot - ahead, ahead, first_block * lanes, blocks * lanes, j, blocks);
+          for (const auto& rows : {in.u, in.delta, in.z, dy}) next.prefetch(rows);
           load_tokens(in, slot, count, channel, width, tokens);
           const V skip = in.D ? load(in.D + channel, width) : V{};
           V dz_factor[kChunk];
@@ -160,11 +163,11 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
             if (in.z) store(out.z + place, dz_factor[t] * io.y[t], width);
           }
         }
-        R* to_B = &part_B[(group * documents.slots + slot) * states];
-        R* to_C = &part_C[(group * documents.slots + slot) * states];
-        for (int64_t i = 0; i < count * states; ++i) {
-          to_B[i] = sum_lanes<R>(scratch.dB[i]);
-          to_C[i] = sum_lanes<R>(scratch.dC[i]);
+        const int64_t place = (group * documents.slots + slot) * states, sums = count * states;
+        for (int64_t i = 0; i < sums; i += lanes) {
+          const int some = int(std::min<int64_t>(lanes, sums - i));
+          store(&part_B[place + i], sum_lanes<R>(&scratch.dB[i]), some);
+          store(&part_C[place + i], sum_lanes<R>(&scratch.dC[i]), some);
         }
       }
       if (out.initial_state)

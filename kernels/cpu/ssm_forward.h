@@ -61,6 +61,7 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
     V out[kChunk];
     for (int64_t s = segment.first; s < segment.last; ++s) {
       const int64_t start = documents.starts[s], end = documents.ends[s];
+      const int64_t row_end = (start / in.u.length + 1) * in.u.length;
       for (int j = 0; j < blocks; ++j) {
         V* state = &scratch.state[j * states];
         const int64_t channel = (first_block + j) * lanes;
@@ -71,6 +72,7 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
       }
       for (int64_t slot = start; slot < end; slot += kChunk) {
         const int count = int(std::min<int64_t>(kChunk, end - slot));
+        const int ahead = int(std::min<int64_t>(kChunk, row_end - slot - count));
         widen(in.B, slot, count, states, scratch.B.data());
         widen(in.C, slot, count, states, scratch.C.data());
         for (int j = 0; j < blocks; ++j) {
@@ -84,6 +86,8 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
             if (channel + lanes >= channels)
               std::fill(place + lanes * states, place + (kept_size - channel * states), R(0));
           }
+          const Ahead next(slot + count, ahead, first_block * lanes, blocks * lanes, j, blocks);
+          for (const auto& rows : {in.u, in.delta, in.z}) next.prefetch(rows);
           load_tokens(in, slot, count, channel, width, tokens);
           const V skip = in.D ? load(in.D + channel, width) : V{};
           for (int t = 0; t < count; ++t) out[t] = in.D ? skip * tokens.u[t] : V{};

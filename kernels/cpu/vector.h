@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -88,6 +89,20 @@ inline void store(float16* to, Vec<float> v) {
 #endif
 }
 
+// Past the caches, for outputs larger than they are: a line that is written whole need not be read first.
+template <class T> inline void stream(T* to, Vec<accumulate_t<T>> v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) * kLanes<accumulate_t<T>> == 64)
+    if (reinterpret_cast<uintptr_t>(to) % 64 == 0) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
+#endif
+  store(to, v);
+}
+inline void end_stream() {
+#if defined(__AVX512F__)
+  _mm_sfence();
+#endif
+}
+
 // The first `count` lanes; the others are zero, and memory past them is not touched.
 template <class T> Vec<accumulate_t<T>> load(const T* from, int count) {
   constexpr int lanes = kLanes<accumulate_t<T>>;
@@ -103,12 +118,26 @@ template <class T> void store(T* to, Vec<accumulate_t<T>> v, int count) {
   std::memcpy(to, padded, sizeof(T) * count);
 }
 
-template <class R> R sum_lanes(Vec<R> v) {
-  R lanes[kLanes<R>];
-  std::memcpy(lanes, &v, sizeof v);
-  for (int width = kLanes<R> / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+// Halves of a pair of vectors, group by group: of every 2 * half lanes of a, then of b, the lower (upper) half.
+template <class V, int half, bool upper, int... lane>
+inline V half_groups(V a, V b, std::integer_sequence<int, lane...>) {
+  constexpr int lanes = sizeof...(lane);
+  return __builtin_shufflevector(
+      a, b, (lane / (2 * half) * 2 * half + lane % half + (lane % (2 * half) < half ? 0 : lanes) + (upper ? half : 0))...);
+}
+template <class V, int half> inline void sum_halves(V* v) {
+  using Sequence = std::make_integer_sequence<int, sizeof(V) / sizeof(V{}[0])>;
+#pragma GCC unroll 8
+  for (int i = 0; i < half; ++i)
+    v[i] = half_groups<V, half, false>(v[i], v[i + half], Sequence{}) + half_groups<V, half, true>(v[i], v[i + half], Sequence{});
+  if constexpr (half > 1) sum_halves<V, half / 2>(v);
+}
+// Lane i of the result is the sum over the lanes of from[i]; always in the same order.
+template <class R> inline Vec<R> sum_lanes(const Vec<R>* from) {
+  Vec<R> v[kLanes<R>];
+  std::memcpy(v, from, sizeof v);
+  sum_halves<Vec<R>, kLanes<R> / 2>(v);
+  return v[0];
 }
 
 // 2^x = 2^k (1 + f q(f)) with x = k + f, |f| <= 1/2. Relative error of a normal result: float 2e-7 (q is the minimax polynomial of

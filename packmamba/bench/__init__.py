@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,11 +12,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packmamba.config import ConfigError, parse_override, read_yaml, suggest
 
-BENCHES = {"packing": "packmamba.bench.packing", "gpu_operators": "packmamba.bench.gpu_operators"}
+BENCHES = {
+    "packing": "packmamba.bench.packing",
+    "operators": "packmamba.bench.operators",
+    "gpu_operators": "packmamba.bench.gpu_operators",
+}
 
 
 def run_bench(path: str | Path, overrides: list[str] | None = None) -> Path:
-    """Runs the bench that the file's key ``bench`` names; returns the experiment's folder. Raises ConfigError naming the key."""
+    """Runs the bench that the file names and appends its records; returns the experiment's folder."""
+    bench, module, config = load_bench(path, overrides)
+    folder = Path("experiments") / config.experiment
+    module.run(config, folder / "records" / f"{bench}.jsonl")
+    return folder
+
+
+def load_bench(path: str | Path, overrides: list[str] | None = None) -> tuple[str, ModuleType, Any]:
+    """The bench that the file's key ``bench`` names: its name, module and configuration. ConfigError names a wrong key."""
     loaded = OmegaConf.merge(read_yaml(path), *map(parse_override, overrides or []))
     assert isinstance(loaded, DictConfig)
     bench = loaded.get("bench")
@@ -27,9 +40,6 @@ def run_bench(path: str | Path, overrides: list[str] | None = None) -> Path:
         if key not in schema:
             raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, schema)}")
     try:
-        config: Any = OmegaConf.to_object(OmegaConf.merge(schema, loaded))
+        return bench, module, OmegaConf.to_object(OmegaConf.merge(schema, loaded))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
-    folder = Path("experiments") / config.experiment
-    module.run(config, folder / "records" / f"{bench}.jsonl")
-    return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -87,14 +88,19 @@ class Arrangement:
 
     def count(self, groups: list[np.ndarray]) -> tuple[int, int, int]:
         """(real targets, real tokens, slots) of these batches; each token has a target but the last of each document."""
-        plan, rows = self.plan, np.concatenate(groups)
+        rows = np.concatenate(groups)
+        before = self._counts_before
+        targets, tokens = (before[:, rows + 1] - before[:, rows]).sum(axis=1).tolist()
+        return targets, tokens, sum(len(group) * int(self.plan.slots[group].max()) for group in groups)
+
+    @cached_property
+    def _counts_before(self) -> np.ndarray:
+        """(2, rows + 1) int64: targets and tokens of all rows before each."""
+        plan = self.plan
         ends_here = plan.start + plan.length == self.ends[plan.document]
-        slots = sum(len(group) * int(plan.slots[group].max()) for group in groups)
-        targets, tokens = (
-            int((before[plan.row_offsets[rows + 1]] - before[plan.row_offsets[rows]]).sum())
-            for before in (np.append(0, np.cumsum(n)) for n in (plan.length - ends_here, plan.length))
-        )
-        return targets, tokens, slots
+        before = np.zeros((2, plan.length.size + 1), np.int64)
+        np.cumsum([plan.length - ends_here, plan.length], axis=1, out=before[:, 1:])
+        return before[:, plan.row_offsets]
 
     def group_rows(self, rows: np.ndarray, slots_per_batch: int, rows_per_batch: int | None = None) -> list[np.ndarray]:
         """Splits consecutive ``rows`` (numbers of the plan's) into batches of at most ``slots_per_batch`` slots, but at least

@@ -69,6 +69,9 @@ METRICS: dict[str, tuple[str, ...]] = {
         "rounds",
     ),
     # config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
+    # One implementation of one operator (config["operator"]), forward and backward; arms of one config["operator"] were timed
+    # in turns. bound_seconds is what the machine's rates, measured in the same run, allow. The spread is the interquartile range.
+    "operators": ("seconds_median", "seconds_spread", "bound_seconds", "rounds"),
     "packing": ("padding_fraction", "planning_seconds", "num_rows", "num_documents"),
     # config: tokens, channels, documents (their distribution), states, dtype. Seconds are medians of interleaved
     # rounds, spreads interquartile ranges, activations bfloat16 tensors of tokens x channels; null where unmeasured.

@@ -2,12 +2,15 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "pui.md").read_text(encoding="utf-8")
 
 
-def test_every_test_that_the_proof_names_exists():
-    named = set(re.findall(r"(tests/\w+\.py)::(\w+)", TEXT))
+@pytest.mark.parametrize("document", ["docs/pui.md", "CONTRIBUTING.md"])
+def test_every_test_that_a_document_names_exists(document):
+    named = set(re.findall(r"(tests/\w+\.py)::(\w+)", (ROOT / document).read_text(encoding="utf-8")))
     assert len(named) > 20
     for path, name in sorted(named):
         module = ast.parse((ROOT / path).read_text(encoding="utf-8"))

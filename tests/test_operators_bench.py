@@ -1,0 +1,70 @@
+"""The operators' bench on a tiny case: every arm is right, recorded and tabulated; a wrong arm is not timed."""
+
+import pytest
+import torch
+
+from packmamba.bench import operators as bench
+from packmamba.errors import ConfigError
+from packmamba.ops import compiled
+from packmamba.results.record import read_records
+from packmamba.results.report import build_sections
+
+TINY = {
+    "tokens": 96,
+    "shortest": 3,
+    "longest": 30,
+    "channels": 24,
+    "states": 4,
+    "conv_tokens": 64,
+    "conv_channels": 40,
+    "threads": 1,
+    "rounds": 3,
+    "slow_rounds": 2,
+}
+
+
+def test_every_arm_is_recorded_and_tabulated(tmp_path):
+    threads = torch.get_num_threads()
+    bench.run(TINY, tmp_path / "records" / "operators.jsonl", progress=False)
+    assert torch.get_num_threads() == threads
+    records = read_records(tmp_path)
+    assert [(r["config"]["operator"], r["arm"]) for r in records] == [
+        (operator, arm) for operator in ("ssm_pack", "conv1d_pack") for arm in bench.ARMS
+    ]
+    for record in records:
+        assert record["metrics"]["rounds"] == (2 if record["arm"] in bench.SLOW_ARMS else 3)
+        assert record["metrics"]["seconds_median"] > 0 and record["metrics"]["bound_seconds"] > 0
+        assert record["metrics"]["exponentials_per_second"] < record["metrics"]["multiply_adds_per_second"]
+    (section,) = build_sections(records)
+    tables = {table.name: table for table in section.tables}
+    assert {"operators-ssm-pack", "operators-conv1d-pack"} <= tables.keys()
+    assert len(tables["operators-ssm-pack"].rows) == len(bench.ARMS)
+    assert "operators" in [figure.name for figure in section.figures]
+
+
+def test_a_wrong_arm_prints_no_timing(tmp_path, monkeypatch):
+    real = compiled.KERNELS["cpu"]["ssm_forward"]
+
+    def wrong(*arguments):
+        real(*arguments)
+        arguments[-3].mul_(1.001)  # y
+
+    monkeypatch.setitem(compiled.KERNELS["cpu"], "ssm_forward", wrong)
+    with pytest.raises(RuntimeError, match="ssm_pack, cpu: y is off by 1.0e-03"):
+        bench.run(TINY | {"arms": ["cpu"]}, tmp_path / "records.jsonl", progress=False)
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arms": ["gpu"]}, "arms"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"tokens": 0}, "tokens"),
+        ({"longest": 2}, "longest"),
+        ({"slow_rounds": 9}, "slow_rounds"),
+    ],
+)
+def test_refuses_before_it_measures(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        bench.run(TINY | change, tmp_path / "records.jsonl", progress=False)
