@@ -7,7 +7,7 @@ import torch
 from arrangements import AWKWARD, LONG
 from operators import TOLERANCES, Case, random_case, relative_error
 
-from packmamba import SequenceLayout
+from packmamba import SequenceLayout, ops
 from packmamba.ops import cuda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -215,7 +215,6 @@ def test_what_is_kept_for_the_backward():
     layout = SequenceLayout.from_lengths([[4096]], row_length=4096)
     case = tuned_case(layout, channels=1024, states=False)
     tensors = {name: tensor.detach().requires_grad_() for name, tensor in case.tensors.items()}
-    from packmamba import ops
 
     for _ in range(2):  # the schedule is the layout's
         torch.cuda.synchronize()
@@ -223,3 +222,19 @@ def test_what_is_kept_for_the_backward():
         y = ops.ssm_pack(**tensors, **case.options, layout=case.layout)
         kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
     assert kept <= 0.5 * y.numel() * y.element_size()
+
+
+def test_a_hundred_layouts_compile_at_most_twice():
+    case = tuned_case(SequenceLayout.from_lengths([[64]], row_length=64), states=False)
+
+    def loss(layout):
+        return ops.ssm_pack(**case.tensors, **case.options, layout=layout).float().square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss)
+    torch._dynamo.utils.counters.clear()
+    for n in range(100):
+        layout = SequenceLayout.from_lengths([[1 + n % 5] * (1 + n % 7) + [n % 11 + 1]], row_length=64).to("cuda")
+        assert torch.allclose(compiled(layout), loss(layout), rtol=1e-3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    assert not torch._dynamo.utils.counters["graph_break"]
