@@ -26,15 +26,25 @@ class SequenceLayout:
         starts, ends: (S,) int32, where each document lies in the flattened B * L slots.
         offsets: (S,) int32, the place in its document of its first token here; above 0 for a continuation.
         num_tokens: slots that hold a token.
+        longest: tokens of the longest document, where the host knew them when the layout was made; else None.
     """
 
-    def __init__(self, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor, num_tokens: int) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        starts: Tensor,
+        ends: Tensor,
+        offsets: Tensor,
+        num_tokens: int,
+        longest: int | None = None,
+    ) -> None:
         """Trusts its arguments: int32 tensors of one device that describe documents as the class says."""
         self.shape = shape
         self.starts = starts
         self.ends = ends
         self.offsets = offsets
         self.num_tokens = num_tokens
+        self.longest = longest
 
     @classmethod
     def from_lengths(
@@ -89,7 +99,14 @@ class SequenceLayout:
         row_length = _integer(row_length, "row_length", minimum=1)
         _check_slots(num_rows, row_length)
         starts = torch.arange(num_rows, dtype=torch.int32, device=device) * row_length
-        return cls((num_rows, row_length), starts, starts + row_length, torch.zeros_like(starts), num_rows * row_length)
+        return cls(
+            (num_rows, row_length),
+            starts,
+            starts + row_length,
+            torch.zeros_like(starts),
+            num_rows * row_length,
+            row_length,
+        )
 
     @classmethod
     def from_position_indices(cls, position_indices: Tensor) -> SequenceLayout:
@@ -194,7 +211,8 @@ class SequenceLayout:
         if offsets.numel() and int((offsets + (ends - starts)).max()) > _MAX_SLOTS:
             raise ValueError(f"offsets: positions must stay below 2**31, got {int(offsets.max())}")
         num_tokens = int((ends - starts).sum())
-        return cls(shape, starts.to(torch.int32), ends.to(torch.int32), offsets.to(torch.int32), num_tokens)
+        longest = int((ends - starts).max()) if ends.numel() else 0
+        return cls(shape, starts.to(torch.int32), ends.to(torch.int32), offsets.to(torch.int32), num_tokens, longest)
 
     @property
     def device(self) -> torch.device:
@@ -279,12 +297,12 @@ class SequenceLayout:
         starts, ends, offsets = (
             t.to(device, non_blocking=non_blocking) for t in (self.starts, self.ends, self.offsets)
         )
-        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens)
+        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens, self.longest)
 
     def pin_memory(self) -> SequenceLayout:
         """The same layout in page-locked memory, for asynchronous copies to a GPU."""
         starts, ends, offsets = (t.pin_memory() for t in (self.starts, self.ends, self.offsets))
-        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens)
+        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens, self.longest)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SequenceLayout):

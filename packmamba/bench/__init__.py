@@ -12,7 +12,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packmamba.config import ConfigError, parse_override, read_yaml, suggest
 
-BENCHES = {"packing": "packmamba.bench.packing", "operators": "packmamba.bench.operators"}
+BENCHES = {
+    "packing": "packmamba.bench.packing",
+    "operators": "packmamba.bench.operators",
+    "gpu_operators": "packmamba.bench.gpu_operators",
+}
 
 
 def run_bench(path: str | Path, overrides: list[str] | None = None) -> Path:

@@ -7,14 +7,14 @@ outputs are empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops import library
+from packmamba.ops import cuda, library
 from packmamba.ops.checks import accumulation_dtype
 
 # As in the kernels: tokens between states that the scan keeps for its backward, and what channels are padded to.
@@ -31,7 +31,10 @@ def _cpu(name: str) -> Callable[..., None]:
 
 
 NAMES = ("conv1d_forward", "conv1d_backward", "ssm_forward", "ssm_backward")
-KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {name: _cpu(name) for name in NAMES}}
+KERNELS: dict[str, Mapping[str, Callable[..., None]]] = {
+    "cpu": {name: _cpu(name) for name in NAMES},
+    "cuda": cuda.KERNELS,
+}
 """By device type: what runs, with the schemas of kernels/cpu/bindings.cpp, outputs last."""
 
 
@@ -45,6 +48,7 @@ def conv1d_pack(
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The convolution by compiled kernels; arguments as ``ops.conv1d_pack``."""
+    cuda.note(layout)
     wide = accumulation_dtype(x.dtype)
     state_dtype = x.dtype if initial_state is None else initial_state.dtype
     y, final = torch.ops.packmamba.conv1d_pack(
@@ -75,6 +79,7 @@ def ssm_pack(
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The scan by compiled kernels; arguments as ``ops.ssm_pack``."""
+    cuda.note(layout)
     tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     y, final, _ = torch.ops.packmamba.ssm_pack(
@@ -217,13 +222,14 @@ def _ssm_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels, states = A.shape
     final = (starts.shape[0], channels, states) if return_final_state else (0,)
+    intervals = u.shape[0] * u.shape[1] // KEPT_TOKENS
+    if u.device.type == "cuda":
+        # Room for 16 bits a number, which is also 32 bits at half as many tokens.
+        kept = torch.empty((intervals, channels, states) if keep else (0,), dtype=torch.bfloat16, device=u.device)
+        return u.new_empty(u.shape), A.new_empty(final), kept
     # A document's kept states begin at its number + its start // KEPT_TOKENS: none overlap, without sums over lengths.
-    kept = (
-        starts.shape[0] + u.shape[0] * u.shape[1] // KEPT_TOKENS,
-        -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS,
-        states,
-    )
-    return u.new_empty(u.shape), A.new_empty(final), A.new_empty(kept if keep else (0,))
+    room = (starts.shape[0] + intervals, -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS, states)
+    return u.new_empty(u.shape), A.new_empty(final), A.new_empty(room if keep else (0,))
 
 
 @torch.library.custom_op("packmamba::ssm_pack_backward", mutates_args=())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops import compiled
+from packmamba.ops import compiled, mamba_ssm
 from packmamba.ops.checks import check_activations, check_is_tensor, check_layout, check_tensor
 from packmamba.ops.dispatch import choose
 from packmamba.ops.reference import conv1d_pack_vectorised
@@ -17,6 +17,8 @@ from packmamba.ops.reference import conv1d_pack_vectorised
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "reference": conv1d_pack_vectorised,
     "cpu": compiled.conv1d_pack,
+    "cuda": compiled.conv1d_pack,
+    "mamba_ssm": mamba_ssm.conv1d_pack,
 }
 
 

@@ -30,8 +30,9 @@ def choose(backend: str | None, device: torch.device, implementations: Mapping[s
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
         backend = "reference" if device.type == "cpu" and not library.ready("cpu") else device.type
-    if backend in ("cpu", "cuda") and backend != device.type:
-        raise ValueError(f"backend: '{backend}' expected tensors on a {backend} device, got {device}")
+    needs = "cuda" if backend == "mamba_ssm" else backend
+    if needs in ("cpu", "cuda") and needs != device.type:
+        raise ValueError(f"backend: '{backend}' expected tensors on a {needs} device, got {device}")
     if backend not in implementations:
         available = ", ".join(sorted(implementations))
         raise ValueError(

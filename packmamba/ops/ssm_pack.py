@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops import compiled
+from packmamba.ops import compiled, mamba_ssm
 from packmamba.ops.checks import accumulation_dtype, check_activations, check_is_tensor, check_layout, check_tensor
 from packmamba.ops.dispatch import choose
 from packmamba.ops.reference import ssm_pack_vectorised
@@ -16,6 +16,8 @@ from packmamba.ops.reference import ssm_pack_vectorised
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "reference": ssm_pack_vectorised,
     "cpu": compiled.ssm_pack,
+    "cuda": compiled.ssm_pack,
+    "mamba_ssm": mamba_ssm.ssm_pack,
 }
 
 

@@ -73,6 +73,18 @@ METRICS: dict[str, tuple[str, ...]] = {
     # in turns. bound_seconds is what the machine's rates, measured in the same run, allow. The spread is the interquartile range.
     "operators": ("seconds_median", "seconds_spread", "bound_seconds", "rounds"),
     "packing": ("padding_fraction", "planning_seconds", "num_rows", "num_documents"),
+    # config: tokens, channels, documents (their distribution), states, dtype. Seconds are medians of interleaved
+    # rounds, spreads interquartile ranges, activations bfloat16 tensors of tokens x channels; null where unmeasured.
+    "gpu_operators": (
+        "forward_seconds",
+        "forward_spread",
+        "backward_seconds",
+        "backward_spread",
+        "kept_activations",
+        "workspace_activations",
+        "relative_error",
+        "copy_bytes_per_second",
+    ),
 }
 """The metrics that a record of each kind must have. Another kind is one more entry."""
 

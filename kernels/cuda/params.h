@@ -1,0 +1,107 @@
+// What Python hands to the kernels: plain pointers, sizes and strides. Nothing here knows PyTorch.
+// Shape letters: B rows, L slots of a row, S documents, D channels, N states per channel, W taps.
+#pragma once
+#include <cuda_runtime.h>
+#include <cstdint>
+
+enum class Dtype : int { bfloat16, float16, float32 };
+
+// A (B, L, *) tensor with unit stride along its last dimension. Null data: an absent argument.
+struct View {
+  const void* data;
+  int64_t row_bytes;
+  uint32_t token_bytes;
+};
+
+constexpr int CONV_TILE = 64;   // slots of a convolution tile
+constexpr int SAVE_EVERY = 32;  // tokens between saved states, counted from a document's start
+
+// How a batch is made into work: documents longer than cut_above are cut into pieces of cut_length tokens (a multiple of
+// SAVE_EVERY), documents that begin in the same window of slots, but those longer than it, share a work item.
+struct Plan {
+  int documents, rows, row_length, cut_above, cut_length, window;
+  __host__ __device__ int64_t slots() const { return (int64_t)rows * row_length; }
+  __host__ __device__ int64_t tiles() const { return rows * ((row_length + CONV_TILE - 1) / CONV_TILE); }
+  // Most there can be: a document of n tokens is cut into at most n / cut_length + 1 pieces.
+  bool cuts() const { return documents > 0 && row_length > cut_above; }
+  int64_t cut_documents() const { return cuts() ? slots() / cut_above : 0; }
+  int64_t cut_segments() const { return cuts() ? slots() / cut_length + cut_documents() : 0; }
+  int64_t segments() const { return documents + cut_segments(); }
+  // At most two items begin in a window: one of short segments, and one long one.
+  int64_t items() const {
+    const int64_t windows = 2 * ((slots() + window - 1) / window);
+    return segments() < windows ? segments() : windows;
+  }
+};
+
+// Made once per batch by schedule.cu; every kernel of every layer reads it.
+struct Schedule {
+  int* counts;         // items, segments, cut segments, cut documents
+  int4* segments;      // first slot, end slot, document, place among the cut segments or -1
+  int4* cut_documents; // first cut segment, how many, document
+  int2* items;         // first segment, end segment; longest first
+  int2* unsorted;
+  int* cut_segments;   // their place among all segments
+  int* row_ends;       // (B,) the slot after each row's last token
+  int* tile_documents; // the first document that ends after each tile of CONV_TILE slots begins
+  int max_items, max_cut_segments, max_cut_documents;  // grids are made from these
+  Schedule() = default;
+  Schedule(int* memory, const Plan& p)
+      : counts(memory), segments((int4*)(memory + 4)), cut_documents(segments + p.segments()),
+        items((int2*)(cut_documents + p.cut_documents())), unsorted(items + p.items()), cut_segments((int*)(unsorted + p.items())),
+        row_ends(cut_segments + p.cut_segments()), tile_documents(row_ends + p.rows), max_items(p.items()),
+        max_cut_segments(p.cut_segments()), max_cut_documents(p.cut_documents()) {}
+  static int64_t size(const Plan& p) {
+    return 4 + 4 * (p.segments() + p.cut_documents()) + 4 * p.items() + p.cut_segments() + p.rows + p.tiles();
+  }
+};
+
+struct ScanParams {
+  View u, delta, z, B, C, dy;
+  const float *A, *D, *bias, *initial_state, *dfinal;
+  const int *starts, *ends;
+  Schedule schedule;
+  void *y, *du, *ddelta, *dz, *dB, *dC;  // contiguous
+  float *final_state, *dinitial;
+  void* saved;                                        // states kept for the backward
+  float *cut_states, *cut_sums;                       // of cut segments: (C, D, N) and (C, D)
+  float *partial_BC, *partial_A, *partial_D, *partial_bias;  // (blocks, slots, 2 N), (items, D, N), (items, D) twice
+  float *dA, *dD, *dbias;
+  int channels, states, rows, row_length, documents;
+  bool softplus;
+  Dtype dtype;
+  __host__ __device__ int64_t slots() const { return (int64_t)rows * row_length; }
+};
+
+struct ConvParams {
+  View x, dy;
+  const float *weight, *bias, *initial_state, *dfinal;
+  const int *starts, *ends;
+  Schedule schedule;
+  void *y, *dx;  // contiguous
+  float *dweight, *dbias, *final_state, *dinitial;
+  float* partial;  // (blocks of tiles, W + 1, D)
+  int channels, width, rows, row_length, documents;
+  bool silu;
+  Dtype dtype;
+  __host__ __device__ int64_t slots() const { return (int64_t)rows * row_length; }
+};
+
+void make_schedule(const int* starts, const int* ends, const Plan& plan, const Schedule& schedule, cudaStream_t stream);
+// Zeros the padding of up to three contiguous (B, L, *) tensors of one width; null: none.
+void zero_padding(void* a, void* b, void* c, int64_t row_bytes, const int* row_ends, int rows, int row_length,
+                  cudaStream_t stream);
+
+// bfloat16 with 16 states: tensor cores.
+void scan16_forward(const ScanParams& p, cudaStream_t stream);
+void scan16_backward(const ScanParams& p, cudaStream_t stream);
+constexpr int SCAN16_BLOCK_CHANNELS = 64;
+// Everything else.
+void scan_forward(const ScanParams& p, cudaStream_t stream);
+void scan_backward(const ScanParams& p, cudaStream_t stream);
+int scan_block_channels(int states);  // of the backward: one partial of dB and dC each
+void scan_reduce(const ScanParams& p, int channel_blocks, cudaStream_t stream);
+
+void conv_forward(const ConvParams& p, cudaStream_t stream);
+int64_t conv_blocks(int rows, int row_length);  // of tiles: one partial of dweight and dbias each
+void conv_backward(const ConvParams& p, cudaStream_t stream);

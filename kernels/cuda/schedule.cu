@@ -1,0 +1,170 @@
+// The schedule of a batch, made on the device so that the host need not wait; and what makes padding zero.
+//
+// `schedule`: one block; 1024 threads walk documents, then segments, then items, with running sums, each writing at places known
+// from prefix sums: the same bits every time. Long documents are cut, short ones that begin in the same window of slots share an
+// item, and items are sorted by length in quarter octaves by a counting sort, longest first. Some microseconds, once a batch.
+// `zero_padding_rows`: threads along the bytes of a row's tail. Bytes: those of the padding.
+#include "params.h"
+
+namespace {
+
+constexpr int THREADS = 1024;
+constexpr int BUCKETS = 64;       // quarter octaves of an item's tokens
+constexpr int SORT_THREADS = 256;
+
+// Exclusive sum over the block; total gets the block's sum.
+__device__ int block_sum(int v, int& total) {
+  __shared__ int warps[THREADS / 32];
+  const int lane = threadIdx.x & 31, w = threadIdx.x >> 5;
+  int inclusive = v;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int up = __shfl_up_sync(~0u, inclusive, d);
+    if (lane >= d) inclusive += up;
+  }
+  __syncthreads();
+  if (lane == 31) warps[w] = inclusive;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+  for (int i = 0; i < THREADS / 32; i++) {
+    before += i < w ? warps[i] : 0;
+    total += warps[i];
+  }
+  return before + inclusive - v;
+}
+
+__device__ int bucket(int tokens) {  // 0 is the longest
+  const int octave = 31 - __clz(tokens), quarter = (octave >= 2 ? tokens >> (octave - 2) : tokens << (2 - octave)) & 3;
+  return max(0, BUCKETS - 1 - (4 * octave + quarter));
+}
+
+__global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int* ends, const __grid_constant__ Plan plan,
+                                                    const __grid_constant__ Schedule out) {
+  const int documents = plan.documents, rows = plan.rows, row_length = plan.row_length, window = plan.window;
+  int4* const segments = out.segments;
+  int2* const unsorted = out.unsorted;
+  __shared__ int sorted[BUCKETS * SORT_THREADS / 4];
+  const int me = threadIdx.x;
+  int total;
+
+  int num_segments = 0, num_cut = 0, num_cut_documents = 0;
+  for (int base = 0; base < documents; base += THREADS) {
+    const int d = base + me;
+    const int start = d < documents ? starts[d] : 0, end = d < documents ? ends[d] : 0, length = end - start;
+    const int pieces = d >= documents ? 0 : length > plan.cut_above ? (length + plan.cut_length - 1) / plan.cut_length : 1;
+    const bool cut = pieces > 1;
+    int segment = num_segments + block_sum(pieces, total);
+    num_segments += total;
+    int place = num_cut + block_sum(cut ? pieces : 0, total);
+    num_cut += total;
+    const int cut_document = num_cut_documents + block_sum(cut, total);
+    num_cut_documents += total;
+    if (cut) out.cut_documents[cut_document] = make_int4(place, pieces, d, 0);
+    for (int i = 0; i < pieces; i++, segment++) {
+      const int first = start + i * plan.cut_length;
+      segments[segment] = make_int4(first, cut ? min(end, first + plan.cut_length) : end, d, cut ? place + i : -1);
+      if (cut) out.cut_segments[place + i] = segment;
+    }
+  }
+  __syncthreads();
+
+  int num_items = 0;
+  for (int base = 0; base < num_segments; base += THREADS) {
+    const int i = base + me;
+    bool begins = false;
+    if (i < num_segments) {
+      const int4 a = segments[i], b = segments[max(i - 1, 0)];
+      begins = i == 0 || a.x / window != b.x / window || a.y - a.x > window || b.y - b.x > window;
+    }
+    const int item = num_items + block_sum(begins, total);
+    num_items += total;
+    if (begins) unsorted[item].x = i;
+  }
+  __syncthreads();
+  for (int i = me; i < num_items; i += THREADS) unsorted[i].y = i + 1 < num_items ? unsorted[i + 1].x : num_segments;
+  __syncthreads();
+
+  auto tokens = [&](int i) {
+    int sum = 0;
+    for (int j = unsorted[i].x; j < unsorted[i].y; j++) sum += segments[j].y - segments[j].x;
+    return sum;
+  };
+  // Counting sort: a quarter of the buckets at a time, each thread a run of items, counts in bucket-major order.
+  const int run = (num_items + SORT_THREADS - 1) / SORT_THREADS;
+  int placed = 0;
+  for (int quarter = 0; quarter < 4; quarter++) {
+    const int low = quarter * BUCKETS / 4, high = low + BUCKETS / 4;
+    for (int i = me; i < BUCKETS * SORT_THREADS / 4; i += THREADS) sorted[i] = 0;
+    __syncthreads();
+    if (me < SORT_THREADS)
+      for (int i = me * run; i < min(num_items, (me + 1) * run); i++) {
+        const int k = bucket(tokens(i));
+        if (k >= low && k < high) sorted[(k - low) * SORT_THREADS + me]++;
+      }
+    __syncthreads();
+    constexpr int EACH = BUCKETS * SORT_THREADS / 4 / THREADS;
+    int mine = 0;
+    for (int i = 0; i < EACH; i++) mine += sorted[me * EACH + i];
+    int at = placed + block_sum(mine, total);
+    placed += total;
+    for (int i = 0; i < EACH; i++) {
+      const int n = sorted[me * EACH + i];
+      sorted[me * EACH + i] = at;
+      at += n;
+    }
+    __syncthreads();
+    if (me < SORT_THREADS)
+      for (int i = me * run; i < min(num_items, (me + 1) * run); i++) {
+        const int k = bucket(tokens(i));
+        if (k >= low && k < high) out.items[sorted[(k - low) * SORT_THREADS + me]++] = unsorted[i];
+      }
+    __syncthreads();
+  }
+
+  // Where the first document that ends after a slot is: a binary search per row and per tile.
+  auto first_ending_after = [&](int64_t slot) {
+    int a = 0, b = documents;
+    while (a < b) {
+      const int mid = (a + b) / 2;
+      if (ends[mid] > slot) b = mid;
+      else a = mid + 1;
+    }
+    return a;
+  };
+  for (int r = me; r < rows; r += THREADS) {
+    const int64_t row = (int64_t)r * row_length;
+    const int last = first_ending_after(row + row_length) - 1;  // no document crosses rows
+    out.row_ends[r] = last >= 0 && ends[last] > row ? ends[last] : row;
+  }
+  const int tiles = (row_length + CONV_TILE - 1) / CONV_TILE;
+  for (int64_t i = me; i < (int64_t)rows * tiles; i += THREADS)
+    out.tile_documents[i] = first_ending_after(i / tiles * row_length + i % tiles * CONV_TILE);
+  if (me == 0)
+    out.counts[0] = num_items, out.counts[1] = num_segments, out.counts[2] = num_cut, out.counts[3] = num_cut_documents;
+}
+
+__global__ void zero_padding_rows(char* a, char* b, char* c, int64_t row_bytes, const int* row_ends, int rows, int row_length) {
+  const int64_t step = (int64_t)gridDim.x * blockDim.x, me = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  char* const data = blockIdx.z == 0 ? a : blockIdx.z == 1 ? b : c;
+  if (!data) return;
+  for (int row = blockIdx.y; row < rows; row += gridDim.y) {
+    const int64_t first = row_ends[row] * row_bytes, end = (row + 1) * row_length * row_bytes;
+    if (row_bytes % 16 == 0)
+      for (int64_t i = first / 16 + me; i < end / 16; i += step) ((uint4*)data)[i] = make_uint4(0, 0, 0, 0);
+    else
+      for (int64_t i = first / 2 + me; i < end / 2; i += step) ((uint16_t*)data)[i] = 0;
+  }
+}
+
+}  // namespace
+
+void make_schedule(const int* starts, const int* ends, const Plan& plan, const Schedule& out, cudaStream_t stream) {
+  schedule<<<1, THREADS, 0, stream>>>(starts, ends, plan, out);
+}
+
+void zero_padding(void* a, void* b, void* c, int64_t row_bytes, const int* row_ends, int rows, int row_length,
+                  cudaStream_t stream) {
+  const dim3 grid(max(1, 256 / rows), min(rows, 65535), c ? 3 : b ? 2 : 1);
+  zero_padding_rows<<<grid, 256, 0, stream>>>((char*)a, (char*)b, (char*)c, row_bytes, row_ends, rows, row_length);
+}

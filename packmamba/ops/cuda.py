@@ -1,0 +1,141 @@
+"""The CUDA kernels behind ``compiled``: the batch's schedule, made once and shared by every layer, the device and the stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from packmamba.layout import SequenceLayout
+from packmamba.ops import library
+
+# Documents are cut only where they would leave the chip idle: pieces scan their tokens twice.
+MIN_CUT_ABOVE = 384
+CUT_LENGTHS = (256, 512)
+NEVER = 2**31 - 1
+MIN_WINDOW, WINDOWS = 128, 128
+"""Documents that begin in the same window of slots share a work item: at least so many slots, at most so many windows."""
+WARP_CHANNELS = 16
+
+# By the layout's starts: (what else it was made of, schedule); and the longest document.
+_schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_longest: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def note(layout: SequenceLayout) -> None:
+    """What the host knows of a layout that its tensors do not say without a wait: it saves empty launches."""
+    if layout.longest is not None and layout.device.type == "cuda" and not torch.compiler.is_compiling():
+        _longest[layout.starts] = (_version(layout.starts), layout.longest)
+
+
+def plan(slots: int, longest: int, channels: int, cuts: bool, device: torch.device) -> tuple[int, int, int]:
+    """(cut_above, cut_length, window) of a batch, from what the host knows without waiting for the device."""
+    window = max(MIN_WINDOW, slots // WINDOWS)
+    schedulers = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that cannot hold the others up.
+    share = slots * -(-channels // WARP_CHANNELS) // schedulers
+    cut_above = max(MIN_CUT_ABOVE, share * 11 // 20)
+    if not cuts or longest <= cut_above:
+        return NEVER, NEVER, window
+    low, high = CUT_LENGTHS
+    # The grid has room for 65535 pieces.
+    cut_length = max(min(high, max(low, cut_above // 4)), slots // 16384) // 32 * 32
+    return max(cut_above, cut_length), cut_length, window
+
+
+def schedule(
+    starts: Tensor, ends: Tensor, rows: int, row_length: int, channels: int, cuts: bool
+) -> tuple[Tensor, int, int, int]:
+    """The batch's schedule and its plan; made on the device at the first call for a layout, found again by later ones.
+
+    A graph under capture makes its own, always: its layout's tensors are filled again before each replay.
+    """
+    version, longest = _longest.get(starts, (None, row_length))
+    longest = longest if version == _version(starts) else row_length
+    key = plan(rows * row_length, longest, channels, cuts, starts.device)
+    capturing = torch.cuda.is_current_stream_capturing()
+    made_of = (ends.data_ptr(), _version(starts), _version(ends), rows, row_length, key)
+    cached: dict = {} if capturing else _schedules.setdefault(starts, {})
+    if made_of not in cached:
+        shape = (starts.numel(), rows, row_length, *key)
+        memory = starts.new_empty(torch.ops.packmamba_cuda.schedule_size(*shape))
+        torch.ops.packmamba_cuda.schedule(starts, ends, rows, row_length, *key, memory, _stream(starts))
+        cached[made_of] = memory
+    return cached[made_of], *key
+
+
+def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
+    """Whether the kernels may cut long documents; those for any dtype and number of states do not."""
+    return u.dtype == torch.bfloat16 and states == 16 and u.shape[2] % 2 == 0
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream
+
+
+def _run(name: str, *arguments: Any, activations: Tensor, starts: Tensor, ends: Tensor, cuts: bool) -> None:
+    library.load("cuda")
+    if activations.dtype == torch.float64:
+        raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
+    rows, row_length, channels = activations.shape
+    with torch.cuda.device(activations.device):
+        found = schedule(starts, ends, rows, row_length, channels, cuts)
+        getattr(torch.ops.packmamba_cuda, name)(*arguments, *found, _stream(activations))
+
+
+def conv1d_forward(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, ends: Tensor, *others: Any) -> None:
+    arguments = (x, weight, bias, starts, ends, *others)
+    _run("conv1d_forward", *arguments, activations=x, starts=starts, ends=ends, cuts=scans_by_tensor_cores(x, 16))
+
+
+def conv1d_backward(
+    dy: Tensor,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    *others: Any,
+) -> None:
+    arguments = (dy, dfinal, x, weight, bias, starts, ends, *others)
+    _run("conv1d_backward", *arguments, activations=x, starts=starts, ends=ends, cuts=scans_by_tensor_cores(x, 16))
+
+
+def ssm_forward(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None,
+    delta_softplus: bool, starts: Tensor, ends: Tensor, *others: Any,
+) -> None:  # fmt: skip
+    arguments = (u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, *others)
+    cuts = _cuts(u, delta, B, C, z, A.shape[1])
+    _run("ssm_forward", *arguments, activations=u, starts=starts, ends=ends, cuts=cuts)
+
+
+def ssm_backward(
+    dy: Tensor, dfinal: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, delta_bias: Tensor | None, delta_softplus: bool, starts: Tensor, ends: Tensor, *others: Any,
+) -> None:  # fmt: skip
+    cuts = _cuts(u, delta, B, C, z, A.shape[1])
+    if cuts and not _even(dy):
+        dy = dy.contiguous()
+    arguments = (dy, dfinal, u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, *others)
+    _run("ssm_backward", *arguments, activations=u, starts=starts, ends=ends, cuts=cuts)
+
+
+def _even(tensor: Tensor) -> bool:
+    """Whether pairs of 16-bit channels can be read at once."""
+    return tensor.data_ptr() % 4 == 0 and tensor.stride(0) % 2 == 0 and tensor.stride(1) % 2 == 0
+
+
+def _cuts(u: Tensor, delta: Tensor, B: Tensor, C: Tensor, z: Tensor | None, states: int) -> bool:
+    aligned = all(_even(tensor) for tensor in (u, delta, B, C, z) if tensor is not None)
+    return scans_by_tensor_cores(u, states) and aligned
+
+
+KERNELS = {f.__name__: f for f in (conv1d_forward, conv1d_backward, ssm_forward, ssm_backward)}

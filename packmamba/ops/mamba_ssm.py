@@ -1,0 +1,101 @@
+"""The peers' operators under our signatures, as baselines: mamba-ssm's selective scan and causal-conv1d.
+
+They know no documents: a layout may hold one per row, at its start. They take channels first, so tensors are transposed
+on the way in and out, as Mamba's own block does. Shapes: B rows, L slots, D channels, N states.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from packmamba.layout import SequenceLayout
+
+_one_document_a_row: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@functools.cache
+def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
+    """A function of a submodule, without the package's own ``__init__``, which imports far more than it needs."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.submodule_search_locations is None:
+        raise ValueError(f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed")
+    if package not in sys.modules:
+        sys.modules[package] = types.ModuleType(package)
+        sys.modules[package].__path__ = list(found.submodule_search_locations)
+    return getattr(importlib.import_module(f"{package}.{module}"), name)
+
+
+def _real(layout: SequenceLayout) -> Tensor:
+    """(B, L, 1), which slots hold tokens. ValueError if a row holds more than one document."""
+    if layout.starts not in _one_document_a_row:
+        _one_document_a_row[layout.starts] = not bool((layout.starts % layout.shape[1]).any())
+    if not _one_document_a_row[layout.starts]:
+        raise ValueError(
+            "layout: backend 'mamba_ssm' takes one document per row (its kernels would leak state from one to the "
+            f"next), got {layout.num_documents} documents in {layout.shape[0]} rows; use layout.flow() to leak on purpose"
+        )
+    return (layout.documents >= 0)[..., None]
+
+
+def ssm_pack(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    layout: SequenceLayout,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """``ops.ssm_pack`` by mamba-ssm; no initial state, no gradient through the final one."""
+    if initial_state is not None:
+        raise ValueError("initial_state: backend 'mamba_ssm' starts from zero, expected None")
+    real = _real(layout)
+    if layout.num_tokens < layout.num_slots:
+        # A step of size zero leaves the state as it is; what padding holds must not be looked at.
+        delta = torch.where(real, delta, -1e4 if delta_softplus else 0)
+        u, B, C = (torch.where(real, tensor, 0) for tensor in (u, B, C))
+        z = None if z is None else torch.where(real, z, 0)
+    scan = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
+    u, delta, B, C = (tensor.transpose(1, 2).contiguous() for tensor in (u, delta, B, C))
+    gate = None if z is None else z.transpose(1, 2).contiguous()
+    y = scan(u, delta, A, B, C, D, gate, delta_bias, delta_softplus, return_final_state)
+    y, final = y if return_final_state else (y, None)
+    if final is not None and layout.num_documents < layout.shape[0]:
+        final = final[layout.rows.long()]
+    return torch.where(real, y.transpose(1, 2), 0), final
+
+
+def conv1d_pack(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: SequenceLayout,
+    activation: str | None,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """``ops.conv1d_pack`` by causal-conv1d, without states."""
+    if initial_state is not None or return_final_state:
+        raise ValueError("initial_state, return_final_state: backend 'mamba_ssm' convolves without states")
+    real = _real(layout)
+    convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")
+    x = torch.where(real, x, 0) if layout.num_tokens < layout.num_slots else x
+    y = convolve(
+        x.transpose(1, 2), weight.to(x.dtype), None if bias is None else bias.to(x.dtype), activation=activation
+    )
+    return torch.where(real, y.transpose(1, 2), 0), None
