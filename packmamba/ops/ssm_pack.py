@@ -68,8 +68,8 @@ def ssm_pack(
     rows, row_length, channels = u.shape
     parameter_dtype = (accumulation_dtype(u.dtype),)
     check_is_tensor(A, "A")
-    if A.dim() != 2 or A.shape[1] < 1:
-        raise ValueError(f"A: expected shape ({channels}, N) with N at least 1, got {tuple(A.shape)}")
+    if A.dim() != 2 or not 1 <= A.shape[1] <= 256:
+        raise ValueError(f"A: expected shape ({channels}, N) with N from 1 to 256, got {tuple(A.shape)}")
     states = A.shape[1]
     check_tensor(A, "A", (channels, states), parameter_dtype, u, "u")
     activations = [("delta", delta, channels), ("B", B, states), ("C", C, states)]
