@@ -101,8 +101,9 @@ void load_tokens(const ScanArguments<T>& in, int64_t slot, int tokens, int64_t c
     to.size[t] = in.softplus ? softplus_lanes(to.raw[t]) : to.raw[t];
     to.drive[t] = to.size[t] * to.u[t];
   }
-  if (in.z)
-    for (int t = 0; t < tokens; ++t) to.z[t] = load(in.z.at(slot) + channel + t * in.z.token, count);
+  if (!in.z) return;
+  const T* z = in.z.at(slot) + channel;
+  for (int t = 0; t < tokens; ++t) to.z[t] = load(z + t * in.z.token, count);
 }
 
 // Calls tile(first state, constant of states) for 16, 8, 4 or 1 states at a time.

@@ -130,8 +130,9 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
           load_tokens(in, slot, count, channel, width, tokens);
           const V skip = in.D ? load(in.D + channel, width) : V{};
           V dz_factor[kChunk];
+          const T* dy_rows = dy.at(slot) + channel;
           for (int t = 0; t < count; ++t) {
-            V g = load(dy.at(slot) + channel + t * dy.token, width);
+            V g = load(dy_rows + t * dy.token, width);
             if (in.z) {
               const V z = tokens.z[t], gate = sigmoid_lanes(z);
               dz_factor[t] = g * gate * (R(1) + z * (R(1) - gate));
