@@ -1,9 +1,10 @@
-"""PackMamba's only entry: python run.py <command>. Heavy imports wait until a command needs them."""
+"""PackMamba's only entry: python run.py <command>."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 DEMO = ROOT / "configs" / "demo.yaml"
+
+# OpenMP threads that spin while they wait make a machine shared with other work several times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Parser(argparse.ArgumentParser):
@@ -124,6 +128,10 @@ def main(argv: list[str] | None = None) -> int:
         arguments.function(arguments)
     except UserError as error:
         print(f"run.py: error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        hint = "activate the environment first (source .venv/bin/activate, after make demo or make test)"
+        print(f"run.py: error: the package '{error.name}' is not installed here; {hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nrun.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)

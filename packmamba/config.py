@@ -144,7 +144,7 @@ class Config:
     name: str = "train"
     """Names the run's folder and its arm in tables."""
     experiment: Optional[str] = None
-    """Records go to experiments/<experiment>/records; null keeps them in the run's folder."""
+    """Folder whose records/ gets the run's record, such as experiments/mine; null keeps it in the run's own folder."""
     seed: int = 0
     """Seed of initial weights and of the order of documents."""
     runs_dir: str = "runs"

@@ -50,17 +50,17 @@ class StepSampler(Sampler[int]):
 
 
 class EvaluationDataset(Dataset):
-    """Batches of whole documents (item i: a PackedBatch), in a fixed order."""
+    """Batches of whole documents (item i: a PackedBatch), in a fixed order; an empty one for a rank that has none."""
 
     def __init__(self, arrangement: Arrangement, groups: list[np.ndarray]) -> None:
         self.arrangement = arrangement
         self.groups = groups
 
     def __getitem__(self, index: int) -> PackedBatch:
-        return self.arrangement.batch(self.groups[index])
+        return self.arrangement.batch(self.groups[index]) if self.groups else empty_batch()
 
     def __len__(self) -> int:
-        return len(self.groups)
+        return max(len(self.groups), 1)
 
 
 def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:

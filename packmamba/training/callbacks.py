@@ -49,9 +49,13 @@ class History(Callback):
             setattr(self, name, value)
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self._clock = time.perf_counter()
+        self.restart_clock()
 
     def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leaves out what passed since the last step."""
         self._clock = time.perf_counter()
 
     def on_train_batch_end(
@@ -120,8 +124,9 @@ class Checkpoints(LightningCheckpoint):
     A checkpoint appears whole or not at all, so a run may be killed at any moment.
     """
 
-    def __init__(self, folder: Path, every: int, validate_every: int) -> None:
+    def __init__(self, folder: Path, every: int, validate_every: int, history: History) -> None:
         self.folder = folder
+        self.history = history
         self.every = every
         self.validate_every = validate_every
 
@@ -142,7 +147,8 @@ class Checkpoints(LightningCheckpoint):
         trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
         if trainer.is_global_zero:
             for old in checkpoints(self.folder)[:-1]:
-                old.unlink()
+                old.unlink(missing_ok=True)
+        self.history.restart_clock()
 
 
 def checkpoints(folder: Path) -> list[Path]:

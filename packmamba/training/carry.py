@@ -66,7 +66,9 @@ class StateCarrier:
         self._states, self._positions = None, None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"states": self._states, "positions": self._positions}
+        """On the CPU, so that any rank can take it up."""
+        states = None if self._states is None else [(conv.cpu(), ssm.cpu()) for conv, ssm in self._states]
+        return {"states": states, "positions": None if self._positions is None else self._positions.cpu()}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         positions, states = state_dict["positions"], state_dict["states"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from packmamba.config import Config, ConfigError, to_dict
@@ -57,8 +58,13 @@ def check_trainer(config: Config) -> None:
             raise ConfigError(f"trainer.{key}: expected at least 1, got {getattr(trainer, key)}")
     if trainer.threads is not None and trainer.threads < 1:
         raise ConfigError(f"trainer.threads: expected at least 1 or null, got {trainer.threads}")
-    if optimizer.lr <= 0:
-        raise ConfigError(f"optimizer.lr: expected above 0, got {optimizer.lr}")
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed: expected 0 to 2**32 - 1, got {config.seed}")
+    if not 0 < optimizer.lr < float("inf"):
+        raise ConfigError(f"optimizer.lr: expected above 0 and finite, got {optimizer.lr}")
+    for key in ("weight_decay", "warmup_steps", "final_lr_fraction"):
+        if not 0 <= getattr(optimizer, key) < float("inf"):
+            raise ConfigError(f"optimizer.{key}: expected at least 0, got {getattr(optimizer, key)}")
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
         raise ConfigError(f"optimizer.betas: expected two numbers in [0, 1), got {optimizer.betas}")
     if optimizer.grad_clip is not None and optimizer.grad_clip <= 0:
@@ -79,7 +85,12 @@ def fit(config: Config, progress: bool = True) -> dict[str, Any]:
     check_trainer(config)
     path = record_path(config)
     if path.is_file():
-        return next(record for record in read_records(path.parent.parent) if record["config"] == decisive(config))
+        done = next(record for record in read_records(path.parent.parent) if record["config"] == decisive(config))
+        if done["corpus_hash"] != PackingDataModule(config, progress=progress).corpora.corpus_hash:
+            raise ConfigError(
+                f"the documents have changed since this run; remove {path} and the run's folder to train again"
+            )
+        return done
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     quieten()
@@ -94,9 +105,18 @@ def fit(config: Config, progress: bool = True) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
     resume = checkpoints(folder / "checkpoints")
-    trainer.fit(module, data, ckpt_path=resume[-1] if resume else None, weights_only=False)
-    if trainer.global_step < config.trainer.max_steps:
-        raise KeyboardInterrupt
+    if resume:
+        try:
+            torch.load(resume[-1], map_location="cpu", weights_only=False)
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"the checkpoint {resume[-1]} cannot be read ({reason}); remove it to start again"
+            ) from None
+    try:
+        trainer.fit(module, data, ckpt_path=resume[-1] if resume else None, weights_only=False)
+    except SystemExit:  # how Lightning ends a run on Ctrl-C
+        raise KeyboardInterrupt from None
     if not history.validation or history.validation[-1]["step"] != trainer.global_step:
         trainer.validate(module, data, verbose=False)
     record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
@@ -110,7 +130,10 @@ def fit(config: Config, progress: bool = True) -> dict[str, Any]:
 def make_trainer(config: Config, folder: Path, history: History, progress: bool) -> lightning.Trainer:
     """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches."""
     options = config.trainer
-    callbacks = [history, Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every)]
+    callbacks = [
+        history,
+        Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history),
+    ]
     try:
         return lightning.Trainer(
             accelerator=options.accelerator,
@@ -129,7 +152,7 @@ def make_trainer(config: Config, folder: Path, history: History, progress: bool)
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
 
 

@@ -107,14 +107,17 @@ class MambaLitModule(lightning.LightningModule):
             parameters["lr"] = learning_rate
         optimizer.zero_grad()
         loss = self.accumulate(step, self.manual_backward, self.trainer.world_size)
-        if self.optimizer_config.grad_clip is not None:
-            self.clip_gradients(optimizer.optimizer, self.optimizer_config.grad_clip, "norm")
         optimizer.step()
         if self.trainer.world_size > 1:
             loss = self.trainer.strategy.reduce(loss, reduce_op="sum")
         self.log("train/learning_rate", learning_rate)
         self.log("train/loss", loss, prog_bar=True)
         return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # Here float16's loss scale has been taken out of the gradients; before the step it has not.
+        if self.optimizer_config.grad_clip is not None:
+            self.clip_gradients(optimizer, self.optimizer_config.grad_clip, "norm")
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
         boundary = "reset" if dataloader_idx == 0 else self.boundary
@@ -149,7 +152,11 @@ class MambaLitModule(lightning.LightningModule):
         return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["carry"] = self.carrier.state_dict()
+        carried = [self.carrier.state_dict()]
+        if self.trainer.world_size > 1:
+            carried = [{} for _ in range(self.trainer.world_size)]
+            torch.distributed.all_gather_object(carried, self.carrier.state_dict())
+        checkpoint["carry"] = carried
         checkpoint["rng"] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(),  # noqa: NPY002, what user code may draw from
@@ -158,7 +165,12 @@ class MambaLitModule(lightning.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.carrier.load_state_dict(checkpoint["carry"], self.device)
+        carried = checkpoint["carry"]
+        if len(carried) != self.trainer.world_size:
+            raise ConfigError(
+                f"trainer.devices: the checkpoint is of {len(carried)} processes, this run has {self.trainer.world_size}"
+            )
+        self.carrier.load_state_dict(carried[self.trainer.global_rank], self.device)
         rng = checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(rng["numpy"])  # noqa: NPY002

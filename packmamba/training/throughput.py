@@ -49,13 +49,18 @@ def measure_throughput(
     run = uuid.uuid4().hex
     begun = time.perf_counter()
     for i in tqdm(range(WARMUP_ROUNDS + rounds), desc="interleaved steps", unit="round", disable=not progress):
+        losses: dict[str, float] = {}
         for arm in arms:
             batch = arm.steps[i].to(device)
-            seconds = _timed_step(arm, batch)
+            seconds, loss = _timed_step(arm, batch)
+            if arm.config.data.mode == "matched" and arm.config.trainer.boundary == "reset":
+                losses[arm.config.name] = loss
             if i >= WARMUP_ROUNDS:
                 arm.seconds.append(seconds)
                 arm.tokens.append(batch.num_tokens)
                 arm.slots.append(batch.num_slots)
+        if i == 0:
+            _check_agreement(losses)
     wall_seconds = time.perf_counter() - begun
     for arm in arms:
         rate = statistics.median(tokens / seconds for tokens, seconds in zip(arm.tokens, arm.seconds))
@@ -87,16 +92,22 @@ def _prepare(config: Config, device: torch.device) -> _Arm:
     return _Arm(config, module, optimizer, StepDataset(data.schedule()), data.corpora.corpus_hash, [], [], [])
 
 
-def _timed_step(arm: _Arm, batch: StepBatch) -> float:
+def _check_agreement(losses: dict[str, float]) -> None:
+    """Arms that reset have the same weights and documents in the first round: other losses mean that one is wrong."""
+    if losses and max(losses.values()) - min(losses.values()) > 1e-4 * max(losses.values()):
+        raise RuntimeError(f"nothing is timed: arms disagree on the loss of the same documents: {losses}")
+
+
+def _timed_step(arm: _Arm, batch: StepBatch) -> tuple[float, float]:
     _synchronise(batch)
     begun = time.perf_counter()
     arm.optimizer.zero_grad()
-    arm.module.accumulate(batch, torch.Tensor.backward)
+    loss = arm.module.accumulate(batch, torch.Tensor.backward)
     if arm.config.optimizer.grad_clip is not None:
         torch.nn.utils.clip_grad_norm_(arm.module.parameters(), arm.config.optimizer.grad_clip)
     arm.optimizer.step()
     _synchronise(batch)
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, float(loss)
 
 
 def _synchronise(batch: StepBatch) -> None:
