@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from operators import relative_error
 
+from operators import relative_error
 from packmamba import MambaLM, SequenceLayout
 
 # Rows with different splits, padding, one-token documents, continuations, a row of nothing.

@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from models import LAYOUT, build, error, gradients, random_tokens, slots, summed_loss
 from safetensors.torch import load_file, save_file
 
+from models import LAYOUT, build, error, gradients, random_tokens, slots, summed_loss
 from packmamba import MambaLM
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+
 from arrangements import AWKWARD, LONG
 from operators import random_case
-
 from packmamba import SequenceLayout, ops
 from packmamba.ops import compiled, library
 

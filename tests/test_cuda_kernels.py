@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+
 from arrangements import AWKWARD, LONG
 from operators import TOLERANCES, Case, random_case, relative_error
-
 from packmamba import SequenceLayout, ops
 from packmamba.ops import cuda
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from arrangements import AWKWARD
-from operators import random_case
 from torch.utils.checkpoint import checkpoint
 
+from arrangements import AWKWARD
+from operators import random_case
 from packmamba import PackedMamba, SequenceLayout, ops
 from packmamba.ops import library
 

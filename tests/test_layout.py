@@ -2,9 +2,9 @@ import pickle
 
 import pytest
 import torch
-from arrangements import layouts, rows_of_lengths
 from hypothesis import given
 
+from arrangements import layouts, rows_of_lengths
 from packmamba import SequenceLayout
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+
 from models import (
     EXACT,
     LAYOUT,
@@ -20,7 +21,6 @@ from models import (
     slots,
     summed_loss,
 )
-
 from packmamba import SequenceLayout
 from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
 

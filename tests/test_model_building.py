@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from models import LAYOUT, VOCAB, build, every_config, gradients, random_tokens, summed_loss
 
+from models import LAYOUT, VOCAB, build, every_config, gradients, random_tokens, summed_loss
 from packmamba import MambaLM, PackedMamba
 
 

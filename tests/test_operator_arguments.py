@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from operators import BACKENDS, device_of, dtypes_of, random_case
 
+from operators import BACKENDS, device_of, dtypes_of, random_case
 from packmamba import SequenceLayout, ops
 from packmamba.ops.checks import accumulation_dtype
 

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from arrangements import AWKWARD, LONG, layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operators import BACKENDS, TOLERANCES, device_of, dtypes_of, random_case, relative_error
 
+from arrangements import AWKWARD, LONG, layouts
+from operators import BACKENDS, TOLERANCES, device_of, dtypes_of, random_case, relative_error
 from packmamba import SequenceLayout, ops
 
 OPERATORS = ["conv1d_pack", "ssm_pack"]
