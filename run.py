@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import re
 import sys
 from pathlib import Path
@@ -12,9 +11,6 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 DEMO = ROOT / "configs" / "demo.yaml"
-
-# OpenMP threads that spin while they wait make a machine shared with other work several times slower.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Parser(argparse.ArgumentParser):
