@@ -20,7 +20,7 @@ from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import decisive, fit, run_folder, run_id
 from packmamba.training.module import MambaLitModule
 from packmamba.training.sweep import load_sweep, run_sweep
-from packmamba.training.throughput import measure_throughput
+from packmamba.training.throughput import _check_agreement, measure_throughput
 from runs import CARRY, tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,6 +234,12 @@ def test_a_sweep_runs_its_grid_once(tmp_path):
     run_sweep(sweep, configs, progress=False)
     assert len(list((folder / "records").iterdir())) == 9
     assert all(file.read_bytes() == content for file, content in files.items()), "nothing that was done is done again"
+
+
+def test_arms_that_disagree_are_not_timed():
+    _check_agreement({"single": 5.0, "packed": 5.0001})
+    with pytest.raises(RuntimeError, match="nothing is timed: arms disagree"):
+        _check_agreement({"single": 5.0, "packed": 5.01})
 
 
 def test_throughput_times_the_same_work_for_every_arm(tmp_path):
