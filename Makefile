@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-asan lint format
+.PHONY: help demo test test-gpu test-asan lint format
 
 # An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
@@ -9,11 +9,12 @@ PYTHON := $(PREFIX)/bin/python
 WORKERS ?= 2
 
 help:
-	@echo "make demo     train under every scheme on a small corpus and report (CPU, minutes)"
-	@echo "make test     run the tests"
+	@echo "make demo      train under every scheme on a small corpus and report (CPU, minutes)"
+	@echo "make test      run the tests"
+	@echo "make test-gpu  run the tests where there is a GPU, those of the CUDA kernels with them"
 	@echo "make test-asan run the CPU kernels' tests under address and undefined-behaviour sanitizers"
-	@echo "make lint     ruff and mypy"
-	@echo "make format   ruff, changing files"
+	@echo "make lint      ruff and mypy"
+	@echo "make format    ruff, changing files"
 	@echo "Each first sets up $(PREFIX) if it has to."
 
 demo:
@@ -23,6 +24,10 @@ demo:
 test:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" -m pytest -q -n $(WORKERS)
+
+test-gpu:
+	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
+	@PACKMAMBA_TEST_GPU=1 "$(PYTHON)" -m pytest -q -n $(WORKERS)
 
 # The interpreter is not instrumented, so the sanitizers' libraries come first and leaks, which are its own, are not looked for.
 test-asan:

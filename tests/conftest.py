@@ -2,9 +2,15 @@ import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 from hypothesis import settings
 
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("default")
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    if os.environ.get("PACKMAMBA_TEST_GPU") and not torch.cuda.is_available():
+        raise pytest.UsageError("make test-gpu needs a GPU that PyTorch can use; make test runs what needs none")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from functools import reduce
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from packmamba.bench import load_bench
@@ -146,3 +148,15 @@ def test_make_asks_for_a_newer_python(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == "python3 is Python 3.9.2; packmamba needs Python 3.10 or newer\n"
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_make_test_gpu_asks_for_a_gpu():
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_layout.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PACKMAMBA_TEST_GPU": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 4 and not done.stdout.strip()
+    assert done.stderr.strip().endswith(
+        "make test-gpu needs a GPU that PyTorch can use; make test runs what needs none"
+    )

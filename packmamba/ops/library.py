@@ -33,6 +33,7 @@ KINDS = ("cpu", "cuda")
 BUILD_COMMAND = "python run.py kernels build"
 # Libraries built for this version of the stable ABI load on it and on later ones.
 TORCH_TARGET_VERSION = 0x020B000000000000
+OLDEST_ARCHITECTURE = 80
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ class Build:
         major_minor = ".".join(torch.__version__.split(".")[:2])
         facts = (self.version, *self.flags, *self.link_flags, self.identity, major_minor)
         for fact in facts:
-            # Where torch lies does not matter, only which one it is.
-            digest.update(fact.replace(str(_torch_folder()), "torch").encode() + b"\0")
+            # Where torch and the compiler lie does not matter, only which ones they are.
+            for name, folder in (("torch", _torch_folder()), ("compiler", Path(self.compiler).resolve().parents[1])):
+                fact = fact.replace(str(folder), name)
+            digest.update(fact.encode() + b"\0")
         for path in (*self.sources, *self.headers):
             digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
         return digest.hexdigest()[:20]
@@ -199,12 +202,16 @@ def _describe_cuda() -> Build:
     if compiler is None:
         raise KernelError(f"no nvcc: pip install 'packmamba[cuda]', then run `{BUILD_COMMAND}`")
     architectures = _cuda_architectures()
-    if not architectures:
-        raise KernelError("no CUDA device to build for; name architectures in PACKMAMBA_CUDA_ARCHS, such as 80,90")
     flags = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+    if os.environ.get("PACKMAMBA_CUDA_REDUCED"):
+        flags.append("-DPACKMAMBA_REDUCED")
     for architecture in architectures:
         flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
     link_flags = ["-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"]
+    # The wheels' nvcc does not look where the wheels' runtime lies.
+    runtime = Path(compiler).resolve().parents[1] / "lib"
+    if (runtime / "libcudart_static.a").is_file():
+        link_flags.insert(1, f"-L{runtime}")
     version = _output(compiler, "--version").splitlines()[-1]
     target = ", ".join(f"sm_{architecture}" for architecture in architectures)
     return _finish("cuda", ".cu", compiler, version, target, flags, link_flags)
@@ -241,12 +248,25 @@ def _find_nvcc() -> str | None:
 
 
 def _cuda_architectures() -> list[str]:
+    """Compute capabilities without their dot: those named, else those of the devices here."""
     if named := os.environ.get("PACKMAMBA_CUDA_ARCHS"):
-        return sorted({part.strip().replace(".", "") for part in named.split(",") if part.strip()})
+        parts = {part.strip().replace(".", "") for part in named.split(",")}
+        if wrong := sorted(part for part in parts if not part.isdecimal() or int(part) < OLDEST_ARCHITECTURE):
+            raise KernelError(
+                f"PACKMAMBA_CUDA_ARCHS: expected compute capabilities from 8.0 up, such as 80,90, got {wrong[0]!r}"
+            )
+        return sorted(parts, key=int)
     if not torch.cuda.is_available():
-        return []
+        raise KernelError("no CUDA device to build for; name architectures in PACKMAMBA_CUDA_ARCHS, such as 80,90")
     capabilities = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
-    return [f"{major}{minor}" for major, minor in sorted(capabilities)]
+    architectures = {10 * major + minor for major, minor in capabilities}
+    if max(architectures) < OLDEST_ARCHITECTURE:
+        newest = max(capabilities)
+        raise KernelError(
+            f"this GPU is too old: the CUDA kernels need compute capability 8.0 (A100) or newer, it has "
+            f"{newest[0]}.{newest[1]}; backend 'reference' runs on it"
+        )
+    return [str(architecture) for architecture in sorted(architectures) if architecture >= OLDEST_ARCHITECTURE]
 
 
 def _compile(recipe: Build, verbose: bool) -> None:
