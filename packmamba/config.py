@@ -88,6 +88,10 @@ class ModelConfig:
     """The head shares the embedding's weight."""
     learned_initial_state: bool = False
     """Each layer learns the scan state that documents start from, instead of zero."""
+    compile: bool = False
+    """torch.compile fuses what lies between operators and matrix products, block by block, and in the loss."""
+    recompute: str = "none"
+    """What the backward computes again to save memory: none; inner, the convolution's output and delta; block, each block."""
 
 
 @dataclass

@@ -254,6 +254,14 @@ class SequenceLayout:
         return torch.where(inside, owner, -1).view(self.shape)
 
     @cached_property
+    def token_slots(self) -> Tensor:
+        """(num_tokens,) int64, the slots that hold a token, in order."""
+        token = torch.arange(self.num_tokens, device=self.device)
+        ends = self.lengths.cumsum(0)
+        document = torch.searchsorted(ends, token, right=True)
+        return token + (self.ends - ends)[document]
+
+    @cached_property
     def seq_idx(self) -> Tensor:
         """(B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
         if self.num_documents == 0:

@@ -1,5 +1,5 @@
-// The operators of torch.ops.packmamba_cuda. They write into tensors that the caller allocates, contiguous and never read, on the
-// stream the caller names; workspaces come from PyTorch's allocator and go back when the call returns.
+// The operators of torch.ops.packmamba_cuda. They write into tensors that the caller allocates, never read and contiguous (dx, dz,
+// dB and dC may be slices of a contiguous tensor's last dimension), on the stream the caller names; workspaces come from PyTorch's allocator and go back when the call returns.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -34,6 +34,14 @@ View view(const OptionalTensor& t) {
   const int64_t size = size_of(dtype_of(*t)), token = t->stride(1) * size;
   STD_TORCH_CHECK(token >= 0 && token < int64_t(1) << 31, "expected token strides below 2 GiB");
   return {t->data_ptr(), t->stride(0) * size, uint32_t(token)};
+}
+// Elements from a slot of an output to the next. Its rows follow one another: a slice of a contiguous tensor's last dimension.
+int64_t token_stride(const OptionalTensor& t) {
+  if (!t) return 0;
+  STD_TORCH_CHECK(t->stride(2) == 1 && (t->size(0) == 1 || t->stride(0) == t->size(1) * t->stride(1)),
+                  "expected an output whose slots are equally far apart");
+  STD_TORCH_CHECK(t->stride(1) < int64_t(1) << 31, "expected token strides below 2**31");
+  return t->stride(1);
 }
 bool even(const View& v) { return (uintptr_t)v.data % 4 == 0 && v.row_bytes % 4 == 0 && v.token_bytes % 4 == 0; }
 
@@ -94,7 +102,7 @@ void conv1d_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor 
                      Tensor dweight, OptionalTensor dbias, OptionalTensor dinitial, const Tensor schedule, int64_t cut_above,
                      int64_t cut_length, int64_t window, int64_t stream) {
   ConvParams p = conv_params(x, weight, bias, starts, ends, initial_state, silu, schedule, cut_above, cut_length, window);
-  p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.dx = dx.data_ptr(), p.dweight = pointer<float>(dweight);
+  p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.dx = dx.data_ptr(), p.dx_token = token_stride(dx), p.dweight = pointer<float>(dweight);
   p.dbias = pointer<float>(dbias), p.dinitial = pointer<float>(dinitial);
   Workspace work;
   p.partial = work.floats(x, conv_blocks(p.rows, p.row_length) * (p.width + 1) * p.channels);
@@ -128,6 +136,11 @@ void check_kept(const Tensor& kept, const ScanParams& p) {
   STD_TORCH_CHECK(kept.numel() >= p.slots() / SAVE_EVERY * p.channels * p.states, "too little room for the kept states");
 }
 
+void zero_output_padding(const ScanParams& p, void* output, int64_t token, cudaStream_t stream) {
+  const int64_t size = size_of(p.dtype);
+  zero_padding(output, token * size, p.channels * size, p.schedule.row_ends, p.rows, p.row_length, stream);
+}
+
 void ssm_forward(const Tensor u, const Tensor delta, const Tensor A, const Tensor B, const Tensor C, const OptionalTensor D,
                  const OptionalTensor z, const OptionalTensor delta_bias, bool delta_softplus, const Tensor starts,
                  const Tensor ends, const OptionalTensor initial_state, Tensor y, OptionalTensor final_state,
@@ -139,8 +152,7 @@ void ssm_forward(const Tensor u, const Tensor delta, const Tensor A, const Tenso
   p.y = y.data_ptr(), p.final_state = pointer<float>(final_state), p.saved = pointer(kept);
   const bool tensor_cores = p.documents && tuned(p);
   if (!tensor_cores)
-    zero_padding(p.y, nullptr, nullptr, p.channels * size_of(p.dtype), p.schedule.row_ends, p.rows, p.row_length,
-                 cudaStream_t(stream));
+    zero_output_padding(p, p.y, p.channels, cudaStream_t(stream));
   if (p.documents) {
     Workspace work;
     const int64_t cuts = (int64_t)p.schedule.max_cut_segments * p.channels;
@@ -161,12 +173,16 @@ void ssm_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor u, 
   check_kept(kept, p);
   p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.saved = kept.data_ptr();
   p.du = du.data_ptr(), p.ddelta = ddelta.data_ptr(), p.dz = pointer(dz), p.dB = dB.data_ptr(), p.dC = dC.data_ptr();
+  p.dz_token = token_stride(dz), p.dB_token = token_stride(dB), p.dC_token = token_stride(dC);
   p.dA = pointer<float>(dA), p.dD = pointer<float>(dD), p.dbias = pointer<float>(dbias), p.dinitial = pointer<float>(dinitial);
   const bool tensor_cores = p.documents && tuned(p);
   STD_TORCH_CHECK(!tensor_cores || even(p.dy), "expected dy aligned to 4 bytes");
-  if (!tensor_cores)
-    zero_padding(p.du, p.ddelta, p.dz, p.channels * size_of(p.dtype), p.schedule.row_ends, p.rows, p.row_length,
-                 cudaStream_t(stream));
+  STD_TORCH_CHECK(!tensor_cores || ((uintptr_t)p.dz % 4 == 0 && p.dz_token % 2 == 0), "expected dz aligned to 4 bytes");
+  if (!tensor_cores) {
+    zero_output_padding(p, p.du, p.channels, cudaStream_t(stream));
+    zero_output_padding(p, p.ddelta, p.channels, cudaStream_t(stream));
+    if (p.dz) zero_output_padding(p, p.dz, p.dz_token, cudaStream_t(stream));
+  }
   const int block_channels = tensor_cores ? SCAN16_BLOCK_CHANNELS : scan_block_channels(p.states);
   const int64_t blocks = (p.channels + block_channels - 1) / block_channels, items = p.schedule.max_items;
   const int64_t sums_BC = blocks * p.slots() * 2 * p.states, sums = items * p.channels;

@@ -111,7 +111,8 @@ template <int VECTOR, class F> void with_shape(const ConvParams& p, F launch) {
   auto aligned = [&](const View& v) {
     return (uintptr_t)v.data % bytes == 0 && v.row_bytes % bytes == 0 && v.token_bytes % bytes == 0;
   };
-  const bool wide = p.channels % VECTOR == 0 && aligned(p.x) && aligned(p.dy);
+  const bool wide = p.channels % VECTOR == 0 && aligned(p.x) && aligned(p.dy) &&
+                    ((uintptr_t)p.dx | p.dx_token * (bytes / VECTOR)) % bytes == 0;
   with_dtype(p.dtype, [&](auto t) {
     auto with_width = [&](auto v) {
       if (p.width == 2) launch(t, Int<2>(), v);

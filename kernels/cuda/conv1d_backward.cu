@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) backward(const __grid
 #pragma unroll
         for (int c = 0; c < V; c++)
           v[c] += p.dfinal[((int64_t)walk.document * p.channels + channel + c) * (W - 1) + k];
-      store(dx + (int64_t)t * p.channels, v);
+      store(dx + (int64_t)t * p.dx_token, v);
     };
     for (int t0 = tile.first; t0 < tile.end; t0 += GROUP) {
       walk.reach(t0);
@@ -84,13 +84,13 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) backward(const __grid
         Vector<T, V> group_x[GROUP], group_dy[GROUP];
         load_group(group_x, x, p.x, t0), load_group(group_dy, dy, p.dy, t0);
         if (opens) clear(slot.g);
-        T* to = dx + (int64_t)(t0 - (W - 1)) * p.channels;
+        T* to = dx + (int64_t)(t0 - (W - 1)) * p.dx_token;
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
           float now[V], gy[V], whole[V];
           unpack(now, group_x[i]), unpack(gy, group_dy[i]);
           slot.advance(whole, now, gy, p.silu, true);
-          if (i >= W - 1 || !opens) store(to + (int64_t)i * p.channels, whole);
+          if (i >= W - 1 || !opens) store(to + (int64_t)i * p.dx_token, whole);
         }
         continue;
       }
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) backward(const __grid
         walk.reach(t);
         float now[V], gy[V], whole[V] = {};
         if (t < walk.start) {  // padding
-          store(dx + (int64_t)t * p.channels, whole);
+          store(dx + (int64_t)t * p.dx_token, whole);
           continue;
         }
         load(now, at_slot(x, p.x, t)), load(gy, at_slot(dy, p.dy, t));

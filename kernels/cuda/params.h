@@ -61,7 +61,9 @@ struct ScanParams {
   const float *A, *D, *bias, *initial_state, *dfinal;
   const int *starts, *ends;
   Schedule schedule;
-  void *y, *du, *ddelta, *dz, *dB, *dC;  // contiguous
+  void *y, *du, *ddelta;  // contiguous
+  void *dz, *dB, *dC;     // a slice's rows may lie apart:
+  int64_t dz_token, dB_token, dC_token;  // elements from a slot to the next, over all rows
   float *final_state, *dinitial;
   void* saved;                                        // states kept for the backward
   float *cut_states, *cut_sums;                       // of cut segments: (C, D, N) and (C, D)
@@ -78,7 +80,8 @@ struct ConvParams {
   const float *weight, *bias, *initial_state, *dfinal;
   const int *starts, *ends;
   Schedule schedule;
-  void *y, *dx;  // contiguous
+  void *y, *dx;      // y is contiguous
+  int64_t dx_token;  // elements from a slot of dx to the next, over all rows
   float *dweight, *dbias, *final_state, *dinitial;
   float* partial;  // (blocks of tiles, W + 1, D)
   int channels, width, rows, row_length, documents;
@@ -88,8 +91,8 @@ struct ConvParams {
 };
 
 void make_schedule(const int* starts, const int* ends, const Plan& plan, const Schedule& schedule, cudaStream_t stream);
-// Zeros the padding of up to three contiguous (B, L, *) tensors of one width; null: none.
-void zero_padding(void* a, void* b, void* c, int64_t row_bytes, const int* row_ends, int rows, int row_length,
+// Zeros the padding of a (B, L, *) tensor whose slots are token_bytes apart and width_bytes wide.
+void zero_padding(void* data, int64_t token_bytes, int64_t width_bytes, const int* row_ends, int rows, int row_length,
                   cudaStream_t stream);
 
 // bfloat16 with 16 states: tensor cores.

@@ -31,7 +31,7 @@ template <bool GATE, bool SOFTPLUS>
 __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant__ ScanParams p) {
   extern __shared__ __align__(16) char dynamic[];
   const int number = blockIdx.y - 1;
-  if (zero_padding(p, p.du, p.ddelta, p.dz) || number >= p.schedule.counts[0]) return;
+  if (zero_padding(p, p.du, p.ddelta, p.dz, p.dz_token) || number >= p.schedule.counts[0]) return;
   Warp* const warps = (Warp*)dynamic;
   const Lane l(p.channels);
   const int lane = l.lane, g = l.g, s = l.s, w = threadIdx.x >> 5;
@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     const char* dy = at(p.dy, segment.x, p.row_length, l.loaded);
     const char *B = at(p.B, segment.x, p.row_length, 2 * s), *C = at(p.C, segment.x, p.row_length, 2 * s);
     const int64_t out = (int64_t)segment.x * p.channels + l.channel;
+    bf16* const dz = (bf16*)p.dz + segment.x * p.dz_token + l.channel;
     float* const partial = p.partial_BC + (blockIdx.x * p.slots() + segment.x) * 2 * N16 + lane;
 
     // Past the end the segment's last token is read again, and masked when it is used.
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
 #pragma unroll
             for (int k = 0; k < 2; k++)
               if (t0 + s + 4 * k < length && l.live)
-                *(uint32_t*)((bf16*)p.dz + out + (uint64_t)(uint32_t)(t0 + s + 4 * k) * (uint32_t)p.channels) =
+                *(uint32_t*)(dz + (uint64_t)(uint32_t)(t0 + s + 4 * k) * (uint32_t)p.dz_token) =
                     pack(dgate[k][0] * fmaf(constants.z, low(ut[k]), y[k][0]),
                          dgate[k][1] * fmaf(constants.w, high(ut[k]), y[k][1]));
           }

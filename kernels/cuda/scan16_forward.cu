@@ -21,7 +21,7 @@ template <bool SAVE, bool GATE, bool SOFTPLUS>
 __global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__ ScanParams p) {
   __shared__ Shared shared[WARPS];
   const int number = blockIdx.y - 1;
-  if (zero_padding(p, p.y, nullptr, nullptr) || number >= p.schedule.counts[0]) return;
+  if (zero_padding(p, p.y) || number >= p.schedule.counts[0]) return;
   const Lane l(p.channels);
   const int lane = l.lane, g = l.g, s = l.s;
   Shared& m = shared[threadIdx.x >> 5];

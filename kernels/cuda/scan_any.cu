@@ -190,7 +190,7 @@ template <class T> __global__ void backward(const __grid_constant__ ScanParams p
               ((T*)p.du)[o] = from_float<T>(du), ((T*)p.ddelta)[o] = from_float<T>(dd);
               if (p.z.data) {
                 const float z = later(c.z, p.z, t), sz = logistic(z);
-                ((T*)p.dz)[o] = from_float<T>(dy * y * sz * fmaf(z, 1.f - sz, 1.f));
+                ((T*)p.dz)[(segment.x + t) * p.dz_token + c.channel] = from_float<T>(dy * y * sz * fmaf(z, 1.f - sz, 1.f));
               }
             }
             int first = 0;
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(256) reduce(const __grid_constant__ ScanParams
     if (slot < p.schedule.row_ends[slot / p.row_length])
 #pragma unroll 16
       for (int b = 0; b < channel_blocks; b++) v += __ldcs(p.partial_BC + b * stride + i);
-    T* out = column < N ? (T*)p.dB + slot * N + column : (T*)p.dC + slot * N + column - N;
+    T* out = column < N ? (T*)p.dB + slot * p.dB_token + column : (T*)p.dC + slot * p.dC_token + column - N;
     *out = from_float<T>(v);
   } else {
     int64_t i = (int64_t)(blockIdx.x - token_blocks) * 256 + threadIdx.x;

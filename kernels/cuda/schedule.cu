@@ -3,7 +3,7 @@
 // `schedule`: one block; 1024 threads walk documents, then segments, then items, with running sums, each writing at places known
 // from prefix sums: the same bits every time. Long documents are cut, short ones that begin in the same window of slots share an
 // item, and items are sorted by length in quarter octaves by a counting sort, longest first. Some microseconds, once a batch.
-// `zero_padding_rows`: threads along the bytes of a row's tail. Bytes: those of the padding.
+// `zero_tails`: threads along the bytes of a row's tail. Bytes: those of the padding.
 #include "params.h"
 
 namespace {
@@ -144,16 +144,12 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
     out.counts[0] = num_items, out.counts[1] = num_segments, out.counts[2] = num_cut, out.counts[3] = num_cut_documents;
 }
 
-__global__ void zero_padding_rows(char* a, char* b, char* c, int64_t row_bytes, const int* row_ends, int rows, int row_length) {
+template <class Word>
+__global__ void zero_tails(char* data, int64_t token_bytes, int words, const int* row_ends, int rows, int row_length) {
   const int64_t step = (int64_t)gridDim.x * blockDim.x, me = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  char* const data = blockIdx.z == 0 ? a : blockIdx.z == 1 ? b : c;
-  if (!data) return;
   for (int row = blockIdx.y; row < rows; row += gridDim.y) {
-    const int64_t first = row_ends[row] * row_bytes, end = (row + 1) * row_length * row_bytes;
-    if (row_bytes % 16 == 0)
-      for (int64_t i = first / 16 + me; i < end / 16; i += step) ((uint4*)data)[i] = make_uint4(0, 0, 0, 0);
-    else
-      for (int64_t i = first / 2 + me; i < end / 2; i += step) ((uint16_t*)data)[i] = 0;
+    const int64_t first = row_ends[row], count = ((int64_t)(row + 1) * row_length - first) * words;
+    for (int64_t i = me; i < count; i += step) ((Word*)(data + (first + i / words) * token_bytes))[i % words] = Word{};
   }
 }
 
@@ -163,8 +159,11 @@ void make_schedule(const int* starts, const int* ends, const Plan& plan, const S
   schedule<<<1, THREADS, 0, stream>>>(starts, ends, plan, out);
 }
 
-void zero_padding(void* a, void* b, void* c, int64_t row_bytes, const int* row_ends, int rows, int row_length,
+void zero_padding(void* data, int64_t token_bytes, int64_t width_bytes, const int* row_ends, int rows, int row_length,
                   cudaStream_t stream) {
-  const dim3 grid(max(1, 256 / rows), min(rows, 65535), c ? 3 : b ? 2 : 1);
-  zero_padding_rows<<<grid, 256, 0, stream>>>((char*)a, (char*)b, (char*)c, row_bytes, row_ends, rows, row_length);
+  const dim3 grid(max(1, 256 / rows), min(rows, 65535));
+  if (((uintptr_t)data | token_bytes | width_bytes) % 16 == 0)
+    zero_tails<uint4><<<grid, 256, 0, stream>>>((char*)data, token_bytes, width_bytes / 16, row_ends, rows, row_length);
+  else
+    zero_tails<uint16_t><<<grid, 256, 0, stream>>>((char*)data, token_bytes, width_bytes / 2, row_ends, rows, row_length);
 }

@@ -62,7 +62,7 @@ def save_pretrained(model: MambaLM, directory: str | Path) -> None:
     state, or an unusual norm_epsilon."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    mixer = {key: value for key, value in model.config.items() if key not in _OUTER | {"backend"}}
+    mixer = {key: value for key, value in model.config.items() if key not in _OUTER | {"backend", "recompute"}}
     published = {
         "d_model": model.config["d_model"],
         "n_layer": model.config["n_layer"],

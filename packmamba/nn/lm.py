@@ -10,22 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from packmamba.layout import SequenceLayout
+from packmamba.nn.block import RECOMPUTE, Block, add_norm
 from packmamba.nn.mixer import PackedMamba, State
 from packmamba.ops.checks import check_layout
-
-
-class Block(nn.Module):
-    """``residual + mixer(norm(residual))``, the residual stream in float32 or wider."""
-
-    def __init__(self, mixer: PackedMamba, norm_epsilon: float) -> None:
-        super().__init__()
-        self.mixer = mixer
-        self.norm = nn.RMSNorm(mixer.d_model, eps=norm_epsilon)
-
-    def forward(self, residual: Tensor, **mixer_arguments: Any) -> tuple[Tensor, State | None]:
-        mixed = self.mixer(self.norm(residual.to(self.norm.weight.dtype)), **mixer_arguments)
-        mixed, state = mixed if mixer_arguments["return_state"] else (mixed, None)
-        return residual + mixed, state
 
 
 class Backbone(nn.Module):
@@ -47,6 +34,8 @@ class MambaLM(nn.Module):
         n_layer: blocks.
         tie_embeddings: the head shares the embedding's weight.
         norm_epsilon: RMSNorm's epsilon.
+        recompute: what the backward computes again instead of keeping it: "none"; "inner", the convolution's output and delta
+            (as mamba-ssm does; compiled kernels only); "block", all but each block's input (activation checkpointing).
         mixer: PackedMamba's other arguments: d_state, d_conv, expand, dt_rank, learned_initial_state, backend, ...
 
     Raises:
@@ -60,9 +49,12 @@ class MambaLM(nn.Module):
         n_layer: int,
         tie_embeddings: bool = True,
         norm_epsilon: float = 1e-5,
+        recompute: str = "none",
         **mixer: Any,
     ) -> None:
         super().__init__()
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute: expected one of {', '.join(RECOMPUTE)}, got {recompute!r}")
         for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
@@ -72,7 +64,11 @@ class MambaLM(nn.Module):
         )  # fmt: skip
         embedding = nn.Embedding(vocab_size, d_model)
         nn.init.normal_(embedding.weight, std=0.02)
-        layers = [Block(PackedMamba(d_model, **mixer), norm_epsilon) for _ in range(n_layer)]
+        inner = recompute == "inner"
+        layers = [
+            Block(PackedMamba(d_model, recompute=inner, **mixer), norm_epsilon, recompute == "block")
+            for _ in range(n_layer)
+        ]
         for projection in (p for layer in layers for p in (layer.mixer.in_proj, layer.mixer.out_proj)):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
@@ -85,6 +81,7 @@ class MambaLM(nn.Module):
         nn.init.normal_(self.lm_head.weight, std=0.02)
         if tie_embeddings:
             self.lm_head.weight = embedding.weight
+        self._start = add_norm
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, **overrides: Any) -> MambaLM:
@@ -107,6 +104,7 @@ class MambaLM(nn.Module):
         ssm_layout: SequenceLayout | None = None,
         states: list[State] | None = None,
         return_states: bool = False,
+        return_hidden: bool = False,
     ) -> Any:
         """tokens (B, L) integer -> logits (B, L, vocab_size), and with ``return_states`` a list of states by layer.
 
@@ -116,6 +114,7 @@ class MambaLM(nn.Module):
             conv_layout, ssm_layout: instead of ``layout`` in the convolutions or the scans; ``layout.flow()`` leaks.
             states: one (conv_state (S, D, W-1), ssm_state (S, D, N)) per layer to start from, indexed by the documents
                 of conv_layout and ssm_layout (by rows under flow); None: zero, or the learned states.
+            return_hidden: instead of logits, what the head makes them from (B, L, d_model): for ``linear_cross_entropy``.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what came.
@@ -133,22 +132,33 @@ class MambaLM(nn.Module):
         for name, given in (("layout", layout), ("conv_layout", conv_layout), ("ssm_layout", ssm_layout)):
             if given is not None:
                 check_layout(given, tokens, "tokens", name)
-        residual = self.backbone.embedding(tokens)
-        residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
+        layout = check_layout(layout, tokens, "tokens")
+        layouts = tuple(layout if given is None else given for given in (conv_layout, ssm_layout))
+        embedded = self.backbone.embedding(tokens)
+        residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
+        norm_f = self.backbone.norm_f
+        residual, normed = self._start(residual, embedded.new_zeros(()).to(self._dtype(tokens.device)), norm_f.eps)
         final_states = []
         for i, layer in enumerate(layers):
-            residual, state = layer(
-                residual,
-                layout=layout,
-                conv_layout=conv_layout,
-                ssm_layout=ssm_layout,
-                state=None if states is None else states[i],
-                return_state=return_states,
-            )
+            state = None if states is None else states[i]
+            residual, normed, state = layer(residual, normed, *layouts, state, return_states)
             final_states.append(state)
-        norm_f = self.backbone.norm_f
-        logits = self.lm_head(norm_f(residual.to(norm_f.weight.dtype)))
-        return (logits, final_states) if return_states else logits
+        hidden = normed * norm_f.weight.to(normed.dtype)
+        result = hidden if return_hidden else self.lm_head(hidden)
+        return (result, final_states) if return_states else result
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Has torch.compile fuse what lies between the operators and matrix products, block by block: one compilation serves
+        all blocks and every layout. ``options`` are torch.compile's."""
+        for layer in self.backbone.layers:
+            layer.compile(**options)
+        self._start = torch.compile(add_norm, **options)
+
+    def _dtype(self, device: torch.device) -> torch.dtype:
+        """What matrix products compute in."""
+        if torch.is_autocast_enabled(device.type):
+            return torch.get_autocast_dtype(device.type)
+        return self.backbone.norm_f.weight.dtype
 
     def start_states(self, documents: int) -> list[State]:
         """The states that this many fresh documents start from."""

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packmamba import ops
@@ -32,6 +31,7 @@ class PackedMamba(nn.Module):
         dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least dt_init_floor.
         bias, conv_bias: whether projections and convolution have biases.
         learned_initial_state: documents start the scan from a learned state, one per channel and state, not from zero.
+        recompute: see ``ops.inner_pack``.
         backend: see ``ops.BACKENDS``.
     """
 
@@ -48,6 +48,7 @@ class PackedMamba(nn.Module):
         bias: bool = False,
         conv_bias: bool = True,
         learned_initial_state: bool = False,
+        recompute: bool = False,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -65,6 +66,7 @@ class PackedMamba(nn.Module):
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
         self.d_inner = expand * d_model
         self.dt_rank = math.ceil(d_model / 16) if isinstance(dt_rank, str) else dt_rank
+        self.recompute = recompute
         self.backend = backend
 
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias)
@@ -108,49 +110,46 @@ class PackedMamba(nn.Module):
         check_is_tensor(hidden, "hidden")
         if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
             raise ValueError(f"hidden: expected shape (B, L, {self.d_model}), got {tuple(hidden.shape)}")
-        if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
-            raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
         if conv_layout is None:
             conv_layout = layout
         if ssm_layout is None:
             ssm_layout = layout
+        mixed, state = self.mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
+        return (mixed, state) if return_state else mixed
+
+    def mix(
+        self,
+        xz: Tensor,
+        conv_layout: SequenceLayout | None,
+        ssm_layout: SequenceLayout | None,
+        state: State | None,
+        return_state: bool,
+    ) -> tuple[Tensor, State | None]:
+        """What follows in_proj: xz (B, L, 2 D) -> (B, L, d_model) and the state that each document leaves, or None."""
+        if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
+            raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
         conv_state, ssm_state = state if state is not None else (None, None)
         if ssm_state is None and self.initial_state is not None:
-            ssm_state = self.start_state(hidden.shape[0] if ssm_layout is None else ssm_layout.num_documents)[1]
-        x, z = self.in_proj(hidden).chunk(2, dim=-1)
-        x = ops.conv1d_pack(
-            x,
+            ssm_state = self.start_state(xz.shape[0] if ssm_layout is None else ssm_layout.num_documents)[1]
+        wide = accumulation_dtype(xz.dtype)
+        y, state = ops.inner_pack(
+            xz,
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
-            layout=conv_layout,
-            activation="silu",
-            initial_state=conv_state,
-            return_final_state=return_state,
-            backend=self.backend,
-        )
-        if return_state:
-            x, conv_state = x
-        delta, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
-        wide = accumulation_dtype(x.dtype)
-        y = ops.ssm_pack(
-            x,
-            F.linear(delta, self.dt_proj.weight),
+            self.x_proj.weight,
+            self.dt_proj.weight,
             -torch.exp(self.A_log.to(wide)),
-            B,
-            C,
             self.D.to(wide),
-            z=z,
-            delta_bias=self.dt_proj.bias.to(wide),
-            delta_softplus=True,
-            layout=ssm_layout,
-            initial_state=ssm_state,
-            return_final_state=return_state,
+            self.dt_proj.bias.to(wide),
+            conv_layout=conv_layout,
+            ssm_layout=ssm_layout,
+            conv_state=conv_state,
+            ssm_state=ssm_state,
+            return_state=return_state,
+            recompute=self.recompute,
             backend=self.backend,
         )
-        if return_state:
-            y, ssm_state = y
-            return self.out_proj(y), (conv_state, ssm_state)
-        return self.out_proj(y)
+        return self.out_proj(y), state
 
     def start_state(self, documents: int) -> State:
         """The state that this many fresh documents start from: zeros, and the learned scan state if there is one."""

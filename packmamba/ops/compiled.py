@@ -25,14 +25,21 @@ KEPT_CHANNELS = 16
 def _cpu(name: str) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
         library.load("cpu")
-        getattr(torch.ops.packmamba_cpu, name)(*arguments)
+        first = len(arguments) - OUTPUTS[name]
+        outputs = [None if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in arguments[first:]]
+        written = [t if made is None else made for t, made in zip(arguments[first:], outputs)]
+        getattr(torch.ops.packmamba_cpu, name)(*arguments[:first], *written)
+        for t, made in zip(arguments[first:], outputs):
+            if made is not None:
+                t.copy_(made)
 
     return run
 
 
-NAMES = ("conv1d_forward", "conv1d_backward", "ssm_forward", "ssm_backward")
+OUTPUTS = {"conv1d_forward": 2, "conv1d_backward": 4, "ssm_forward": 3, "ssm_backward": 9}
+"""How many outputs end a kernel's arguments. dx, dz, dB and dC may be slices, which the CPU's kernels write elsewhere first."""
 KERNELS: dict[str, Mapping[str, Callable[..., None]]] = {
-    "cpu": {name: _cpu(name) for name in NAMES},
+    "cpu": {name: _cpu(name) for name in OUTPUTS},
     "cuda": cuda.KERNELS,
 }
 """By device type: what runs, with the schemas of kernels/cpu/bindings.cpp, outputs last."""
@@ -103,7 +110,7 @@ def _conv1d(
 ) -> tuple[Tensor, Tensor]:
     y, final = _conv1d_outputs(x, weight, bias, starts, ends, initial_state, silu, return_final_state)
     KERNELS[x.device.type]["conv1d_forward"](
-        x, *_dense(weight, bias), starts, ends, *_dense(initial_state), silu, y, final if return_final_state else None
+        x, *dense(weight, bias), starts, ends, *dense(initial_state), silu, y, final if return_final_state else None
     )
     return y, final
 
@@ -138,8 +145,8 @@ def _conv1d_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outputs = _conv1d_backward_outputs(dy, dfinal, x, weight, bias, starts, ends, initial_state, silu)
     KERNELS[x.device.type]["conv1d_backward"](
-        _unit_stride(dy), *_dense(dfinal), x, *_dense(weight, bias), starts, ends, *_dense(initial_state), silu,
-        *_present(outputs, (x, weight, bias, initial_state)),
+        unit_stride(dy), *dense(dfinal), x, *dense(weight, bias), starts, ends, *dense(initial_state), silu,
+        *present(outputs, (x, weight, bias, initial_state)),
     )  # fmt: skip
     return outputs
 
@@ -156,7 +163,7 @@ def _conv1d_backward_outputs(
     initial_state: Optional[Tensor],
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _like(x, x), _like(weight, x), _like(bias, x), _like(initial_state, x)
+    return like(x, x), like(weight, x), like(bias, x), like(initial_state, x)
 
 
 def _conv1d_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -172,7 +179,7 @@ def _conv1d_gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tup
     gradients = torch.ops.packmamba.conv1d_pack_backward(
         dy, dfinal, x, weight, bias, starts, ends, initial_state, ctx.silu
     )
-    dx, dweight, dbias, dinitial = _present(gradients, (x, weight, bias, initial_state))
+    dx, dweight, dbias, dinitial = present(gradients, (x, weight, bias, initial_state))
     return dx, dweight, dbias, None, None, dinitial, None, None
 
 
@@ -197,8 +204,8 @@ def _ssm(
         u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state, return_final_state, keep
     )
     KERNELS[u.device.type]["ssm_forward"](
-        u, delta, *_dense(A), B, C, *_dense(D), z, *_dense(delta_bias), delta_softplus, starts, ends,
-        *_dense(initial_state), y, final if return_final_state else None, kept if keep else None,
+        u, delta, *dense(A), B, C, *dense(D), z, *dense(delta_bias), delta_softplus, starts, ends,
+        *dense(initial_state), y, final if return_final_state else None, kept if keep else None,
     )  # fmt: skip
     return y, final, kept
 
@@ -220,6 +227,13 @@ def _ssm_outputs(
     return_final_state: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return scan_outputs(u, A, starts, return_final_state, keep)
+
+
+def scan_outputs(
+    u: Tensor, A: Tensor, starts: Tensor, return_final_state: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the scan's y, final states and what it keeps for its backward; absent ones are empty."""
     channels, states = A.shape
     final = (starts.shape[0], channels, states) if return_final_state else (0,)
     intervals = u.shape[0] * u.shape[1] // KEPT_TOKENS
@@ -255,8 +269,8 @@ def _ssm_backward(
     )
     inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state)
     KERNELS[u.device.type]["ssm_backward"](
-        _unit_stride(dy), *_dense(dfinal), u, delta, *_dense(A), B, C, *_dense(D), z, *_dense(delta_bias),
-        delta_softplus, starts, ends, *_dense(initial_state), kept, *_present(outputs, inputs),
+        unit_stride(dy), *dense(dfinal), u, delta, *dense(A), B, C, *dense(D), z, *dense(delta_bias),
+        delta_softplus, starts, ends, *dense(initial_state), kept, *present(outputs, inputs),
     )  # fmt: skip
     return outputs
 
@@ -280,8 +294,8 @@ def _ssm_backward_outputs(
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
-        _like(u, u), _like(delta, u), _like(A, u), _like(B, u), _like(C, u), _like(D, u), _like(z, u),
-        _like(delta_bias, u), _like(initial_state, u),
+        like(u, u), like(delta, u), like(A, u), like(B, u), like(C, u), like(D, u), like(z, u),
+        like(delta_bias, u), like(initial_state, u),
     )  # fmt: skip
 
 
@@ -301,7 +315,7 @@ def _ssm_gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: Tensor
         dy, dfinal, u, delta, A, B, C, D, z, delta_bias, ctx.softplus, starts, ends, initial_state, kept
     )
     inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state)
-    *per_input, dinitial = _present(gradients, inputs)
+    *per_input, dinitial = present(gradients, inputs)
     return (*per_input, None, None, None, dinitial, None, None)
 
 
@@ -309,20 +323,20 @@ _conv1d.register_autograd(_conv1d_gradients, setup_context=_conv1d_setup)
 _ssm.register_autograd(_ssm_gradients, setup_context=_ssm_setup)
 
 
-def _like(tensor: Tensor | None, other: Tensor) -> Tensor:
+def like(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Contiguous room for a tensor's gradient."""
     return other.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
 
 
-def _present(values: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def present(values: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Values that belong to inputs that are there; None for the others."""
     return tuple(None if tensor is None else value for value, tensor in zip(values, inputs))
 
 
-def _dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
-def _unit_stride(tensor: Tensor) -> Tensor:
+def unit_stride(tensor: Tensor) -> Tensor:
     """A gradient may come expanded or transposed; the kernels read rows."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

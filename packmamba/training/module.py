@@ -11,13 +11,13 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from packmamba.config import Config, ConfigError
 from packmamba.data.batching import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
+from packmamba.nn.loss import linear_cross_entropy
 from packmamba.training.carry import StateCarrier
 from packmamba.training.metrics import LossByPosition
 
@@ -60,31 +60,44 @@ class MambaLitModule(lightning.LightningModule):
                 expand=model.expand,
                 dt_rank=model.dt_rank,
                 learned_initial_state=model.learned_initial_state,
+                recompute=model.recompute,
                 backend=config.ops.backend,
             )
         except ValueError as error:
             section = "ops" if str(error).startswith("backend") else "model"
             raise ConfigError(f"{section}.{error}") from None
+        self.compiled = model.compile
+        if self.compiled:
+            self.model.compile_blocks()
         self.carrier = StateCarrier()
         self.evaluation_carrier = StateCarrier()
         self.alone = LossByPosition()
         self.as_trained = LossByPosition()
 
-    def losses(self, batch: PackedBatch, boundary: str = "reset", carrier: StateCarrier | None = None) -> Tensor:
-        """(B, L) float32 cross-entropy at each slot, zero where there is no target."""
+    def loss(
+        self, batch: PackedBatch, boundary: str = "reset", carrier: StateCarrier | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target."""
         layout = batch.layout
+        options: dict[str, Any] = {"return_hidden": True}
         if boundary == "carry":
             assert carrier is not None
-            states = carrier.start(self.model, layout)
-            logits, states = self.model(batch.tokens, layout=layout, states=states, return_states=True)
+            options |= {"states": carrier.start(self.model, layout), "return_states": True}
+        if boundary in ("leak", "leak_conv"):
+            options["conv_layout"] = layout.flow()
+        if boundary in ("leak", "leak_scan"):
+            options["ssm_layout"] = layout.flow()
+        hidden = self.model(batch.tokens, layout=layout, **options)
+        if carrier is not None and boundary == "carry":
+            hidden, states = hidden
             carrier.keep(layout, states)
-        else:
-            conv_layout = layout.flow() if boundary in ("leak", "leak_conv") else layout
-            ssm_layout = layout.flow() if boundary in ("leak", "leak_scan") else layout
-            logits = self.model(batch.tokens, layout=layout, conv_layout=conv_layout, ssm_layout=ssm_layout)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
-        return torch.where(batch.loss_mask, losses.view(batch.targets.shape), 0)
+        slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
+        weight = self.model.lm_head.weight
+        return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled)
+
+    def losses(self, batch: PackedBatch, boundary: str = "reset", carrier: StateCarrier | None = None) -> Tensor:
+        """(B, L) cross-entropy at each slot, without gradient; zero where there is no target."""
+        return self.loss(batch, boundary, carrier)[1]
 
     def accumulate(self, step: StepBatch, backward: Callable[[Tensor], Any], world_size: int = 1) -> Tensor:
         """Adds the step's gradients, batch by batch; returns its loss on this rank's targets over all targets.
@@ -94,7 +107,7 @@ class MambaLitModule(lightning.LightningModule):
         total = torch.zeros((), dtype=torch.float32, device=step.batches[0].tokens.device)
         for i, batch in enumerate(step.batches):
             with self._without_sync(i + 1 < len(step.batches)):
-                loss = self.losses(batch, self.boundary, self.carrier).sum() / max(step.num_targets, 1)
+                loss = self.loss(batch, self.boundary, self.carrier)[0] / max(step.num_targets, 1)
                 backward(loss * world_size)
             total = total + loss.detach()
         return total
@@ -140,7 +153,9 @@ class MambaLitModule(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         config = self.optimizer_config
         groups = self.model.weight_decay_groups(config.weight_decay)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]))
+        # One kernel over all parameters: nothing else keeps up with a GPU's memory.
+        fused = self.device.type == "cuda"
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine to ``final_lr_fraction`` of the peak at the last step."""

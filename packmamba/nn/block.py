@@ -1,0 +1,81 @@
+"""The residual block. Shapes: B rows, L slots.
+
+Passes over tokens are what a block can save besides its operators. So the addition to the residual stream and the next norm
+are one step (``add_norm``), which keeps the normalised activations for its backward instead of the residual stream; and a
+norm's weight scales the columns of the projection behind it, once a call, instead of every token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from packmamba.layout import SequenceLayout
+from packmamba.nn.mixer import PackedMamba, State
+
+RECOMPUTE = ("none", "inner", "block")
+
+
+class Block(nn.Module):
+    """``residual + mixer(norm(residual))``, the residual stream in float32 or wider.
+
+    Args:
+        mixer: the block's mixer.
+        norm_epsilon: RMSNorm's epsilon.
+        recompute: whether the backward computes the whole mixer again from its input, instead of keeping what is inside.
+    """
+
+    def __init__(self, mixer: PackedMamba, norm_epsilon: float, recompute: bool = False) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.norm = nn.RMSNorm(mixer.d_model, eps=norm_epsilon)
+        self.recompute = recompute
+
+    def forward(
+        self,
+        residual: Tensor,
+        normed: Tensor,
+        conv_layout: SequenceLayout,
+        ssm_layout: SequenceLayout,
+        state: State | None,
+        return_state: bool,
+    ) -> tuple[Tensor, Tensor, State | None]:
+        """residual (B, L, d_model) and the same normalised, without weight -> both after this block, and its state."""
+        arguments = (normed, conv_layout, ssm_layout, state, return_state)
+        if self.recompute and torch.is_grad_enabled():
+            mixed, state = checkpoint(self._mix, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed, state = self._mix(*arguments)
+        residual, normed = add_norm(residual, mixed, self.norm.eps)
+        return residual, normed, state
+
+    def _mix(self, normed: Tensor, *others: Any) -> tuple[Tensor, State | None]:
+        in_proj = self.mixer.in_proj
+        return self.mixer.mix(F.linear(normed, in_proj.weight * self.norm.weight, in_proj.bias), *others)
+
+
+def add_norm(residual: Tensor, mixed: Tensor, epsilon: float | None) -> tuple[Tensor, Tensor]:
+    """(residual + mixed, the same divided by its root mean square along the last dimension, in mixed's dtype)."""
+    return _AddNorm.apply(residual, mixed, epsilon)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, mixed: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        residual = residual + mixed
+        scale = torch.rsqrt(residual.square().mean(-1, keepdim=True) + epsilon)
+        normed = (residual * scale).to(mixed.dtype)
+        ctx.save_for_backward(normed, scale)
+        return residual, normed
+
+    @staticmethod
+    def backward(ctx: Any, dresidual: Tensor, dnormed: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, scale = ctx.saved_tensors
+        dnormed = dnormed.to(scale.dtype)
+        along = (dnormed * normed).mean(-1, keepdim=True)
+        dresidual = dresidual + scale * (dnormed - normed * along)
+        return dresidual, dresidual.to(normed.dtype), None

@@ -1,0 +1,109 @@
+"""Cross-entropy of a linear head without the logits of all tokens. Shapes: T tokens, V vocabulary.
+
+The gradient of a sum of losses needs nothing but the logits' softmax, so each chunk of tokens leaves its share of both
+gradients in the forward, and its logits are gone before the next chunk's are made (as in Liger-Kernel's fused linear
+cross-entropy). PyTorch has had an operator of this kind since 2.13 (``F.linear_cross_entropy`` with options), without losses
+per token beside their sum, which evaluation needs, and without float32 sums of the weight's gradient below a float32 weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packmamba.ops.checks import accumulation_dtype
+
+CHUNK_LOGITS = 2048 * 50304
+"""Most logits at a time: in bfloat16 about 200 MB, and their gradients as much."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, slots: Tensor | None = None, compiled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The sum of ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``, differentiable, and each slot's loss.
+
+    Args:
+        hidden: (B, L, d_model).
+        weight: (V, d_model), the head's; used in hidden's dtype.
+        targets: (B, L) int64, any valid id where there is no target.
+        mask: (B, L) bool, where there is a target.
+        slots: (T,) int64, places in the flattened B * L slots outside of which mask is false: all others are skipped.
+        compiled: whether torch.compile fuses what lies between the matrix products.
+
+    Returns:
+        The sum and (B, L) losses, zero where there is no target, without gradient; float32 (float64 of float64).
+    """
+    total, losses = _LinearCrossEntropy.apply(
+        hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), slots, compiled, torch.is_grad_enabled()
+    )
+    return total, losses.view(targets.shape)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, slots: Tensor | None, compiled: bool,
+        differentiable: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        wide = accumulation_dtype(hidden.dtype)
+        x = hidden if slots is None else hidden.index_select(0, slots)
+        if slots is not None:
+            targets, mask = targets[slots], mask[slots]
+        head = weight.to(hidden.dtype)
+        losses = x.new_empty(len(x), dtype=wide)
+        chunk = max(1, CHUNK_LOGITS // len(head))
+        differentiable = differentiable and any(ctx.needs_input_grad)
+        dx = torch.empty_like(x) if differentiable else None
+        dhead = torch.zeros_like(head, dtype=wide) if differentiable else None
+        for first in range(0, len(x), chunk):
+            part = slice(first, first + chunk)
+            logits = x.new_empty(len(losses[part]), len(head))
+            torch.mm(x[part], head.t(), out=logits)
+            compute = _compiled_chunk if compiled else _chunk
+            losses[part], dlogits = compute(logits, targets[part], mask[part], differentiable)
+            del logits
+            if dx is not None and dhead is not None:
+                torch.mm(dlogits, head, out=dx[part])
+                _add_product(dhead, dlogits.t(), x[part])
+            del dlogits
+        ctx.slots, ctx.shape, ctx.dtype = slots, hidden.shape, weight.dtype
+        ctx.save_for_backward(dx, dhead)
+        placed = losses if slots is None else losses.new_zeros(len(hidden)).index_copy_(0, slots, losses)
+        ctx.mark_non_differentiable(placed)
+        return losses.sum(), placed
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor, _: Tensor) -> tuple:
+        dx, dhead = ctx.saved_tensors
+        dx = dx * dtotal
+        if ctx.slots is not None:
+            dx = dx.new_zeros(ctx.shape).index_copy_(0, ctx.slots, dx)
+        return dx, (dhead * dtotal).to(ctx.dtype), None, None, None, None, None
+
+
+def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) -> tuple[Tensor, Tensor]:
+    """Losses of a chunk and, in the logits' dtype, their gradient; zero where there is no target."""
+    wide = accumulation_dtype(logits.dtype)
+    log_p = F.log_softmax(logits.to(wide), dim=1)
+    losses = torch.where(mask, -log_p.gather(1, targets[:, None]).squeeze(1), 0)
+    if not differentiable:
+        return losses, losses
+    at_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    gradient = torch.where(mask[:, None], log_p.exp() - at_target.to(wide), 0)
+    return losses, gradient.to(logits.dtype)
+
+
+_compiled_chunk = torch.compile(_chunk)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, summed in total's dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(a, b)

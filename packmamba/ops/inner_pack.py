@@ -1,0 +1,313 @@
+"""What lies between a Mamba block's projections, packed: convolution, the projections to delta, B and C, and the scan.
+
+Written as one operator so that its backward is explicit: gradients of the convolution's input and of the gate land in the two
+halves of one tensor, those of delta, B and C in the three parts of another, and nothing is copied or concatenated; and so that it
+may keep less than autograd would (``recompute``). Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packmamba.layout import SequenceLayout
+from packmamba.ops import cuda
+from packmamba.ops.checks import accumulation_dtype, check_activations, check_layout, check_tensor
+from packmamba.ops.compiled import KERNELS, dense, like, present, scan_outputs, unit_stride
+from packmamba.ops.conv1d_pack import conv1d_pack
+from packmamba.ops.dispatch import choose
+from packmamba.ops.ssm_pack import ssm_pack
+
+
+def inner_pack(
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    x_weight: Tensor,
+    dt_weight: Tensor,
+    A: Tensor,
+    D: Tensor,
+    delta_bias: Tensor,
+    *,
+    conv_layout: SequenceLayout | None = None,
+    ssm_layout: SequenceLayout | None = None,
+    conv_state: Tensor | None = None,
+    ssm_state: Tensor | None = None,
+    return_state: bool = False,
+    recompute: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """``x, z = xz; x = conv1d_pack(x); delta, B, C = x @ x_weight.T; y = ssm_pack(x, delta @ dt_weight.T, A, B, C, D, z)``.
+
+    Args:
+        xz: (B, L, 2 D), the convolution's input and the gate.
+        conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is SiLU.
+        x_weight: (R + 2 N, D); dt_weight: (D, R). Used in xz's dtype.
+        A, D, delta_bias: (D, N), (D,), (D,), as ``ssm_pack`` takes them.
+        conv_layout, ssm_layout: where documents lie for the convolution and for the scan; None: each row is one.
+        conv_state, ssm_state: as the operators' initial_state, indexed by the documents of their layouts.
+        return_state: also return (final convolution state, final scan state).
+        recompute: the backward computes the convolution's output and delta again instead of keeping them (compiled kernels only).
+        backend: see ``ops.BACKENDS``.
+
+    Returns:
+        y (B, L, D) in xz's dtype, and the final states or None.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_activations(xz, "xz")
+    conv_layout = check_layout(conv_layout, xz, "xz", "conv_layout")
+    ssm_layout = check_layout(ssm_layout, xz, "xz", "ssm_layout")
+    run = choose(backend, xz.device, IMPLEMENTATIONS)
+    y, *state = run(
+        xz, conv_weight, conv_bias, x_weight.to(xz.dtype), dt_weight.to(xz.dtype), A, D, delta_bias, conv_layout, ssm_layout,
+        conv_state, ssm_state, return_state, recompute, backend,
+    )  # fmt: skip
+    return y, (state[0], state[1]) if return_state else None
+
+
+def _composed(
+    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, x_weight: Tensor, dt_weight: Tensor, A: Tensor, D: Tensor,
+    delta_bias: Tensor, conv_layout: SequenceLayout, ssm_layout: SequenceLayout, conv_state: Tensor | None,
+    ssm_state: Tensor | None, return_state: bool, recompute: bool, backend: str | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """By the two public operators; autograd keeps what it needs."""
+    x, z = xz.chunk(2, dim=-1)
+    x = conv1d_pack(
+        x, conv_weight, conv_bias, layout=conv_layout, activation="silu", initial_state=conv_state,
+        return_final_state=return_state, backend=backend,
+    )  # fmt: skip
+    x, *conv_final = x if return_state else (x,)
+    rank, states = dt_weight.shape[1], A.shape[1]
+    delta, B, C = F.linear(x, x_weight).split([rank, states, states], dim=-1)
+    y = ssm_pack(
+        x, F.linear(delta, dt_weight), A, B, C, D, z=z, delta_bias=delta_bias, delta_softplus=True, layout=ssm_layout,
+        initial_state=ssm_state, return_final_state=return_state, backend=backend,
+    )  # fmt: skip
+    y, *ssm_final = y if return_state else (y,)
+    return (y, *conv_final, *ssm_final)
+
+
+def _fused(
+    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, x_weight: Tensor, dt_weight: Tensor, A: Tensor, D: Tensor,
+    delta_bias: Tensor, conv_layout: SequenceLayout, ssm_layout: SequenceLayout, conv_state: Tensor | None,
+    ssm_state: Tensor | None, return_state: bool, recompute: bool, backend: str | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """By the compiled kernels."""
+    channels, width = conv_weight.shape
+    wide = accumulation_dtype(xz.dtype)
+    for state, layout, size, dtypes in (
+        (conv_state, conv_layout, width - 1, (xz.dtype, torch.float32)),
+        (ssm_state, ssm_layout, A.shape[1], (wide,)),
+    ):
+        if state is not None:
+            check_tensor(state, "initial_state", (layout.num_documents, channels, size), dtypes, xz, "xz")
+        cuda.note(layout)
+    tensors = (xz, conv_weight, conv_bias, x_weight, dt_weight, A, D, delta_bias, conv_state, ssm_state)
+    keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    y, conv_final, ssm_final, *_ = torch.ops.packmamba.inner_pack(
+        xz, conv_weight.to(wide), None if conv_bias is None else conv_bias.to(wide), x_weight, dt_weight, A, D, delta_bias,
+        conv_layout.starts, conv_layout.ends, ssm_layout.starts, ssm_layout.ends,
+        None if conv_state is None else conv_state.to(wide), ssm_state, return_state, recompute, keep,
+    )  # fmt: skip
+    if not return_state:
+        return (y,)
+    return y, conv_final.to(xz.dtype if conv_state is None else conv_state.dtype), ssm_final
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "reference": _composed,
+    "cpu": _fused,
+    "cuda": _fused,
+    "mamba_ssm": _composed,
+}
+
+
+class Arguments(NamedTuple):
+    """Of both custom operators: what ``SCHEMA`` says, under its names."""
+
+    xz: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    x_weight: Tensor
+    dt_weight: Tensor
+    A: Tensor
+    D: Tensor
+    delta_bias: Tensor
+    conv_starts: Tensor
+    conv_ends: Tensor
+    ssm_starts: Tensor
+    ssm_ends: Tensor
+    conv_state: Tensor | None
+    ssm_state: Tensor | None
+    return_state: bool
+    recompute: bool
+
+    def kernel(self, name: str, *arguments: Any) -> None:
+        KERNELS[self.xz.device.type][name](*arguments)
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """(B, L, D) each: the convolution's input and the gate."""
+        return _halves(self.xz)
+
+    @property
+    def parameters(self) -> tuple[Tensor | None, ...]:
+        """What has a gradient besides xz, in the order of the backward's outputs."""
+        return (*self[1:8], self.conv_state, self.ssm_state)
+
+    def convolution(self, final: Tensor | None) -> Tensor:
+        x = self.halves[0]
+        y = x.new_empty(x.shape)
+        parameters = dense(self.conv_weight, self.conv_bias)
+        self.kernel("conv1d_forward", x, *parameters, *self[8:10], *dense(self.conv_state), True, y, final)
+        return y
+
+    def delta(self, projected: Tensor) -> Tensor:
+        return _linear(self.parts(projected)[0], self.dt_weight)
+
+    def parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of (B, L, R + 2 N): (B, L, R), (B, L, N), (B, L, N)."""
+        rank, states = self.dt_weight.shape[1], self.A.shape[1]
+        return projected[..., :rank], projected[..., rank : rank + states], projected[..., rank + states :]
+
+    def scan(self, x: Tensor, delta: Tensor, projected: Tensor) -> tuple:
+        """The scan's arguments, as the kernels take them."""
+        _, B, C = self.parts(projected)
+        A, D, bias = dense(self.A, self.D, self.delta_bias)
+        return x, delta, A, B, C, D, self.halves[1], bias, True, *self[10:12], *dense(self.ssm_state)
+
+
+SCHEMA = (
+    "Tensor xz, Tensor conv_weight, Tensor? conv_bias, Tensor x_weight, Tensor dt_weight, Tensor A, Tensor D, "
+    "Tensor delta_bias, Tensor conv_starts, Tensor conv_ends, Tensor ssm_starts, Tensor ssm_ends, Tensor? conv_state, "
+    "Tensor? ssm_state, bool return_state, bool recompute"
+)
+
+
+def _split(arguments: tuple) -> tuple[Arguments, tuple]:
+    count = len(Arguments._fields)
+    return Arguments._make(arguments[:count]), arguments[count:]
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    a, (keep,) = _split(arguments)
+    y, conv_final, ssm_final, kept = _results(a, keep)
+    x = a.convolution(conv_final if a.return_state else None)
+    projected = _linear(x, a.x_weight)
+    delta = a.delta(projected)
+    final = ssm_final if a.return_state else None
+    a.kernel("ssm_forward", *a.scan(x, delta, projected), y, final, kept if keep else None)
+    return y, conv_final, ssm_final, kept, *_kept(a, keep, (projected, x, delta))
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    a, (keep,) = _split(arguments)
+    x = a.halves[0]
+    projected = x.new_empty(*x.shape[:2], a.x_weight.shape[0])
+    return *_results(a, keep), *_kept(a, keep, (projected, x.new_empty(x.shape), x.new_empty(x.shape)))
+
+
+def _results(a: Arguments, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for y, both final states and the states that the scan keeps; absent ones are empty."""
+    channels, width = a.conv_weight.shape
+    final = (a.conv_starts.shape[0], channels, width - 1) if a.return_state else (0,)
+    y, ssm_final, kept = scan_outputs(a.halves[0], a.A, a.ssm_starts, a.return_state, keep)
+    return y, a.conv_weight.new_empty(final), ssm_final, kept
+
+
+def _kept(a: Arguments, keep: bool, values: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Of projected, x and delta what the backward is to find; the others empty."""
+    wanted = (keep, keep and not a.recompute, keep and not a.recompute)
+    return tuple(value if keeps else value.new_empty(0) for value, keeps in zip(values, wanted))
+
+
+def _backward(dy: Tensor, dconv_final: Tensor | None, dssm_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    outputs = _backward_fake(dy, dconv_final, dssm_final, *arguments)
+    a, (kept, projected, x, delta) = _split(arguments)
+    if a.recompute:
+        x = a.convolution(None)
+        delta = a.delta(projected)
+    dxz, *gradients = outputs
+    dweight, dbias, dx_weight, ddt_weight, dA, dD, ddelta_bias, dconv, dssm = present(tuple(gradients), a.parameters)
+    dx, dz = _halves(dxz)
+    du, ddelta, dprojected = x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(projected.shape)
+    ddelta_low, dB, dC = a.parts(dprojected)
+    a.kernel(
+        "ssm_backward", unit_stride(dy), *dense(dssm_final), *a.scan(x, delta, projected), kept, du, ddelta, dA, dB, dC, dD,
+        dz, ddelta_bias, dssm,
+    )  # fmt: skip
+    torch.mm(_rows(ddelta), a.dt_weight, out=_rows(ddelta_low))
+    torch.mm(_rows(ddelta).t(), _rows(a.parts(projected)[0]), out=ddt_weight)
+    torch.mm(_rows(dprojected).t(), _rows(x), out=dx_weight)
+    _rows(du).addmm_(_rows(dprojected), a.x_weight)
+    parameters = dense(a.conv_weight, a.conv_bias)
+    a.kernel(
+        "conv1d_backward", du, *dense(dconv_final), a.halves[0], *parameters, *a[8:10], *dense(a.conv_state), True, dx,
+        dweight, dbias, dconv,
+    )  # fmt: skip
+    return outputs
+
+
+def _backward_fake(
+    dy: Tensor, dconv_final: Tensor | None, dssm_final: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    a, _ = _split(arguments)
+    return (like(a.xz, a.xz), *(like(parameter, a.xz) for parameter in a.parameters))
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.return_state, ctx.recompute, ctx.keep = inputs
+    ctx.save_for_backward(*tensors, *output[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dconv_final: Tensor | None, dssm_final: Tensor | None, *_: Any) -> tuple:
+    if not ctx.keep:
+        raise RuntimeError("packmamba::inner_pack: called with keep=False, so it cannot be differentiated")
+    *tensors, kept, projected, x, delta = ctx.saved_tensors
+    a = Arguments._make((*tensors, ctx.return_state, ctx.recompute))
+    if dy is None:
+        dy = a.xz.new_zeros(a.halves[0].shape)
+    finals = (dconv_final, dssm_final) if a.return_state else (None, None)
+    gradients = torch.ops.packmamba.inner_pack_backward(dy, *finals, *a, kept, projected, x, delta)
+    dxz, *others = gradients
+    *parameters, dconv, dssm = present(tuple(others), a.parameters)
+    return (dxz, *parameters, None, None, None, None, dconv, dssm, None, None, None)
+
+
+_inner = torch.library.custom_op(
+    "packmamba::inner_pack", _forward, mutates_args=(), schema=f"({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * 7)})"
+)
+_inner.register_fake(_forward_fake)
+_inner.register_autograd(_gradients, setup_context=_setup)
+_inner_backward = torch.library.custom_op(
+    "packmamba::inner_pack_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor dy, Tensor? dconv_final, Tensor? dssm_final, {SCHEMA}, Tensor kept, Tensor projected, Tensor x, "
+    f"Tensor delta) -> ({', '.join(['Tensor'] * 10)})",
+)
+_inner_backward.register_fake(_backward_fake)
+
+
+def _halves(xz: Tensor) -> tuple[Tensor, Tensor]:
+    channels = xz.shape[2] // 2
+    return xz[..., :channels], xz[..., channels:]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(B, L, K) of any token stride as (B L, K), never a copy."""
+    return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (B, L, K) by a weight (M, K). By ``out=``, which autocast leaves alone."""
+    y = x.new_empty(*x.shape[:2], weight.shape[0])
+    torch.mm(_rows(x), weight.t(), out=_rows(y))
+    return y

@@ -1,0 +1,297 @@
+"""What makes a model fast changes no result: the fused operator, recomputation, compiled blocks, the chunked loss."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from arrangements import AWKWARD
+from models import (
+    LAYOUT,
+    VOCAB,
+    assert_close,
+    build,
+    every_config,
+    flat,
+    gradients,
+    random_states,
+    random_tokens,
+    summed_loss,
+)
+from operators import relative_error
+from packmamba import SequenceLayout
+from packmamba.nn import block, loss
+from packmamba.nn.loss import linear_cross_entropy
+from packmamba.ops.inner_pack import inner_pack
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(donated_buffer=False):  # ``gradients`` keeps graphs.
+        yield
+
+
+def results(model, tokens, states=None, layouts=None, autocast=False):
+    """Logits, final states and every gradient, of logits and states both."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        logits, finals = model(tokens, **(layouts or {"layout": LAYOUT}), states=states, return_states=True)
+        total = summed_loss(logits.float() if autocast else logits, tokens, LAYOUT)
+    total = total + sum(state.square().sum() for state in flat(finals))
+    outputs = {"logits": logits, **{f"final {i}": state for i, state in enumerate(flat(finals))}}
+    return outputs | gradients(total, model, states or ())
+
+
+def arguments(channels=6, d_state=3, rank=2, width=3, seed=0, layout=LAYOUT, states=True):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    tensors = [
+        random(*layout.shape, 2 * channels), random(channels, width), random(channels), random(rank + 2 * d_state, channels),
+        random(channels, rank), (-random(channels, d_state).detach().exp()).requires_grad_(), random(channels), random(channels),
+    ]  # fmt: skip
+    documents = layout.num_documents
+    given = (random(documents, channels, width - 1), random(documents, channels, d_state)) if states else (None, None)
+    return tensors, given
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
+@pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
+def test_the_fused_operator_is_the_composition_of_the_references(layout, states, recompute):
+    tensors, given = arguments(layout=layout, states=states)
+    inputs = [t for t in (*tensors, *given) if t is not None]
+    outputs = []
+    for backend in ("reference", "cpu"):
+        y, finals = inner_pack(
+            *tensors, conv_layout=layout, ssm_layout=layout.flow(), conv_state=given[0],
+            ssm_state=None if given[1] is None else given[1][: layout.flow().num_documents], return_state=True,
+            recompute=recompute, backend=backend,
+        )  # fmt: skip
+        total = sum((value * torch.linspace(1, 2, value.numel()).view(value.shape)).sum() for value in (y, *finals))
+        found = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+        outputs.append({f"output {i}": v for i, v in enumerate((y, *finals, *found))})
+    assert_close(outputs[1], outputs[0], 1e-12)
+
+
+def test_opcheck():
+    tensors, (conv_state, ssm_state) = arguments()
+    places = (LAYOUT.starts, LAYOUT.ends, LAYOUT.starts, LAYOUT.ends)
+    for given in ((conv_state, ssm_state, True), (None, None, False)):
+        for recompute in (False, True):
+            torch.library.opcheck(torch.ops.packmamba.inner_pack.default, (*tensors, *places, *given, recompute, True))
+
+
+def test_gradients_of_final_states_alone():
+    tensors, _ = arguments(states=False)
+    found = []
+    for backend in ("reference", "cpu"):
+        _, finals = inner_pack(*tensors, conv_layout=LAYOUT, ssm_layout=LAYOUT, return_state=True, backend=backend)
+        total = finals[0].square().sum() + finals[1].square().sum()
+        found.append(torch.autograd.grad(total, tensors, allow_unused=True, materialize_grads=True))
+    assert_close(dict(enumerate(found[1])), dict(enumerate(found[0])), 1e-12)
+
+
+@every_config
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
+@pytest.mark.parametrize("recompute", ["inner", "block"])
+@pytest.mark.parametrize("how", ["float64", "bfloat16", "autocast"])
+def test_recomputing_changes_no_bit(config, recompute, given, how):
+    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16, "autocast": torch.float32}[how]
+    tokens, found = random_tokens(), []
+    for choice in ("none", recompute):
+        model = build(dtype=dtype, recompute=choice, **config)
+        states = random_states(model, LAYOUT.num_documents) if given else None
+        found.append(results(model, tokens, states, autocast=how == "autocast"))
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def kept_bytes(model, tokens):
+    """Of what autograd keeps, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(tokens, layout=SequenceLayout.from_rows(*tokens.shape), return_hidden=True)
+    del output
+    return sum(seen.values())
+
+
+def test_recomputing_keeps_less():
+    tokens = torch.randint(VOCAB, (1, 512))
+    kept = {
+        choice: kept_bytes(
+            build(dtype=torch.float32, recompute=choice, n_layer=4, d_model=32, vocab_size=VOCAB), tokens
+        )
+        for choice in block.RECOMPUTE
+    }
+    slot, d_model = 512 * 4 * 4, 32  # bytes of one float32 channel of every slot in every layer
+    assert kept["none"] - kept["inner"] == 2 * 2 * d_model * slot, "the convolution's output and delta"
+    assert kept["block"] < 1.1 * (d_model + 1) * slot + 2 * 512 * 4 * d_model
+
+
+@pytest.mark.parametrize("recompute", block.RECOMPUTE)
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
+def test_compiled_blocks_are_eager_ones(recompute, given, fresh_compiler):
+    tokens = random_tokens()
+    model, fast = build(n_layer=3), build(n_layer=3, recompute=recompute)
+    fast.compile_blocks(backend="aot_eager", fullgraph=True)
+    for layout in (LAYOUT, LAYOUT.flow()):
+        states = random_states(model, layout.num_documents) if given else None
+        expected = results(model, tokens, states, {"layout": layout})
+        assert_close(results(fast, tokens, states, {"layout": layout}), expected)
+
+
+def test_compiled_blocks_leak_where_asked(fresh_compiler):
+    tokens = random_tokens()
+    model, fast = build(), build()
+    fast.compile_blocks(backend="aot_eager", fullgraph=True)
+    for layouts in ({"conv_layout": LAYOUT.flow()}, {"ssm_layout": LAYOUT.flow()}):
+        layouts |= {"layout": LAYOUT}
+        assert_close(results(fast, tokens, None, layouts), results(model, tokens, None, layouts))
+
+
+def test_one_compilation_serves_all_blocks_and_layouts(fresh_compiler):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model, fast = build(n_layer=5, dtype=torch.float32), build(n_layer=5, dtype=torch.float32)
+    fast.compile_blocks(backend=backend, fullgraph=True)
+    lengths = [[5, 1, 6], [14], [2, 2], [1, 2, 3, 4], [7, 7], [13, 1]]
+    for i in range(len(lengths)):
+        layout = SequenceLayout.from_lengths([lengths[i], lengths[i - 1]], row_length=14)
+        tokens = random_tokens(layout, seed=i)
+        assert torch.equal(fast(tokens, layout=layout), model(tokens, layout=layout))
+    # The start of the residual stream, and a block: the first number of documents, then any.
+    assert len(graphs) <= 4
+
+
+def test_inductor(fresh_compiler):
+    """The compiler itself, once: block, loss and both backwards."""
+    tokens, targets, mask = random_tokens(), random_tokens(seed=4), LAYOUT.documents >= 0
+    found = []
+    for compiled in (False, True):
+        model = build(dtype=torch.float32, recompute="inner")
+        if compiled:
+            model.compile_blocks()
+        hidden = model(tokens, layout=LAYOUT, return_hidden=True)
+        total, losses = linear_cross_entropy(hidden, model.lm_head.weight, targets, mask, LAYOUT.token_slots, compiled)
+        found.append(gradients(total, model) | {"losses": losses})
+    assert_close(found[1], found[0], 1e-5)
+
+
+def head_case(dtype, vocabulary=37, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*LAYOUT.shape, 12, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocabulary, 12, generator=generator, dtype=torch.float64) / 3
+    targets = torch.randint(vocabulary, LAYOUT.shape, generator=generator)
+    mask = (LAYOUT.documents >= 0) & (torch.rand(LAYOUT.shape, generator=generator) < 0.8)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, mask
+
+
+def plain_loss(hidden, weight, targets, mask):
+    losses = F.cross_entropy((hidden.double() @ weight.double().T).flatten(0, 1), targets.flatten(), reduction="none")
+    losses = torch.where(mask, losses.view(mask.shape), 0)
+    return losses.sum(), losses
+
+
+@pytest.mark.parametrize("slots", [None, LAYOUT.token_slots], ids=["all", "tokens"])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "tolerances"),
+    [(torch.float64, (1e-13, 1e-13)), (torch.float32, (1e-6, 1e-6)), (torch.bfloat16, (2e-3, 5e-3))],
+)
+def test_the_loss_is_cross_entropy(dtype, tolerances, chunk, slots, monkeypatch):
+    hidden, weight, targets, mask = head_case(dtype)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk * len(weight))
+    total, losses = linear_cross_entropy(hidden, weight, targets, mask, slots)
+    expected, each = plain_loss(hidden, weight, targets, mask)
+    assert not losses.requires_grad and losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert relative_error(total.detach(), expected.detach()) <= tolerances[0]
+    assert relative_error(losses, each.detach()) <= tolerances[0]
+    # Divided by their number, as in training: the cotangent is not 1.
+    found = torch.autograd.grad(total / 7, (hidden, weight))
+    for gradient, wanted in zip(found, torch.autograd.grad(expected / 7, (hidden, weight))):
+        assert relative_error(gradient, wanted.double()) <= tolerances[1]
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(hidden, weight, targets, mask, slots)[1], losses)
+
+
+def test_the_loss_sums_the_weight_s_gradient_in_float32_beside_bfloat16_activations(monkeypatch):
+    """As under autocast: the float32 weight is used in bfloat16, its gradient is not."""
+    hidden, weight, targets, mask = head_case(torch.float32)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 2 * len(weight))
+    narrow = hidden.detach().bfloat16().requires_grad_()
+    total, _ = linear_cross_entropy(narrow, weight, targets, mask)
+    expected, _ = plain_loss(narrow, weight.bfloat16(), targets, mask)
+    found = torch.autograd.grad(total, weight)[0]
+    assert found.dtype == torch.float32 and relative_error(found, torch.autograd.grad(expected, weight)[0]) <= 5e-3
+
+
+def test_what_lies_outside_the_slots_is_never_looked_at():
+    hidden, weight, targets, mask = head_case(torch.float32)
+    poisoned = torch.where((LAYOUT.documents >= 0)[..., None], hidden, float("nan")).detach().requires_grad_()
+    pairs = [linear_cross_entropy(x, weight, targets, mask, LAYOUT.token_slots)[0] for x in (hidden, poisoned)]
+    found = [torch.autograd.grad(total, (x, weight)) for total, x in zip(pairs, (hidden, poisoned))]
+    assert all(torch.equal(a, b) for a, b in zip(*found)) and found[0][0].isfinite().all()
+
+
+def test_a_block_s_norm_is_rms_norm():
+    generator = torch.Generator().manual_seed(0)
+    residual, mixed = (
+        torch.randn(2, 5, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)
+    )
+    outputs = []
+    for normalise in (
+        lambda: block.add_norm(residual, mixed, 1e-5),
+        lambda: (residual + mixed, F.rms_norm(residual + mixed, (8,), eps=1e-5)),
+    ):
+        both = normalise()
+        total = sum((value * torch.linspace(1, 2, 80).view(2, 5, 8)).sum() for value in both)
+        outputs.append(dict(enumerate((*both, *torch.autograd.grad(total, (residual, mixed))))))
+    assert_close(*outputs)
+
+
+def test_token_slots_are_those_of_documents():
+    for layout in (LAYOUT, LAYOUT.flow(), *AWKWARD.values()):
+        assert torch.equal(layout.token_slots, (layout.documents >= 0).flatten().nonzero().flatten())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("d_state", [16, 8])
+def test_on_a_gpu(d_state, recompute):
+    """Kernels write the gradients of halves and parts in place; against float64."""
+    layout = AWKWARD["splits"]
+    tensors, given = arguments(channels=64, d_state=d_state, rank=8, width=4, layout=layout)
+    inputs = [*tensors, *given]
+    outputs = []
+    for backend, device in (("reference", "cpu"), ("cuda", "cuda")):
+        narrow = [t.detach().to(device, torch.bfloat16) for t in inputs]
+        if backend == "cuda":
+            keep_wide = (5, 6, 7, 9)
+            leaves = [t.float() if i in keep_wide else t for i, t in enumerate(narrow)]
+        else:
+            leaves = [t.double() for t in narrow]
+        leaves = [t.requires_grad_() for t in leaves]
+        here = layout.to(device)
+        y, finals = inner_pack(
+            *leaves[:8], conv_layout=here, ssm_layout=here, conv_state=leaves[8], ssm_state=leaves[9], return_state=True,
+            recompute=recompute, backend=backend,
+        )  # fmt: skip
+        total = sum((v.float() * torch.linspace(1, 2, v.numel()).view(v.shape).to(device)).sum() for v in (y, *finals))
+        found = torch.autograd.grad(total, leaves)
+        outputs.append([v.detach().cpu() for v in (y, *finals, *found)])
+    for i, (result, expected) in enumerate(zip(outputs[1], outputs[0])):
+        assert relative_error(result, expected.double()) <= 2e-2, i  # a chain of bfloat16 operators
