@@ -238,3 +238,79 @@ def test_a_hundred_layouts_compile_at_most_twice():
         assert torch.allclose(compiled(layout), loss(layout), rtol=1e-3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.fixture
+def large():
+    """Memory for tensors of more than 2**32 elements, given back afterwards."""
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free GPU memory")
+    yield
+    torch.cuda.empty_cache()
+
+
+def spread_out(case, rows, tokens):
+    """The same case on views whose strides are so many elements, all in one storage."""
+    B, L = case.layout.shape
+    room = torch.empty((B - 1) * rows + (L - 1) * tokens + 1024, dtype=torch.bfloat16, device="cuda")
+    offset = 0
+    for name in PER_TOKEN:
+        if name in case.tensors:
+            tensor = case.tensors[name]
+            case.tensors[name] = room.as_strided(tensor.shape, (rows, tokens, 1), offset).copy_(tensor)
+            offset += tensor.shape[2]
+    return case
+
+
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+@pytest.mark.parametrize(
+    ("lengths", "row_stride", "token_stride"),
+    [([[40, 24], [64]], 2**32 + 2**20, 1024), ([[2, 4]], 0, 2**30 - 8)],
+    ids=["rows", "tokens"],
+)
+def test_strides_that_32_bits_do_not_hold(operator, lengths, row_stride, token_stride, large):
+    layout = SequenceLayout.from_lengths(lengths, row_length=sum(lengths[0]))
+    case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
+    expected = case.run("cuda")
+    for name, value in spread_out(case, row_stride, token_stride).run("cuda").items():
+        assert relative_error(value, expected[name].cpu().double()) <= TOLERANCES[torch.bfloat16][1], name
+
+
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+def test_a_token_stride_of_2_gib_is_refused(operator, large):
+    layout = SequenceLayout.from_lengths([[2]], row_length=2)
+    case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
+    with pytest.raises(RuntimeError, match="expected token strides below 2 GiB"):
+        spread_out(case, 0, 2**30).run("cuda")
+
+
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+def test_more_elements_than_32_bits_count(operator, large):
+    """2**32 and some: the last document, alone and at the end of the row."""
+    length, documents, channels = 1024, 1025, 4096
+    layout = SequenceLayout.from_lengths([[length] * documents], row_length=length * documents).to("cuda")
+    x = torch.empty(1, layout.num_slots, channels, dtype=torch.bfloat16, device="cuda").normal_()
+    assert x.numel() > 2**32
+    alone = SequenceLayout.from_lengths([[length]], row_length=length).to("cuda")
+    if operator == "conv1d_pack":
+        weight = torch.randn(channels, 4, device="cuda")
+
+        def run(x, layout):
+            return ops.conv1d_pack(x, weight, layout=layout)
+    else:
+        A = -torch.arange(1, 17, device="cuda").float().repeat(channels, 1)
+        B = torch.randn(1, layout.num_slots, 16, device="cuda").bfloat16()
+
+        def run(x, layout):
+            here = B[:, -layout.num_slots :]
+            return ops.ssm_pack(x, x, A, here, here, delta_softplus=True, layout=layout)
+
+    results = []
+    for part, of in ((x, layout), (x[:, -length:].clone(), alone)):
+        part.requires_grad_()
+        y = run(part, of)
+        (dx,) = torch.autograd.grad(y, part, y)
+        results.append([t[:, -length:].double().cpu() for t in (y.detach(), dx)])
+        del y, dx
+    for found, expected, tolerance in zip(*results, TOLERANCES[torch.bfloat16]):
+        assert found.isfinite().all() and relative_error(found, expected) <= tolerance

@@ -73,17 +73,25 @@ METRICS: dict[str, tuple[str, ...]] = {
     # in turns. bound_seconds is what the machine's rates, measured in the same run, allow. The spread is the interquartile range.
     "operators": ("seconds_median", "seconds_spread", "bound_seconds", "rounds"),
     "packing": ("padding_fraction", "planning_seconds", "num_rows", "num_documents"),
-    # config: tokens, channels, documents (their distribution), states, dtype. Seconds are medians of interleaved
-    # rounds, spreads interquartile ranges, activations bfloat16 tensors of tokens x channels; null where unmeasured.
+    # config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved
+    # rounds, spreads interquartile ranges, activations bfloat16 tensors of tokens x channels, errors relative to float64,
+    # position bytes what all warps read together; null where it was not measured or has no meaning.
     "gpu_operators": (
         "forward_seconds",
         "forward_spread",
         "backward_seconds",
         "backward_spread",
+        "total_seconds",
+        "total_spread",
         "kept_activations",
         "workspace_activations",
-        "relative_error",
+        "output_error",
+        "gradient_error",
+        "position_bytes_forward",
+        "position_bytes_backward",
         "copy_bytes_per_second",
+        "multiprocessors",
+        "clock_hz",
     ),
 }
 """The metrics that a record of each kind must have. Another kind is one more entry."""

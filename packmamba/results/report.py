@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from packmamba.results import gpu_operators, operators, packing, plots, summary, tables
+from packmamba.results import gpu_figures, gpu_operators, operators, packing, plots, summary, tables
 from packmamba.results.page import render
 from packmamba.results.plots import Figure
 from packmamba.results.record import read_records
@@ -27,10 +27,8 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "training": Kind(tables.training_tables, plots.training_figures),
     "throughput": Kind(tables.throughput_tables, lambda records: []),
-    "gpu_operators": Kind(
-        gpu_operators.gpu_operators_tables, gpu_operators.gpu_operators_figures, gpu_operators.gpu_operators_label
-    ),
     "operators": Kind(operators.operators_tables, operators.operators_figures),
+    "gpu_operators": Kind(gpu_operators.gpu_operators_tables, gpu_figures.gpu_operators_figures),
     "packing": Kind(packing.packing_tables, packing.packing_figures, packing.packing_label),
 }
 """Another kind of record is one more entry here and in ``record.METRICS``."""

@@ -1,0 +1,338 @@
+"""What the bench of the operators on a GPU compares: ours, the peers', and the projections around them.
+
+Shapes: T tokens of the one row, S documents, P slots of a padded document, D channels, N states.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packmamba import SequenceLayout, ops
+
+STATES = 16
+HEAD_CHANNELS, HEAD_STATES = 64, 128
+"""Of Mamba-2: channels that share a step size, and states of each."""
+# ||a - b|| / ||b|| against float64: ours, outputs and gradients; the peers', which round more often, outputs.
+TOLERANCES, PEERS_TOLERANCE = (2e-3, 5e-3), 1e-2
+# Where the channels lie; None: the tensor has none; the last dimension if not named.
+_CHANNEL_DIM = {"A": 0, "D": 0, "delta_bias": 0, "weight": 0, "bias": 0, "initial_state": 1, "B": None, "C": None}
+
+
+@dataclass
+class Arm:
+    """``prepare(layout)``, not timed, gives what ``forward`` takes; its outputs and that go to ``backward``."""
+
+    forward: Callable[[Any], Any]
+    backward: Callable[[Any, Any], Any] | None = None
+    prepare: Callable[[SequenceLayout], Any] = lambda layout: layout
+    output: Callable[[Any, Any], Tensor] | None = None
+    """(1, T, D), of outputs and what was prepared."""
+    expects: str = ""
+    """Which of ``references`` the output must agree with."""
+    gradients: bool = False
+    """Whether ``prepare`` gives a Call, whose gradients are held against float64 too."""
+
+
+@dataclass
+class Call:
+    """One call of a public operator: differentiable tensors by argument name, and the gradients of its outputs."""
+
+    operator: str
+    tensors: dict[str, Tensor]
+    options: dict[str, Any]
+    grads: list[Tensor]
+    layout: SequenceLayout
+
+    def forward(self) -> tuple[Tensor, ...]:
+        out = getattr(ops, self.operator)(**self.tensors, **self.options, layout=self.layout)
+        return out if isinstance(out, tuple) else (out,)
+
+    def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, list(self.tensors.values()), self.grads)
+
+    def results(self) -> dict[str, Tensor]:
+        outputs = self.forward()
+        names = [*(f"output {i}" for i in range(len(outputs))), *(f"grad {name}" for name in self.tensors)]
+        return dict(zip(names, [*outputs, *self.backward(outputs)]))
+
+    def within(self, some: Tensor) -> Call:
+        """The same, but gradients flow in through some channels alone, so that those of B and C are sums over these."""
+        grads = [
+            torch.zeros_like(g).index_copy(_dim(i), some, g.index_select(_dim(i), some))
+            for i, g in enumerate(self.grads)
+        ]
+        return Call(self.operator, self.tensors, self.options, grads, self.layout)
+
+    def exact(self, some: Tensor) -> Call:
+        """Some channels alone, in float64, by the reference."""
+        tensors = {name: take(name, t, some).double().requires_grad_() for name, t in self.tensors.items()}
+        grads = [g.index_select(_dim(i), some).double() for i, g in enumerate(self.grads)]
+        return Call(self.operator, tensors, self.options | {"backend": "reference"}, grads, self.layout)
+
+    def errors(self, some: Tensor) -> dict[str, float]:
+        """Of every output and gradient, on some channels."""
+        expected = self.exact(some).results()
+        found = self.within(some).results()
+        errors = {}
+        for name, value in expected.items():
+            kind, _, what = name.partition(" ")
+            got = take(what, found[name], some) if kind == "grad" else found[name].index_select(_dim(int(what)), some)
+            errors[name] = relative_error(got, value)
+        return errors
+
+
+def _dim(output: int) -> int:
+    """Where an operator's output has its channels: the last of y, the second of the final state."""
+    return 1 if output else 2
+
+
+def take(name: str, tensor: Tensor, some: Tensor) -> Tensor:
+    """Some channels of an argument."""
+    dim = _CHANNEL_DIM.get(name, -1)
+    return tensor.detach() if dim is None else tensor.detach().index_select(dim, some)
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """||a - b|| / ||b||"""
+    return float((result.detach().double() - expected.detach()).norm() / expected.detach().norm())
+
+
+@dataclass
+class Inputs:
+    """As a Mamba block's projections give them: u and z, B and C are slices of wider tensors."""
+
+    scan: dict[str, Tensor]
+    conv: dict[str, Tensor]
+    dy: Tensor
+    """(1, T, D)"""
+
+    @classmethod
+    def random(cls, tokens: int, channels: int, seed: int, device: str) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+        u, z = normal(1, tokens, 2 * channels).chunk(2, dim=-1)
+        rank = max(1, channels // 32)
+        _, B, C = normal(1, tokens, rank + 2 * STATES).split([rank, STATES, STATES], dim=-1)
+        wide = torch.float32
+        scan = {
+            "u": u, "delta": normal(1, tokens, channels) / 2,
+            "A": -torch.arange(1, STATES + 1, device=device).to(wide).repeat(channels, 1), "B": B, "C": C,
+            "D": normal(channels, dtype=wide), "z": z, "delta_bias": normal(channels, dtype=wide) / 2 - 3,
+        }  # fmt: skip
+        # Float32, as under mixed precision, of values that bfloat16 has too: the peer takes them so.
+        conv = {"x": u, "weight": normal(channels, 4).to(wide), "bias": normal(channels).to(wide)}
+        scan, conv = ({name: t.detach().requires_grad_() for name, t in each.items()} for each in (scan, conv))
+        return cls(scan, conv, normal(1, tokens, channels))
+
+    @property
+    def channels(self) -> int:
+        return self.dy.shape[2]
+
+
+def references(inputs: Inputs, some: Tensor) -> dict[str, Callable[[SequenceLayout], Tensor]]:
+    """(1, T, some) in float64: what outputs must agree with."""
+
+    def by(operator: str, tensors: Mapping[str, Tensor], **options: Any) -> Callable[[SequenceLayout], Tensor]:
+        @torch.no_grad()
+        def call(layout: SequenceLayout) -> Tensor:
+            exact = {name: take(name, tensor, some).double() for name, tensor in tensors.items()}
+            return getattr(ops, operator)(**exact, **options, layout=layout, backend="reference")
+
+        return call
+
+    packed = by("ssm_pack", inputs.scan, delta_softplus=True)
+    return {
+        "scan": packed,
+        "scan leaking": lambda layout: packed(layout.flow()),
+        "conv1d": by("conv1d_pack", inputs.conv, activation="silu"),
+    }
+
+
+def ours(inputs: Inputs) -> dict[str, Arm]:
+    """The public operators, with gradients of everything; and of the scan also with states in and out."""
+
+    def arm(operator: str, states: bool = False) -> Arm:
+        tensors = inputs.conv if operator == "conv1d_pack" else inputs.scan
+        options: dict[str, Any] = {"activation": "silu"} if operator == "conv1d_pack" else {"delta_softplus": True}
+        kept: dict[int, Tensor] = {}
+
+        def prepare(layout: SequenceLayout) -> Call:
+            if not states:
+                return Call(operator, tensors, options, [inputs.dy], layout)
+            shape = (layout.num_documents, *inputs.scan["A"].shape)
+            if layout.num_documents not in kept:
+                kept[layout.num_documents] = torch.randn(shape, device=inputs.dy.device)
+            state = kept[layout.num_documents]
+            leaves = tensors | {"initial_state": state.detach().requires_grad_()}
+            return Call(operator, leaves, options | {"return_final_state": True}, [inputs.dy, state], layout)
+
+        return Arm(
+            Call.forward, lambda outputs, call: call.backward(outputs), prepare, lambda outputs, _: outputs[0],
+            "conv1d" if operator == "conv1d_pack" else "scan", True,
+        )  # fmt: skip
+
+    return {"scan": arm("ssm_pack"), "scan-states": arm("ssm_pack", states=True), "conv1d": arm("conv1d_pack")}
+
+
+def projections(inputs: Inputs) -> dict[str, Arm]:
+    """The matrix products of the block around the operators, with all gradients, for scale."""
+    tokens, channels = inputs.dy.shape[1:]
+    d_model, rank = channels // 2, max(1, channels // 32)
+    pairs = []
+    for n_in, n_out in ((d_model, 2 * channels), (channels, rank + 2 * STATES), (rank, channels), (channels, d_model)):
+        sizes = ((tokens, n_in), (n_out, n_in), (tokens, n_out))
+        pairs.append([torch.randn(size, device=inputs.dy.device, dtype=inputs.dy.dtype) for size in sizes])
+    leaves = [tensor.requires_grad_() for x, weight, _ in pairs for tensor in (x, weight)]
+    grads = [gradient for _, _, gradient in pairs]
+    return {
+        "projections": Arm(
+            lambda _: [F.linear(x, weight) for x, weight in zip(leaves[::2], leaves[1::2])],
+            lambda outputs, _: torch.autograd.grad(outputs, leaves, grads),
+        )
+    }
+
+
+Batch = tuple[Tensor, ...]
+"""Channels first: u, delta, B, C, z, dy."""
+
+
+def mamba_arms(peer: Any, inputs: Inputs, pad_to: int) -> dict[str, Arm]:
+    """mamba-ssm's scan at its own binding, on contiguous copies made beforehand: in its favour.
+
+    Unpacked runs the row as one document; by document, each alone; padded, all as one batch of the longest's length, at
+    least ``pad_to``.
+    """
+    held = {name: tensor.detach() for name, tensor in inputs.scan.items()}
+    tokens_of = (*(held[name] for name in ("u", "delta", "B", "C", "z")), inputs.dy)
+
+    def alone(layout: SequenceLayout) -> list[Batch]:
+        return [
+            tuple(t[:, start:end].transpose(1, 2).contiguous() for t in tokens_of)
+            for start, end in zip(layout.starts.tolist(), layout.ends.tolist())
+        ]
+
+    def padded(layout: SequenceLayout) -> list[Batch]:
+        length = max(pad_to, int(layout.lengths.max()))
+        place = torch.arange(length, device=layout.device).minimum(layout.lengths[:, None] - 1)
+        slots = layout.starts[:, None] + place
+        return [tuple(t[0][slots].transpose(1, 2).contiguous() for t in tokens_of)]
+
+    def forward(prepared: tuple[list[Batch], SequenceLayout]) -> list[tuple[Tensor, ...]]:
+        return [
+            peer.fwd(u, delta, held["A"], B[:, None], C[:, None], held["D"], z, held["delta_bias"], True)
+            for u, delta, B, C, z, _ in prepared[0]
+        ]
+
+    def backward(outputs: list[tuple[Tensor, ...]], prepared: tuple[list[Batch], SequenceLayout]) -> list[Any]:
+        return [
+            peer.bwd(
+                u, delta, held["A"], B[:, None], C[:, None], held["D"], z, held["delta_bias"], dy, states, out, None,
+                True, False,
+            )
+            for (u, delta, B, C, z, dy), (out, states, _) in zip(prepared[0], outputs)
+        ]  # fmt: skip
+
+    def output(outputs: list[tuple[Tensor, ...]], prepared: tuple[list[Batch], SequenceLayout]) -> Tensor:
+        y, layout = [out[2] for out in outputs], prepared[1]
+        if len(y) == 1 and y[0].shape[0] == layout.num_documents > 1:
+            y = [row[None, :, :length] for row, length in zip(y[0], layout.lengths.tolist())]
+        return torch.cat(y, dim=-1).transpose(1, 2)
+
+    def arm(split: Callable[[SequenceLayout], list[Batch]], expects: str = "scan") -> Arm:
+        return Arm(forward, backward, lambda layout: (split(layout), layout), output, expects)
+
+    return {
+        "mamba-ssm-unpacked": arm(lambda layout: alone(layout.flow()), "scan leaking"),
+        "mamba-ssm-by-document": arm(alone),
+        "mamba-ssm-padded": arm(padded),
+    }
+
+
+def ssd_arms(chunk_scan: Callable[..., Tensor], inputs: Inputs, some: Tensor) -> tuple[dict[str, Arm], dict[str, Any]]:
+    """Mamba-2's scan with seq_idx, heads of 64 channels and 128 states; and its reference, which is ours by channel."""
+    held = {name: inputs.scan[name].detach() for name in ("u", "delta", "z")}
+    tokens, channels = inputs.dy.shape[1:]
+    heads, device = channels // HEAD_CHANNELS, inputs.dy.device
+    x = held["u"].reshape(1, tokens, heads, HEAD_CHANNELS).contiguous().requires_grad_()
+    steps = held["delta"][..., :heads].contiguous().requires_grad_()
+    rates = (-torch.rand(heads, device=device) - 1).requires_grad_()
+    B, C = (torch.randn(1, tokens, 1, HEAD_STATES, device=device).to(x.dtype).requires_grad_() for _ in range(2))
+
+    def forward(layout: SequenceLayout) -> Tensor:
+        return chunk_scan(
+            x,
+            steps,
+            rates,
+            B,
+            C,
+            chunk_size=256,
+            seq_idx=layout.seq_idx,
+            dt_softplus=True,
+            z=held["z"].reshape(x.shape),
+        )
+
+    def backward(y: Tensor, _: SequenceLayout) -> Any:
+        return torch.autograd.grad(y, [x, steps, rates, B, C], inputs.dy.view(x.shape))
+
+    @torch.no_grad()
+    def exact(layout: SequenceLayout) -> Tensor:
+        head = some // HEAD_CHANNELS
+        A = rates[head].double()[:, None].expand(-1, HEAD_STATES).contiguous()
+        return ops.ssm_pack(
+            held["u"][..., some].double(), steps[..., head].double(), A, B[:, :, 0].double(), C[:, :, 0].double(),
+            z=held["z"][..., some].double(), delta_softplus=True, layout=layout, backend="reference",
+        )  # fmt: skip
+
+    arm = Arm(forward, backward, output=lambda y, _: y.reshape(1, tokens, channels), expects="ssd")
+    return {"mamba2-ssd": arm}, {"ssd": exact}
+
+
+def conv_arms(convolve: Callable[..., Tensor], inputs: Inputs) -> dict[str, Arm]:
+    """causal-conv1d with seq_idx, which takes token-major rows as they are."""
+    x = inputs.conv["x"]
+    weight, bias = (inputs.conv[name].detach().to(x.dtype).requires_grad_() for name in ("weight", "bias"))
+
+    def forward(layout: SequenceLayout) -> Tensor:
+        return convolve(x.transpose(1, 2), weight, bias, seq_idx=layout.seq_idx, activation="silu")
+
+    def backward(y: Tensor, _: SequenceLayout) -> Any:
+        return torch.autograd.grad(y, [x, weight, bias], inputs.dy.transpose(1, 2))
+
+    return {"causal-conv1d": Arm(forward, backward, output=lambda y, _: y.transpose(1, 2), expects="conv1d")}
+
+
+def peers(inputs: Inputs, some: Tensor, pad_to: int) -> tuple[dict[str, Arm], dict[str, Any]]:
+    """Arms and references of the peers that are installed; each that is not is named on the error stream."""
+    from packmamba.ops.mamba_ssm import _peer
+
+    arms: dict[str, Arm] = {}
+    more: dict[str, Any] = {}
+    try:
+        import selective_scan_cuda
+
+        arms |= mamba_arms(selective_scan_cuda, inputs, pad_to)
+    except ImportError as error:
+        print(f"no mamba-ssm: {error}", file=sys.stderr)
+    try:
+        chunk_scan = _peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+        made, more = ssd_arms(chunk_scan, inputs, some)
+        arms |= made
+    except (ImportError, ValueError) as error:
+        print(f"no SSD: {error}", file=sys.stderr)
+    try:
+        from causal_conv1d import causal_conv1d_fn
+
+        arms |= conv_arms(causal_conv1d_fn, inputs)
+    except ImportError as error:
+        print(f"no causal-conv1d: {error}", file=sys.stderr)
+    return arms, more

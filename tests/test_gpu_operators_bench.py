@@ -1,0 +1,242 @@
+"""The bench of the operators on a GPU, as far as it runs without one: rows, arms, the gate; its tables and figures."""
+
+import csv
+import io
+import types
+
+import pytest
+import torch
+
+from packmamba import SequenceLayout, ops
+from packmamba.bench import gpu_arms, gpu_operators, gpu_turns, positions
+from packmamba.config import ConfigError
+from packmamba.results import gpu_operators as results
+from packmamba.results.record import METRICS, make_record
+from packmamba.results.report import build_sections, table_files
+
+LAYOUT = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100)
+SOME = torch.tensor([0, 7, 63])
+
+
+def scan(u, delta, A, B, C, D, z, bias, softplus, layout=None):
+    rows = (t.transpose(1, 2).contiguous() for t in (u, delta, B[:, 0], C[:, 0]))
+    return ops.ssm_pack(
+        *(next(rows), next(rows), A, next(rows), next(rows), D), z=z.transpose(1, 2).contiguous(), delta_bias=bias,
+        delta_softplus=softplus, backend="reference",
+    ).transpose(1, 2)  # fmt: skip
+
+
+def peer_forward(*arguments):
+    y = scan(*arguments)
+    return y, torch.zeros(()), y
+
+
+PEER = types.SimpleNamespace(fwd=peer_forward, bwd=lambda *arguments: (arguments[8],))
+
+
+def convolve(x, weight, bias, seq_idx, activation):
+    layout = SequenceLayout.from_seq_idx(seq_idx)
+    y = ops.conv1d_pack(x.transpose(1, 2), weight, bias, layout=layout, activation=activation, backend="reference")
+    return y.transpose(1, 2)
+
+
+def chunk_scan(x, steps, rates, B, C, chunk_size, seq_idx, dt_softplus, z):
+    """Mamba-2 by its definition: one decay per head and token."""
+    _, tokens, heads, width = x.shape
+    h = torch.zeros(heads, width, B.shape[-1])
+    y = []
+    for t in range(tokens):
+        if t and seq_idx[0, t] != seq_idx[0, t - 1]:
+            h = torch.zeros_like(h)
+        dt = torch.nn.functional.softplus(steps[0, t].float())
+        drive = (dt[:, None] * x[0, t].float())[..., None] * B[0, t, 0].float()
+        h = torch.exp(dt * rates)[:, None, None] * h + drive
+        y.append((h * C[0, t, 0].float()).sum(-1) * torch.nn.functional.silu(z[0, t].float()))
+    return torch.stack(y)[None].to(x.dtype)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return gpu_arms.Inputs.random(100, 128, 0, "cpu")
+
+
+@pytest.fixture(scope="module")
+def arms(inputs):
+    ssd, reference = gpu_arms.ssd_arms(chunk_scan, inputs, SOME)
+    made = gpu_arms.ours(inputs) | gpu_arms.projections(inputs) | gpu_arms.mamba_arms(PEER, inputs, 48)
+    return made | ssd | gpu_arms.conv_arms(convolve, inputs), gpu_arms.references(inputs, SOME) | reference
+
+
+def test_every_arm_computes_what_it_is_held_against(arms):
+    errors = gpu_turns.check(*arms, LAYOUT, SOME)
+    assert errors.keys() == results.NAMES.keys() - {"projections", "schedule", "scan-indices", "conv1d-indices"}
+    assert all(0 < output < 1e-2 for output, _ in errors.values())
+    assert {name for name, (_, gradients) in errors.items() if gradients} == {"scan", "scan-states", "conv1d"}
+
+
+def test_padded_documents_are_as_long_as_asked_and_no_shorter_than_the_longest(inputs, arms):
+    for pad_to, length in ((48, 48), (7, 40)):
+        ((u, *_),), _ = gpu_arms.mamba_arms(PEER, inputs, pad_to)["mamba-ssm-padded"].prepare(LAYOUT)
+        assert u.shape == (4, 128, length)
+        assert torch.equal(u[2, :, :33].T, inputs.scan["u"][0, 41:74])
+    by_document, _ = arms[0]["mamba-ssm-by-document"].prepare(LAYOUT)
+    assert [u.shape[-1] for u, *_ in by_document] == [40, 1, 33, 26]
+
+
+def test_arms_differentiate_everything(inputs, arms):
+    for name, count in (("scan", 8), ("scan-states", 9), ("conv1d", 3), ("projections", 8), ("causal-conv1d", 3)):
+        arm = arms[0][name]
+        prepared = arm.prepare(LAYOUT)
+        gradients = arm.backward(arm.forward(prepared), prepared)
+        assert len(gradients) == count and all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("victim", ["scan", "mamba-ssm-padded", "causal-conv1d"])
+def test_a_wrong_arm_is_not_timed(arms, victim):
+    arm = arms[0][victim]
+    if arm.gradients:
+        wrong = gpu_arms.Arm(
+            arm.forward, arm.backward, lambda layout: arm.prepare(layout.flow()), arm.output, "scan", True
+        )
+        wrong.prepare = lambda layout: Leaking(**vars(arm.prepare(layout)))
+    else:
+        wrong = gpu_arms.Arm(arm.forward, None, arm.prepare, lambda *a: arm.output(*a) * 1.02, arm.expects)
+    with pytest.raises(RuntimeError, match=f"{victim}: .* is off by .*; nothing is timed"):
+        gpu_turns.check({victim: wrong}, arms[1], LAYOUT, SOME)
+
+
+class Leaking(gpu_arms.Call):
+    """Right outputs, wrong gradients."""
+
+    def backward(self, outputs):
+        first, *others = super().backward(outputs)
+        return (first * (1 if first.dtype == torch.float64 else 1.02), *others)
+
+    def within(self, some):
+        return Leaking(**vars(super().within(some)))
+
+
+def test_position_bytes_counted_by_hand():
+    """Two documents of 100 and 28 tokens, an item each, 33 channels: three warps of the scan, one of the convolution."""
+    scheduled = positions.Scheduled(items=2, pieces=0, lengths=(100, 28), grid_items=2, grid_pieces=0)
+    schedule = 3 * (2 * 4 + 2 * 8 + 2 * 20)
+    assert positions.scan_bytes(scheduled, 33, indices=False) == schedule
+    assert positions.scan_bytes(scheduled, 33, indices=True) == schedule + 3 * 4 * (104 + 32)
+    spans = 128 // 32  # the chip has room for more, but spans have 32 slots at least
+    assert positions.conv_bytes(128, 2, 33, 132, 6, indices=False) == spans * 20 + 2 * 8
+    assert positions.conv_bytes(128, 2, 33, 132, 6, indices=True) == 4 * 16 * (spans + 16 + 16)
+    assert positions.position_bytes("mamba2-ssd", LAYOUT, 33, 132) == (None, None)
+
+
+def test_spans_of_the_convolution_fill_whole_waves():
+    one, two = (positions.conv_bytes(n * 256 * 132 * 6, 0, 512, 132, 6, indices=False) for n in (1, 2))
+    assert one == 4 * 20 * 132 * 6 and two == 2 * one
+
+
+def test_rows_are_drawn_in_order_and_filled():
+    rows = gpu_operators.draw_rows("documents-2k", 5000, 20, 0)
+    assert len(rows) == 20 and all(sum(row) == 5000 for row in rows) and rows[0] != rows[1]
+    assert gpu_operators.draw_rows("one", 700, 20, 0) == [[700]]
+    assert gpu_operators.draw_rows("300", 700, 20, 0) == [[300, 300, 100]]
+
+
+@pytest.mark.parametrize(
+    "shape", ["16384,4096", "16384,4096,medium", "16384,100,one", "0,64,one", "64,64,0", "64,64,-3"]
+)
+def test_a_shape_that_is_none_is_refused_before_anything(tmp_path, shape):
+    with pytest.raises(ConfigError, match="shapes: expected tokens,channels,documents"):
+        gpu_operators.run({"shapes": ["64,64,one", shape]}, tmp_path / "r.jsonl", progress=False)
+
+
+def test_slow_rounds_are_some_of_the_rounds(tmp_path):
+    with pytest.raises(ConfigError, match="slow_rounds: expected 1 to rounds=5, got 6"):
+        gpu_operators.run({"slow_rounds": 6}, tmp_path / "r.jsonl", progress=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_it_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        gpu_operators.run({}, tmp_path / "r.jsonl", progress=False)
+
+
+def record(arm, milliseconds, tokens=16384, channels=4096, documents="documents-2k", **metrics):
+    forward, backward = (None if ms is None else ms / 1e3 for ms in milliseconds)
+    values = dict.fromkeys(METRICS["gpu_operators"]) | {
+        "forward_seconds": forward, "forward_spread": 1e-6, "backward_seconds": backward,
+        "backward_spread": None if backward is None else 1e-6, "total_seconds": forward + (backward or 0), "total_spread": 2e-6,
+        "copy_bytes_per_second": 4e12, "multiprocessors": 132, "clock_hz": 1.98e9,
+    }  # fmt: skip
+    if arm == "scan":
+        values |= {"kept_activations": 0.5, "workspace_activations": 1.25}
+    config = {
+        "tokens": tokens, "channels": channels, "documents": documents, "states": 16, "rounds": 7, "mean_documents": 31.5,
+    }  # fmt: skip
+    return make_record("gpu_operators", "operators", arm, config, 0, "random", values | metrics, 1.0)
+
+
+def every_record():
+    """Twice the tokens take twice the time."""
+    times = {
+        "scan": (0.4, 1.2), "scan-states": (0.41, 1.23), "scan-indices": (0.5, 1.3), "mamba-ssm-unpacked": (1.5, 5.0),
+        "mamba-ssm-by-document": (2.0, 6.0), "mamba-ssm-padded": (6.0, 20.0), "mamba2-ssd": (0.6, 2.0), "conv1d": (0.08, 0.13),
+        "conv1d-indices": (0.09, 0.14), "causal-conv1d": (0.14, 0.33), "projections": (1.2, 2.4), "schedule": (0.02, None),
+    }  # fmt: skip
+    shapes = [(n, 4096, "documents-2k") for n in (2048, 4096, 16384, 65536, 131072)]
+    shapes += [(16384, d, "documents-2k") for d in (1536, 5120)] + [
+        (16384, 4096, e) for e in ("one", "short", "64", "1024")
+    ]
+    return [
+        record(arm, [None if t is None else t * n / 16384 * d / 4096 for t in each], n, d, e)
+        for n, d, e in shapes
+        for arm, each in times.items()
+    ]
+
+
+def rows_of(records, name):
+    return list(csv.DictReader(io.StringIO(table_files(records)[f"{name}.csv"])))
+
+
+def test_bars_against_numbers_worked_out_here():
+    rows = {row["what"]: row for row in rows_of(every_record(), "gpu-bars")}
+    assert len(rows) == len(results.BARS) + 1
+
+    def says(start, value, verdict):
+        (row,) = (row for what, row in rows.items() if what.startswith(start))
+        assert float(row["measured"]) == pytest.approx(value, rel=1e-6) and row["verdict"] == verdict
+
+    says("mamba-ssm not packed over ours: 16384", 6.5 / 1.6, "met")
+    says("the same, one document", 6.5 / 1.6, "stretch met")
+    says("Mamba-2 SSD over ours, 65536", 2.6 / 1.6, "met")
+    says("time per token", 1.0, "stretch met")
+    says("kept", 0.5, "met")
+    says("with states", 1.64 / 1.6, "met")
+    copied = 16384 * 4096 / 4e12
+    says("conv1d_pack forward", 4 * copied / 0.08e-3, "met")
+    says("conv1d_pack backward", 6 * copied / 0.13e-3, "met")
+
+
+def test_a_bar_without_its_shape_is_not_judged():
+    rows = rows_of([record("scan", (0.4, 1.2)), record("mamba-ssm-unpacked", (1.0, 4.0))], "gpu-bars")
+    assert [row["verdict"] for row in rows[:3]] == ["missed", "-", "-"]
+
+
+def test_the_limit_is_that_of_the_unit_that_binds():
+    elements = 16384 * 4096
+    few = record("scan", (0.4, 1.2), multiprocessors=132)
+    many = record("scan", (0.4, 1.2), multiprocessors=10**6)
+    forward, backward = results.scan_limit(few)
+    assert forward == pytest.approx(0.75 * elements * 16 / (132 * 16 * 1.98e9))
+    assert backward == pytest.approx(21.5 * elements * 16 / (132 * 128 * 1.98e9))
+    assert results.scan_limit(many) == pytest.approx((10 * elements / 4e12, 14 * elements / 4e12))
+
+
+def test_tables_and_figures_of_one_folder_with_every_arm():
+    (section,) = build_sections(every_record())
+    assert [t.name for t in section.tables] == [
+        "gpu-bars", "gpu-scan", "gpu-conv", "gpu-bottleneck", "gpu-positions", "gpu-times"
+    ]  # fmt: skip
+    assert [figure.name for figure in section.figures] == ["gpu-tokens", "gpu-channels", "gpu-documents"]
+    bottleneck = rows_of(every_record(), "gpu-bottleneck")
+    assert {(row["most"], row["peer_most"]) for row in bottleneck} == {("matrix products", "scan")}
+    assert float(bottleneck[0]["scan_share"]) == pytest.approx(1.6 / (3.6 + 1.6 + 0.21))
+    assert len(rows_of(every_record(), "gpu-times")) == 11 * 12
