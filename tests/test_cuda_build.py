@@ -23,7 +23,7 @@ def arguments(kind, name):
     return [(a.name, str(a.type), a.alias_info is not None and a.alias_info.is_write) for a in found]
 
 ours = ["schedule", "cut_above", "cut_length", "window", "stream"]
-for name in compiled.NAMES:
+for name in compiled.OUTPUTS:
     cpu, cuda = arguments("cpu", name), arguments("cuda", name)
     assert cuda[: len(cpu)] == cpu, (name, cpu, cuda)
     assert [argument for argument, _, _ in cuda[len(cpu) :]] == ours, (name, cuda)
