@@ -217,8 +217,8 @@ def _scan(c: OperatorsBenchConfig) -> tuple[dict[str, Arm], dict[str, Tensor]]:
     def kernels() -> Arm:
         t, options = leaves, (True, layout.starts, layout.ends, None)
         inputs = (*(t[n] for n in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")), *options)
-        y, _, kept = compiled._ssm_outputs(*inputs, False, True)
-        gradients = compiled._ssm_backward_outputs(dy, None, *inputs, kept)
+        y, _, kept = compiled._ssm_outputs(*(*inputs, False, True))
+        gradients = compiled._ssm_backward_outputs(*(dy, None, *inputs, kept))
 
         def call() -> dict[str, Tensor]:
             torch.ops.packmamba_cpu.ssm_forward(*inputs, y, None, kept)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,9 +35,8 @@ def note(layout: SequenceLayout) -> None:
 def plan(slots: int, longest: int, channels: int, cuts: bool, device: torch.device) -> tuple[int, int, int]:
     """(cut_above, cut_length, window) of a batch, from what the host knows without waiting for the device."""
     window = max(MIN_WINDOW, slots // WINDOWS)
-    schedulers = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that cannot hold the others up.
-    share = slots * -(-channels // WARP_CHANNELS) // schedulers
+    share = slots * -(-channels // WARP_CHANNELS) // _schedulers(device)
     cut_above = max(MIN_CUT_ABOVE, share * 11 // 20)
     if not cuts or longest <= cut_above:
         return NEVER, NEVER, window
@@ -75,8 +76,14 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+@functools.cache
+def _schedulers(device: torch.device) -> int:
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _stream(tensor: Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream
+    # As torch.cuda.current_stream, without an object for each call: operators are called often, and some are short.
+    return torch._C._cuda_getCurrentRawStream(tensor.device.index)
 
 
 def _run(name: str, *arguments: Any, activations: Tensor, starts: Tensor, ends: Tensor, cuts: bool) -> None:
@@ -84,9 +91,10 @@ def _run(name: str, *arguments: Any, activations: Tensor, starts: Tensor, ends: 
     if activations.dtype == torch.float64:
         raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
     rows, row_length, channels = activations.shape
-    with torch.cuda.device(activations.device):
+    device = activations.device.index
+    with nullcontext() if device == torch.cuda.current_device() else torch.cuda.device(device):
         found = schedule(starts, ends, rows, row_length, channels, cuts)
-        getattr(torch.ops.packmamba_cuda, name)(*arguments, *found, _stream(activations))
+        getattr(torch.ops.packmamba_cuda, name).default(*arguments, *found, _stream(activations))
 
 
 def conv1d_forward(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, ends: Tensor, *others: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 from packmamba.ops import cuda
 from packmamba.ops.checks import accumulation_dtype, check_activations, check_layout, check_tensor
-from packmamba.ops.compiled import KERNELS, dense, like, present, scan_outputs, unit_stride
+from packmamba.ops.compiled import KERNELS, define, dense, differentiate, like, present, scan_outputs, unit_stride
 from packmamba.ops.conv1d_pack import conv1d_pack
 from packmamba.ops.dispatch import choose
 from packmamba.ops.ssm_pack import ssm_pack
@@ -128,6 +128,13 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
+SCHEMA = (
+    "Tensor xz, Tensor conv_weight, Tensor? conv_bias, Tensor x_weight, Tensor dt_weight, Tensor A, Tensor D, "
+    "Tensor delta_bias, Tensor conv_starts, Tensor conv_ends, Tensor ssm_starts, Tensor ssm_ends, Tensor? conv_state, "
+    "Tensor? ssm_state, bool return_state, bool recompute"
+)
+
+
 class Arguments(NamedTuple):
     """Of both custom operators: what ``SCHEMA`` says, under its names."""
 
@@ -148,46 +155,19 @@ class Arguments(NamedTuple):
     return_state: bool
     recompute: bool
 
-    def kernel(self, name: str, *arguments: Any) -> None:
-        KERNELS[self.xz.device.type][name](*arguments)
-
-    @property
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """(B, L, D) each: the convolution's input and the gate."""
-        return _halves(self.xz)
-
     @property
     def parameters(self) -> tuple[Tensor | None, ...]:
         """What has a gradient besides xz, in the order of the backward's outputs."""
         return (*self[1:8], self.conv_state, self.ssm_state)
 
-    def convolution(self, final: Tensor | None) -> Tensor:
-        x = self.halves[0]
-        y = x.new_empty(x.shape)
-        parameters = dense(self.conv_weight, self.conv_bias)
-        self.kernel("conv1d_forward", x, *parameters, *self[8:10], *dense(self.conv_state), True, y, final)
-        return y
+    @property
+    def documents(self) -> tuple[Tensor, Tensor]:
+        return self.conv_starts, self.conv_ends
 
-    def delta(self, projected: Tensor) -> Tensor:
-        return _linear(self.parts(projected)[0], self.dt_weight)
-
-    def parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def parts(self, projected: Tensor) -> tuple[Tensor, ...]:
         """Views of (B, L, R + 2 N): (B, L, R), (B, L, N), (B, L, N)."""
         rank, states = self.dt_weight.shape[1], self.A.shape[1]
-        return projected[..., :rank], projected[..., rank : rank + states], projected[..., rank + states :]
-
-    def scan(self, x: Tensor, delta: Tensor, projected: Tensor) -> tuple:
-        """The scan's arguments, as the kernels take them."""
-        _, B, C = self.parts(projected)
-        A, D, bias = dense(self.A, self.D, self.delta_bias)
-        return x, delta, A, B, C, D, self.halves[1], bias, True, *self[10:12], *dense(self.ssm_state)
-
-
-SCHEMA = (
-    "Tensor xz, Tensor conv_weight, Tensor? conv_bias, Tensor x_weight, Tensor dt_weight, Tensor A, Tensor D, "
-    "Tensor delta_bias, Tensor conv_starts, Tensor conv_ends, Tensor ssm_starts, Tensor ssm_ends, Tensor? conv_state, "
-    "Tensor? ssm_state, bool return_state, bool recompute"
-)
+        return projected.split((rank, states, states), dim=2)
 
 
 def _split(arguments: tuple) -> tuple[Arguments, tuple]:
@@ -195,29 +175,38 @@ def _split(arguments: tuple) -> tuple[Arguments, tuple]:
     return Arguments._make(arguments[:count]), arguments[count:]
 
 
+# Launching must not take longer than the GPU's work on a small model, so views are made once and nothing is looked up twice.
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     a, (keep,) = _split(arguments)
     y, conv_final, ssm_final, kept = _results(a, keep)
-    x = a.convolution(conv_final if a.return_state else None)
+    kernels = KERNELS[y.device.type]
+    x_in, z = a.xz.chunk(2, dim=2)
+    conv_weight, conv_bias, A, D, bias = dense(a.conv_weight, a.conv_bias, a.A, a.D, a.delta_bias)
+    conv_state, ssm_state = dense(a.conv_state, a.ssm_state)
+    x = torch.empty_like(y)
+    finals = (conv_final, ssm_final) if a.return_state else (None, None)
+    kernels["conv1d_forward"](x_in, conv_weight, conv_bias, *a.documents, conv_state, True, x, finals[0])
     projected = _linear(x, a.x_weight)
-    delta = a.delta(projected)
-    final = ssm_final if a.return_state else None
-    a.kernel("ssm_forward", *a.scan(x, delta, projected), y, final, kept if keep else None)
+    low, B, C = a.parts(projected)
+    delta = _linear(low, a.dt_weight)
+    kernels["ssm_forward"](
+        x, delta, A, B, C, D, z, bias, True, a.ssm_starts, a.ssm_ends, ssm_state, y, finals[1], kept if keep else None
+    )
     return y, conv_final, ssm_final, kept, *_kept(a, keep, (projected, x, delta))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     a, (keep,) = _split(arguments)
-    x = a.halves[0]
-    projected = x.new_empty(*x.shape[:2], a.x_weight.shape[0])
-    return *_results(a, keep), *_kept(a, keep, (projected, x.new_empty(x.shape), x.new_empty(x.shape)))
+    y, *others = _results(a, keep)
+    projected = y.new_empty(*y.shape[:2], a.x_weight.shape[0])
+    return y, *others, *_kept(a, keep, (projected, torch.empty_like(y), torch.empty_like(y)))
 
 
 def _results(a: Arguments, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Room for y, both final states and the states that the scan keeps; absent ones are empty."""
     channels, width = a.conv_weight.shape
     final = (a.conv_starts.shape[0], channels, width - 1) if a.return_state else (0,)
-    y, ssm_final, kept = scan_outputs(a.halves[0], a.A, a.ssm_starts, a.return_state, keep)
+    y, ssm_final, kept = scan_outputs(a.xz[..., :channels], a.A, a.ssm_starts, a.return_state, keep)
     return y, a.conv_weight.new_empty(final), ssm_final, kept
 
 
@@ -228,29 +217,33 @@ def _kept(a: Arguments, keep: bool, values: tuple[Tensor, Tensor, Tensor]) -> tu
 
 
 def _backward(dy: Tensor, dconv_final: Tensor | None, dssm_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    outputs = _backward_fake(dy, dconv_final, dssm_final, *arguments)
     a, (kept, projected, x, delta) = _split(arguments)
-    if a.recompute:
-        x = a.convolution(None)
-        delta = a.delta(projected)
+    outputs = _backward_fake(dy, dconv_final, dssm_final, *arguments)
     dxz, *gradients = outputs
     dweight, dbias, dx_weight, ddt_weight, dA, dD, ddelta_bias, dconv, dssm = present(tuple(gradients), a.parameters)
-    dx, dz = _halves(dxz)
-    du, ddelta, dprojected = x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(projected.shape)
-    ddelta_low, dB, dC = a.parts(dprojected)
-    a.kernel(
-        "ssm_backward", unit_stride(dy), *dense(dssm_final), *a.scan(x, delta, projected), kept, du, ddelta, dA, dB, dC, dD,
-        dz, ddelta_bias, dssm,
+    kernels = KERNELS[dxz.device.type]
+    (x_in, z), (dx, dz) = a.xz.chunk(2, dim=2), dxz.chunk(2, dim=2)
+    conv_weight, conv_bias, A, D, bias = dense(a.conv_weight, a.conv_bias, a.A, a.D, a.delta_bias)
+    conv_state, ssm_state, dconv_final, dssm_final = dense(a.conv_state, a.ssm_state, dconv_final, dssm_final)
+    low, B, C = a.parts(projected)
+    if a.recompute:
+        x = dxz.new_empty(x_in.shape)
+        kernels["conv1d_forward"](x_in, conv_weight, conv_bias, *a.documents, conv_state, True, x, None)
+        delta = _linear(low, a.dt_weight)
+    du, ddelta, dprojected = torch.empty_like(x), torch.empty_like(x), torch.empty_like(projected)
+    dlow, dB, dC = a.parts(dprojected)
+    kernels["ssm_backward"](
+        unit_stride(dy), dssm_final, x, delta, A, B, C, D, z, bias, True, a.ssm_starts, a.ssm_ends, ssm_state, kept,
+        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dssm,
     )  # fmt: skip
-    torch.mm(_rows(ddelta), a.dt_weight, out=_rows(ddelta_low))
-    torch.mm(_rows(ddelta).t(), _rows(a.parts(projected)[0]), out=ddt_weight)
-    torch.mm(_rows(dprojected).t(), _rows(x), out=dx_weight)
-    _rows(du).addmm_(_rows(dprojected), a.x_weight)
-    parameters = dense(a.conv_weight, a.conv_bias)
-    a.kernel(
-        "conv1d_backward", du, *dense(dconv_final), a.halves[0], *parameters, *a[8:10], *dense(a.conv_state), True, dx,
-        dweight, dbias, dconv,
-    )  # fmt: skip
+    by_slot, dprojected_by_slot = ddelta.flatten(0, 1), dprojected.flatten(0, 1)
+    torch.mm(by_slot, a.dt_weight, out=dlow.flatten(0, 1))
+    torch.mm(by_slot.t(), low.flatten(0, 1), out=ddt_weight)
+    torch.mm(dprojected_by_slot.t(), x.flatten(0, 1), out=dx_weight)
+    du.flatten(0, 1).addmm_(dprojected_by_slot, a.x_weight)
+    kernels["conv1d_backward"](
+        du, dconv_final, x_in, conv_weight, conv_bias, *a.documents, conv_state, True, dx, dweight, dbias, dconv
+    )
     return outputs
 
 
@@ -273,7 +266,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dconv_final: Tensor | None, dssm_fin
     *tensors, kept, projected, x, delta = ctx.saved_tensors
     a = Arguments._make((*tensors, ctx.return_state, ctx.recompute))
     if dy is None:
-        dy = a.xz.new_zeros(a.halves[0].shape)
+        dy = torch.zeros_like(a.xz.chunk(2, dim=2)[0])
     finals = (dconv_final, dssm_final) if a.return_state else (None, None)
     gradients = torch.ops.packmamba.inner_pack_backward(dy, *finals, *a, kept, projected, x, delta)
     dxz, *others = gradients
@@ -281,33 +274,19 @@ def _gradients(ctx: Any, dy: Tensor | None, dconv_final: Tensor | None, dssm_fin
     return (dxz, *parameters, None, None, None, None, dconv, dssm, None, None, None)
 
 
-_inner = torch.library.custom_op(
-    "packmamba::inner_pack", _forward, mutates_args=(), schema=f"({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * 7)})"
-)
-_inner.register_fake(_forward_fake)
-_inner.register_autograd(_gradients, setup_context=_setup)
-_inner_backward = torch.library.custom_op(
-    "packmamba::inner_pack_backward",
+define("inner_pack", _forward, _forward_fake, f"({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * 7)})")
+define(
+    "inner_pack_backward",
     _backward,
-    mutates_args=(),
-    schema=f"(Tensor dy, Tensor? dconv_final, Tensor? dssm_final, {SCHEMA}, Tensor kept, Tensor projected, Tensor x, "
-    f"Tensor delta) -> ({', '.join(['Tensor'] * 10)})",
+    _backward_fake,
+    f"(Tensor dy, Tensor? dconv_final, Tensor? dssm_final, {SCHEMA}, Tensor kept, Tensor projected, Tensor x, Tensor delta) "
+    f"-> ({', '.join(['Tensor'] * 10)})",
 )
-_inner_backward.register_fake(_backward_fake)
-
-
-def _halves(xz: Tensor) -> tuple[Tensor, Tensor]:
-    channels = xz.shape[2] // 2
-    return xz[..., :channels], xz[..., channels:]
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """(B, L, K) of any token stride as (B L, K), never a copy."""
-    return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
+differentiate("inner_pack", _gradients, _setup)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (B, L, K) by a weight (M, K). By ``out=``, which autocast leaves alone."""
+    """x (B, L, K), of any token stride, by a weight (M, K). By ``out=``, which autocast leaves alone."""
     y = x.new_empty(*x.shape[:2], weight.shape[0])
-    torch.mm(_rows(x), weight.t(), out=_rows(y))
+    torch.mm(x.flatten(0, 1), weight.t(), out=y.flatten(0, 1))
     return y

@@ -48,6 +48,7 @@ class MambaLitModule(lightning.LightningModule):
             raise ConfigError(f"model.vocab_size: the corpus has {vocab_size} tokens, got {config.model.vocab_size}")
         self.optimizer_config = config.optimizer
         self.max_steps = config.trainer.max_steps
+        self.scaled = config.trainer.precision == "16-mixed"
         model = config.model
         try:
             self.model = MambaLM(
@@ -130,7 +131,8 @@ class MambaLitModule(lightning.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # Here float16's loss scale has been taken out of the gradients; before the step it has not.
         if self.optimizer_config.grad_clip is not None:
-            self.clip_gradients(optimizer, self.optimizer_config.grad_clip, "norm")
+            # Not clip_gradients, which refuses fused optimizers even where nothing scales gradients.
+            self.trainer.precision_plugin.clip_grad_by_norm(optimizer, self.optimizer_config.grad_clip)
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
         boundary = "reset" if dataloader_idx == 0 else self.boundary
@@ -153,8 +155,8 @@ class MambaLitModule(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         config = self.optimizer_config
         groups = self.model.weight_decay_groups(config.weight_decay)
-        # One kernel over all parameters: nothing else keeps up with a GPU's memory.
-        fused = self.device.type == "cuda"
+        # Fused: each parameter passes through the GPU once. Under a loss scale it would unscale by itself, after clipping.
+        fused = self.device.type == "cuda" and not self.scaled
         return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
 
     def learning_rate(self, step: int) -> float:
