@@ -11,7 +11,7 @@ from packmamba import SequenceLayout, ops
 from packmamba.bench import gpu_arms, gpu_operators, gpu_turns, positions
 from packmamba.config import ConfigError
 from packmamba.results import gpu_operators as results
-from packmamba.results.record import METRICS, make_record
+from packmamba.results.record import METRICS, make_record, read_records
 from packmamba.results.report import build_sections, table_files
 
 LAYOUT = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100)
@@ -157,6 +157,26 @@ def test_slow_rounds_are_some_of_the_rounds(tmp_path):
 def test_without_a_gpu_it_says_so(tmp_path):
     with pytest.raises(ConfigError, match="needs a GPU"):
         gpu_operators.run({}, tmp_path / "r.jsonl", progress=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_run_records_every_arm_that_is_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_arms, "peers", lambda *arguments: ({}, {}))
+    shapes = ["256,128,40", "300,64,short"]
+    gpu_operators.run(
+        {"shapes": shapes, "layouts": 2, "rounds": 2, "slow_rounds": 1}, tmp_path / "records" / "r.jsonl", False
+    )
+    records = read_records(tmp_path)
+    ours = [name for name in results.NAMES if name.split("-")[0] in ("scan", "conv1d", "projections", "schedule")]
+    assert sorted(record["arm"] for record in records) == sorted(2 * ours)
+    for made in records:
+        metrics = made["metrics"]
+        assert metrics["forward_seconds"] > 0 and metrics["clock_hz"] > 1e8 and metrics["copy_bytes_per_second"] > 1e10
+        if made["arm"].startswith(("scan", "conv1d")):
+            assert metrics["backward_seconds"] > 0 and metrics["gradient_error"] < 5e-3
+    bytes_read = {(r["config"]["tokens"], r["arm"]): r["metrics"]["position_bytes_forward"] for r in records}
+    assert 0 < bytes_read[256, "scan"] < bytes_read[256, "scan-indices"]
+    assert 0 < bytes_read[256, "conv1d"] < bytes_read[256, "conv1d-indices"]
 
 
 def record(arm, milliseconds, tokens=16384, channels=4096, documents="documents-2k", **metrics):

@@ -279,9 +279,7 @@ def _conv(found: Shapes) -> Table:
                 Cell(f"{copy / 1e12:.2f}", (copy,)),
             ]
         )
-    table.notes = [
-        "Bytes: x and y forward, x, dy and dx backward. Inputs that fit the L2 cache (2048 tokens) may exceed 100 %."
-    ]
+    table.notes = ["Bytes: x and y forward; x, dy and dx backward."]
     return table
 
 
