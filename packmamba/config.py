@@ -132,7 +132,7 @@ class TrainerConfig:
     num_nodes: int = 1
     """Machines."""
     strategy: str = "auto"
-    """Lightning's strategy: auto, ddp or fsdp."""
+    """Several devices: ddp (each has all parameters), fsdp2 (each keeps a share), or auto: ddp where there are several."""
     threads: Optional[int] = None
     """CPU threads; null for PyTorch's choice."""
 

@@ -16,6 +16,8 @@ BENCHES = {
     "packing": "packmamba.bench.packing",
     "operators": "packmamba.bench.operators",
     "gpu_operators": "packmamba.bench.gpu_operators",
+    "speedup": "packmamba.bench.speedup",
+    "multi_gpu": "packmamba.bench.multi_gpu",
 }
 
 

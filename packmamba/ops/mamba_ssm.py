@@ -26,10 +26,10 @@ _one_document_a_row: WeakIdKeyDictionary = WeakIdKeyDictionary()
 @functools.cache
 def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
     """A function of a submodule, without the package's own ``__init__``, which imports far more than it needs."""
-    found = importlib.util.find_spec(package)
-    if found is None or found.submodule_search_locations is None:
-        raise ValueError(f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed")
     if package not in sys.modules:
+        found = importlib.util.find_spec(package)
+        if found is None or found.submodule_search_locations is None:
+            raise ValueError(f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed")
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = list(found.submodule_search_locations)
     return getattr(importlib.import_module(f"{package}.{module}"), name)

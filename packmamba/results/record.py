@@ -41,6 +41,18 @@ import packmamba
 
 SCHEMA = 1
 
+BREAKDOWN = (
+    "matrix products",
+    "scan",
+    "conv",
+    "norm and elementwise",
+    "loss",
+    "optimizer",
+    "communication",
+    "other",
+    "idle",
+)
+
 METRICS: dict[str, tuple[str, ...]] = {
     # Losses are nats per real target; validation runs one document at a time from zero state. val_loss_start is over
     # the first 32 tokens of a document; val_loss_as_trained is null unless the arm trains with leak or carry.
@@ -92,6 +104,42 @@ METRICS: dict[str, tuple[str, ...]] = {
         "copy_bytes_per_second",
         "multiprocessors",
         "clock_hz",
+    ),
+    # A whole model. config: model, part (forward_backward: the bare loop; steps: whole optimizer steps through Lightning) and its
+    # sizes. A batch stands for the mean of all the arm's batches of the same documents. Spreads are interquartile ranges;
+    # peak_memory_bytes is null off a GPU, position_bytes (of one batch) and the gate's errors are null in steps.
+    "speedup": (
+        "seconds_per_batch",
+        "seconds_spread",
+        "real_tokens_per_batch",
+        "real_tokens_per_second",
+        "slots_per_second",
+        "padding_fraction",
+        "model_flops_utilisation",
+        "peak_memory_bytes",
+        "position_bytes",
+        "loss_error",
+        "leak_error",
+    ),
+    # Seconds of one call by family of kernels (packmamba.bench.breakdown); their sum is seconds.
+    "breakdown": (*BREAKDOWN, "seconds"),
+    # config: axis (row_length or mean_length) and its value.
+    "growth": (
+        "seconds_per_batch",
+        "seconds_spread",
+        "num_documents",
+        "real_tokens_per_second",
+        "model_flops_utilisation",
+    ),
+    # config: model, strategy, devices. Whole optimizer steps; losses of the first steps, which all arms take on the same
+    # documents, are in curves["loss"].
+    "multi_gpu": (
+        "seconds_per_step",
+        "seconds_spread",
+        "real_tokens_per_second",
+        "slots_per_second",
+        "peak_memory_bytes",
+        "loss_error",
     ),
 }
 """The metrics that a record of each kind must have. Another kind is one more entry."""

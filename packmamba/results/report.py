@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from packmamba.results import gpu_figures, gpu_operators, operators, packing, plots, summary, tables
+from packmamba.results import (
+    gpu_figures,
+    gpu_operators,
+    growth,
+    operators,
+    packing,
+    plots,
+    speedup,
+    summary,
+    tables,
+)
 from packmamba.results.page import render
 from packmamba.results.plots import Figure
 from packmamba.results.record import read_records
@@ -29,6 +39,10 @@ KINDS: dict[str, Kind] = {
     "throughput": Kind(tables.throughput_tables, lambda records: []),
     "operators": Kind(operators.operators_tables, operators.operators_figures),
     "gpu_operators": Kind(gpu_operators.gpu_operators_tables, gpu_figures.gpu_operators_figures),
+    "speedup": Kind(speedup.speedup_tables, speedup.speedup_figures),
+    "breakdown": Kind(speedup.breakdown_tables, speedup.breakdown_figures),
+    "growth": Kind(growth.growth_tables, growth.growth_figures),
+    "multi_gpu": Kind(growth.multi_gpu_tables, growth.multi_gpu_figures),
     "packing": Kind(packing.packing_tables, packing.packing_figures, packing.packing_label),
 }
 """Another kind of record is one more entry here and in ``record.METRICS``."""

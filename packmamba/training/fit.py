@@ -23,6 +23,7 @@ from packmamba.ops.dispatch import choose
 from packmamba.results.record import append_record, make_record, provenance, read_records
 from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
 from packmamba.training.module import MambaLitModule
+from packmamba.training.strategy import check_strategy, leave_process_group, make_strategy
 
 
 def run_id(config: Config) -> str:
@@ -56,6 +57,7 @@ def check_trainer(config: Config) -> None:
     for key in ("max_steps", "validate_every", "checkpoint_every", "log_every", "devices", "num_nodes"):
         if getattr(trainer, key) < 1:
             raise ConfigError(f"trainer.{key}: expected at least 1, got {getattr(trainer, key)}")
+    check_strategy(config)
     if trainer.threads is not None and trainer.threads < 1:
         raise ConfigError(f"trainer.threads: expected at least 1 or null, got {trainer.threads}")
     if not 0 <= config.seed < 2**32:
@@ -80,6 +82,13 @@ def fit(config: Config, progress: bool = True) -> dict[str, Any]:
     Raises:
         ConfigError: naming the key.
     """
+    try:
+        return _fit(config, progress)
+    finally:
+        leave_process_group()
+
+
+def _fit(config: Config, progress: bool) -> dict[str, Any]:
     begun = time.perf_counter()
     provenance()  # cached: the record names the code as it was when the run began
     check_trainer(config)
@@ -122,8 +131,6 @@ def fit(config: Config, progress: bool = True) -> dict[str, Any]:
     record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
     if trainer.is_global_zero:
         append_record(path, record)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
     return record
 
 
@@ -139,7 +146,7 @@ def make_trainer(config: Config, folder: Path, history: History, progress: bool)
             accelerator=options.accelerator,
             devices=options.devices,
             num_nodes=options.num_nodes,
-            strategy=options.strategy,
+            strategy=make_strategy(options),
             precision=options.precision,  # type: ignore[arg-type]
             max_steps=options.max_steps,
             val_check_interval=options.validate_every,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import lightning
@@ -20,6 +20,7 @@ from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
 from packmamba.training.carry import StateCarrier
 from packmamba.training.metrics import LossByPosition
+from packmamba.training.strategy import shard, without_sync
 
 BOUNDARIES = ("reset", "leak", "leak_conv", "leak_scan", "carry")
 
@@ -75,6 +76,10 @@ class MambaLitModule(lightning.LightningModule):
         self.alone = LossByPosition()
         self.as_trained = LossByPosition()
 
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            shard(self.model, self.device_mesh["data_parallel"])
+
     def loss(
         self, batch: PackedBatch, boundary: str = "reset", carrier: StateCarrier | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -103,11 +108,14 @@ class MambaLitModule(lightning.LightningModule):
     def accumulate(self, step: StepBatch, backward: Callable[[Tensor], Any], world_size: int = 1) -> Tensor:
         """Adds the step's gradients, batch by batch; returns its loss on this rank's targets over all targets.
 
-        Ranks average their gradients where the loss wants their sum, hence ``world_size``.
+        Ranks average their gradients where the loss wants their sum, hence ``world_size``. They meet once per step, during the
+        backward pass of its last batch.
         """
+        strategy = self._trainer.strategy if self._trainer is not None else None
         total = torch.zeros((), dtype=torch.float32, device=step.batches[0].tokens.device)
         for i, batch in enumerate(step.batches):
-            with self._without_sync(i + 1 < len(step.batches)):
+            last = i + 1 == len(step.batches)
+            with nullcontext() if last else without_sync(strategy, self.model):
                 loss = self.loss(batch, self.boundary, self.carrier)[0] / max(step.num_targets, 1)
                 backward(loss * world_size)
             total = total + loss.detach()
@@ -194,9 +202,3 @@ class MambaLitModule(lightning.LightningModule):
         torch.set_rng_state(rng["torch"].cpu())
         if rng["cuda"]:
             torch.cuda.set_rng_state_all([state.cpu() for state in rng["cuda"]])
-
-    def _without_sync(self, block: bool) -> AbstractContextManager[None]:
-        """Under data parallelism gradients meet once per step, with its last batch."""
-        strategy = self._trainer.strategy if self._trainer is not None else None
-        blocking = getattr(strategy, "block_backward_sync", None)
-        return blocking() if block and blocking is not None else nullcontext()

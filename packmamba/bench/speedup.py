@@ -1,0 +1,362 @@
+"""Whole models, single against padded against packed: the paper's comparison, as users run it today and on equal terms."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packmamba.bench import growth, steps
+from packmamba.bench.arms import Documents, Feed, PeerLM, Scheme, feed
+from packmamba.bench.breakdown import by_family
+from packmamba.config import Config as RunConfig
+from packmamba.config import ConfigError, load_config
+from packmamba.data.batching import PackedBatch
+from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
+from packmamba.results.record import append_record, make_record, provenance
+from packmamba.training.module import MambaLitModule
+
+PARTS = ("forward_backward", "breakdown", "steps", "growth")
+# Of the losses of single tokens, against those of documents alone, in units of their standard deviation. Rounding through 48
+# blocks in bfloat16 makes 2.5e-2, a leak 1.6e-1.
+TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-4}
+GATE_DOCUMENTS = 8
+
+Loss = Callable[[PackedBatch], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class SpeedupBenchConfig:
+    bench: str = "speedup"
+    """Which benchmark this is."""
+    experiment: str = "speedup"
+    """Records go to experiments/<experiment>/records."""
+    models: list[str] = field(default_factory=lambda: ["130m", "1.4b", "2.8b"])
+    """Sizes in configs/model."""
+    overrides: list[str] = field(default_factory=list)
+    """key=value of run configurations that hold for all, such as model.compile=true."""
+    parts: list[str] = field(default_factory=lambda: list(PARTS))
+    """forward_backward: the bare loop; breakdown: its kernels; steps: optimizer steps through Lightning; growth."""
+    arms: list[str] = field(default_factory=list)
+    """Of the bare loop: see packmamba.bench.arms.Scheme. Those of peers that are not installed are left out."""
+    breakdown_arms: list[str] = field(default_factory=list)
+    """Of the breakdown; some of arms."""
+    step_arms: list[str] = field(default_factory=list)
+    """Of the steps through Lightning, ours only."""
+    distribution: str = "documents-2k"
+    """Distribution of the documents' lengths: documents-2k, short or heavy."""
+    documents: int = 4096
+    """Documents that every arm arranges."""
+    slots: int = 16384
+    """Most slots of a batch, and real tokens of an optimizer step."""
+    batches: int = 2
+    """Batches of each arm that stand for all, evenly spread over their sizes."""
+    single_batches: int = 8
+    """The same for single, whose batch is a document."""
+    rounds: int = 3
+    """How often each arm is timed, in turns."""
+    dtype: str = "bfloat16"
+    """Of the bare loop's weights: bfloat16 or float32; A and D are float32 as in mamba-ssm."""
+    precision: str = "bf16-mixed"
+    """Lightning's, of the steps."""
+    peak_flops_per_second: Optional[float] = None
+    """What model FLOP utilisation is a share of; null for none."""
+    growth_model: str = "130m"
+    """Size for growth."""
+    row_lengths: list[int] = field(default_factory=lambda: [2048 << i for i in range(7)])
+    """Growth: tokens of a packed row."""
+    mean_lengths: list[int] = field(default_factory=lambda: [64 << i for i in range(8)])
+    """Growth: mean document length in a row of slots tokens."""
+    seed: int = 0
+    """Of lengths, tokens and weights."""
+
+
+Config = SpeedupBenchConfig
+
+
+def run(config: SpeedupBenchConfig | Mapping[str, Any], records_path: Path, progress: bool = True) -> None:
+    """Appends records of kinds speedup, breakdown and growth; see packmamba.results.record.METRICS.
+
+    All arms of a model share one set of weights and take turns. Every arm arranges the same documents; its time for all of
+    them is estimated from some of its batches, evenly spread over their sizes.
+
+    Raises:
+        ConfigError: a value is refused; nothing has been measured.
+        RuntimeError: arms disagree on the losses of the same documents; nothing of that model is recorded.
+    """
+    c = config if isinstance(config, SpeedupBenchConfig) else SpeedupBenchConfig(**config)
+    schemes = _check_config(c)
+    provenance()  # of the code as it is now, not as it may be after minutes
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name in c.models:
+        Bench(c, name, device, records_path, progress).run(schemes)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _check_config(c: SpeedupBenchConfig) -> list[Scheme]:
+    schemes = [Scheme.parse(arm) for arm in c.arms]
+    for key, known, values in [
+        ("parts", PARTS, c.parts),
+        ("dtype", TOLERANCES, [c.dtype]),
+        ("distribution", LENGTH_DISTRIBUTIONS, [c.distribution]),
+        ("breakdown_arms", c.arms, c.breakdown_arms),
+    ]:
+        if unknown := [value for value in values if value not in known]:
+            raise ConfigError(f"{key}: expected of {', '.join(known)}, got {unknown[0]!r}")
+    for key in ("documents", "slots", "batches", "single_batches", "rounds"):
+        if getattr(c, key) < 1:
+            raise ConfigError(f"{key}: expected at least 1, got {getattr(c, key)}")
+    if peers := [arm for arm in c.step_arms if Scheme.parse(arm).peer]:
+        raise ConfigError(f"step_arms: expected arms of ours, got {peers[0]!r}")
+    for name in c.models:
+        load_config(None, [f"model={name}", *c.overrides])
+    longest = Documents(np.array([LENGTH_DISTRIBUTIONS[c.distribution].longest]), 1, 0)
+    for scheme in schemes:
+        feed(longest, scheme, c.slots)
+    return schemes
+
+
+@dataclass
+class Arm:
+    scheme: Scheme
+    loss: Loss
+    feed: Feed
+    batches: list[PackedBatch]
+    targets: list[int]
+    seconds: list[float] = field(default_factory=list)
+    peak_memory_bytes: int | None = None
+    loss_error: float | None = None
+    leak_error: float | None = None
+
+
+class Bench:
+    """One model size: its weights, the arms that share them, and the records they leave."""
+
+    def __init__(self, c: SpeedupBenchConfig, model: str, device: torch.device, records_path: Path, progress: bool):
+        self.c, self.name, self.device, self.path, self.progress = c, model, device, records_path, progress
+        self.config: RunConfig = load_config(None, [f"model={model}", *c.overrides])
+        self.corpus = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]})"
+        assert self.config.model.vocab_size is not None
+        lengths = draw_lengths(c.distribution, c.documents, c.seed)
+        self.documents = Documents(lengths, self.config.model.vocab_size, c.seed)
+        self.begun = time.perf_counter()
+
+    def run(self, schemes: list[Scheme]) -> None:
+        c = self.c
+        if {"forward_backward", "breakdown", "growth"} & set(c.parts):
+            module = self.build()
+            arms = self.arms(module, schemes)
+            self.gate(module, arms)
+            self.parameters = list(module.parameters())
+            if {"forward_backward", "breakdown"} & set(c.parts):
+                arms = self.measure(arms, c.rounds)
+                for arm in arms:
+                    self.record("speedup", arm.scheme.name, "forward_backward", self.rates(arm))
+            if "breakdown" in c.parts:
+                for arm in arms:
+                    if arm.scheme.name in c.breakdown_arms:
+                        self.break_down(arm)
+            if "growth" in c.parts and self.name == c.growth_model:
+                growth.measure(self, module)
+            del module, arms, self.parameters
+        if "steps" in c.parts:
+            steps.measure(self)
+
+    def build(self) -> MambaLitModule:
+        """The model with weights of ``dtype``, but A and D, which mamba-ssm keeps in float32 too."""
+        torch.compiler.reset()  # compiled code of other sizes counts against the limit for this one
+        torch.manual_seed(self.c.seed)
+        with self.device:
+            module = MambaLitModule(self.config, 1)
+        for name, parameter in module.named_parameters():
+            if not name.endswith(("A_log", ".D")):
+                parameter.data = parameter.data.to(getattr(torch, self.c.dtype))
+        return module
+
+    def arms(self, module: MambaLitModule, schemes: list[Scheme]) -> list[Arm]:
+        try:
+            peer = PeerLM(module.model) if any(scheme.peer for scheme in schemes) else None
+        except ValueError as error:
+            print(f"left out, {', '.join(s.name for s in schemes if s.peer)}: {error}", file=sys.stderr)
+            schemes, peer = [scheme for scheme in schemes if not scheme.peer], None
+        made = []
+        for scheme in schemes:
+            fed = feed(self.documents, scheme, self.c.slots)
+            chosen = fed.sample(self.c.single_batches if scheme.strategy == "single" else self.c.batches)
+            targets = [int(batch.loss_mask.sum()) for batch in chosen]
+            loss = peer.loss if scheme.peer and peer is not None else module.loss
+            made.append(Arm(scheme, loss, fed, [batch.to(self.device) for batch in chosen], targets))
+        return made
+
+    def gate(self, module: MambaLitModule, arms: list[Arm]) -> None:
+        """RuntimeError unless every token's loss is that of its document alone, or of the row that leaks by our layers.
+
+        Of packed arms the difference that a leak makes is measured too: the gate must tell them apart.
+        """
+        few = Documents(self.documents.lengths[:GATE_DOCUMENTS], int(self.config.model.vocab_size or 0), self.c.seed)
+        tolerance = TOLERANCES[self.c.dtype]
+        alone = self.token_losses(module.loss, feed(few, Scheme.parse("single"), self.c.slots))
+        for arm in arms:
+            fed = feed(few, arm.scheme, self.c.slots)
+            expected = alone
+            if arm.scheme.packs:
+                leaking = self.token_losses(lambda batch: module.loss(batch, "leak"), fed)
+                arm.leak_error = _difference(leaking, alone)
+                if not arm.leak_error > tolerance:
+                    raise RuntimeError(
+                        f"{self.name}, {arm.scheme.name}: a leak would not be seen ({arm.leak_error:.1e}); nothing is timed"
+                    )
+                expected = leaking if arm.scheme.leaks else alone
+            arm.loss_error = _difference(self.token_losses(arm.loss, fed), expected)
+            if not arm.loss_error <= tolerance:
+                raise RuntimeError(
+                    f"{self.name}, {arm.scheme.name}: losses are off by {arm.loss_error:.1e}; nothing is timed"
+                )
+
+    def token_losses(self, loss: Loss, fed: Feed) -> Tensor:
+        """The losses of all targets, document after document."""
+        parts: dict[int, Tensor] = {}
+        for batch, documents in fed.all():  # with gradients, so that what is compiled is what is timed
+            losses = loss(batch.to(self.device))[1].detach().cpu()[batch.loss_mask].double()
+            parts |= zip(documents, losses.split([int(n) - 1 for n in batch.layout.lengths]))
+        return torch.cat([parts[number] for number in sorted(parts)])
+
+    def measure(self, arms: list[Arm], rounds: int) -> list[Arm]:
+        """Times the arms in turns, after a round that warms up; those that do not fit into memory are left out."""
+        for turn in range(rounds + 1):
+            for arm in list(arms):
+                try:
+                    self.reset_peak()
+                    seconds = self.seconds(lambda: self.forward_backward(arm))  # noqa: B023
+                except torch.OutOfMemoryError:
+                    print(f"left out, {self.name}, {arm.scheme.name}: does not fit into memory", file=sys.stderr)
+                    arms.remove(arm)
+                    torch.cuda.empty_cache()
+                    continue
+                if turn:
+                    arm.seconds.append(seconds / len(arm.batches))
+                    arm.peak_memory_bytes = self.peak()
+        return arms
+
+    def rates(self, arm: Arm) -> dict[str, Any]:
+        """What an arm's record holds of its times: seconds of a batch, that stand for all batches' mean."""
+        median = statistics.median(arm.seconds)
+        return {
+            "seconds_per_batch": median,
+            "seconds_spread": float(np.subtract(*np.percentile(arm.seconds, [75, 25]))),
+            "real_tokens_per_batch": arm.feed.tokens_per_batch,
+            "peak_memory_bytes": arm.peak_memory_bytes,
+            "position_bytes": sum(map(_position_bytes, arm.batches)) / len(arm.batches),
+            "loss_error": arm.loss_error,
+            "leak_error": arm.leak_error,
+            **self.speed(arm.feed.tokens_per_batch / median, arm.feed.padding_fraction),
+        }
+
+    def speed(self, real_tokens_per_second: float, padding_fraction: float) -> dict[str, Any]:
+        """What every record says of a speed. FLOPs: 6 for each token and parameter outside the embedding, head included."""
+        model = self.config.model
+        if not hasattr(self, "flop_parameters"):
+            with torch.device("meta"):
+                lm = MambaLitModule(self.config, 1).model
+            self.flop_parameters = sum(p.numel() for p in lm.parameters())
+            if not model.tie_embeddings:
+                self.flop_parameters -= lm.backbone.embedding.weight.numel()
+        flops, peak = 6 * self.flop_parameters * real_tokens_per_second, self.c.peak_flops_per_second
+        return {
+            "real_tokens_per_second": real_tokens_per_second,
+            "slots_per_second": real_tokens_per_second / (1 - padding_fraction),
+            "padding_fraction": padding_fraction,
+            "model_flops_utilisation": None if peak is None else flops / peak,
+            "flop_parameters": self.flop_parameters,
+            "rounds": self.c.rounds,
+        }
+
+    def break_down(self, arm: Arm) -> None:
+        families, kernels = by_family(lambda: self.forward_backward(arm), self.device.type == "cuda")
+        seconds = statistics.median(arm.seconds) * len(arm.batches)
+        self.record_breakdown(arm.scheme.name, "forward_backward", seconds, families, kernels, len(arm.batches))
+
+    def record_breakdown(
+        self, arm: str, part: str, seconds: float, families: dict[str, float],
+        kernels: list[tuple[str, str, float]], calls: int = 1,
+    ) -> None:  # fmt: skip
+        """What no kernel accounts for is idle: the device waits for the host."""
+        metrics = {family: taken / calls for family, taken in families.items()}
+        metrics["idle"] = max(0.0, seconds - sum(families.values())) / calls
+        metrics["seconds"] = sum(metrics.values())
+        slowest = [{"seconds": taken / calls} for _, _, taken in kernels[:20]]
+        names = [f"{family}: {name[:100]}" for family, name, _ in kernels[:20]]
+        self.record("breakdown", arm, part, metrics, {"kernels": names}, {"kernels": slowest})
+
+    def record(
+        self, kind: str, arm: str, part: str, metrics: dict[str, Any], config: dict[str, Any] | None = None,
+        curves: dict[str, list[dict[str, Any]]] | None = None,
+    ) -> None:  # fmt: skip
+        c = self.c
+        shared = {
+            key: getattr(c, key) for key in ("distribution", "documents", "slots", "dtype", "precision", "rounds")
+        }
+        settings = {"model": self.name, "part": part, **shared, **self.sizes(), **(config or {})}
+        settings["peak_flops_per_second"] = c.peak_flops_per_second
+        if self.progress:
+            shown = {name: None if v is None else float(f"{v:.4g}") for name, v in metrics.items()}
+            print(self.name, part, arm, shown, flush=True)
+        record = make_record(
+            kind=kind, experiment=c.experiment, arm=arm, config=settings, seed=c.seed, corpus_hash=self.corpus,
+            metrics=metrics, wall_seconds=time.perf_counter() - self.begun, curves=curves,
+        )  # fmt: skip
+        append_record(self.path, record)
+
+    def sizes(self) -> dict[str, Any]:
+        names = ("d_model", "n_layer", "expand", "d_state", "vocab_size", "compile", "recompute")
+        return {name: getattr(self.config.model, name) for name in names}
+
+    def forward_backward(self, arm: Arm) -> None:
+        for batch, targets in zip(arm.batches, arm.targets):
+            self.forget_gradients()
+            (arm.loss(batch)[0] / targets).backward()
+
+    def forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """From an idle device to an idle device."""
+        self.synchronise()
+        begun = time.perf_counter()
+        call()
+        self.synchronise()
+        return time.perf_counter() - begun
+
+    def synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int | None:
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+
+
+def _difference(losses: Tensor, expected: Tensor) -> float:
+    return float((losses - expected).norm() / (expected - expected.mean()).norm())
+
+
+def _position_bytes(batch: PackedBatch) -> int:
+    """What a batch says of its documents' places: starts and ends, and a GPU's schedule made of them."""
+    from packmamba.ops.cuda import _schedules
+
+    starts = batch.layout.starts
+    made = _schedules.get(starts, {}).values() if starts.is_cuda else ()
+    return 8 * starts.numel() + sum(memory.numel() * memory.element_size() for memory in made)

@@ -1,0 +1,334 @@
+"""Tables and figures of whole models: single against padded against packed, as users run it today and on equal terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from packmamba.results import summary
+from packmamba.results.plots import INK, Figure, axes, finish, legend_below
+from packmamba.results.record import BREAKDOWN
+from packmamba.results.summary import Record
+from packmamba.results.tables import Cell, Column, Table, gibibytes, number, percent, word
+
+PEER = "mamba-ssm-"
+TODAY = f"{PEER}single"
+# Times single, packed, on an A100: arXiv 2408.03865.
+PAPER = {"1.4b": 3.06, "2.8b": 2.62}
+_PALETTE = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#7A4B9A", "#8C6D1F", "#9aa0a8", "#e6e8eb")
+_COLOURS = dict(zip(BREAKDOWN, _PALETTE))
+Arms = dict[str, Record]
+
+
+def speedup_tables(records: Sequence[Record]) -> list[Table]:
+    """What the paper compares, then every arm of each model size; of equal arms the latest record counts."""
+    bare, steps = by_model(records, "speedup", "forward_backward"), by_model(records, "speedup", "steps")
+    if not bare and not steps:
+        return []
+    broken_down = by_model(records, "breakdown", "forward_backward")
+    idle = {model: arms[TODAY]["metrics"]["idle"] for model, arms in broken_down.items() if TODAY in arms}
+    tables = [_headline(bare, steps, idle)] if bare else []
+    models = [*bare, *(model for model in steps if model not in bare)]
+    return [*tables, *(_arms(model, bare.get(model, {}), steps.get(model, {})) for model in models), *_positions(bare)]
+
+
+def speedup_figures(records: Sequence[Record]) -> list[Figure]:
+    """Real tokens per second of every arm, a panel for each model size."""
+    bare = by_model(records, "speedup", "forward_backward")
+    if not bare:
+        return []
+    longest = max(map(len, bare.values()))
+    fig, panels = axes(len(bare), width=4.2 * len(bare) + 1.6, height=1.4 + 0.36 * longest)
+    for ax, (model, arms) in zip(panels, bare.items()):
+        rates = {name: record["metrics"]["real_tokens_per_second"] for name, record in arms.items()}
+        for y, (name, rate) in enumerate(rates.items()):
+            ax.barh(y, rate, color="#E69F00" if name.startswith(PEER) else "#0072B2", height=0.66)
+            ax.text(rate, y, f" {rate / 1e3:.3g}k", va="center", color=INK, fontsize=8)
+        labels = list(rates) if ax is panels[0] else [""] * len(rates)
+        ax.set_yticks(range(len(rates)), labels)
+        ax.set_ylim(len(rates) - 0.5, -0.5)
+        ax.set_xlim(0, 1.2 * max(rates.values()))
+        ax.grid(axis="y", visible=False)
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
+        ax.set(title=model, xlabel="real tokens per second")
+    caption = (
+        "Forward and backward of whole models, weights as in the tables: mamba-ssm as its users run it (orange; its packed rows "
+        "leak), and every scheme with our layers, compiled alike (blue)."
+    )
+    return [finish(fig, "speedup", caption)]
+
+
+def breakdown_tables(records: Sequence[Record]) -> list[Table]:
+    """Where the time goes, for each model size, part and arm."""
+    table = Table(
+        "breakdown",
+        "Time by family of kernels",
+        [
+            Column("model", ("model",), False),
+            Column("arm", ("arm",), False),
+            Column("what", ("part",), False),
+            Column("ms", ("ms",)),
+            *(Column(f"{family} (%)", (family.replace(" ", "_"),)) for family in BREAKDOWN),
+            Column("outside matrix products, scan and conv", ("outside",)),
+        ],
+        notes=[
+            "One batch, or one optimizer step, by torch.profiler; idle: no kernel runs, the device waits for the host."
+        ],
+    )
+    for model, part, arm, record in _breakdowns(records):
+        metrics = record["metrics"]
+        shares = {family: metrics[family] / metrics["seconds"] for family in BREAKDOWN}
+        inside = sum(shares[family] for family in ("matrix products", "scan", "conv"))
+        cells = [Cell(f"{100 * share:.1f}", (share,)) for share in shares.values()]
+        head = [word(model), word(arm), word(_PARTS[part]), number(1e3 * metrics["seconds"], ".4g")]
+        table.rows.append([*head, *cells, percent(1 - inside)])
+    return [table] if table.rows else []
+
+
+def breakdown_figures(records: Sequence[Record]) -> list[Figure]:
+    """Stacked bars: microseconds for each real token, a panel for each model size."""
+    found = _breakdowns(records)
+    if not found:
+        return []
+    tokens = {key: record["metrics"]["real_tokens_per_batch"] for part in _PARTS
+              for model, arms in by_model(records, "speedup", part).items()
+              for key, record in (((model, part, arm), r) for arm, r in arms.items())}  # fmt: skip
+    models = list(dict.fromkeys(model for model, *_ in found))
+    most = max(sum(model == name for model, *_ in found) for name in models)
+    fig, panels = axes(len(models), width=3.6 * len(models) + 3.2, height=1.9 + 0.36 * most)
+    for ax, name in zip(panels, models):
+        bars = [(part, arm, record) for model, part, arm, record in found if model == name]
+        for y, (part, arm, record) in enumerate(bars):
+            left, scale = 0.0, 1e6 / tokens.get((name, part, arm), 1.0)
+            for family in BREAKDOWN:
+                width = scale * record["metrics"][family]
+                ax.barh(y, width, left=left, color=_COLOURS[family], height=0.7, label=family if y == 0 else None)
+                left += width
+        labels = [f"{arm}, step" if part == "steps" else arm for part, arm, _ in bars]
+        ax.set_yticks(range(len(bars)), labels if ax is panels[0] else [""] * len(bars))
+        ax.set_ylim(len(bars) - 0.5, -0.5)
+        ax.grid(axis="y", visible=False)
+        ax.set(title=name, xlabel="microseconds per real token")
+    legend_below(fig, panels[0])
+    caption = (
+        "Device time of a batch (forward and backward, bare loop; 'step': whole optimizer step through Lightning) over its real "
+        "tokens, by family of kernels; idle, in light grey, is waiting for the host."
+    )
+    return [finish(fig, "breakdown", caption)]
+
+
+def by_model(records: Sequence[Record], kind: str, part: str) -> dict[str, Arms]:
+    """Records of a kind and part by model size, smallest first, then by arm."""
+    found: dict[str, Arms] = {}
+    for record in summary.of_kind(records, kind):
+        if record["config"]["part"] == part:
+            found.setdefault(record["config"]["model"], {})[record["arm"]] = record
+
+    def width(item: tuple[str, Arms]) -> tuple[int, int]:
+        config = next(iter(item[1].values()))["config"]
+        return config["d_model"], config["n_layer"]
+
+    return dict(sorted(found.items(), key=width))
+
+
+_PARTS = {"forward_backward": "forward, backward", "steps": "optimizer step"}
+
+
+def _breakdowns(records: Sequence[Record]) -> list[tuple[str, str, str, Record]]:
+    parts = {part: by_model(records, "breakdown", part) for part in _PARTS}
+    models = list(dict.fromkeys(model for found in parts.values() for model in found))
+    return [
+        (model, part, arm, record)
+        for model in models for part, found in parts.items() for arm, record in found.get(model, {}).items()
+    ]  # fmt: skip
+
+
+def _best_packed(arms: Arms) -> str | None:
+    own = [name for name in arms if name.startswith("packed-")]
+    return max(own, key=lambda name: _rate(arms[name]) or 0.0, default=None)
+
+
+def _rate(record: Record | None) -> float | None:
+    return None if record is None else record["metrics"]["real_tokens_per_second"]
+
+
+def _over(record: Record | None, other: Record | None) -> Cell:
+    a, b = _rate(record), _rate(other)
+    return number(None if a is None or b is None else a / b, ".2f", "x")
+
+
+def _over_kernels(record: Record, single: Record | None, idle: float | None) -> float | None:
+    """The ratio of speeds if the device never waited for the host in single."""
+    if single is None or idle is None:
+        return None
+    ratio = record["metrics"]["real_tokens_per_second"] / single["metrics"]["real_tokens_per_second"]
+    return ratio * (1 - idle / single["metrics"]["seconds_per_batch"])
+
+
+def _headline(bare: dict[str, Arms], steps: dict[str, Arms], idle: dict[str, float]) -> Table:
+    columns = [
+        Column("model", ("model",), False),
+        Column("fastest packed arm", ("arm",), False),
+        Column("real tokens/s", ("real_tokens_per_second",)),
+        Column("model FLOP utilisation", ("model_flops_utilisation",)),
+        Column("over single, mamba-ssm", ("over_mamba_ssm_single",)),
+        Column("the paper's, A100", ("paper",)),
+        Column("over single, mamba-ssm, kernels alone", ("over_mamba_ssm_single_kernels",)),
+        Column("over the same rows leaking, mamba-ssm", ("over_mamba_ssm_packed",)),
+        Column("over single, equal terms", ("over_single",)),
+        Column("over padded to 2048, equal terms", ("over_padded",)),
+        Column("optimizer steps, real tokens/s", ("steps_real_tokens_per_second",)),
+        Column("steps over bare loop", ("steps_over_bare",)),
+        Column("peak memory", ("peak_memory_bytes",)),
+    ]
+    table = Table("headline", "Packed rows against everything else, real tokens per second", columns)
+    for model, arms in bare.items():
+        best = _best_packed(arms)
+        if best is None:
+            continue
+        record, step = arms[best], steps.get(model, {}).get(best)
+        padded = next((arms[name] for name in arms if name.startswith("padded-") and name[7:].isdecimal()), None)
+        table.rows.append(
+            [
+                word(model),
+                word(best),
+                number(_rate(record), ",.0f"),
+                percent(record["metrics"]["model_flops_utilisation"]),
+                _over(record, arms.get(TODAY)),
+                number(PAPER.get(model), ".2f", "x"),
+                number(_over_kernels(record, arms.get(TODAY), idle.get(model)), ".2f", "x"),
+                _over(record, arms.get(PEER + best)),
+                _over(record, arms.get("single")),
+                _over(record, padded),
+                number(_rate(step), ",.0f"),
+                _over(step, record),
+                gibibytes(record["metrics"]["peak_memory_bytes"]),
+            ]
+        )
+    table.notes = [
+        "Forward and backward of the bare loop; optimizer steps: the same through Lightning with PackingDataModule, float32 "
+        "masters and AdamW. The paper's column is packed over single on an A100 (arXiv 2408.03865), on its own documents. "
+        "Single waits for the host, so its speed is the host's; kernels alone: as if the device never waited.",
+        _hardware(bare),
+    ]
+    return table
+
+
+def _arms(model: str, bare: Arms, steps: Arms) -> Table:
+    table = Table(
+        f"arms-{model}",
+        f"{model}: every arm",
+        [
+            Column("layers", ("layers",), False),
+            Column("arm", ("arm",), False),
+            Column("real tokens/s", ("real_tokens_per_second",)),
+            Column("ms per batch", ("ms", "ms_spread")),
+            Column("over single, mamba-ssm", ("over_mamba_ssm_single",)),
+            Column("over single, equal terms", ("over_single",)),
+            Column("padding", ("padding_fraction",)),
+            Column("slots/s", ("slots_per_second",)),
+            Column("model FLOP utilisation", ("model_flops_utilisation",)),
+            Column("peak memory", ("peak_memory_bytes",)),
+            Column("optimizer steps, real tokens/s", ("steps_real_tokens_per_second",)),
+            Column("steps over single's", ("steps_over_single",)),
+            Column("steps over bare loop", ("steps_over_bare",)),
+            Column("steps' peak memory", ("steps_peak_memory_bytes",)),
+        ],
+    )
+    for name in [*bare, *(name for name in steps if name not in bare)]:
+        record, step = bare.get(name), steps.get(name)
+        metrics = (record or step or {})["metrics"]
+        mine = metrics if record else {}
+        ms, spread = (None if not mine else 1e3 * mine[key] for key in ("seconds_per_batch", "seconds_spread"))
+        table.rows.append(
+            [
+                word("mamba-ssm, today" if name.startswith(PEER) else "ours, equal terms"),
+                word(name.removeprefix(PEER) + (" (leaks)" if name.startswith(f"{PEER}packed") else "")),
+                number(_rate(record), ",.0f"),
+                Cell("-" if ms is None else f"{ms:.4g} ± {spread:.2g}", (ms, spread)),
+                _over(record, bare.get(TODAY)),
+                _over(record, bare.get("single")),
+                percent(metrics["padding_fraction"]),
+                number(mine.get("slots_per_second"), ",.0f"),
+                percent(mine.get("model_flops_utilisation")),
+                gibibytes(mine.get("peak_memory_bytes")),
+                number(_rate(step), ",.0f"),
+                _over(step, steps.get("single")),
+                _over(step, record),
+                gibibytes(step["metrics"]["peak_memory_bytes"] if step else None),
+            ]
+        )
+    c = next(iter((bare or steps).values()))["config"]
+    bounds = [
+        f"{name}: {1 / (1 - record['metrics']['padding_fraction']):.2f}x"
+        for name, record in bare.items()
+        if name.startswith("padded")
+    ]
+    table.notes = [
+        f"Every arm arranges the same {c['documents']} documents in batches of at most {c['slots']} slots (single: one "
+        f"document); some batches, evenly spread over their sizes, stand for all. Medians of {c['rounds']} rounds in turns after "
+        "a warm-up; spreads are interquartile ranges.",
+        f"Bare loop: {c['dtype']} weights, forward and backward; ours: compile={c['compile']}, recompute={c['recompute']}. "
+        f"Optimizer steps: Lightning, {c['precision']}, float32 masters, fused AdamW, about {c['slots']} real tokens a step.",
+    ]
+    if bounds:
+        table.notes.append(f"What padding alone can cost, slots over real tokens: {', '.join(bounds)}.")
+    errors, leaks = (
+        [r["metrics"][key] for r in bare.values() if r["metrics"][key] is not None]
+        for key in ("loss_error", "leak_error")
+    )
+    if errors:
+        leak = f"; a leak makes at least {min(leaks):.2g}" if leaks else ""
+        table.notes.append(
+            "Before any timing, losses of the same tokens differ from those of documents alone (of rows that leak: by our "
+            f"layers) by at most {max(errors):.2g} of their standard deviation{leak}."
+        )
+    return table
+
+
+def _positions(bare: dict[str, Arms]) -> list[Table]:
+    """Bytes that say where documents lie against the bytes that padding moves, of the scan and the convolution."""
+    table = Table(
+        "positions",
+        "Bytes of position data against bytes of padding saved, one batch of packed rows",
+        [
+            Column("model", ("model",), False),
+            Column("packed arm", ("arm",), False),
+            Column("ours: a schedule (MB)", ("schedule_bytes",)),
+            Column("an index per token (MB)", ("index_bytes",)),
+            Column("saved against", ("against",), False),
+            Column("padding saved (MB)", ("saved_bytes",)),
+            Column("schedule, index over saved", ("schedule_share", "index_share")),
+        ],
+        notes=[
+            "Read by the forward and backward of convolution and scan in all layers. The schedule is what one batch's kernels "
+            "share, counted as if each kernel read all of it; an index per token is 4 bytes a slot for each kernel, counted "
+            "once. Saved: the slots of padding that the same real tokens would take, times the bytes that both operators move "
+            "for a slot, 2-byte activations: convolution 2 and 3, scan 4 and 8 of width d_inner.",
+        ],
+    )
+    for model, arms in bare.items():
+        best = _best_packed(arms)
+        for name, record in arms.items():
+            if best is None or not name.startswith("padded-") or arms[best]["metrics"]["position_bytes"] is None:
+                continue
+            c, metrics = arms[best]["config"], arms[best]["metrics"]
+            kernels = 4 * c["n_layer"]
+            tokens = metrics["real_tokens_per_batch"]
+            slots = tokens / (1 - metrics["padding_fraction"])
+            saved = tokens / (1 - record["metrics"]["padding_fraction"]) - slots
+            saved *= (2 + 3 + 4 + 8) * 2 * c["expand"] * c["d_model"] * c["n_layer"]
+            schedule, index = kernels * metrics["position_bytes"], kernels * 4 * slots
+            shares = (schedule / saved, index / saved)
+            cells = [number(schedule / 1e6, ".3g"), number(index / 1e6, ".3g"), word(name), number(saved / 1e6, ",.0f")]
+            table.rows.append(
+                [word(model), word(best), *cells, Cell(f"{100 * shares[0]:.2g} %, {100 * shares[1]:.2g} %", shares)]
+            )
+    return [table] if table.rows else []
+
+
+def _hardware(bare: dict[str, Arms]) -> str:
+    records = [record for arms in bare.values() for record in arms.values()]
+    names = dict.fromkeys(gpu for record in records for gpu in record["hardware"]["gpus"])
+    peak = records[0]["config"]["peak_flops_per_second"]
+    share = "" if peak is None else f" Utilisation is of {peak / 1e12:.0f} TFLOP/s."
+    return f"{', '.join(names) or records[0]['hardware']['cpu']}; torch {records[0]['versions']['torch']}.{share}"

@@ -1,0 +1,84 @@
+"""How the gradients of several devices meet: DDP, or FSDP2 with parameters in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from packmamba.config import Config, ConfigError, TrainerConfig
+from packmamba.nn import MambaLM
+
+STRATEGIES = ("auto", "ddp", "fsdp2")
+
+
+def check_strategy(config: Config) -> None:
+    """Refuses what several devices cannot do together. Raises ConfigError naming the key."""
+    trainer = config.trainer
+    if trainer.strategy not in STRATEGIES:
+        raise ConfigError(f"trainer.strategy: expected one of {', '.join(STRATEGIES)}, got '{trainer.strategy}'")
+    if trainer.strategy == "fsdp2" and trainer.boundary == "carry":
+        raise ConfigError("trainer.strategy=fsdp2 cannot carry states, which live outside its shards; use ddp")
+    if trainer.strategy == "fsdp2" and trainer.precision in ("16-mixed", "64-true"):
+        raise ConfigError(
+            f"trainer.strategy=fsdp2 needs trainer.precision=bf16-mixed or 32-true, got '{trainer.precision}'"
+        )
+
+
+class FSDP2(ModelParallelStrategy):
+    """Checkpoints are one whole file: a run may be read, or go on, on another number of devices."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        # Lightning forgets, on this strategy's way, what Trainer.fit was told: ours hold more than weights.
+        return super().load_checkpoint(checkpoint_path, weights_only=False)
+
+
+def make_strategy(options: TrainerConfig) -> Strategy | str:
+    """Lightning's strategy for these devices; auto is one device, or DDP."""
+    devices = options.devices * options.num_nodes
+    if options.strategy == "fsdp2":
+        return FSDP2(devices)
+    if options.strategy == "auto" and devices == 1:
+        return "auto"
+    # Blocks are compiled one by one: gradients already meet block by block, and cutting blocks at DDP's buckets only costs.
+    torch._dynamo.config.optimize_ddp = False
+    return DDPStrategy(gradient_as_bucket_view=True)
+
+
+def shard(model: MambaLM, mesh: DeviceMesh) -> None:
+    """Cuts parameters over the devices of ``mesh`` (1-dimensional): a block is whole while it computes.
+
+    Shards and their all-gathers are float32 and autocast rounds as on one device, so that the loss is the same.
+    """
+    if not isinstance(model, FSDPModule):
+        for layer in model.backbone.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
+@contextmanager
+def without_sync(strategy: Strategy | None, model: MambaLM) -> Iterator[None]:
+    """Inside, backward passes add to gradients that do not meet those of other devices yet."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
+            yield
+
+
+def leave_process_group() -> None:
+    """Ends this process's part in the group that a Trainer started, if it did: NCCL leaks what is not ended."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

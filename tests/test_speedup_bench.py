@@ -1,0 +1,260 @@
+"""The whole-model benches on a tiny case: every arm is right, recorded and tabulated; a wrong arm is not timed."""
+
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from packmamba.bench import multi_gpu
+from packmamba.bench import speedup as bench
+from packmamba.bench.arms import Documents, PeerLM, Scheme, feed
+from packmamba.bench.breakdown import family_of
+from packmamba.data.lengths import draw_lengths
+from packmamba.errors import ConfigError
+from packmamba.results.record import BREAKDOWN, read_records
+from packmamba.results.report import build_sections
+
+ARMS = ["single", "padded-256", "padded-longest", "padded-buckets", "packed-512-in_order", "packed-512-best_fit"]
+TINY = {
+    "models": ["130m"],
+    "overrides": ["model.n_layer=2", "model.d_model=16", "model.d_state=4", "model.vocab_size=60", "trainer.threads=1"],
+    "arms": ARMS,
+    "breakdown_arms": ["padded-256", "packed-512-best_fit"],
+    "step_arms": ["single", "padded-256", "packed-512-best_fit"],
+    "distribution": "short",
+    "documents": 100,
+    "slots": 512,
+    "batches": 2,
+    "single_batches": 3,
+    "rounds": 2,
+    "dtype": "float32",
+    "precision": "32-true",
+    "peak_flops_per_second": 1e11,
+    "row_lengths": [256, 512],
+    "mean_lengths": [16, 64],
+}
+
+
+def run(tmp_path, **changes):
+    bench.run({**TINY, **changes}, tmp_path / "records" / "speedup.jsonl", progress=False)
+    return read_records(tmp_path)
+
+
+def test_every_part_is_recorded(tmp_path):
+    records = run(tmp_path)
+    by_kind = {}
+    for record in records:
+        by_kind.setdefault((record["kind"], record["config"]["part"]), []).append(record)
+    bare = by_kind["speedup", "forward_backward"]
+    assert [record["arm"] for record in bare] == ARMS
+    for record in bare:
+        metrics = record["metrics"]
+        assert metrics["loss_error"] <= bench.TOLERANCES["float32"] < metrics["real_tokens_per_second"]
+        assert metrics["slots_per_second"] * (1 - metrics["padding_fraction"]) == pytest.approx(
+            metrics["real_tokens_per_second"]
+        )
+    padding = {record["arm"]: record["metrics"]["padding_fraction"] for record in bare}
+    assert padding["single"] == 0 < padding["packed-512-best_fit"] < padding["packed-512-in_order"]
+    assert padding["padded-buckets"] < padding["padded-longest"] < padding["padded-256"]
+    assert [record["arm"] for record in by_kind["speedup", "steps"]] == TINY["step_arms"]
+    for part in ("forward_backward", "steps"):
+        assert [record["arm"] for record in by_kind["breakdown", part]] == TINY["breakdown_arms"]
+        for record in by_kind["breakdown", part]:
+            metrics = record["metrics"]
+            assert metrics["scan"] > 0 and metrics["conv"] > 0 and metrics["matrix products"] > 0
+            assert sum(metrics[family] for family in BREAKDOWN) == pytest.approx(metrics["seconds"])
+    assert [r["config"]["value"] for r in by_kind["growth", "row_length"]] == [256, 512]
+    assert [r["config"]["value"] for r in by_kind["growth", "mean_length"]] == [16, 64]
+    (section,) = build_sections(records)
+    tables = {table.name: table for table in section.tables}
+    assert section.tables[0].name == "headline" and len(tables["headline"].rows) == 1
+    assert [row[1].text for row in tables["arms-130m"].rows] == ARMS
+    assert len(tables["breakdown"].rows) == 4 and len(tables["growth-row-length"].rows) == 2
+    best = tables["headline"].rows[0][1].text
+    against = {row[4].text: row for row in tables["positions"].rows if row[1].text == best}
+    assert against.keys() == {"padded-256", "padded-longest", "padded-buckets"}
+    assert against["padded-256"][5].values[0] > against["padded-longest"][5].values[0] > 0
+    assert {figure.name for figure in section.figures} == {"speedup", "breakdown", "growth"}
+
+
+def test_a_wrong_arm_is_not_timed(tmp_path, monkeypatch):
+    """Here packed rows leak: the layout that the model is given is not the batch's."""
+    loss = bench.MambaLitModule.loss
+    monkeypatch.setattr(bench.MambaLitModule, "loss", lambda self, batch, boundary="leak": loss(self, batch, "leak"))
+    with pytest.raises(RuntimeError, match="packed-512-in_order: losses are off by .*; nothing is timed"):
+        run(tmp_path)
+    assert not (tmp_path / "records").exists()
+
+
+def test_every_scheme_holds_every_token_once():
+    documents = Documents(draw_lengths("short", 200, 0), 60, 0)
+    for name in ARMS:
+        fed = feed(documents, Scheme.parse(name), 512)
+        found = {}
+        for batch, numbers in fed.all():
+            assert batch.tokens.numel() <= 512
+            parts = batch.tokens[batch.layout.documents >= 0].split(batch.layout.lengths.tolist())
+            found |= dict(zip(numbers, parts, strict=True))
+        assert all(found[i].tolist() == documents.document(i).tolist() for i in range(200)), name
+        assert len(fed.sample(3)) == 3
+
+
+def test_few_batches_stand_for_all():
+    documents = Documents(draw_lengths("documents-2k", 4096, 0), 60, 0)
+    for name, count in (("single", 16), ("padded-2048", 2), ("padded-longest", 2), ("packed-16384-best_fit", 2)):
+        fed = feed(documents, Scheme.parse(name), 16384)
+        mean = sum(batch.layout.num_tokens for batch in fed.sample(count)) / count
+        assert mean == pytest.approx(fed.tokens_per_batch, rel=0.03), name
+
+
+FAKES = {
+    "modules/mamba_simple.py": """
+        from packmamba.nn.mixer import PackedMamba as Mamba
+    """,
+    "modules/block.py": """
+        import torch
+        class Block(torch.nn.Module):
+            def __init__(self, dim, mixer, mlp, norm, fused_add_norm, residual_in_fp32):
+                super().__init__()
+                self.norm, self.mixer = norm(dim), mixer(dim)
+            def forward(self, hidden, residual=None):
+                residual = hidden if residual is None else hidden + residual
+                return self.mixer(self.norm(residual)), residual
+    """,
+    "ops/triton/layer_norm.py": """
+        import torch
+        class RMSNorm(torch.nn.RMSNorm):
+            bias = None
+            def __init__(self, dim):
+                super().__init__(dim, eps=1e-5)
+        def layer_norm_fn(hidden, weight, bias, residual, eps, is_rms_norm):
+            return torch.nn.functional.rms_norm(hidden + residual, weight.shape, weight, eps)
+    """,
+}
+
+
+@pytest.fixture
+def peers(tmp_path, monkeypatch):
+    """A package with the peers' names, whose layers are ours without layouts: rows leak, as the peers' do."""
+    for name, text in {"__init__.py": "raise ImportError", **FAKES}.items():
+        path = tmp_path / "site" / "mamba_ssm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    from packmamba.ops.mamba_ssm import _peer
+
+    _peer.cache_clear()
+    yield
+    _peer.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        del sys.modules[name]
+
+
+def test_the_peers_arms_share_the_weights_and_leak(tmp_path, peers):
+    arms = ["mamba-ssm-single", "mamba-ssm-padded-256", "mamba-ssm-packed-512-best_fit", "single"]
+    records = run(tmp_path, arms=arms, breakdown_arms=[], parts=["forward_backward"])
+    assert [record["arm"] for record in records] == arms
+    assert records[2]["metrics"]["leak_error"] > 10 * bench.TOLERANCES["float32"], "the gate tells a leak apart"
+    module = bench.Bench(
+        bench.Config(**TINY | {"arms": arms}), "130m", torch.device("cpu"), tmp_path / "x", False
+    ).build()
+    assert set(map(id, PeerLM(module.model).parameters())) == set(map(id, module.model.parameters()))
+
+
+def test_peers_that_are_missing_are_left_out(tmp_path, capsys):
+    records = run(tmp_path, arms=["mamba-ssm-single", "single"], breakdown_arms=[], parts=["forward_backward"])
+    assert [record["arm"] for record in records] == ["single"]
+    assert "left out, mamba-ssm-single: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
+        ("void (anonymous namespace)::backward<true, true>(ScanParams)", "scan"),
+        ("void (anonymous namespace)::forward<__nv_bfloat16, 4, 4>(ConvParams)", "conv"),
+        ("triton_red_fused__log_softmax__to_copy_arange_eq_exp_gather_neg", "loss"),
+        ("void at::native::(anonymous namespace)::sum_and_scatter<float, long>(...)", "norm and elementwise"),
+        ("void selective_scan_bwd_kernel<...>", "scan"),
+        ("void causal_conv1d_channellast_fwd_kernel<...>", "conv"),
+        ("triton_per_fused_add_mul_0", "norm and elementwise"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
+        ("Memcpy HtoD (Pinned -> Device)", "other"),
+    ],
+)
+def test_families_of_kernels(name, family):
+    assert family_of(name) == family
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arms": ["packed"]}, "arms: expected single"),
+        ({"arms": ["packed-100-best_fit"], "breakdown_arms": []}, "arms: packed-100-best_fit"),
+        ({"parts": ["all"]}, "parts: expected of"),
+        ({"models": ["13b"]}, "known sizes"),
+        ({"overrides": ["model.dmodel=1"]}, "unknown key"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"breakdown_arms": ["split"]}, "breakdown_arms"),
+        ({"step_arms": ["mamba-ssm-single"]}, "step_arms: expected arms of ours"),
+        ({"rounds": 0}, "rounds"),
+    ],
+)
+def test_refuses_before_it_measures(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, **change)
+    assert not (tmp_path / "records").exists()
+
+
+MULTI = {
+    "model": "130m",
+    "overrides": TINY["overrides"],
+    "arms": ["ddp-1", "ddp-2", "fsdp2-2"],
+    "scheme": "packed-512-best_fit",
+    "distribution": "short",
+    "documents": 400,
+    "slots": 512,
+    "same_steps": 2,
+    "rounds": 2,
+    "precision": "32-true",
+    "accelerator": "cpu",
+}
+
+
+def test_every_strategy_has_the_loss_of_one_device(tmp_path):
+    multi_gpu.run(MULTI, tmp_path / "records" / "multi_gpu.jsonl", progress=False)
+    records = read_records(tmp_path)
+    assert [record["arm"] for record in records] == MULTI["arms"]
+    alone = [point["loss"] for point in records[0]["curves"]["loss"]]
+    assert alone[0] != alone[1]
+    for record in records:
+        assert [point["loss"] for point in record["curves"]["loss"]] == pytest.approx(alone, rel=1e-5)
+        slots = record["metrics"]["slots_per_second"] * record["metrics"]["seconds_per_step"]
+        assert slots == pytest.approx(512 * record["config"]["devices"])
+    (section,) = build_sections(records)
+    (table,) = section.tables
+    assert [(row[0].text, row[1].text) for row in table.rows] == [("ddp", "1"), ("ddp", "2"), ("fsdp2", "2")]
+    assert [figure.name for figure in section.figures] == ["multi-gpu-130m"]
+
+
+def test_an_arm_with_another_loss_is_not_recorded(tmp_path, monkeypatch):
+    results = {"losses": [4.0], "seconds": [1.0, 1.0], "slots": [512, 512], "tokens": [500, 500],
+               "peak_memory_bytes": None, "corpus": "short", "config": {}}  # fmt: skip
+    arms = iter([results, results | {"losses": [4.001]}])
+    monkeypatch.setattr(multi_gpu, "_launch", lambda *_: next(arms))
+    with pytest.raises(RuntimeError, match="ddp on 2 devices: losses .* of the same documents are not"):
+        multi_gpu.run(MULTI, tmp_path / "records" / "multi_gpu.jsonl", progress=False)
+    assert [record["arm"] for record in read_records(tmp_path)] == ["ddp-1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"arms": ["fsdp-2"]}, "arms: expected strategy-devices"), ({"arms": []}, "at least one"),
+     ({"accelerator": "gpu", "arms": ["ddp-99"]}, "arms: expected at most .* devices"),
+     ({"scheme": "mamba-ssm-single"}, "scheme"), ({"precision": "16-mixed"}, "precision")],
+)  # fmt: skip
+def test_several_devices_are_refused_before_any_work(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        multi_gpu.run(MULTI | change, tmp_path / "records.jsonl", progress=False)
