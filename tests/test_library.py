@@ -65,6 +65,15 @@ def test_the_key_covers_sources_headers_flags_compiler_and_instruction_set(small
     monkeypatch.undo()
 
 
+def test_the_ablation_is_another_library(monkeypatch):
+    monkeypatch.setenv("PACKMAMBA_CUDA_ARCHS", "90")
+    monkeypatch.setattr(library, "_find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(library, "_output", lambda *_: "nvcc 13\n")
+    plain = library.describe("cuda")
+    monkeypatch.setenv("PACKMAMBA_PER_TOKEN_INDICES", "1")
+    assert library.describe("cuda").key != plain.key
+
+
 def test_eight_processes_build_once(small_kernels, tmp_path):
     counting = tmp_path / "compiler"
     counting.write_text(

@@ -27,7 +27,6 @@ Dtype dtype_of(const Tensor& t) {
     default: STD_TORCH_CHECK(false, "expected bfloat16, float16 or float32 activations");
   }
 }
-int64_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 View view(const OptionalTensor& t) {
   if (!t) return {};
@@ -105,7 +104,7 @@ void conv1d_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor 
   p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.dx = dx.data_ptr(), p.dx_token = token_stride(dx), p.dweight = pointer<float>(dweight);
   p.dbias = pointer<float>(dbias), p.dinitial = pointer<float>(dinitial);
   Workspace work;
-  p.partial = work.floats(x, conv_blocks(p.rows, p.row_length) * (p.width + 1) * p.channels);
+  p.partial = work.floats(x, conv_partials(p));
   conv_backward(p, cudaStream_t(stream));
   launched();
 }

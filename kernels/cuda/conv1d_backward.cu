@@ -1,31 +1,29 @@
 // Backward of the packed depthwise convolution.
 //
-// Mapping: as the forward, tiles walked forward; the pre-activation is computed again; g, its gradient, stays in registers for W
-// slots, and an input's gradient is whole W - 1 slots later. Past its end a tile goes on for W - 1 slots of the same document to
-// finish its own. dweight and dbias: in registers over a tile, over a block's warps in shared memory, over blocks by a second
-// kernel, in a fixed order: no atomics.
-// Bound: bytes. Bytes: x and dy read once (and 2 (W - 1) slots a tile again, from L2), dx written once, 20 per 256 slots of partials.
+// Mapping: as the forward, spans walked forward; the pre-activation is computed again; g, its gradient, stays in registers for W
+// slots, and an input's gradient is whole W - 1 slots later. Past its end a span goes on for W - 1 slots of the same document to
+// finish its own. dweight and dbias: in registers over a span, over spans by a second kernel, in a fixed order: no atomics.
+// Bound: bytes. Bytes: x and dy read once (and 2 (W - 1) slots a span again), dx written once, 20 a span of partials.
 #include "conv1d.cuh"
 
 namespace {
 
-constexpr int GROUP = 8;  // slots whose loads are issued together; at least W - 1
-constexpr int VECTOR = 2;
+constexpr int STAGES = 2, BYTES = 8, RESIDENT = 4;  // blocks of a multiprocessor
 
 // One slot: g from its pre-activation, then the gradient of the input W - 1 slots before, and, of own slots, of the parameters.
-template <int W, int V> struct Slot {
+template <int W, int V, bool SILU> struct Slot {
   float weight[W][V], bias[V], x[W - 1][V], g[W - 1][V], dweight[W][V] = {}, dbias[V] = {};  // x, g: of the last W - 1 slots
 
-  __device__ __forceinline__ void advance(float (&dx)[V], const float (&now)[V], const float (&dy)[V], bool silu, bool own) {
+  __device__ __forceinline__ void advance(float (&dx)[V], const float (&now)[V], const float (&dy)[V], bool own) {
 #pragma unroll
     for (int c = 0; c < V; c++) {
-      float gt = dy[c];
-      if (silu) {
+      float gt = dy[c];  // over SILU_SCALE, as dweight and dbias: dx has the scaled weights
+      if (SILU) {
         float pre = fmaf(weight[W - 1][c], now[c], bias[c]);
 #pragma unroll
         for (int k = 0; k < W - 1; k++) pre = fmaf(weight[k][c], x[k][c], pre);
-        const float s = fast_sigmoid(pre);
-        gt *= s * fmaf(pre, 1.f - s, 1.f);
+        const float s = scaled_sigmoid(pre);
+        gt *= s * fmaf(pre, -LN2 - s, 1.f);
       }
       if (own) {
         dbias[c] += gt;
@@ -54,106 +52,105 @@ template <int W, int V> __device__ __forceinline__ void clear(float (&v)[W][V]) 
     for (int c = 0; c < V; c++) v[k][c] = 0.f;
 }
 
-template <class T, int W, int V>
-__global__ void __launch_bounds__(32 * TILES_PER_BLOCK, 6) backward(const __grid_constant__ ConvParams p) {
-  __shared__ float sums[TILES_PER_BLOCK][32 * V];
-  const int lane = threadIdx.x & 31, channel = (blockIdx.y * 32 + lane) * V;
-  const Tile tile(p);
-  Slot<W, V> slot;
-  if (channel < p.channels && tile.index >= 0) {
-    Walk walk(p, p.schedule.tile_documents[tile.index]);
-    const T* x = row_base<T>(p.x, tile.first, p.row_length, channel);
-    const T* dy = row_base<T>(p.dy, tile.first, p.row_length, channel);
-    T* dx = (T*)p.dx + channel;
-    load_weight<W, V>(slot.weight, slot.bias, p, channel);
-    load_window<T, W, V>(slot.x, p, walk, tile.first, channel, x);
-    auto finish = [&](float (&v)[V], int t) {  // a slot whose sum is whole, if it is this tile's
-      if (t < tile.first || t >= tile.end || t < walk.start) return;
-      const int k = t - (walk.end - (W - 1));
-      if (p.dfinal && k >= 0)
+template <class T, int W, int V, bool SILU>
+__global__ void __launch_bounds__(32 * WARPS, RESIDENT)
+    backward(const __grid_constant__ ConvParams p, const __grid_constant__ Spans spans) {
+  __shared__ Ahead<T, V, STAGES> ahead_x, ahead_dy;
+  let_next_start();
+  const Span span(spans);
+  const int channel = first_channel<V>(p, span);
+  if (channel < 0) return;
+  const T* x = row_base<T>(p.x, span.first, p.row_length, channel);
+  const T* dy = row_base<T>(p.dy, span.first, p.row_length, channel);
+  T* dx = (T*)p.dx + channel;
+  const int stop = min(span.end + W - 1, span.row_end);
+  T *const mine_x = ahead_x.mine(), *const mine_dy = ahead_dy.mine();
+  auto copy = [&](int n, int t0) {
+    ahead_x.copy(ahead_x.group(mine_x, n), x, p.x, t0, stop), ahead_dy.copy(ahead_dy.group(mine_dy, n), dy, p.dy, t0, stop);
+    copies_issued();
+  };
 #pragma unroll
-        for (int c = 0; c < V; c++)
-          v[c] += p.dfinal[((int64_t)walk.document * p.channels + channel + c) * (W - 1) + k];
-      store(dx + (int64_t)t * p.dx_token, v);
-    };
-    for (int t0 = tile.first; t0 < tile.end; t0 += GROUP) {
-      walk.reach(t0);
-      const bool opens = t0 == tile.first;  // inputs before it are another tile's
-      const int whole_from = opens ? t0 : t0 - (W - 1);
-      if (walk.start <= whole_from && t0 + GROUP <= min(tile.end, walk.end - (W - 1))) {
-        Vector<T, V> group_x[GROUP], group_dy[GROUP];
-        load_group(group_x, x, p.x, t0), load_group(group_dy, dy, p.dy, t0);
-        if (opens) clear(slot.g);
-        T* to = dx + (int64_t)(t0 - (W - 1)) * p.dx_token;
+  for (int n = 0; n < STAGES - 1; n++) copy(n, span.first + n * GROUP);
+  Walk walk(p, span.first);
+  constexpr float SCALE = SILU ? SILU_SCALE : 1.f;
+  Slot<W, V, SILU> slot;
+  load_weight<W, V>(slot.weight, slot.bias, p, channel, SCALE);
+  load_window<T, W, V>(slot.x, p, walk, span.first, channel, x);
+  auto finish = [&](float (&v)[V], int t) {  // a slot whose sum is whole, if it is this span's
+    if (t < span.first || t >= span.end || t < walk.start) return;
+    const int k = t - (walk.end - (W - 1));
+    if (p.dfinal && k >= 0)
 #pragma unroll
-        for (int i = 0; i < GROUP; i++) {
-          float now[V], gy[V], whole[V];
-          unpack(now, group_x[i]), unpack(gy, group_dy[i]);
-          slot.advance(whole, now, gy, p.silu, true);
-          if (i >= W - 1 || !opens) store(to + (int64_t)i * p.dx_token, whole);
-        }
+      for (int c = 0; c < V; c++) v[c] += p.dfinal[((int64_t)walk.document * p.channels + channel + c) * (W - 1) + k];
+    store(dx + (int64_t)t * p.dx_token, v);
+  };
+  for (int n = 0, t0 = span.first; t0 < stop; n++, t0 += GROUP) {
+    copy(n + STAGES - 1, t0 + (STAGES - 1) * GROUP);
+    oldest_arrived<STAGES>();
+    const T *const slots_x = ahead_x.group(mine_x, n), *const slots_dy = ahead_dy.group(mine_dy, n);
+    if (t0 < span.end) walk.reach(t0);
+    const bool opens = t0 == span.first;  // inputs before it are another span's
+    const int whole_from = opens ? t0 : t0 - (W - 1);
+    if (walk.start <= whole_from && t0 + GROUP <= min(span.end, walk.end - (W - 1))) {
+      if (opens) clear(slot.g);
+      T* to = dx + (int64_t)(t0 - (W - 1)) * p.dx_token;
+#pragma unroll
+      for (int i = 0; i < GROUP; i++) {
+        float now[V], gy[V], whole[V];
+        load(now, slots_x + i * 32 * V), load(gy, slots_dy + i * 32 * V);
+        slot.advance(whole, now, gy, true);
+        if (i >= W - 1 || !opens) store(to + (int64_t)i * p.dx_token, whole);
+      }
+      continue;
+    }
+#pragma unroll 1
+    for (int t = t0; t < min(t0 + GROUP, stop); t++) {
+      if (t < span.end) walk.reach(t);
+      // Past the end: what the next slots of the last document owe the span's last.
+      else if (t >= walk.end || walk.start >= span.end) break;
+      float now[V], gy[V], whole[V] = {};
+      if (t < walk.start) {  // padding
+        store(dx + (int64_t)t * p.dx_token, whole);
         continue;
       }
-#pragma unroll 1
-      for (int t = t0; t < min(t0 + GROUP, tile.end); t++) {
-        walk.reach(t);
-        float now[V], gy[V], whole[V] = {};
-        if (t < walk.start) {  // padding
-          store(dx + (int64_t)t * p.dx_token, whole);
-          continue;
+      load(now, slots_x + (t - t0) * 32 * V), load(gy, slots_dy + (t - t0) * 32 * V);
+      if (t == walk.start && t > span.first) load_window<T, W, V>(slot.x, p, walk, t, channel, x);
+      if (t == walk.start || t == span.first) clear(slot.g);
+      slot.advance(whole, now, gy, t < span.end);
+      finish(whole, t - (W - 1));
+      if (t == walk.end - 1)
+        for (int k = 0; k < W - 1; k++) {
+#pragma unroll
+          for (int c = 0; c < V; c++) slot.retire(whole, 0.f, 0.f, c);
+          finish(whole, t - (W - 2) + k);
         }
-        load(now, at_slot(x, p.x, t)), load(gy, at_slot(dy, p.dy, t));
-        if (t == walk.start && t > tile.first) load_window<T, W, V>(slot.x, p, walk, t, channel, x);
-        if (t == walk.start || t == tile.first) clear(slot.g);
-        slot.advance(whole, now, gy, p.silu, true);
-        finish(whole, t - (W - 1));
-        if (t == walk.end - 1)
-          for (int k = 0; k < W - 1; k++) {
-#pragma unroll
-            for (int c = 0; c < V; c++) slot.retire(whole, 0.f, 0.f, c);
-            finish(whole, t - (W - 2) + k);
-          }
-      }
-    }
-    if (walk.start < tile.end && walk.end > tile.end) {  // the last document goes on: what its next slots owe the tile's last
-      float now[W - 1][V] = {}, gy[W - 1][V] = {}, whole[V];
-#pragma unroll
-      for (int k = 0; k < W - 1; k++)
-        if (tile.end + k < walk.end) load(now[k], at_slot(x, p.x, tile.end + k)), load(gy[k], at_slot(dy, p.dy, tile.end + k));
-#pragma unroll
-      for (int k = 0; k < W - 1; k++) {
-        slot.advance(whole, now[k], gy[k], p.silu, false);
-        finish(whole, tile.end + k - (W - 1));
-      }
     }
   }
-  // The block's share of dweight and dbias: (W + 1, D).
+  float* const partial = p.partial + (int64_t)span.number * (W + 1) * p.channels + channel;
+#pragma unroll
   for (int k = 0; k <= W; k++) {
+    float v[V];
 #pragma unroll
-    for (int c = 0; c < V; c++) {
-      float v = slot.dbias[c];
-#pragma unroll
-      for (int j = 0; j < W; j++) v = j == k ? slot.dweight[j][c] : v;
-      sums[threadIdx.x >> 5][lane * V + c] = v;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < 32 * V; i += blockDim.x) {
-      float v = 0.f;
-      for (int w = 0; w < TILES_PER_BLOCK; w++) v += sums[w][i];
-      const int c = blockIdx.y * 32 * V + i;
-      if (c < p.channels) p.partial[((int64_t)blockIdx.x * (W + 1) + k) * p.channels + c] = v;
-    }
-    __syncthreads();
+    for (int c = 0; c < V; c++) v[c] = SCALE * (k < W ? slot.dweight[k < W ? k : 0][c] : slot.dbias[c]);
+    store(partial + (int64_t)k * p.channels, v);
   }
 }
 
-// One thread a tap (or bias) and channel, over the blocks of tiles in order.
-__global__ void __launch_bounds__(256) reduce(const __grid_constant__ ConvParams p, int blocks) {
-  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, stride = (int64_t)(p.width + 1) * p.channels;
-  if (i >= stride) return;
+constexpr int SLICES = 8;
+
+// One column a tap (or bias) and channel, over the spans: each of SLICES threads its own, then those in order.
+__global__ void __launch_bounds__(32 * SLICES) reduce(const __grid_constant__ ConvParams p, int spans) {
+  __shared__ float sums[SLICES][32];
+  wait_for_previous();
+  const int64_t i = (int64_t)blockIdx.x * 32 + threadIdx.x, stride = (int64_t)(p.width + 1) * p.channels;
   float v = 0.f;
-#pragma unroll 8
-  for (int b = 0; b < blocks; b++) v += p.partial[b * stride + i];
+  if (i < stride)
+#pragma unroll 16
+    for (int b = threadIdx.y; b < spans; b += SLICES) v += p.partial[b * stride + i];
+  sums[threadIdx.y][threadIdx.x] = v;
+  __syncthreads();
+  if (threadIdx.y || i >= stride) return;
+  for (int s = 1; s < SLICES; s++) v += sums[s][threadIdx.x];
   const int k = i / p.channels, channel = i % p.channels;
   if (k < p.width) p.dweight[(int64_t)channel * p.width + k] = v;
   else if (p.dbias) p.dbias[channel] = v;
@@ -181,7 +178,7 @@ template <class T> __global__ void initial_states(const __grid_constant__ ConvPa
                                      : p.initial_state[state + W - 1 + place];
           pre = fmaf(weight[k], v, pre);
         }
-        const float s = fast_sigmoid(pre);
+        const float s = fast_rcp(1.f + fast_ex2(pre * SILU_SCALE));
         g *= s * fmaf(pre, 1.f - s, 1.f);
       }
       for (int k = t; k < W - 1; k++) out[k] = fmaf(weight[k - t], g, out[k]);
@@ -195,18 +192,21 @@ template <class T> __global__ void initial_states(const __grid_constant__ ConvPa
 
 }  // namespace
 
-int64_t conv_blocks(int rows, int row_length) {
-  const int64_t tiles = (int64_t)rows * ((row_length + CONV_TILE - 1) / CONV_TILE);
-  return (tiles + TILES_PER_BLOCK - 1) / TILES_PER_BLOCK;
+int64_t conv_partials(const ConvParams& p) {
+  const int vector = aligned(p, BYTES) ? BYTES / size_of(p.dtype) : 1;
+  return spans_of(p, vector, RESIDENT).count() * (p.width + 1) * p.channels;
 }
 
 void conv_backward(const ConvParams& p, cudaStream_t stream) {
-  with_shape<VECTOR>(p, [&](auto t, auto width, auto vector) {
+  int64_t count = 0;
+  with_shape<BYTES>(p, [&](auto t, auto width, auto vector, auto silu) {
     constexpr int W = decltype(width)::value, V = decltype(vector)::value;
-    backward<decltype(t), W, V><<<conv_grid(p, V), 32 * TILES_PER_BLOCK, 0, stream>>>(p);
+    const Spans spans = spans_of(p, V, RESIDENT);
+    count = spans.count();
+    backward<decltype(t), W, V, decltype(silu)::value><<<count * spans.channel_blocks, 32 * WARPS, 0, stream>>>(p, spans);
   });
   const int64_t sums = (int64_t)(p.width + 1) * p.channels;
-  reduce<<<(sums + 255) / 256, 256, 0, stream>>>(p, conv_blocks(p.rows, p.row_length));
+  launch_behind(reduce, (sums + 31) / 32, dim3(32, SLICES), 0, stream, p, count);
   if (p.dinitial && p.documents)
     with_dtype(p.dtype, [&](auto t) {
       const dim3 grid((p.channels + 127) / 128, min(p.documents, 65535));

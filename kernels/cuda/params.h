@@ -5,6 +5,7 @@
 #include <cstdint>
 
 enum class Dtype : int { bfloat16, float16, float32 };
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 // A (B, L, *) tensor with unit stride along its last dimension. Null data: an absent argument.
 struct View {
@@ -13,8 +14,17 @@ struct View {
   uint32_t token_bytes;
 };
 
-constexpr int CONV_TILE = 64;   // slots of a convolution tile
+constexpr int CONV_TILE = 64;   // slots between places where the convolution finds its document
 constexpr int SAVE_EVERY = 32;  // tokens between saved states, counted from a document's start
+
+// An ablation, chosen when the library is built: the scan of bfloat16 with 16 states and the convolution find a document's start by
+// a position per token, as the paper's kernels do, and not by the schedule, which then only shares out work. (Where states go in
+// or out, they come and go by the schedule.)
+#ifdef PACKMAMBA_PER_TOKEN_INDICES
+constexpr bool PER_TOKEN_INDICES = true;
+#else
+constexpr bool PER_TOKEN_INDICES = false;
+#endif
 
 // How a batch is made into work: documents longer than cut_above are cut into pieces of cut_length tokens (a multiple of
 // SAVE_EVERY), documents that begin in the same window of slots, but those longer than it, share a work item.
@@ -34,6 +44,12 @@ struct Plan {
   }
 };
 
+// How the convolution's slots are shared out: `per_row` spans of `length` slots each row, and blocks of channels.
+struct Spans {
+  int channel_blocks, rows, row_length, per_row, length;
+  int64_t count() const { return (int64_t)rows * per_row; }
+};
+
 // Made once per batch by schedule.cu; every kernel of every layer reads it.
 struct Schedule {
   int* counts;         // items, segments, cut segments, cut documents
@@ -44,15 +60,18 @@ struct Schedule {
   int* cut_segments;   // their place among all segments
   int* row_ends;       // (B,) the slot after each row's last token
   int* tile_documents; // the first document that ends after each tile of CONV_TILE slots begins
+  int* positions;      // of each slot in its document, -1 for padding; only if PER_TOKEN_INDICES
   int max_items, max_cut_segments, max_cut_documents;  // grids are made from these
   Schedule() = default;
   Schedule(int* memory, const Plan& p)
       : counts(memory), segments((int4*)(memory + 4)), cut_documents(segments + p.segments()),
         items((int2*)(cut_documents + p.cut_documents())), unsorted(items + p.items()), cut_segments((int*)(unsorted + p.items())),
-        row_ends(cut_segments + p.cut_segments()), tile_documents(row_ends + p.rows), max_items(p.items()),
+        row_ends(cut_segments + p.cut_segments()), tile_documents(row_ends + p.rows),
+        positions(tile_documents + p.tiles()), max_items(p.items()),
         max_cut_segments(p.cut_segments()), max_cut_documents(p.cut_documents()) {}
   static int64_t size(const Plan& p) {
-    return 4 + 4 * (p.segments() + p.cut_documents()) + 4 * p.items() + p.cut_segments() + p.rows + p.tiles();
+    return 4 + 4 * (p.segments() + p.cut_documents()) + 4 * p.items() + p.cut_segments() + p.rows + p.tiles() +
+           (PER_TOKEN_INDICES ? p.slots() : 0);
   }
 };
 
@@ -83,12 +102,38 @@ struct ConvParams {
   void *y, *dx;      // y is contiguous
   int64_t dx_token;  // elements from a slot of dx to the next, over all rows
   float *dweight, *dbias, *final_state, *dinitial;
-  float* partial;  // (blocks of tiles, W + 1, D)
+  float* partial;  // (spans, W + 1, D)
   int channels, width, rows, row_length, documents;
   bool silu;
   Dtype dtype;
   __host__ __device__ int64_t slots() const { return (int64_t)rows * row_length; }
 };
+
+// A kernel launched behind another starts while that one still runs (from compute capability 9.0 on): it may read what was there
+// before that one, and the rest after wait_for_previous.
+template <class... P, class... A>
+void launch_behind(void (*kernel)(P...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream, A... arguments) {
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+  config.attrs = &early, config.numAttrs = major >= 9 ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, P(arguments)...);
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 void make_schedule(const int* starts, const int* ends, const Plan& plan, const Schedule& schedule, cudaStream_t stream);
 // Zeros the padding of a (B, L, *) tensor whose slots are token_bytes apart and width_bytes wide.
@@ -106,5 +151,5 @@ int scan_block_channels(int states);  // of the backward: one partial of dB and 
 void scan_reduce(const ScanParams& p, int channel_blocks, cudaStream_t stream);
 
 void conv_forward(const ConvParams& p, cudaStream_t stream);
-int64_t conv_blocks(int rows, int row_length);  // of tiles: one partial of dweight and dbias each
+int64_t conv_partials(const ConvParams& p);  // floats of partials of dweight and dbias
 void conv_backward(const ConvParams& p, cudaStream_t stream);

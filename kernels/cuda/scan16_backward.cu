@@ -21,6 +21,8 @@ struct Warp {
   float4 slope[TILES][32];           // d step / d delta of the same
   uint32_t u[TILES][2][32], bc[TILES][4][32];
   uint32_t in[8][32], in_bc[4][32];  // the next tile's u, delta, z, dy; B and C: staged by each lane for itself
+  int positions[PER_TOKEN_INDICES ? 32 : 1];
+  uint32_t first[PER_TOKEN_INDICES ? TILES : 1];  // of a tile's tokens, those that begin a document
   uint4 saved[32];                   // the next chunk's saved state
   float4 constants[32];              // bias and D of the lane's channels
   // Once a tile has been walked, its states' place holds this warp's share of dB and dC.
@@ -30,6 +32,7 @@ struct Warp {
 template <bool GATE, bool SOFTPLUS>
 __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant__ ScanParams p) {
   extern __shared__ __align__(16) char dynamic[];
+  let_next_start();
   const int number = blockIdx.y - 1;
   if (zero_padding(p, p.du, p.ddelta, p.dz, p.dz_token) || number >= p.schedule.counts[0]) return;
   Warp* const warps = (Warp*)dynamic;
@@ -46,13 +49,14 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     m.constants[lane] = make_float4(bias.x, bias.y, D.x, D.y);
   }
   const int2 item = p.schedule.items[number];
+  if (PER_TOKEN_INDICES) set_zero(carry);
   for (int i = item.y - 1; i >= item.x; i--) {
     const int4 segment = p.schedule.segments[i];
     const int length = segment.y - segment.x, document = segment.z, before = segment.x - p.starts[document];
     const int64_t state = (int64_t)document * p.channels * N16;
     if (segment.w >= 0) load_state(carry, p.cut_states + (int64_t)segment.w * p.channels * N16, l);
     else if (p.dfinal) load_state(carry, p.dfinal + state, l);
-    else set_zero(carry);
+    else if (!PER_TOKEN_INDICES || p.initial_state) set_zero(carry);
     if (!l.live) set_zero(carry);
     const char *u = at(p.u, segment.x, p.row_length, l.loaded), *delta = at(p.delta, segment.x, p.row_length, l.loaded);
     const char *z = GATE ? at(p.z, segment.x, p.row_length, l.loaded) : nullptr;
@@ -79,6 +83,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
         copy4(&m.in_bc[q][lane], Bt + 16 * q);
         copy4(&m.in_bc[2 + q][lane], Ct + 16 * q);
       }
+      if (PER_TOKEN_INDICES) copy4(&m.positions[lane], p.schedule.positions + segment.x + min(t0 + lane % TILE, length - 1));
       copies_issued();
     };
 
@@ -99,10 +104,11 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           unpack_state(h, a);
         } else {
           if (p.initial_state) load_state(h, p.initial_state + state, l);
+          else if (PER_TOKEN_INDICES) copy_state(h, carry);  // whatever is there
           else set_zero(h);
           pack_state(a, h);
         }
-        __syncthreads();  // other warps have summed the previous chunk's last tile
+        __syncthreads();  // other warps have summed the previous chunk
         put_quad(m.states[0], lane, a);
         for (int tile = 0; tile < tiles; tile++) {
           const int t0 = c0 + tile * TILE;
@@ -152,6 +158,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             const uint32_t v = transposed(rawB);
             Bt[q][0] = twice(v, 0), Bt[q][1] = twice(v, 1);
           }
+          const uint32_t first = PER_TOKEN_INDICES ? begins(p, m.positions[lane], t0 + lane % TILE < length) : 0u;
+          if (PER_TOKEN_INDICES) m.first[tile] = first;
           if (tile + 1 < tiles) stage(t0 + TILE);
           else if (c0 > 0) stage_chunk(c0 - SAVE_EVERY);
           __syncwarp();
@@ -164,6 +172,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           for (int t = 0; t < TILE; t++) {
             const int k = t >> 2;
             const bool own = s == (t & 3);
+            if (PER_TOKEN_INDICES) zero_if(first >> t & 1, h);
             advance(h, e[t], A, wt[k], Bt, t, s);
             pack_state(a, h);
             put_quad(m.states[tile * TILE + t + 1], lane, a);
@@ -205,29 +214,33 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
         }
         float dw[2][2], dstep[2][2], dB[4], dC[4];  // of the lane's tokens: by channel; by state
         __syncwarp();
+        // A half tile's shared reads stand between the other half's arithmetic, so that neither waits.
+        float2 e[2][4];
+        uint32_t before_t[2][4][4];
+        auto read_states = [&](int k) {  // and dC from them
+          const uint4* const slots = m.states[tile * TILE + 4 * k];
 #pragma unroll
-        for (int k = 1; k >= 0; k--) {
-          uint4* const slots = m.states[tile * TILE + 4 * k];
-          float2 e[4];
-          uint32_t before_t[4][4];
-#pragma unroll
-          for (int t = 0; t < 4; t++) e[t] = m.step[tile][(4 * k + t) * 8 + g];
+          for (int t = 0; t < 4; t++) e[k][t] = m.step[tile][(4 * k + t) * 8 + g];
 #pragma unroll
           for (int t = 0; t < 4; t++) {
             uint32_t a[4];
             float q[4];
-            get_quad(before_t[t], slots + t * 32, lane);
+            get_quad(before_t[k][t], slots + t * 32, lane);
             load_transposed(a, shared_address(slots + (t + 1) * 32 + matrix_row));
             mma_bf16(q, a, gate_columns[0], gate_columns[1]);
             if (s == t) dC[k] = q[k], dC[2 + k] = q[2 + k];
           }
-          __syncwarp();  // their places are written below
+        };
+        auto walk = [&](int k) {  // the states' gradients take the places of the states after a token
+          uint4* const slots = m.states[tile * TILE + 4 * k];
+          const uint32_t first = PER_TOKEN_INDICES ? m.first[tile] >> (4 * k) : 0u;
 #pragma unroll
           for (int t = 3; t >= 0; t--) {
             const bool own = s == t;
             uint32_t a[4];
             float h[2][4], x[2][4], dsum[2] = {};
-            unpack_state(h, before_t[t]);
+            unpack_state(h, before_t[k][t]);
+            if (PER_TOKEN_INDICES) zero_if(first >> t & 1, h);
 #pragma unroll
             for (int q = 0; q < 2; q++) {  // x = carry + g C, the state's gradient
               float v[4];
@@ -239,12 +252,13 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             for (int j = 0; j < 4; j++)
 #pragma unroll
               for (int c = 0; c < 2; c++) {
-                const float et = c ? e[t].y : e[t].x;
+                const float et = c ? e[k][t].y : e[k][t].x;
                 carry[c][j] = x[c][j] * ex2(et * A[c][j]);
                 const float v = carry[c][j] * h[c][j];
                 dA[c][j] = fmaf(v, et, dA[c][j]);
                 dsum[c] = fmaf(v, A[c][j], dsum[c]);
               }
+            if (PER_TOKEN_INDICES) zero_if(first >> t & 1, carry);
             float q[4], r[4];
             pack_state(a, x);
             mma_bf16(q, a, rawB[0], rawB[1]);
@@ -252,7 +266,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             if (own) dw[k][0] = q[k], dw[k][1] = q[2 + k], dstep[k][0] = r[0], dstep[k][1] = r[2];
             put_quad(slots + (t + 1) * 32, lane, a);
           }
-          __syncwarp();
+        };
+        auto sum_B = [&](int k) {
+          const uint4* const slots = m.states[tile * TILE + 4 * k];
 #pragma unroll
           for (int t = 3; t >= 0; t--) {
             uint32_t a[4];
@@ -261,7 +277,16 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             mma_bf16(q, a, w_columns[0], w_columns[1]);
             if (s == t) dB[k] = q[k], dB[2 + k] = q[2 + k];
           }
-        }
+        };
+        read_states(1);
+        __syncwarp();
+        walk(1);
+        __syncwarp();
+        sum_B(1), read_states(0);
+        __syncwarp();
+        walk(0);
+        __syncwarp();
+        sum_B(0);
         __syncwarp();
         float* sums = m.sums(tile) + s * SUM_PITCH + g;
 #pragma unroll
@@ -291,15 +316,16 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
               *(uint32_t*)((bf16*)p.ddelta + o) = pack(dd[0], dd[1]);
             }
         }
-        __syncthreads();
+      }
+      __syncthreads();
 #pragma unroll
-        for (int o = 0; o < TILE / WARPS; o++) {  // one warp a token, one lane a column of [dB | dC]
-          const int t = o * WARPS + w;
-          float v = 0.f;
+      for (int o = 0; o < SAVE_EVERY / WARPS; o++) {  // one warp a token, one lane a column of [dB | dC]
+        const int t = o * WARPS + w;
+        if (c0 + t >= length) break;
+        float v = 0.f;
 #pragma unroll
-          for (int i = 0; i < WARPS; i++) v += warps[i].sums(tile)[t * SUM_PITCH + lane];
-          if (t0 + t < length) partial[(uint64_t)(uint32_t)(t0 + t) * 2 * N16] = v;
-        }
+        for (int i = 0; i < WARPS; i++) v += warps[i].sums(t / TILE)[t % TILE * SUM_PITCH + lane];
+        partial[(uint64_t)(uint32_t)(c0 + t) * 2 * N16] = v;
       }
     }
     if (p.dinitial && before == 0) store_state(p.dinitial + state, carry, l);

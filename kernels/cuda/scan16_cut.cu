@@ -16,6 +16,7 @@ struct Shared {
 template <bool REVERSE, bool GATE, bool SOFTPLUS>
 __global__ void __launch_bounds__(WARPS * 32, 6) piece(const __grid_constant__ ScanParams p) {
   __shared__ Shared shared[WARPS];
+  let_next_start();
   if (blockIdx.y >= p.schedule.counts[2]) return;
   const int4 segment = p.schedule.segments[p.schedule.cut_segments[blockIdx.y]];
   const int document = segment.z, length = segment.y - segment.x;
@@ -114,6 +115,7 @@ constexpr int AHEAD = 8;  // pieces whose end states are loaded together
 
 template <bool REVERSE>
 __global__ void __launch_bounds__(128) combine(const __grid_constant__ ScanParams p) {
+  wait_for_previous();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (blockIdx.y >= p.schedule.counts[3] || i >= p.channels * 4) return;
   const int4 pieces = p.schedule.cut_documents[blockIdx.y];
@@ -150,5 +152,5 @@ void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream)
     constexpr bool G = decltype(gate)::value, S = decltype(softplus)::value;
     (reverse ? piece<true, G, S> : piece<false, false, S>)<<<pieces, WARPS * 32, 0, stream>>>(p);
   });
-  (reverse ? combine<true> : combine<false>)<<<documents, 128, 0, stream>>>(p);
+  launch_behind(reverse ? combine<true> : combine<false>, documents, 128, 0, stream, p);
 }

@@ -228,6 +228,7 @@ template <class T> __global__ void backward(const __grid_constant__ ScanParams p
 // Second stage of every scan's backward: dB and dC over blocks of channels, dA, dD and dbias over items, in a fixed order.
 template <class T>
 __global__ void __launch_bounds__(256) reduce(const __grid_constant__ ScanParams p, int channel_blocks, int token_blocks) {
+  wait_for_previous();
   const int N = p.states;
   if (blockIdx.x < token_blocks) {
     const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, slot = i / (2 * N), stride = p.slots() * 2 * N;
@@ -294,6 +295,6 @@ void scan_reduce(const ScanParams& p, int channel_blocks, cudaStream_t stream) {
   const int64_t token_blocks = (p.slots() * 2 * p.states + 255) / 256;
   const int64_t others = ((int64_t)p.channels * (p.states + 2) + 255) / 256;
   with_dtype(p.dtype, [&](auto t) {
-    reduce<decltype(t)><<<token_blocks + others, 256, 0, stream>>>(p, channel_blocks, token_blocks);
+    launch_behind(reduce<decltype(t)>, token_blocks + others, 256, 0, stream, p, channel_blocks, token_blocks);
   });
 }

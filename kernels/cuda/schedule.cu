@@ -39,6 +39,17 @@ __device__ int bucket(int tokens) {  // 0 is the longest
   return max(0, BUCKETS - 1 - (4 * octave + quarter));
 }
 
+// The first document that ends after a slot: a binary search.
+__device__ int first_ending_after(const int* ends, int documents, int64_t slot) {
+  int a = 0, b = documents;
+  while (a < b) {
+    const int mid = (a + b) / 2;
+    if (ends[mid] > slot) b = mid;
+    else a = mid + 1;
+  }
+  return a;
+}
+
 __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int* ends, const __grid_constant__ Plan plan,
                                                     const __grid_constant__ Schedule out) {
   const int documents = plan.documents, rows = plan.rows, row_length = plan.row_length, window = plan.window;
@@ -122,26 +133,23 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
     __syncthreads();
   }
 
-  // Where the first document that ends after a slot is: a binary search per row and per tile.
-  auto first_ending_after = [&](int64_t slot) {
-    int a = 0, b = documents;
-    while (a < b) {
-      const int mid = (a + b) / 2;
-      if (ends[mid] > slot) b = mid;
-      else a = mid + 1;
-    }
-    return a;
-  };
   for (int r = me; r < rows; r += THREADS) {
     const int64_t row = (int64_t)r * row_length;
-    const int last = first_ending_after(row + row_length) - 1;  // no document crosses rows
+    const int last = first_ending_after(ends, documents, row + row_length) - 1;  // no document crosses rows
     out.row_ends[r] = last >= 0 && ends[last] > row ? ends[last] : row;
   }
   const int tiles = (row_length + CONV_TILE - 1) / CONV_TILE;
   for (int64_t i = me; i < (int64_t)rows * tiles; i += THREADS)
-    out.tile_documents[i] = first_ending_after(i / tiles * row_length + i % tiles * CONV_TILE);
+    out.tile_documents[i] = first_ending_after(ends, documents, i / tiles * row_length + i % tiles * CONV_TILE);
   if (me == 0)
     out.counts[0] = num_items, out.counts[1] = num_segments, out.counts[2] = num_cut, out.counts[3] = num_cut_documents;
+}
+
+__global__ void positions(const int* starts, const int* ends, const __grid_constant__ Plan plan, int* out) {
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < plan.slots(); i += (int64_t)gridDim.x * blockDim.x) {
+    const int document = first_ending_after(ends, plan.documents, i);
+    out[i] = document < plan.documents && starts[document] <= i ? i - starts[document] : -1;
+  }
 }
 
 template <class Word>
@@ -157,6 +165,7 @@ __global__ void zero_tails(char* data, int64_t token_bytes, int words, const int
 
 void make_schedule(const int* starts, const int* ends, const Plan& plan, const Schedule& out, cudaStream_t stream) {
   schedule<<<1, THREADS, 0, stream>>>(starts, ends, plan, out);
+  if (PER_TOKEN_INDICES) positions<<<128, 256, 0, stream>>>(starts, ends, plan, out.positions);
 }
 
 void zero_padding(void* data, int64_t token_bytes, int64_t width_bytes, const int* row_ends, int rows, int row_length,

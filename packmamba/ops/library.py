@@ -207,6 +207,9 @@ def _describe_cuda() -> Build:
         flags.append("-DPACKMAMBA_REDUCED")
     for architecture in architectures:
         flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
+    if os.environ.get("PACKMAMBA_PER_TOKEN_INDICES"):
+        # An ablation: resets by a position per token instead of the schedule (kernels/cuda/params.h).
+        flags.append("-DPACKMAMBA_PER_TOKEN_INDICES")
     link_flags = ["-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"]
     # The wheels' nvcc does not look where the wheels' runtime lies.
     runtime = Path(compiler).resolve().parents[1] / "lib"
