@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import lightning
 import numpy as np
@@ -134,6 +135,9 @@ class PackingDataModule(lightning.LightningDataModule):
 
     def val_dataloader(self) -> list[DataLoader]:
         return [self._loader(evaluation) for evaluation in self.evaluations]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch.to(device, non_blocking=True)  # from pinned memory, see _loader
 
     def _loader(self, dataset: Dataset, sampler: Sampler[int] | None = None) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

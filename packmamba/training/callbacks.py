@@ -51,8 +51,29 @@ class History(Callback):
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.restart_clock()
 
+    def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self.settle()
+
     def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.restart_clock()
+
+    def settle(self) -> None:
+        """Adds the time that a GPU still takes for the steps so far, before something else is done."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            self._count(seconds=self._lap())
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        return seconds
+
+    def _count(self, **amounts: float) -> None:
+        for key, amount in amounts.items():
+            self.totals[key] += amount
+            if self._steps_here > self.WARMUP_STEPS:
+                self.timed[key] += amount
 
     def restart_clock(self) -> None:
         """Leaves out what passed since the last step."""
@@ -61,33 +82,32 @@ class History(Callback):
     def on_train_batch_end(
         self,
         trainer: lightning.Trainer,
-        module: lightning.LightningModule,
+        module: Any,
         outputs: Any,
         batch: StepBatch,
         batch_idx: int,
     ) -> None:
-        if module.device.type == "cuda":
+        step = trainer.global_step
+        point = step % self.log_every == 0 or step == 1 or step == trainer.max_steps
+        on_gpu = module.device.type == "cuda"
+        # Steps between points are left to run behind: a wait, or a number sent to the GPU to be logged, would leave it idle until
+        # the next step's kernels are launched. Their seconds are right in sum.
+        if on_gpu and (point or self._steps_here < self.WARMUP_STEPS):
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        seconds = self._lap()
         tokens, slots = batch.num_tokens, batch.num_slots
         self._steps_here += 1
-        self.totals["steps"] = trainer.global_step
-        for key, amount in (("real_tokens", tokens), ("slots", slots), ("seconds", seconds)):
-            self.totals[key] += amount
-            if self._steps_here > self.WARMUP_STEPS:
-                self.timed[key] += amount
+        self.totals["steps"] = step
+        self._count(real_tokens=tokens, slots=slots, seconds=seconds)
         self.totals["targets"] += batch.num_targets
         self._recent = [*self._recent[-19:], (tokens, slots, seconds)]
-        tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
-        module.log_dict(
-            {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds},
-            prog_bar=False,
-        )
-        module.log("data/padding_fraction", 1 - tokens / slots)
-        module.log("real_tok/s", round(tokens / seconds), prog_bar=True, logger=False)
-        step = trainer.global_step
-        if step % self.log_every == 0 or step == 1 or step == trainer.max_steps:
+        if point or not on_gpu:
+            tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
+            rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
+            module.log_dict(rates | {"train/learning_rate": module.learning_rate(step - 1)})
+            module.log("data/padding_fraction", 1 - tokens / slots)
+            module.log("real_tok/s", round(tokens / seconds), prog_bar=True, logger=False)
+        if point:
             self.train.append(self._point(float(outputs["loss"])))
 
     def on_validation_epoch_end(self, trainer: lightning.Trainer, module: Any) -> None:
@@ -144,6 +164,7 @@ class Checkpoints(LightningCheckpoint):
         step = trainer.global_step
         if step % self.every and step != trainer.max_steps:
             return
+        self.history.settle()
         trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
         if trainer.is_global_zero:
             for old in checkpoints(self.folder)[:-1]:

@@ -132,7 +132,6 @@ class MambaLitModule(lightning.LightningModule):
         optimizer.step()
         if self.trainer.world_size > 1:
             loss = self.trainer.strategy.reduce(loss, reduce_op="sum")
-        self.log("train/learning_rate", learning_rate)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
