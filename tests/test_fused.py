@@ -299,3 +299,26 @@ def test_on_a_gpu(d_state, recompute):
         outputs.append([v.detach().cpu() for v in (y, *finals, *found)])
     errors = [relative_error(result, expected.double()) for result, expected in zip(*reversed(outputs))]
     assert max(errors) <= 2e-2, errors  # a chain of bfloat16 operators
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recompute", block.RECOMPUTE)
+def test_a_whole_model_on_a_gpu(recompute, compiled, fresh_compiler):
+    """bfloat16 weights and the chunked loss, with padding, against float32 on the CPU."""
+    lengths = [[300, 1, 57, 100], [129, 64], [500]]
+    layout = SequenceLayout.from_lengths(lengths, row_length=512)
+    tokens, targets = random_tokens(layout), random_tokens(layout, seed=4)
+    mask, slots = layout.documents >= 0, layout.token_slots
+    exact = build(dtype=torch.bfloat16, d_model=64, d_state=16).float()
+    fast = build(dtype=torch.bfloat16, d_model=64, d_state=16, recompute=recompute).cuda()
+    if compiled:
+        fast.compile_blocks()
+    found = []
+    for model, device in ((exact, "cpu"), (fast, "cuda")):
+        here = [t.to(device) for t in (tokens, layout, targets, mask, slots)]
+        hidden = model(here[0], layout=here[1], return_hidden=True)
+        total, _ = linear_cross_entropy(hidden, model.lm_head.weight, *here[2:], compiled and device == "cuda")
+        found.append({"loss": total, **gradients(total, model)})
+    for name, value in found[0].items():
+        assert relative_error(found[1][name].detach().cpu(), value.detach().double()) <= 4e-2, name
