@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Set
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -29,7 +28,8 @@ from packmamba.training.strategy import make_strategy
 if TYPE_CHECKING:
     from packmamba.bench.speedup import Bench
 
-WARMUP_ROUNDS = 2
+STEPS = 2
+"""Of a turn, and of the warm-up."""
 
 
 def measure(bench: Bench) -> None:
@@ -47,12 +47,14 @@ def measure(bench: Bench) -> None:
                 rows = max(1, c.slots // scheme.row_length)
                 tokens = scheme.row_length * rows * max(1, round(c.slots / mean_length / rows))
             configs.append(step_config(bench, scheme, tokens, folder))
-        profiled = {i for i, scheme in enumerate(schemes) if scheme.name in c.breakdown_arms and "breakdown" in c.parts}
-        rounds = range(WARMUP_ROUNDS + c.rounds)
-        order = [(arm, step) for step in rounds for arm in range(len(schemes))] + [
-            (arm, len(rounds)) for arm in profiled
-        ]
-        watch = take_turns(configs, order, profiled)
+        # Single waits for the host whatever it does; the others' steps overlap.
+        counts = [1 if scheme.strategy == "single" else STEPS for scheme in schemes]
+        turns = [Turn(arm, STEPS, timed=False) for arm in range(len(schemes))]
+        turns += [Turn(arm, count) for _ in range(c.rounds) for arm, count in enumerate(counts)]
+        if "breakdown" in c.parts:
+            some = [arm for arm, scheme in enumerate(schemes) if scheme.name in c.breakdown_arms]
+            turns += [Turn(arm, 1, timed=False, profiled=True) for arm in some]
+        watch = take_turns(configs, turns)
     for i, scheme in enumerate(schemes):
         padding = feeds[scheme.name].padding_fraction
         seconds, slots = watch.seconds[i], watch.slots[i]
@@ -90,52 +92,63 @@ def step_config(bench: Bench, scheme: Scheme, tokens_per_step: int, cache: str, 
     return config
 
 
-class Turns(Dataset):
-    """Item i: which arm's turn it is, and its next step."""
+@dataclass(frozen=True)
+class Turn:
+    """Steps of one arm, one after another: timed as a whole, so that they overlap as in training."""
 
-    def __init__(self, arms: list[StepDataset], order: list[tuple[int, int]]) -> None:
+    arm: int
+    steps: int
+    timed: bool = True
+    profiled: bool = False
+
+
+class Turns(Dataset):
+    """Item i: the next step of the arm whose turn it is."""
+
+    def __init__(self, arms: list[StepDataset], turns: list[Turn]) -> None:
         self.arms = arms
-        self.order = order
+        self.order: list[tuple[int, int]] = []
+        taken = [0] * len(arms)
+        for turn in turns:
+            self.order += [(turn.arm, taken[turn.arm] + step) for step in range(turn.steps)]
+            taken[turn.arm] += turn.steps
 
     def __getitem__(self, index: int) -> StepBatch:
         arm, step = self.order[index]
         return self.arms[arm][step]
 
 
-class TurnsData(lightning.LightningDataModule):
-    """Steps of several PackingDataModules; ``order`` lists (arm, its step)."""
+class TurnsData(PackingDataModule):
+    """The steps of several PackingDataModules, the first one's loader."""
 
-    def __init__(self, configs: list[Config], order: list[tuple[int, int]]) -> None:
-        super().__init__()
+    def __init__(self, configs: list[Config], turns: list[Turn]) -> None:
+        super().__init__(configs[0], progress=False)
         self.parts = [PackingDataModule(config, progress=False) for config in configs]
-        self.order = order
+        self.turns = turns
 
-    def prepare_data(self) -> None:
-        self.parts[0].prepare_data()
+    def setup(self, stage: str | None = None) -> None:
+        assert self.trainer is not None
+        world_size, rank = self.trainer.world_size, self.trainer.global_rank
+        self.order = Turns([StepDataset(part.schedule(world_size), rank) for part in self.parts], self.turns)
 
     def train_dataloader(self) -> DataLoader:
-        trainer = self.trainer
-        assert trainer is not None
-        arms = [StepDataset(part.schedule(trainer.world_size), trainer.global_rank) for part in self.parts]
-        workers = self.parts[0].config.data.num_workers
-        return DataLoader(
-            Turns(arms, self.order), batch_size=None, sampler=StepSampler(0, len(self.order)), num_workers=workers,
-            pin_memory=trainer.strategy.root_device.type == "cuda",
-        )  # fmt: skip
+        return self._loader(self.order, StepSampler(0, len(self.order.order)))
 
 
 class Watch(Callback):
-    """Seconds, slots, peak memory and losses of every step by arm; its first steps warm up."""
+    """By arm: seconds, slots and tokens of a step in each timed turn, peak memory of the last, and every step's loss."""
 
-    def __init__(self, order: list[tuple[int, int]], profiled: set[int]) -> None:
-        arms = range(1 + max(arm for arm, _ in order))
-        self.order, self.profiled = order, profiled
+    def __init__(self, turns: list[Turn]) -> None:
+        arms = range(1 + max(turn.arm for turn in turns))
         self.seconds: list[list[float]] = [[] for _ in arms]
-        self.slots: list[list[int]] = [[] for _ in arms]
-        self.tokens: list[list[int]] = [[] for _ in arms]
+        self.slots: list[list[float]] = [[] for _ in arms]
+        self.tokens: list[list[float]] = [[] for _ in arms]
         self.losses: list[list[float]] = [[] for _ in arms]
         self.peaks: list[int | None] = [None for _ in arms]
         self.profiles: dict[int, Any] = {}
+        # The turn of each step, and whether it is the turn's first and last.
+        self._place = [(turn, i == 0, i + 1 == turn.steps) for turn in turns for i in range(turn.steps)]
+        self._seen: list[tuple[StepBatch, torch.Tensor]] = []
         self._profiler: profile | None = None
         self._clock = 0.0
 
@@ -145,9 +158,10 @@ class Watch(Callback):
     def on_train_batch_start(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: Any, index: int
     ) -> None:
-        if module.device.type == "cuda":
+        turn, first, _ = self._place[index]
+        if first and module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        if index in self.profiled:
+        if first and turn.profiled:
             gpu = module.device.type == "cuda"
             self._profiler = profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU])
             self._profiler.start()
@@ -155,19 +169,24 @@ class Watch(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: StepBatch, index: int
     ) -> None:
-        now = self._now(module)
-        arm, step = self.order[index]
-        if step >= WARMUP_ROUNDS and index not in self.profiled:
-            self.seconds[arm].append(now - self._clock)
-            self.slots[arm].append(batch.num_slots)
-            self.tokens[arm].append(batch.num_tokens)
+        turn, _, last = self._place[index]
+        self._seen.append((batch, outputs["loss"]))
+        if not last:
+            return
+        taken = self._now(module) - self._clock
+        arm = turn.arm
+        if turn.timed:
+            self.seconds[arm].append(taken / turn.steps)
+            self.slots[arm].append(sum(step.num_slots for step, _ in self._seen) / turn.steps)
+            self.tokens[arm].append(sum(step.num_tokens for step, _ in self._seen) / turn.steps)
             if module.device.type == "cuda":
                 self.peaks[arm] = torch.cuda.max_memory_allocated()
-        self.losses[arm].append(float(outputs["loss"]))
+        self.losses[arm] += [float(loss) for _, loss in self._seen]
         if self._profiler is not None:
             self._profiler.stop()
             self.profiles[arm] = sort_kernels(self._profiler, module.device.type == "cuda")
             self._profiler = None
+        self._seen = []
         self._clock = self._now(module)
 
     @staticmethod
@@ -177,35 +196,31 @@ class Watch(Callback):
         return time.perf_counter()
 
 
-def take_turns(configs: list[Config], order: list[tuple[int, int]], profiled: Set[int] = frozenset()) -> Watch:
-    """Trains one model on steps of several configurations, (arm, its step) in this order, by the first one's trainer.
-
-    ``profiled`` arms have their last step profiled, not timed.
-    """
+def take_turns(configs: list[Config], turns: list[Turn]) -> Watch:
+    """Trains one model on steps of several configurations in turns, by the first one's trainer."""
     quieten()
-    last = dict(order)
-    watch = Watch(order, {i for i, (arm, step) in enumerate(order) if arm in profiled and step == last[arm]})
+    watch, steps = Watch(turns), sum(turn.steps for turn in turns)
     config = configs[0]
     options = config.trainer
-    options.max_steps = len(order)
+    options.max_steps = steps
     trainer = lightning.Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=options.num_nodes,
         strategy=make_strategy(options),
         precision=options.precision,  # type: ignore[arg-type]
-        max_steps=len(order),
+        max_steps=steps,
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[History(10), watch],
+        callbacks=[History(steps), watch],
     )
     torch.compiler.reset()
     lightning.seed_everything(config.seed, verbose=False)
-    data = TurnsData(configs, order)
+    data = TurnsData(configs, turns)
     with trainer.strategy.root_device:
         module = MambaLitModule(config, config.data.vocab_size)
     trainer.fit(module, data)

@@ -122,8 +122,8 @@ def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
         c = next(iter(arms.values()))["config"]
         hardware = next(iter(arms.values()))["hardware"]
         table.notes = [
-            f"{c['scheme']}, {c['slots']} slots a step and device, {c['precision']}, {c['rounds']} steps after a warm-up, "
-            "medians and interquartile ranges. Over one device: slots per second. The losses are of each arm's first "
+            f"{c['scheme']}, {c['slots']} slots a step and device, {c['precision']}, {c['rounds']} turns of steps after a "
+            "warm-up, medians and interquartile ranges. Over one device: slots per second. The losses are of each arm's first "
             f"{c['same_steps']} steps, on the same documents for every number of devices.",
             f"{', '.join(dict.fromkeys(hardware['gpus'])) or hardware['cpu']}.",
         ]
