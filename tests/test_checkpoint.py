@@ -1,5 +1,6 @@
 """Published checkpoints: Hugging Face's own model as the reference, state-spaces' folder by hand, every refusal."""
 
+import inspect
 import json
 import os
 
@@ -22,6 +23,16 @@ HUGGING_FACE = {
     "epsilon": {"layer_norm_epsilon": 0.1},
 }
 FILES = ["safetensors", "safetensors in shards", "bin", "bin in shards"]
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch):
+    """Hugging Face's own path also where the peers' kernels are installed, which it would hand tensors of a CPU."""
+    from transformers.models.mamba import modeling_mamba
+
+    for name, function in list(vars(modeling_mamba).items()):
+        if inspect.isfunction(function) and function.__module__ == modeling_mamba.__name__:
+            monkeypatch.setattr(modeling_mamba, name, inspect.unwrap(function))
 
 
 def hugging_face_model(**config):

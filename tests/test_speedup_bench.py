@@ -1,5 +1,6 @@
 """The whole-model benches on a tiny case: every arm is right, recorded and tabulated; a wrong arm is not timed."""
 
+import importlib.util
 import sys
 import textwrap
 
@@ -12,6 +13,7 @@ from packmamba.bench.arms import Documents, PeerLM, Scheme, feed
 from packmamba.bench.breakdown import family_of
 from packmamba.data.lengths import draw_lengths
 from packmamba.errors import ConfigError
+from packmamba.ops.mamba_ssm import _peer
 from packmamba.results.record import BREAKDOWN, read_records
 from packmamba.results.report import build_sections
 
@@ -162,7 +164,13 @@ def test_the_peers_arms_share_the_weights_and_leak(tmp_path, peers):
     assert set(map(id, PeerLM(module.model).parameters())) == set(map(id, module.model.parameters()))
 
 
-def test_peers_that_are_missing_are_left_out(tmp_path, capsys):
+def test_peers_that_are_missing_are_left_out(tmp_path, capsys, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "mamba_ssm" else real(name, *more)
+    )
+    monkeypatch.delitem(sys.modules, "mamba_ssm", raising=False)
+    _peer.cache_clear()
     records = run(tmp_path, arms=["mamba-ssm-single", "single"], breakdown_arms=[], parts=["forward_backward"])
     assert [record["arm"] for record in records] == ["single"]
     assert "left out, mamba-ssm-single: " in capsys.readouterr().err

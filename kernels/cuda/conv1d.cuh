@@ -212,12 +212,10 @@ template <int BYTES, class F> void with_shape(const ConvParams& p, F launch) {
   });
 }
 
-// Spans that fill the chip in whole waves of `resident` blocks a multiprocessor. Rows that lie one after another are one.
+// Spans that fill the chip in whole waves of `resident` blocks a multiprocessor. Strides have no say: they must not change a sum's order.
 inline Spans spans_of(const ConvParams& p, int vector, int resident) {
-  auto dense = [&](const View& v) { return !v.data || v.row_bytes == (int64_t)p.row_length * v.token_bytes; };
-  const bool one = dense(p.x) && dense(p.dy);
   const int block = 32 * WARPS * vector;
-  Spans s{(p.channels + block - 1) / block, one ? 1 : p.rows, one ? p.rows * p.row_length : p.row_length};
+  Spans s{(p.channels + block - 1) / block, p.rows, p.row_length};
   int device = 0, multiprocessors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -333,7 +334,7 @@ def _transformers(name: str) -> Callable[..., Tensor]:
     try:
         from transformers.models.mamba import modeling_mamba
 
-        return getattr(modeling_mamba, name)
+        return inspect.unwrap(getattr(modeling_mamba, name))  # not the peers' kernel, where that is installed
     except (ImportError, AttributeError):
         raise ConfigError(f"arms: transformers needs a version of transformers that has Mamba's {name}") from None
 
