@@ -26,8 +26,9 @@ from packmamba.training.module import MambaLitModule
 
 PARTS = ("forward_backward", "breakdown", "steps", "growth")
 # Of the losses of single tokens, against those of documents alone, in units of their standard deviation. Rounding through 48
-# blocks in bfloat16 makes 2.5e-2, a leak 1.6e-1.
+# blocks in bfloat16 makes 2.5e-2, and a leak 1.6e-1; through 24, 1e-2 and 5e-2.
 TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-4}
+LEAK_OVER_ERROR = 3
 GATE_DOCUMENTS = 8
 
 Loss = Callable[[PackedBatch], tuple[Tensor, Tensor]]
@@ -211,15 +212,15 @@ class Bench:
             if arm.scheme.packs:
                 leaking = self.token_losses(lambda batch: module.loss(batch, "leak"), fed)
                 arm.leak_error = _difference(leaking, alone)
-                if not arm.leak_error > tolerance:
-                    raise RuntimeError(
-                        f"{self.name}, {arm.scheme.name}: a leak would not be seen ({arm.leak_error:.1e}); nothing is timed"
-                    )
                 expected = leaking if arm.scheme.leaks else alone
             arm.loss_error = _difference(self.token_losses(arm.loss, fed), expected)
             if not arm.loss_error <= tolerance:
                 raise RuntimeError(
                     f"{self.name}, {arm.scheme.name}: losses are off by {arm.loss_error:.1e}; nothing is timed"
+                )
+            if arm.leak_error is not None and not arm.leak_error >= LEAK_OVER_ERROR * arm.loss_error:
+                raise RuntimeError(
+                    f"{self.name}, {arm.scheme.name}: a leak would not be seen ({arm.leak_error:.1e}); nothing is timed"
                 )
 
     def token_losses(self, loss: Loss, fed: Feed) -> Tensor:
