@@ -53,7 +53,7 @@ def arguments(channels=6, d_state=3, rank=2, width=3, seed=0, layout=LAYOUT, sta
         dt_weight /= rank**0.5
     tensors = [
         random(*layout.shape, 2 * channels), random(channels, width), random(channels), x_weight, dt_weight,
-        (-random(channels, d_state).detach().exp()).requires_grad_(), random(channels), random(channels),
+        (-random(channels, d_state).detach().exp()).requires_grad_(), random(channels), random(channels), random(5, channels),
     ]  # fmt: skip
     documents = layout.num_documents
     given = (random(documents, channels, width - 1), random(documents, channels, d_state)) if states else (None, None)
@@ -84,7 +84,10 @@ def test_opcheck():
     places = (LAYOUT.starts, LAYOUT.ends, LAYOUT.starts, LAYOUT.ends)
     for given in ((conv_state, ssm_state, True), (None, None, False)):
         for recompute in (False, True):
-            torch.library.opcheck(torch.ops.packmamba.inner_pack.default, (*tensors, *places, *given, recompute, True))
+            torch.library.opcheck(
+                torch.ops.packmamba.inner_pack.default,
+                (*tensors[:5], tensors[8], *tensors[5:8], *places, *given, recompute, True),
+            )
 
 
 def test_gradients_of_final_states_alone():
@@ -284,14 +287,14 @@ def test_on_a_gpu(d_state, recompute):
     for backend, device in (("reference", "cpu"), ("cuda", "cuda")):
         narrow = [t.detach().to(device, torch.bfloat16) for t in inputs]
         if backend == "cuda":
-            keep_wide = (5, 6, 7, 9)
+            keep_wide = (5, 6, 7, 10)
             leaves = [t.float() if i in keep_wide else t for i, t in enumerate(narrow)]
         else:
             leaves = [t.double() for t in narrow]
         leaves = [t.requires_grad_() for t in leaves]
         here = layout.to(device)
         y, finals = inner_pack(
-            *leaves[:8], conv_layout=here, ssm_layout=here, conv_state=leaves[8], ssm_state=leaves[9], return_state=True,
+            *leaves[:9], conv_layout=here, ssm_layout=here, conv_state=leaves[9], ssm_state=leaves[10], return_state=True,
             recompute=recompute, backend=backend,
         )  # fmt: skip
         total = sum((v.float() * torch.linspace(1, 2, v.numel()).view(v.shape).to(device)).sum() for v in (y, *finals))

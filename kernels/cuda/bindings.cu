@@ -1,5 +1,6 @@
 // The operators of torch.ops.packmamba_cuda. They write into tensors that the caller allocates, never read and contiguous (dx, dz,
-// dB and dC may be slices of a contiguous tensor's last dimension), on the stream the caller names; workspaces come from PyTorch's allocator and go back when the call returns.
+// dB and dC may be slices of a contiguous tensor's last dimension), on the stream the caller names; workspaces come from PyTorch's
+// allocator and go back when the call returns.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -101,8 +102,8 @@ void conv1d_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor 
                      Tensor dweight, OptionalTensor dbias, OptionalTensor dinitial, const Tensor schedule, int64_t cut_above,
                      int64_t cut_length, int64_t window, int64_t stream) {
   ConvParams p = conv_params(x, weight, bias, starts, ends, initial_state, silu, schedule, cut_above, cut_length, window);
-  p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.dx = dx.data_ptr(), p.dx_token = token_stride(dx), p.dweight = pointer<float>(dweight);
-  p.dbias = pointer<float>(dbias), p.dinitial = pointer<float>(dinitial);
+  p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.dx = dx.data_ptr(), p.dx_token = token_stride(dx);
+  p.dweight = pointer<float>(dweight), p.dbias = pointer<float>(dbias), p.dinitial = pointer<float>(dinitial);
   Workspace work;
   p.partial = work.floats(x, conv_partials(p));
   conv_backward(p, cudaStream_t(stream));
@@ -166,10 +167,13 @@ void ssm_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor u, 
                   const OptionalTensor delta_bias, bool delta_softplus, const Tensor starts, const Tensor ends,
                   const OptionalTensor initial_state, const Tensor kept, Tensor du, Tensor ddelta, Tensor dA, Tensor dB,
                   Tensor dC, OptionalTensor dD, OptionalTensor dz, OptionalTensor dbias, OptionalTensor dinitial,
-                  const Tensor schedule, int64_t cut_above, int64_t cut_length, int64_t window, int64_t stream) {
+                  const Tensor schedule, int64_t cut_above, int64_t cut_length, int64_t window, int64_t stream,
+                  OptionalTensor y) {
   ScanParams p = scan_params(u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state, schedule,
                              cut_above, cut_length, window);
   check_kept(kept, p);
+  STD_TORCH_CHECK(!y || z, "expected z where y is wanted");
+  p.y = pointer(y);
   p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.saved = kept.data_ptr();
   p.du = du.data_ptr(), p.ddelta = ddelta.data_ptr(), p.dz = pointer(dz), p.dB = dB.data_ptr(), p.dC = dC.data_ptr();
   p.dz_token = token_stride(dz), p.dB_token = token_stride(dB), p.dC_token = token_stride(dC);
@@ -181,6 +185,7 @@ void ssm_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor u, 
     zero_output_padding(p, p.du, p.channels, cudaStream_t(stream));
     zero_output_padding(p, p.ddelta, p.channels, cudaStream_t(stream));
     if (p.dz) zero_output_padding(p, p.dz, p.dz_token, cudaStream_t(stream));
+    if (p.y) zero_output_padding(p, p.y, p.channels, cudaStream_t(stream));
   }
   const int block_channels = tensor_cores ? SCAN16_BLOCK_CHANNELS : scan_block_channels(p.states);
   const int64_t blocks = (p.channels + block_channels - 1) / block_channels, items = p.schedule.max_items;
@@ -220,7 +225,7 @@ STABLE_TORCH_LIBRARY(packmamba_cuda, m) {
       "ssm_backward(Tensor dy, Tensor? dfinal, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
       "Tensor? delta_bias, bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor kept, "
       "Tensor(a!) du, Tensor(b!) ddelta, Tensor(c!) dA, Tensor(d!) dB, Tensor(e!) dC, Tensor(f!)? dD, Tensor(g!)? dz, "
-      "Tensor(h!)? dbias, Tensor(i!)? dinitial, " SCHEDULE ") -> ()");
+      "Tensor(h!)? dbias, Tensor(i!)? dinitial, " SCHEDULE ", Tensor(j!)? y=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(packmamba_cuda, CompositeExplicitAutograd, m) { m.impl("schedule_size", TORCH_BOX(&schedule_size)); }

@@ -80,7 +80,7 @@ struct ScanParams {
   const float *A, *D, *bias, *initial_state, *dfinal;
   const int *starts, *ends;
   Schedule schedule;
-  void *y, *du, *ddelta;  // contiguous
+  void *y, *du, *ddelta;  // contiguous; y null in a backward that need not write it again
   void *dz, *dB, *dC;     // a slice's rows may lie apart:
   int64_t dz_token, dB_token, dC_token;  // elements from a slot to the next, over all rows
   float *final_state, *dinitial;

@@ -159,7 +159,7 @@ __device__ __forceinline__ const char* token(const char* first, const View& v, i
 
 // Items are rows of the grid from the second on. The first makes padding zero, in one or more of the outputs.
 __device__ __forceinline__ bool zero_padding(const ScanParams& p, void* a, void* b = nullptr, void* c = nullptr,
-                                             int64_t c_token = 0) {
+                                             int64_t c_token = 0, void* d = nullptr) {
   if (blockIdx.y > 0) return false;
   const int channel = blockIdx.x * BLOCK_CHANNELS + 2 * (threadIdx.x & 31);
   const int warp = threadIdx.x >> 5;
@@ -171,6 +171,7 @@ __device__ __forceinline__ bool zero_padding(const ScanParams& p, void* a, void*
         const int64_t o = ((int64_t)slot * p.channels + channel) / 2;
         if (a) ((uint32_t*)a)[o] = 0u;
         if (b) ((uint32_t*)b)[o] = 0u;
+        if (d) ((uint32_t*)d)[o] = 0u;
         if (c) ((uint32_t*)c)[(slot * c_token + channel) / 2] = 0u;
       }
   return true;

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
   extern __shared__ __align__(16) char dynamic[];
   let_next_start();
   const int number = blockIdx.y - 1;
-  if (zero_padding(p, p.du, p.ddelta, p.dz, p.dz_token) || number >= p.schedule.counts[0]) return;
+  if (zero_padding(p, p.du, p.ddelta, p.dz, p.dz_token, p.y) || number >= p.schedule.counts[0]) return;
   Warp* const warps = (Warp*)dynamic;
   const Lane l(p.channels);
   const int lane = l.lane, g = l.g, s = l.s, w = threadIdx.x >> 5;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           const int t0 = c0 + tile * TILE;
           copies_arrived();
           uint32_t wt[2][2], Bt[2][2], rawC[2], ut[2];
-          float dgate[2][2];  // d out / d z, but for y
+          float dgate[2][2], silu[2][2];  // d out / d z and out, but for the ungated y
           {
             const float4 constants = m.constants[lane];
             uint32_t gate[2][2];
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
                 float gt = dyt;
                 if (GATE) {
                   const float zt = half_of(rz, c), sz = sigmoid(zt), gs = dyt * sz;
-                  gt = gs * zt, dgate[k][c] = gs * fmaf(zt, 1.f - sz, 1.f);
+                  gt = gs * zt, dgate[k][c] = gs * fmaf(zt, 1.f - sz, 1.f), silu[k][c] = sz * zt;
                 }
                 gate[k][c] = split(gt);
               }
@@ -186,10 +186,12 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             const float4 constants = m.constants[lane];
 #pragma unroll
             for (int k = 0; k < 2; k++)
-              if (t0 + s + 4 * k < length && l.live)
-                *(uint32_t*)(dz + (uint64_t)(uint32_t)(t0 + s + 4 * k) * (uint32_t)p.dz_token) =
-                    pack(dgate[k][0] * fmaf(constants.z, low(ut[k]), y[k][0]),
-                         dgate[k][1] * fmaf(constants.w, high(ut[k]), y[k][1]));
+              if (t0 + s + 4 * k < length && l.live) {
+                const uint64_t t = (uint32_t)(t0 + s + 4 * k);
+                const float y0 = fmaf(constants.z, low(ut[k]), y[k][0]), y1 = fmaf(constants.w, high(ut[k]), y[k][1]);
+                *(uint32_t*)(dz + t * (uint32_t)p.dz_token) = pack(dgate[k][0] * y0, dgate[k][1] * y1);
+                if (p.y) *(uint32_t*)((bf16*)p.y + out + t * (uint32_t)p.channels) = pack(silu[k][0] * y0, silu[k][1] * y1);
+              }
           }
         }
       }

@@ -191,6 +191,7 @@ template <class T> __global__ void backward(const __grid_constant__ ScanParams p
               if (p.z.data) {
                 const float z = later(c.z, p.z, t), sz = logistic(z);
                 ((T*)p.dz)[(segment.x + t) * p.dz_token + c.channel] = from_float<T>(dy * y * sz * fmaf(z, 1.f - sz, 1.f));
+                if (p.y) ((T*)p.y)[o] = from_float<T>(y * z * sz);
               }
             }
             int first = 0;

@@ -62,9 +62,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(first, first + chunk)
             logits = x.new_empty(len(losses[part]), len(head))
             torch.mm(x[part], head.t(), out=logits)
-            compute = _compiled_chunk if compiled else _chunk
-            losses[part], dlogits = compute(logits, targets[part], mask[part], differentiable)
-            del logits
+            chunk_of = (logits, targets[part], mask[part])
+            if compiled:
+                for tensor in chunk_of:  # The last chunk's size is another one in every batch with padding.
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            losses[part], dlogits = (_compiled_chunk if compiled else _chunk)(*chunk_of, differentiable)
+            del logits, chunk_of
             if dx is not None and dhead is not None:
                 torch.mm(dlogits, head, out=dx[part])
                 _add_product(dhead, dlogits.t(), x[part])

@@ -132,7 +132,7 @@ class PackedMamba(nn.Module):
         if ssm_state is None and self.initial_state is not None:
             ssm_state = self.start_state(xz.shape[0] if ssm_layout is None else ssm_layout.num_documents)[1]
         wide = accumulation_dtype(xz.dtype)
-        y, state = ops.inner_pack(
+        mixed, state = ops.inner_pack(
             xz,
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
@@ -141,6 +141,7 @@ class PackedMamba(nn.Module):
             -torch.exp(self.A_log.to(wide)),
             self.D.to(wide),
             self.dt_proj.bias.to(wide),
+            self.out_proj.weight,
             conv_layout=conv_layout,
             ssm_layout=ssm_layout,
             conv_state=conv_state,
@@ -149,7 +150,8 @@ class PackedMamba(nn.Module):
             recompute=self.recompute,
             backend=self.backend,
         )
-        return self.out_proj(y), state
+        bias = self.out_proj.bias
+        return mixed if bias is None else mixed + bias.to(mixed.dtype), state
 
     def start_state(self, documents: int) -> State:
         """The state that this many fresh documents start from: zeros, and the learned scan state if there is one."""

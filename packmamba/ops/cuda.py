@@ -86,7 +86,9 @@ def _stream(tensor: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(tensor.device.index)
 
 
-def _run(name: str, *arguments: Any, activations: Tensor, starts: Tensor, ends: Tensor, cuts: bool) -> None:
+def _run(
+    name: str, *arguments: Any, activations: Tensor, starts: Tensor, ends: Tensor, cuts: bool, last: tuple = ()
+) -> None:
     library.load("cuda")
     if activations.dtype == torch.float64:
         raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
@@ -94,7 +96,7 @@ def _run(name: str, *arguments: Any, activations: Tensor, starts: Tensor, ends: 
     device = activations.device.index
     with nullcontext() if device == torch.cuda.current_device() else torch.cuda.device(device):
         found = schedule(starts, ends, rows, row_length, channels, cuts)
-        getattr(torch.ops.packmamba_cuda, name).default(*arguments, *found, _stream(activations))
+        getattr(torch.ops.packmamba_cuda, name).default(*arguments, *found, _stream(activations), *last)
 
 
 def conv1d_forward(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, ends: Tensor, *others: Any) -> None:
@@ -128,12 +130,14 @@ def ssm_forward(
 def ssm_backward(
     dy: Tensor, dfinal: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, delta_bias: Tensor | None, delta_softplus: bool, starts: Tensor, ends: Tensor, *others: Any,
+    y: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """With ``y``, written to it: the forward's output, from the states that the backward replays."""
     cuts = _cuts(u, delta, B, C, z, A.shape[1])
     if cuts and not _even(dy):
         dy = dy.contiguous()
     arguments = (dy, dfinal, u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, *others)
-    _run("ssm_backward", *arguments, activations=u, starts=starts, ends=ends, cuts=cuts)
+    _run("ssm_backward", *arguments, activations=u, starts=starts, ends=ends, cuts=cuts, last=(y,))
 
 
 def _even(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What lies between a Mamba block's projections, packed: convolution, the projections to delta, B and C, and the scan.
+"""What follows a Mamba block's first projection, packed: convolution, the projections to delta, B and C, scan, last projection.
 
 Written as one operator so that its backward is explicit: gradients of the convolution's input and of the gate land in the two
 halves of one tensor, those of delta, B and C in the three parts of another, and nothing is copied or concatenated; and so that it
@@ -17,7 +17,7 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 from packmamba.ops import cuda
 from packmamba.ops.checks import accumulation_dtype, check_activations, check_layout, check_tensor
-from packmamba.ops.compiled import KERNELS, define, dense, differentiate, like, present, scan_outputs, unit_stride
+from packmamba.ops.compiled import KERNELS, define, dense, differentiate, like, present, scan_outputs
 from packmamba.ops.conv1d_pack import conv1d_pack
 from packmamba.ops.dispatch import choose
 from packmamba.ops.ssm_pack import ssm_pack
@@ -32,6 +32,7 @@ def inner_pack(
     A: Tensor,
     D: Tensor,
     delta_bias: Tensor,
+    out_weight: Tensor,
     *,
     conv_layout: SequenceLayout | None = None,
     ssm_layout: SequenceLayout | None = None,
@@ -41,21 +42,23 @@ def inner_pack(
     recompute: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """``x, z = xz; x = conv1d_pack(x); delta, B, C = x @ x_weight.T; y = ssm_pack(x, delta @ dt_weight.T, A, B, C, D, z)``.
+    """``x, z = xz; x = conv1d_pack(x); delta, B, C = x @ x_weight.T``, then
+    ``ssm_pack(x, delta @ dt_weight.T, A, B, C, D, z) @ out_weight.T``.
 
     Args:
         xz: (B, L, 2 D), the convolution's input and the gate.
         conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is SiLU.
-        x_weight: (R + 2 N, D); dt_weight: (D, R). Used in xz's dtype.
+        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype.
         A, D, delta_bias: (D, N), (D,), (D,), as ``ssm_pack`` takes them.
         conv_layout, ssm_layout: where documents lie for the convolution and for the scan; None: each row is one.
         conv_state, ssm_state: as the operators' initial_state, indexed by the documents of their layouts.
         return_state: also return (final convolution state, final scan state).
-        recompute: the backward computes the convolution's output and delta again instead of keeping them (compiled kernels only).
+        recompute: the backward computes the convolution's output and delta again instead of keeping them (compiled kernels only),
+            and on a GPU y: its kernel has it at hand, from states that are rounded at times, so its bits may differ.
         backend: see ``ops.BACKENDS``.
 
     Returns:
-        y (B, L, D) in xz's dtype, and the final states or None.
+        (B, L, d_model) in xz's dtype, and the final states or None.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -64,17 +67,18 @@ def inner_pack(
     conv_layout = check_layout(conv_layout, xz, "xz", "conv_layout")
     ssm_layout = check_layout(ssm_layout, xz, "xz", "ssm_layout")
     run = choose(backend, xz.device, IMPLEMENTATIONS)
-    y, *state = run(
-        xz, conv_weight, conv_bias, x_weight.to(xz.dtype), dt_weight.to(xz.dtype), A, D, delta_bias, conv_layout, ssm_layout,
-        conv_state, ssm_state, return_state, recompute, backend,
+    weights = (weight.to(xz.dtype) for weight in (x_weight, dt_weight, out_weight))
+    mixed, *state = run(
+        xz, conv_weight, conv_bias, *weights, A, D, delta_bias, conv_layout, ssm_layout, conv_state, ssm_state, return_state,
+        recompute, backend,
     )  # fmt: skip
-    return y, (state[0], state[1]) if return_state else None
+    return mixed, (state[0], state[1]) if return_state else None
 
 
 def _composed(
-    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, x_weight: Tensor, dt_weight: Tensor, A: Tensor, D: Tensor,
-    delta_bias: Tensor, conv_layout: SequenceLayout, ssm_layout: SequenceLayout, conv_state: Tensor | None,
-    ssm_state: Tensor | None, return_state: bool, recompute: bool, backend: str | None,
+    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, x_weight: Tensor, dt_weight: Tensor, out_weight: Tensor,
+    A: Tensor, D: Tensor, delta_bias: Tensor, conv_layout: SequenceLayout, ssm_layout: SequenceLayout,
+    conv_state: Tensor | None, ssm_state: Tensor | None, return_state: bool, recompute: bool, backend: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """By the two public operators; autograd keeps what it needs."""
     x, z = xz.chunk(2, dim=-1)
@@ -90,13 +94,13 @@ def _composed(
         initial_state=ssm_state, return_final_state=return_state, backend=backend,
     )  # fmt: skip
     y, *ssm_final = y if return_state else (y,)
-    return (y, *conv_final, *ssm_final)
+    return (F.linear(y, out_weight), *conv_final, *ssm_final)
 
 
 def _fused(
-    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, x_weight: Tensor, dt_weight: Tensor, A: Tensor, D: Tensor,
-    delta_bias: Tensor, conv_layout: SequenceLayout, ssm_layout: SequenceLayout, conv_state: Tensor | None,
-    ssm_state: Tensor | None, return_state: bool, recompute: bool, backend: str | None,
+    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, x_weight: Tensor, dt_weight: Tensor, out_weight: Tensor,
+    A: Tensor, D: Tensor, delta_bias: Tensor, conv_layout: SequenceLayout, ssm_layout: SequenceLayout,
+    conv_state: Tensor | None, ssm_state: Tensor | None, return_state: bool, recompute: bool, backend: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """By the compiled kernels."""
     channels, width = conv_weight.shape
@@ -108,16 +112,16 @@ def _fused(
         if state is not None:
             check_tensor(state, "initial_state", (layout.num_documents, channels, size), dtypes, xz, "xz")
         cuda.note(layout)
-    tensors = (xz, conv_weight, conv_bias, x_weight, dt_weight, A, D, delta_bias, conv_state, ssm_state)
+    tensors = (xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_state, ssm_state)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    y, conv_final, ssm_final, *_ = torch.ops.packmamba.inner_pack(
-        xz, conv_weight.to(wide), None if conv_bias is None else conv_bias.to(wide), x_weight, dt_weight, A, D, delta_bias,
-        conv_layout.starts, conv_layout.ends, ssm_layout.starts, ssm_layout.ends,
+    mixed, conv_final, ssm_final, *_ = torch.ops.packmamba.inner_pack(
+        xz, conv_weight.to(wide), None if conv_bias is None else conv_bias.to(wide), x_weight, dt_weight, out_weight, A, D,
+        delta_bias, conv_layout.starts, conv_layout.ends, ssm_layout.starts, ssm_layout.ends,
         None if conv_state is None else conv_state.to(wide), ssm_state, return_state, recompute, keep,
     )  # fmt: skip
     if not return_state:
-        return (y,)
-    return y, conv_final.to(xz.dtype if conv_state is None else conv_state.dtype), ssm_final
+        return (mixed,)
+    return mixed, conv_final.to(xz.dtype if conv_state is None else conv_state.dtype), ssm_final
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -129,10 +133,14 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 
 
 SCHEMA = (
-    "Tensor xz, Tensor conv_weight, Tensor? conv_bias, Tensor x_weight, Tensor dt_weight, Tensor A, Tensor D, "
-    "Tensor delta_bias, Tensor conv_starts, Tensor conv_ends, Tensor ssm_starts, Tensor ssm_ends, Tensor? conv_state, "
-    "Tensor? ssm_state, bool return_state, bool recompute"
+    "Tensor xz, Tensor conv_weight, Tensor? conv_bias, Tensor x_weight, Tensor dt_weight, "
+    "Tensor out_weight, Tensor A, Tensor D, Tensor delta_bias, Tensor conv_starts, Tensor conv_ends, Tensor ssm_starts, "
+    "Tensor ssm_ends, Tensor? conv_state, Tensor? ssm_state, bool return_state, bool recompute"
 )
+
+
+MAKE_Y = ("cuda",)
+"""Devices whose ``ssm_backward`` also writes y if asked to."""
 
 
 class Arguments(NamedTuple):
@@ -143,6 +151,7 @@ class Arguments(NamedTuple):
     conv_bias: Tensor | None
     x_weight: Tensor
     dt_weight: Tensor
+    out_weight: Tensor
     A: Tensor
     D: Tensor
     delta_bias: Tensor
@@ -158,7 +167,7 @@ class Arguments(NamedTuple):
     @property
     def parameters(self) -> tuple[Tensor | None, ...]:
         """What has a gradient besides xz, in the order of the backward's outputs."""
-        return (*self[1:8], self.conv_state, self.ssm_state)
+        return (*self[1:9], self.conv_state, self.ssm_state)
 
     @property
     def documents(self) -> tuple[Tensor, Tensor]:
@@ -192,14 +201,14 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     kernels["ssm_forward"](
         x, delta, A, B, C, D, z, bias, True, a.ssm_starts, a.ssm_ends, ssm_state, y, finals[1], kept if keep else None
     )
-    return y, conv_final, ssm_final, kept, *_kept(a, keep, (projected, x, delta))
+    return _linear(y, a.out_weight), conv_final, ssm_final, kept, *_kept(a, keep, (projected, x, delta, y))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     a, (keep,) = _split(arguments)
     y, *others = _results(a, keep)
-    projected = y.new_empty(*y.shape[:2], a.x_weight.shape[0])
-    return y, *others, *_kept(a, keep, (projected, torch.empty_like(y), torch.empty_like(y)))
+    mixed, projected = (y.new_empty(*y.shape[:2], weight.shape[0]) for weight in (a.out_weight, a.x_weight))
+    return mixed, *others, *_kept(a, keep, (projected, torch.empty_like(y), torch.empty_like(y), y))
 
 
 def _results(a: Arguments, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -210,17 +219,22 @@ def _results(a: Arguments, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return y, a.conv_weight.new_empty(final), ssm_final, kept
 
 
-def _kept(a: Arguments, keep: bool, values: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Of projected, x and delta what the backward is to find; the others empty."""
-    wanted = (keep, keep and not a.recompute, keep and not a.recompute)
+def _kept(a: Arguments, keep: bool, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of projected, x, delta and y what the backward is to find; the others empty."""
+    whole = keep and not a.recompute
+    wanted = (keep, whole, whole, whole or (keep and a.xz.device.type not in MAKE_Y))
     return tuple(value if keeps else value.new_empty(0) for value, keeps in zip(values, wanted))
 
 
-def _backward(dy: Tensor, dconv_final: Tensor | None, dssm_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    a, (kept, projected, x, delta) = _split(arguments)
-    outputs = _backward_fake(dy, dconv_final, dssm_final, *arguments)
+def _backward(
+    dmixed: Tensor, dconv_final: Tensor | None, dssm_final: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    a, (kept, projected, x, delta, y) = _split(arguments)
+    outputs = _backward_fake(dmixed, dconv_final, dssm_final, *arguments)
     dxz, *gradients = outputs
-    dweight, dbias, dx_weight, ddt_weight, dA, dD, ddelta_bias, dconv, dssm = present(tuple(gradients), a.parameters)
+    dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = present(
+        tuple(gradients), a.parameters
+    )
     kernels = KERNELS[dxz.device.type]
     (x_in, z), (dx, dz) = a.xz.chunk(2, dim=2), dxz.chunk(2, dim=2)
     conv_weight, conv_bias, A, D, bias = dense(a.conv_weight, a.conv_bias, a.A, a.D, a.delta_bias)
@@ -230,12 +244,17 @@ def _backward(dy: Tensor, dconv_final: Tensor | None, dssm_final: Tensor | None,
         x = dxz.new_empty(x_in.shape)
         kernels["conv1d_forward"](x_in, conv_weight, conv_bias, *a.documents, conv_state, True, x, None)
         delta = _linear(low, a.dt_weight)
+    by_slot = dmixed.flatten(0, 1)
+    dy = torch.empty_like(x)
+    torch.mm(by_slot, a.out_weight, out=dy.flatten(0, 1))
+    make_y = {} if y.numel() else {"y": torch.empty_like(x)}
     du, ddelta, dprojected = torch.empty_like(x), torch.empty_like(x), torch.empty_like(projected)
     dlow, dB, dC = a.parts(dprojected)
     kernels["ssm_backward"](
-        unit_stride(dy), dssm_final, x, delta, A, B, C, D, z, bias, True, a.ssm_starts, a.ssm_ends, ssm_state, kept,
-        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dssm,
+        dy, dssm_final, x, delta, A, B, C, D, z, bias, True, a.ssm_starts, a.ssm_ends, ssm_state, kept,
+        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dssm, **make_y,
     )  # fmt: skip
+    torch.mm(by_slot.t(), make_y.get("y", y).flatten(0, 1), out=dout_weight)
     by_slot, dprojected_by_slot = ddelta.flatten(0, 1), dprojected.flatten(0, 1)
     torch.mm(by_slot, a.dt_weight, out=dlow.flatten(0, 1))
     torch.mm(by_slot.t(), low.flatten(0, 1), out=ddt_weight)
@@ -248,7 +267,7 @@ def _backward(dy: Tensor, dconv_final: Tensor | None, dssm_final: Tensor | None,
 
 
 def _backward_fake(
-    dy: Tensor, dconv_final: Tensor | None, dssm_final: Tensor | None, *arguments: Any
+    dmixed: Tensor, dconv_final: Tensor | None, dssm_final: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
     a, _ = _split(arguments)
     return (like(a.xz, a.xz), *(like(parameter, a.xz) for parameter in a.parameters))
@@ -260,27 +279,29 @@ def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dy: Tensor | None, dconv_final: Tensor | None, dssm_final: Tensor | None, *_: Any) -> tuple:
+def _gradients(
+    ctx: Any, dmixed: Tensor | None, dconv_final: Tensor | None, dssm_final: Tensor | None, *_: Any
+) -> tuple:
     if not ctx.keep:
         raise RuntimeError("packmamba::inner_pack: called with keep=False, so it cannot be differentiated")
-    *tensors, kept, projected, x, delta = ctx.saved_tensors
+    *tensors, kept, projected, x, delta, y = ctx.saved_tensors
     a = Arguments._make((*tensors, ctx.return_state, ctx.recompute))
-    if dy is None:
-        dy = torch.zeros_like(a.xz.chunk(2, dim=2)[0])
+    if dmixed is None:
+        dmixed = a.xz.new_zeros(*a.xz.shape[:2], len(a.out_weight))
     finals = (dconv_final, dssm_final) if a.return_state else (None, None)
-    gradients = torch.ops.packmamba.inner_pack_backward(dy, *finals, *a, kept, projected, x, delta)
+    gradients = torch.ops.packmamba.inner_pack_backward(dmixed, *finals, *a, kept, projected, x, delta, y)
     dxz, *others = gradients
     *parameters, dconv, dssm = present(tuple(others), a.parameters)
     return (dxz, *parameters, None, None, None, None, dconv, dssm, None, None, None)
 
 
-define("inner_pack", _forward, _forward_fake, f"({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * 7)})")
+define("inner_pack", _forward, _forward_fake, f"({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * 8)})")
 define(
     "inner_pack_backward",
     _backward,
     _backward_fake,
-    f"(Tensor dy, Tensor? dconv_final, Tensor? dssm_final, {SCHEMA}, Tensor kept, Tensor projected, Tensor x, Tensor delta) "
-    f"-> ({', '.join(['Tensor'] * 10)})",
+    f"(Tensor dmixed, Tensor? dconv_final, Tensor? dssm_final, {SCHEMA}, Tensor kept, Tensor projected, Tensor x, Tensor delta, "
+    f"Tensor y) -> ({', '.join(['Tensor'] * 11)})",
 )
 differentiate("inner_pack", _gradients, _setup)
 
