@@ -68,7 +68,11 @@ class _AddNorm(torch.autograd.Function):
     def forward(ctx: Any, residual: Tensor, mixed: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         residual = residual + mixed
         scale = torch.rsqrt(residual.square().mean(-1, keepdim=True) + epsilon)
-        normed = (residual * scale).to(mixed.dtype)
+        normed = residual * scale
+        if (
+            normed.dtype != mixed.dtype
+        ):  # PyTorch 2.11 compiles a `to` of the same dtype into an output without a gradient
+            normed = normed.to(mixed.dtype)
         ctx.save_for_backward(normed, scale)
         return residual, normed
 
