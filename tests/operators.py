@@ -27,7 +27,7 @@ TOLERANCES = {
 def dtypes_of(backend: str) -> list[torch.dtype]:
     return {
         "reference": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
-        "cpu": [torch.float64, torch.float32, torch.bfloat16],
+        "cpu": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
         "cuda": [torch.float32, torch.bfloat16, torch.float16],
     }[backend]
 

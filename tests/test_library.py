@@ -53,6 +53,8 @@ def test_the_key_covers_sources_headers_flags_compiler_and_instruction_set(small
 
     (small_kernels / "cpu" / "a.cpp").write_text("int a() { return 1; }\n")
     assert changed()
+    monkeypatch.setenv("PACKMAMBA_MARCH", "x86-64")
+    assert changed()
     (small_kernels / "common" / "answer.h").write_text("#define ANSWER 43\n")
     assert changed()
     monkeypatch.setenv("PACKMAMBA_SANITIZE", "undefined")
@@ -95,6 +97,38 @@ print(library.build("cpu"))
     assert len(paths) == 1 and Path(paths.pop()).is_file()
     assert (tmp_path / "count").read_text().count("x") == 1
     assert not list((tmp_path / "cache").glob("build-*")), "scratch folders are gone"
+
+
+@pytest.mark.parametrize("kept", [0, 1 / 2, None], ids=["empty", "cut", "garbage"])
+def test_a_damaged_library_is_built_again(small_kernels, kept, capfd):
+    path = library.build("cpu")
+    whole = path.read_bytes()
+    assert "Compiling the 'cpu' kernels" in capfd.readouterr().err
+    library.build("cpu")
+    assert not capfd.readouterr().err, "a whole one is not"
+    path.write_bytes(b"x" * 999 if kept is None else whole[: int(len(whole) * kept)])
+    assert not library.describe("cpu").built
+    library.build("cpu")
+    assert "Compiling" in capfd.readouterr().err and library.describe("cpu").built
+
+
+@pytest.mark.parametrize("march", ["x86-64", "x86-64-v3"])
+def test_the_kernels_are_right_for_every_instruction_set(march, tmp_path):
+    """What is built here is for this machine; older ones run other code, whose parity the same tests show."""
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    if " sse2 " not in cpu or march == "x86-64-v3" and not (" avx2 " in cpu and " fma " in cpu):
+        pytest.skip(f"this machine does not run {march}")
+    tests = [str(ROOT / "tests" / name) for name in ("test_operator_parity.py", "test_cpu_kernels.py")]
+    chosen = "awkward and cpu or exp2 or softplus or bits or states or threads"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"({chosen}) and not reference", *tests],
+        cwd=ROOT,
+        env=os.environ | {"PACKMAMBA_MARCH": march},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
 
 
 def test_a_failed_compilation_shows_the_compilers_words(small_kernels):

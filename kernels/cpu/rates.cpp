@@ -26,31 +26,40 @@ void elementwise(const Tensor x, std::string function, Tensor y) {
     apply(function, pointer<const float>(x), x.numel(), pointer<float>(y));
 }
 
-// Every thread runs `rounds` rounds of kChains independent operations on vectors of float32; sink has room for a vector of each.
-constexpr int kChains = 16;
-template <class Step> void run_chains(int64_t rounds, const Tensor& sink, const Step& step) {
+// Every thread runs `rounds` rounds of independent operations on `chains` vectors of float32: too few wait for one another, more
+// than there are registers wait for memory. `sink` has room for a vector of each thread.
+template <int chains, class Step> void run_chains(int64_t rounds, const Tensor& sink, const Step& step) {
   const int64_t threads = torch::stable::get_num_threads();
   STD_TORCH_CHECK(sink.numel() >= threads * kLanes<float>, "sink is too small");
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; ++thread) {
       float* place = pointer<float>(sink) + thread * kLanes<float>;
-      Vec<float> chains[kChains], total{};
-      for (int i = 0; i < kChains; ++i) chains[i] = load(place) + float(i) / kChains;
+      Vec<float> values[chains], total{};
+      for (int i = 0; i < chains; ++i) values[i] = load(place) + float(i) / chains;
       for (int64_t round = 0; round < rounds; ++round)
 #pragma GCC unroll 16
-        for (int i = 0; i < kChains; ++i) chains[i] = step(chains[i]);
-      for (int i = 0; i < kChains; ++i) total += chains[i];
+        for (int i = 0; i < chains; ++i) values[i] = step(values[i]);
+      for (int i = 0; i < chains; ++i) total += values[i];
       store(place, total);
     }
   });
 }
-
-void multiply_adds(int64_t rounds, Tensor sink) {
-  const Vec<float> factor = broadcast(0.999f), term = broadcast(0.001f);
-  run_chains(rounds, sink, [=](Vec<float> v) { return v * factor + term; });
+template <class Step> void run(int64_t rounds, int64_t chains, const Tensor& sink, const Step& step) {
+  switch (chains) {
+    case 4: return run_chains<4>(rounds, sink, step);
+    case 8: return run_chains<8>(rounds, sink, step);
+    case 12: return run_chains<12>(rounds, sink, step);
+    case 16: return run_chains<16>(rounds, sink, step);
+    default: STD_TORCH_CHECK(false, "expected 4, 8, 12 or 16 chains");
+  }
 }
-void exponentials(int64_t rounds, Tensor sink) {
-  run_chains(rounds, sink, [](Vec<float> v) { return exp2_lanes(v - 1.5f); });
+
+void multiply_adds(int64_t rounds, int64_t chains, Tensor sink) {
+  const Vec<float> factor = broadcast(0.999f), term = broadcast(0.001f);
+  run(rounds, chains, sink, [=](Vec<float> v) { return v * factor + term; });
+}
+void exponentials(int64_t rounds, int64_t chains, Tensor sink) {
+  run(rounds, chains, sink, [](Vec<float> v) { return exp2_lanes(v - 1.5f); });
 }
 int64_t float32_lanes() { return kLanes<float>; }
 
@@ -59,8 +68,8 @@ int64_t float32_lanes() { return kLanes<float>; }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(packmamba_cpu, m) {
   m.def("elementwise(Tensor x, str function, Tensor(a!) y) -> ()");
-  m.def("multiply_adds(int rounds, Tensor(a!) sink) -> ()");
-  m.def("exponentials(int rounds, Tensor(a!) sink) -> ()");
+  m.def("multiply_adds(int rounds, int chains, Tensor(a!) sink) -> ()");
+  m.def("exponentials(int rounds, int chains, Tensor(a!) sink) -> ()");
   m.def("float32_lanes() -> int");
 }
 

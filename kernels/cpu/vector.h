@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -89,16 +89,23 @@ inline void store(float16* to, Vec<float> v) {
 #endif
 }
 
-// Past the caches, for outputs larger than they are: a line that is written whole need not be read first.
-template <class T> inline void stream(T* to, Vec<accumulate_t<T>> v) {
+// A cache line past the caches, for outputs larger than they are: it need not be read first. `to` is aligned to lines.
+constexpr int kLineBytes = 64;
+inline void stream_line(void* to, const void* from) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) * kLanes<accumulate_t<T>> == 64)
-    if (reinterpret_cast<uintptr_t>(to) % 64 == 0) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
+  _mm512_stream_si512(static_cast<__m512i*>(to), bit_load<__m512i>(from));
+#elif defined(__AVX__)
+  for (int i = 0; i < 2; ++i)
+    _mm256_stream_si256(static_cast<__m256i*>(to) + i, bit_load<__m256i>(static_cast<const char*>(from) + 32 * i));
+#elif defined(__SSE2__)
+  for (int i = 0; i < 4; ++i)
+    _mm_stream_si128(static_cast<__m128i*>(to) + i, bit_load<__m128i>(static_cast<const char*>(from) + 16 * i));
+#else
+  std::memcpy(to, from, kLineBytes);
 #endif
-  store(to, v);
 }
 inline void end_stream() {
-#if defined(__AVX512F__)
+#if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
@@ -147,7 +154,7 @@ template <class R> struct Exp2;
 template <> struct Exp2<float> {
   static constexpr float q[] = {0.693147f, 0.24022242f, 0.055507336f, 0.009671513f, 0.0013264727f};
   static constexpr float shifter = 12582912.0f, low = -126, high = 128;  // 1.5 * 2^23
-  static constexpr int mantissa = 23, bias = 127;
+  static constexpr int mantissa = 23;
 };
 template <> struct Exp2<double> {
   static constexpr double q[] = {0.69314718055994531, 0.24022650695910071, 0.05550410866482158, 0.0096181291076284772,
@@ -155,7 +162,7 @@ template <> struct Exp2<double> {
                                  1.01780860092397e-7, 7.0549116208011233e-9, 4.4455382718708115e-10, 2.5678435993488205e-11,
                                  1.3691488853904129e-12};
   static constexpr double shifter = 6755399441055744.0, low = -1022, high = 1024;  // 1.5 * 2^52
-  static constexpr int mantissa = 52, bias = 1023;
+  static constexpr int mantissa = 52;
 };
 
 #if defined(__AVX512F__)
@@ -165,6 +172,19 @@ inline Vec<float> scale_lanes(Vec<float> x, Vec<float> k) { return (Vec<float>)_
 inline Vec<double> scale_lanes(Vec<double> x, Vec<double> k) { return (Vec<double>)_mm512_scalef_pd((__m512d)x, (__m512d)k); }
 inline Vec<float> at_least(Vec<float> x, float low) { return (Vec<float>)_mm512_max_ps(_mm512_set1_ps(low), (__m512)x); }
 inline Vec<double> at_least(Vec<double> x, double low) { return (Vec<double>)_mm512_max_pd(_mm512_set1_pd(low), (__m512d)x); }
+#elif defined(__AVX__)
+// x within [low, high]; a NaN stays. From comparisons GCC makes twice the instructions.
+inline Vec<float> clamp(Vec<float> x, float low, float high) {
+  return (Vec<float>)_mm256_max_ps(_mm256_set1_ps(low), _mm256_min_ps(_mm256_set1_ps(high), (__m256)x));
+}
+inline Vec<double> clamp(Vec<double> x, double low, double high) {
+  return (Vec<double>)_mm256_max_pd(_mm256_set1_pd(low), _mm256_min_pd(_mm256_set1_pd(high), (__m256d)x));
+}
+#else
+template <class V, class R> V clamp(V x, R low, R high) {
+  x = x > high ? broadcast(high) : x;
+  return x < low ? broadcast(low) : x;
+}
 #endif
 
 template <class V> inline V exp2_lanes(V x) {
@@ -176,10 +196,10 @@ template <class V> inline V exp2_lanes(V x) {
   const V k = round_lanes(x);
 #else
   typedef Int<R> I __attribute__((vector_size(kVectorBytes)));
-  const V clamped = x < E::low ? broadcast(E::low) : x > E::high ? broadcast(E::high) : x;
-  const V shifted = clamped + E::shifter, k = shifted - E::shifter;
+  // At the ends f = 0 and p = 1, whose exponent then becomes inf's, or zero's.
   const V original = x;
-  x = clamped;
+  x = clamp(x, E::low - 1, E::high);
+  const V shifted = x + E::shifter, k = shifted - E::shifter;
 #endif
   const V f = x - k;
   V p = broadcast(E::q[terms - 1]);
@@ -189,10 +209,9 @@ template <class V> inline V exp2_lanes(V x) {
 #if defined(__AVX512F__)
   return scale_lanes(p, k);
 #else
-  // Two factors, because 2^128 itself is no float.
-  const I half = ((I)shifted - (I)broadcast(E::shifter)) >> 1, rest = ((I)shifted - (I)broadcast(E::shifter)) - half;
-  p = p * (V)((half + E::bias) << E::mantissa) * (V)((rest + E::bias) << E::mantissa);
-  return original < E::low ? V{} : p;
+  // k to the exponent's place: what the shifter put above it is shifted out.
+  p = (V)((I)p + ((I)shifted << E::mantissa));
+  return original == original ? p : original;
 #endif
 }
 
@@ -204,7 +223,7 @@ template <class V> V exp_lanes(V x) {
 // softplus(x) = max(x, 0) + log(1 + e), e = exp(-|x|); the logarithm as 2 atanh(e / (2 + e)), whose series needs no split.
 template <class V> V softplus_lanes(V x) {
   using R = std::decay_t<decltype(x[0])>;
-  constexpr int terms = sizeof(R) == 8 ? 17 : 9;
+  constexpr int terms = sizeof(R) == 8 ? 17 : 7;
   const V e = exp_lanes(x > 0 ? -x : x), s = e / (e + R(2)), s2 = s * s;
   V series = broadcast(R(1) / (2 * terms - 1));
 #pragma GCC unroll 16

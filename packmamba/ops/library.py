@@ -31,6 +31,7 @@ from packmamba.errors import KernelError as KernelError
 
 KINDS = ("cpu", "cuda")
 BUILD_COMMAND = "python run.py kernels build"
+_DIGEST_BYTES = hashlib.sha256().digest_size
 # Libraries built for this version of the stable ABI load on it and on later ones.
 TORCH_TARGET_VERSION = 0x020B000000000000
 OLDEST_ARCHITECTURE = 80
@@ -73,6 +74,15 @@ class Build:
         """Where the library is, or will be."""
         return cache_folder() / f"{self.kind}-{self.key}.so"
 
+    @property
+    def built(self) -> bool:
+        """Whether the library is there, and whole: one that a full disk cut short would kill the process that loads it."""
+        try:
+            content = self.path.read_bytes()
+        except OSError:
+            return False
+        return len(content) > _DIGEST_BYTES and content[-_DIGEST_BYTES:] == _digest(content[:-_DIGEST_BYTES])
+
 
 def cache_folder() -> Path:
     """``PACKMAMBA_CACHE``, else ``XDG_CACHE_HOME``/packmamba, else ~/.cache/packmamba."""
@@ -104,11 +114,11 @@ def build(kind: str, verbose: bool = False) -> Path:
         KernelError: no compiler, or it failed.
     """
     recipe = describe(kind)
-    if recipe.path.is_file():
+    if recipe.built:
         return recipe.path
     try:
         with _lock(recipe.path.with_suffix(".lock")):
-            if not recipe.path.is_file():
+            if not recipe.built:
                 _compile(recipe, verbose)
     except OSError as error:
         raise KernelError(
@@ -169,7 +179,7 @@ def info() -> list[dict[str, Any]]:
         try:
             recipe = describe(kind)
             row |= {"compiler": f"{recipe.compiler} ({recipe.version})", "target": recipe.target}
-            row |= {"path": str(recipe.path), "built": recipe.path.is_file()}
+            row |= {"path": str(recipe.path), "built": recipe.built}
         except KernelError as error:
             row["problem"] = str(error)
         rows.append(row)
@@ -184,13 +194,14 @@ def _describe_cpu() -> Build:
             f"in CXX, then run `{BUILD_COMMAND}`"
         )
     # A choice at compile time needs no dispatch at run time; the key holds what the choice was.
-    flags = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+    march = f"-march={os.environ.get('PACKMAMBA_MARCH') or 'native'}"
+    flags = ["-std=c++17", "-O3", march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
     link_flags = ["-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"]
     if sanitizers := os.environ.get("PACKMAMBA_SANITIZE"):
         flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g", "-O1"]
         link_flags += [f"-fsanitize={sanitizers}"]
-    macros = _output(compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
+    macros = _output(compiler, march, "-dM", "-E", "-x", "c++", os.devnull)
     sets = {"__AVX512F__": "AVX-512", "__AVX2__": "AVX2", "__ARM_NEON": "NEON"}
     target = next((name for macro, name in sets.items() if f"#define {macro} " in macros), "baseline")
     version = _output(compiler, "--version").splitlines()[0]
@@ -273,6 +284,7 @@ def _cuda_architectures() -> list[str]:
 
 
 def _compile(recipe: Build, verbose: bool) -> None:
+    print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: up to a minute or two", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=recipe.path.parent, prefix="build-") as scratch:
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in recipe.sources]
         commands = [
@@ -283,8 +295,12 @@ def _compile(recipe: Build, verbose: bool) -> None:
             list(pool.map(functools.partial(_run, recipe.kind, verbose=verbose), commands))
         library = Path(scratch) / recipe.path.name
         _run(recipe.kind, [recipe.compiler, *objects, *recipe.link_flags, "-o", str(library)], verbose)
-        # Readers see the whole library or none.
-        os.replace(library, recipe.path)
+        with open(library, "r+b") as file:
+            content = file.read()
+            file.write(_digest(content))  # after the end, where the loader of libraries does not look
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(library, recipe.path)  # readers see the new library or the old one
 
 
 def _run(kind: str, command: list[str], verbose: bool) -> None:
@@ -303,6 +319,10 @@ def _lock(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def _output(*command: str) -> str:
