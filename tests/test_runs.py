@@ -17,6 +17,7 @@ import yaml
 import run
 from packmamba.config import ConfigError, load_config, to_dict
 from packmamba.results.record import read_records
+from packmamba.results.report import build_sections
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import decisive, fit, run_folder, run_id
 from packmamba.training.module import MambaLitModule
@@ -237,6 +238,15 @@ def test_a_sweep_runs_its_grid_once(tmp_path):
     assert all(file.read_bytes() == content for file, content in files.items()), "nothing that was done is done again"
 
 
+def test_a_sweep_may_only_time(tmp_path):
+    sweep, configs = load_sweep(write_sweep(tmp_path, train=False, grid={}))
+    folder = run_sweep(sweep, configs, progress=False)
+    records = read_records(folder)
+    assert {record["kind"] for record in records} == {"throughput"} and len(records) == 2
+    (section,) = build_sections(records)
+    assert [figure.name for figure in section.figures] == ["speed"]
+
+
 def test_arms_that_disagree_are_not_timed():
     _check_agreement({"single": 5.0, "packed": 5.0001})
     with pytest.raises(RuntimeError, match="nothing is timed: arms disagree"):
@@ -268,6 +278,7 @@ def test_throughput_times_the_same_work_for_every_arm(tmp_path):
         ({"grid": {"seed": []}}, "grid.seed: expected at least one value"),
         ({"base": "missing.yaml"}, "missing.yaml does not exist"),
         ({"throughput_rounds": "many"}, "throughput_rounds|many"),
+        ({"train": False, "throughput_rounds": 0}, "nothing to do"),
         ({"common": {"trainer.max_steps": 0}}, "trainer.max_steps: expected at least 1"),
     ],
 )

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def machine_rates(rounds: int = 3) -> dict[str, float]:
     def best_rate(operation: Callable[[int, int, Tensor], None]) -> float:
         # How many chains are best depends on the registers.
         done = threads * lanes * repeats
-        return max(n * done / fastest(lambda n=n: operation(repeats, n, sink)) for n in (4, 8, 12, 16))
+        return max(n * done / fastest(partial(operation, repeats, n, sink)) for n in (4, 8, 12, 16))
 
     return {
         "multiply_adds_per_second": best_rate(kernels.multiply_adds),

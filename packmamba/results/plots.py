@@ -193,14 +193,33 @@ def _differences(arms: Sequence[Arm]) -> Figure | None:
     )
 
 
+def throughput_figures(records: Sequence[Record]) -> list[Figure]:
+    """Speed of arms that were timed and not trained, the latest run; trained ones have it in ``training_figures``."""
+    runs = summary.throughput_runs(records)
+    if not runs or summary.training_arms(records):
+        return []
+    latest = max(runs.values(), key=lambda arms: max(record["time"] for record in arms.values()))
+    bars = []
+    for rank, (name, record) in enumerate(latest.items()):
+        metrics = record["metrics"]
+        real, slots, padding = (
+            metrics[key] for key in ("real_tokens_per_second", "slots_per_second", "padding_fraction")
+        )
+        speed = summary.Speed(real, slots, padding, summary.speedup(latest, name), interleaved=True)
+        bars.append((name, style_of(name, rank)["color"], speed))
+    return [_speed_bars(bars)]
+
+
 def _speed(arms: Sequence[Arm], records: Sequence[Record]) -> Figure | None:
     bars = []
     for arm, style in _styled(arms):
         speed = summary.speed_of(arm, records)
         if speed.real_tokens_per_second is not None:
             bars.append((arm.label, style["color"], speed))
-    if not bars:
-        return None
+    return _speed_bars(bars) if bars else None
+
+
+def _speed_bars(bars: Sequence[tuple[str, str, summary.Speed]]) -> Figure:
     fig, (ax,) = axes(1, height=1.3 + 0.5 * len(bars))
     widest = max(max(s.real_tokens_per_second or 0, s.slots_per_second or 0) for _, _, s in bars)
     for y, (_, color, speed) in enumerate(bars):

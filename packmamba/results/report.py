@@ -36,7 +36,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "training": Kind(tables.training_tables, plots.training_figures),
-    "throughput": Kind(tables.throughput_tables, lambda records: []),
+    "throughput": Kind(tables.throughput_tables, plots.throughput_figures),
     "operators": Kind(operators.operators_tables, operators.operators_figures),
     "gpu_operators": Kind(gpu_operators.gpu_operators_tables, gpu_figures.gpu_operators_figures),
     "speedup": Kind(speedup.speedup_tables, speedup.speedup_figures),

@@ -32,6 +32,8 @@ class SweepConfig:
     """For each key the values it takes, in every combination with every arm, such as seed: [0, 1, 2]."""
     throughput_rounds: int = 0
     """Before training, time this many interleaved steps of all arms in one process; 0 for none."""
+    train: bool = True
+    """Train the runs; false: only time them."""
 
 
 def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[SweepConfig, list[Config]]:
@@ -49,6 +51,8 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
         raise ConfigError(f"{path}: arms: expected at least one arm, got none")
     if sweep.throughput_rounds < 0:
         raise ConfigError(f"{path}: throughput_rounds: expected at least 0, got {sweep.throughput_rounds}")
+    if not sweep.train and not sweep.throughput_rounds:
+        raise ConfigError(f"{path}: train: expected true without throughput_rounds, got false: there is nothing to do")
     for key, values in sweep.grid.items():
         if not values:
             raise ConfigError(f"{path}: grid.{key}: expected at least one value, got none")
@@ -82,7 +86,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) 
         first = configs[: len(sweep.arms)]
         for record in measure_throughput(first, sweep.throughput_rounds, sweep.output, progress):
             append_record(timings, record)
-    for number, config in enumerate(configs, start=1):
+    for number, config in enumerate(configs if sweep.train else [], start=1):
         done = record_path(config).is_file()
         if progress:
             print(

@@ -45,6 +45,8 @@ def measure_throughput(
     all arms of a round compute the same documents. Runs on the GPU if there is one.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if (threads := configs[0].trainer.threads) is not None:
+        torch.set_num_threads(threads)
     arms = [_prepare(config, device) for config in configs]
     run = uuid.uuid4().hex
     begun = time.perf_counter()
@@ -79,6 +81,7 @@ def measure_throughput(
                 "slots_per_second": statistics.median(n / seconds for n, seconds in zip(arm.slots, arm.seconds)),
                 "padding_fraction": 1 - sum(arm.tokens) / sum(arm.slots),
                 "rounds": rounds,
+                "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
             },
             wall_seconds=wall_seconds,
         )
