@@ -18,8 +18,9 @@ struct Shared {
   float4 constants[32];                 // bias and D of the lane's channels
 };
 
-template <bool SAVE, bool GATE, bool SOFTPLUS>
-__global__ void __launch_bounds__(WARPS * 32, 5) forward(const __grid_constant__ ScanParams p) {
+// RESIDENT: blocks of a multiprocessor. Five hide most; where there are few, each is faster with the registers of four.
+template <int RESIDENT, bool SAVE, bool GATE, bool SOFTPLUS>
+__global__ void __launch_bounds__(WARPS * 32, RESIDENT) forward(const __grid_constant__ ScanParams p) {
   __shared__ Shared shared[WARPS];
   const int number = blockIdx.y - 1;
   if (zero_padding(p, p.y) || number >= p.schedule.counts[0]) return;
@@ -141,8 +142,10 @@ void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream)
 void scan16_forward(const ScanParams& p, cudaStream_t stream) {
   if (p.schedule.max_cut_segments) scan16_start_states(p, false, stream);
   const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items + 1);
+  const bool few = (int64_t)grid.x * p.documents <= 1024;
   with_switches(p, [&](auto gate, auto softplus) {
     constexpr bool G = decltype(gate)::value, S = decltype(softplus)::value;
-    (p.saved ? forward<true, G, S> : forward<false, G, S>)<<<grid, WARPS * 32, 0, stream>>>(p);
+    const auto kernel = !p.saved ? forward<5, false, G, S> : few ? forward<4, true, G, S> : forward<5, true, G, S>;
+    kernel<<<grid, WARPS * 32, 0, stream>>>(p);
   });
 }

@@ -15,7 +15,7 @@ from packmamba.ops import library
 
 # Documents are cut only where they would leave the chip idle: pieces scan their tokens twice.
 MIN_CUT_ABOVE = 384
-CUT_LENGTHS = (256, 512)
+CUT_LENGTHS = (128, 256)
 NEVER = 2**31 - 1
 MIN_WINDOW, WINDOWS = 128, 128
 """Documents that begin in the same window of slots share a work item: at least so many slots, at most so many windows."""
@@ -37,12 +37,12 @@ def plan(slots: int, longest: int, channels: int, cuts: bool, device: torch.devi
     window = max(MIN_WINDOW, slots // WINDOWS)
     # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that cannot hold the others up.
     share = slots * -(-channels // WARP_CHANNELS) // _schedulers(device)
-    cut_above = max(MIN_CUT_ABOVE, share * 11 // 20)
+    cut_above = max(MIN_CUT_ABOVE, share * 3 // 5)
     if not cuts or longest <= cut_above:
         return NEVER, NEVER, window
     low, high = CUT_LENGTHS
     # The grid has room for 65535 pieces.
-    cut_length = max(min(high, max(low, cut_above // 4)), slots // 16384) // 32 * 32
+    cut_length = max(min(high, max(low, cut_above // 12)), slots // 16384) // 32 * 32
     return max(cut_above, cut_length), cut_length, window
 
 
