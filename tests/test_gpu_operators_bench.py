@@ -189,7 +189,8 @@ def record(arm, milliseconds, tokens=16384, channels=4096, documents="documents-
     if arm == "scan":
         values |= {"kept_activations": 0.5, "workspace_activations": 1.25}
     config = {
-        "tokens": tokens, "channels": channels, "documents": documents, "states": 16, "rounds": 7, "mean_documents": 31.5,
+        "tokens": tokens, "channels": channels, "documents": documents, "states": 16, "layouts": 20, "rounds": 7,
+        "mean_documents": 31.5,
     }  # fmt: skip
     return make_record("gpu_operators", "operators", arm, config, 0, "random", values | metrics, 1.0)
 

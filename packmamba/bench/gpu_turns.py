@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import statistics
@@ -176,18 +177,23 @@ def check(arms: dict[str, Arm], references: dict[str, Callable], layout: Sequenc
 def _seconds(arm: Arm, layouts: Sequence[Any], wait: int) -> tuple[float, float]:
     """Mean device time of forward and backward over the layouts, each queued behind a wait that covers its launches."""
     marks = []
-    for layout in layouts:
-        prepared = arm.prepare(layout)
-        begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        torch.cuda._sleep(wait)
-        begin.record()
-        outputs = arm.forward(prepared)
-        middle.record()
-        if arm.backward is not None:
-            arm.backward(outputs, prepared)
-        end.record()
-        marks.append((begin, middle, end))
-    torch.cuda.synchronize()
+    gc.collect()
+    gc.disable()  # a collection between two launches would show
+    try:
+        for layout in layouts:
+            prepared = arm.prepare(layout)
+            begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            torch.cuda._sleep(wait)
+            begin.record()
+            outputs = arm.forward(prepared)
+            middle.record()
+            if arm.backward is not None:
+                arm.backward(outputs, prepared)
+            end.record()
+            marks.append((begin, middle, end))
+        torch.cuda.synchronize()
+    finally:
+        gc.enable()
     forward = statistics.mean(begin.elapsed_time(middle) for begin, middle, _ in marks) / 1e3
     backward = statistics.mean(middle.elapsed_time(end) for _, middle, end in marks) / 1e3
     return forward, backward if arm.backward is not None else 0.0
@@ -212,7 +218,7 @@ def _host_cycles(arm: Arm, layout: SequenceLayout) -> int:
             arm.backward(outputs, prepared)
         slowest = max(slowest, time.perf_counter() - began) if turn else 0.0
         del outputs
-    return int(min(2 * slowest + 1e-4, 0.05) * clock_hz())
+    return int(min(2 * slowest + 3e-4, 0.05) * clock_hz())
 
 
 def clock_hz() -> float:

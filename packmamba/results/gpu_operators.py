@@ -164,10 +164,11 @@ def gpu_operators_tables(records: Sequence[Record]) -> list[Table]:
         return []
     first = next(iter(next(iter(found.values())).values()))
     tables = [_bars(found), _scan(found), _conv(found), _bottleneck(found), _positions(found), _times(found)]
+    layouts = max(record["config"]["layouts"] for arms in found.values() for record in arms.values())
     for table in tables:
         table.notes.append(
             f"{', '.join(first['hardware']['gpus'])}; bfloat16, {first['config']['states']} states; medians of "
-            f"{first['config']['rounds']} rounds in turns, each a mean over rows of different documents."
+            f"{first['config']['rounds']} rounds in turns, each a mean over {layouts} rows of different documents."
         )
     return tables
 
@@ -185,8 +186,9 @@ def _bars(found: Shapes) -> Table:
         value, sign = bar.measure(found), -1 if bar.at_most else 1
         reached = [value is not None and sign * value >= sign * goal for goal in (bar.bar, bar.stretch)]
         verdict = "-" if value is None else "stretch met" if reached[1] else "met" if reached[0] else "missed"
-        show = percent if bar.percent else lambda v: number(v, ".3f" if v is not None and v < 1.2 else ".2f")
-        table.rows.append([word(bar.what), show(bar.bar), show(bar.stretch), show(value), word(verdict)])
+        goals = [percent(goal) if bar.percent else number(goal, "g") for goal in (bar.bar, bar.stretch)]
+        measured = percent(value) if bar.percent else number(value, ".3f")
+        table.rows.append([word(bar.what), *goals, measured, word(verdict)])
     indices = [(shape, over(arms, "scan-indices", "scan")) for shape, arms in found.items()]
     known = [ratio for _, ratio in indices if ratio is not None]
     if known:
