@@ -20,6 +20,7 @@ for kind in ("cpu", "cuda"):
 
 def arguments(kind, name):
     found = getattr(getattr(torch.ops, "packmamba_" + kind), name).default._schema.arguments
+    found = [a for a in found if not a.has_default_value()]
     return [(a.name, str(a.type), a.alias_info is not None and a.alias_info.is_write) for a in found]
 
 ours = ["schedule", "cut_above", "cut_length", "window", "stream"]
