@@ -13,6 +13,7 @@ import lightning
 import pytest
 import torch
 import yaml
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import run
 from packmamba.config import ConfigError, load_config, to_dict
@@ -410,6 +411,47 @@ def test_two_machines_train_as_one_by_torchrun(tmp_path):
         "PyTorch warns where a group was left behind"
     )
     assert_trained_as_one(both, alone, 1e-4)
+
+
+class Meetings(lightning.Callback):
+    """Notes, in order, when DDP sends gradients off and when parameters get theirs."""
+
+    def __init__(self):
+        self.noted = []
+
+    def on_train_start(self, trainer, module):
+        def send(_, bucket):
+            self.noted.append("sent")
+            return default_hooks.allreduce_hook(None, bucket)
+
+        trainer.strategy.model.register_comm_hook(None, send)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.noted.append("made"))
+
+    def on_train_batch_end(self, *_):
+        self.noted.append("step")
+
+
+def test_gradients_meet_once_a_step_during_its_last_backward(tmp_path, monkeypatch):
+    """More than DDP's first bucket of 1 MB, so that there is something to overlap; several batches a step."""
+    noted = Meetings()
+    make = lightning.Trainer
+    monkeypatch.setattr(lightning, "Trainer", lambda **keys: make(**keys | {"callbacks": [*keys["callbacks"], noted]}))
+    keys = [
+        "data.strategy=greedy",
+        "trainer.strategy=ddp",
+        "trainer.max_steps=2",
+        "model.d_model=256",
+        "model.d_state=16",
+    ]
+    fit(tiny_config(tmp_path, *keys), progress=False)
+    text = "".join({"sent": "s", "made": "m", "step": "."}[event] for event in noted.noted)
+    first, second, _ = text.split(".")
+    parameters = sum(1 for _ in MambaLitModule(tiny_config(tmp_path, *keys), 256).parameters())
+    for step in (first, second):
+        assert step.count("m") > parameters, "several batches"
+        assert "s" not in step[: step.count("m") - parameters], "only the last batch's gradients meet"
+    assert second.count("s") > 1 and second.index("s") < second.rindex("m"), "some are sent before all are made"
 
 
 def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
