@@ -218,13 +218,14 @@ def test_refuses_before_it_measures(tmp_path, change, message):
 
 MULTI = {
     "model": "130m",
-    "overrides": TINY["overrides"],
+    # Steps large enough for a wrong gradient to be seen in the next loss.
+    "overrides": [*TINY["overrides"], "optimizer.warmup_steps=0", "optimizer.lr=0.01"],
     "arms": ["ddp-1", "ddp-2", "fsdp2-2"],
     "scheme": "packed-512-best_fit",
     "distribution": "short",
     "documents": 400,
     "slots": 512,
-    "same_steps": 2,
+    "same_steps": 3,
     "rounds": 2,
     "precision": "32-true",
     "accelerator": "cpu",
