@@ -23,11 +23,11 @@ demo:
 
 test:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
-	"$(PYTHON)" -m pytest -q -n $(WORKERS)
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal
 
 test-gpu:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
-	@PACKMAMBA_TEST_GPU=1 "$(PYTHON)" -m pytest -q -n $(WORKERS)
+	@PACKMAMBA_TEST_GPU=1 "$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal
 
 # The interpreter is not instrumented, so the sanitizers' libraries come first and leaks, which are its own, are not looked for.
 test-asan:

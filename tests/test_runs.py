@@ -456,7 +456,7 @@ def test_gradients_meet_once_a_step_during_its_last_backward(tmp_path, monkeypat
 
 def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
     keys = ["data.strategy=greedy", "data.slots_per_batch=24", "trainer.devices=2", "trainer.strategy=fsdp2",
-            "trainer.max_steps=40", "trainer.checkpoint_every=4", "trainer.validate_every=10"]  # fmt: skip
+            "trainer.max_steps=20", "trainer.checkpoint_every=4", "trainer.validate_every=10"]  # fmt: skip
     whole, killed = (tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/{name}") for name in ("whole", "killed"))
     folder = run_folder(killed) / "checkpoints"
     process = run_py("train", write_config(tmp_path / "killed.yaml", killed), env=ONE_THREAD)
