@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("config", help="a YAML file below configs/")
         if name in ("demo", "train", "sweep", "bench"):
             command.add_argument(
-                "overrides", nargs="*", metavar="key=value", help="keys, such as data.strategy=best_fit"
+                "overrides", nargs="*", default=[], metavar="key=value", help="keys, such as data.strategy=best_fit"
             )
         if name == "kernels":
             command.add_argument("action", choices=("build", "info"), help="build, or only look")

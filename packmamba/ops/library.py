@@ -4,6 +4,9 @@ A kind of kernels (``cpu``, ``cuda``) is the folders ``kernels/common`` and ``ke
 registered through PyTorch's stable ABI, without Python and without ATen. It is compiled on first use or by
 ``python run.py kernels build``, and kept in a cache folder under a hash of all that it is made of, so that machines and
 environments may share the folder.
+
+``CXX`` and ``PACKMAMBA_NVCC`` name compilers, ``PACKMAMBA_MARCH`` an instruction set other than this machine's,
+``PACKMAMBA_CUDA_ARCHS`` architectures other than those of the GPUs that are here.
 """
 
 from __future__ import annotations
