@@ -68,10 +68,9 @@ def test_tensor_cores_on_awkward_lengths(states):
 @pytest.mark.parametrize("layout", [*TUNED.values(), LONG], ids=[*TUNED.keys(), "long"])
 def test_cut_documents(layout, states, cut_early):
     case = tuned_case(layout, states=states)
-    assert (
-        cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"))[1] < layout.shape[1]
-        or layout is not LONG
-    )
+    for direction in cuda.CUT_SHARE:
+        cut_length = cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"), direction)[1]
+        assert cut_length < layout.shape[1] or layout is not LONG
     assert_parity(case, torch.bfloat16)
 
 

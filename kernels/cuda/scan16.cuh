@@ -18,6 +18,7 @@ constexpr int BLOCK_CHANNELS = WARPS * WARP_CHANNELS;
 static_assert(BLOCK_CHANNELS == SCAN16_BLOCK_CHANNELS);
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float TF32_FIX = 1.000352f;  // tf32 operands are truncated: mean relative loss 2^-11 / (2 ln 2)
+constexpr float LN2_TF32 = 0.693359375f;  // LN2 * TF32_FIX to 5e-5, and a tf32 itself
 
 __device__ __forceinline__ float ex2(float x) {
   float y;
@@ -75,11 +76,11 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], float a0, float a1, floa
       : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
         "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
 }
-// tf32, k = 4: with b = 1 the sum over a lane group, in every column.
-__device__ __forceinline__ void mma_sum4(float (&d)[4], float a0, float a1) {
+// tf32, k = 4: factor, a tf32, times the sum over a lane group, in every column.
+__device__ __forceinline__ void mma_sum4(float (&d)[4], float a0, float a1, float factor) {
   asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%7,%7,%7,%7};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(0x3f800000u), "f"(0.f));
+      : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(factor)), "f"(0.f));
 }
 // bf16, k = 8: the outer product of one token. a: split numbers of the tile's 4 tokens, one a lane of the group; b: that token's
 // row of B or C, doubled, in the lane that owns the token, zero in the others.

@@ -5,7 +5,7 @@
 // in the order of an MMA's A operand (they are never a recurrence's input); then its tiles are walked backwards. dB and dC, sums
 // over channels, are MMAs against the states and their gradients, transposed by ldmatrix, summed over the block's warps in
 // shared memory and written as one partial per block: no atomics, the same bits every time.
-// Bound: issue, about 185 instructions per 16 channels' token, 4 schedulers; 0.78 ms at 16384 tokens of 4096 channels.
+// Bound: issue, about 170 instructions per 16 channels' token, 4 schedulers; 0.78 ms at 16384 tokens of 4096 channels.
 // Bytes: u, delta, z, dy, du, ddelta, dz once (2 each), saved states 1, partials of dB and dC 2 written and 2 read.
 #include "scan16.cuh"
 
@@ -14,19 +14,29 @@ namespace {
 constexpr int TILES = SAVE_EVERY / TILE;  // of a chunk
 constexpr int SUM_PITCH = 40;             // of a token's [dB | dC] when warps are summed: no bank conflicts
 
+struct Tile {  // by lane, but for the steps: what it knows of its 2 tokens x 2 channels
+  float4 gate[32];       // gradients before the gate
+  float4 slope[32];      // d step / d delta
+  float2 step[TILE * 8];
+  uint2 w[32];           // delta * u as bf16
+  uint32_t u[2][32];
+};
+
 struct Warp {
   uint4 states[SAVE_EVERY + 1][32];  // before the chunk's first token, after it, ...: four 8 x 8 matrices each
-  float2 step[TILES][TILE * 8];
-  uint4 gate[TILES][32];             // gradients before the gate of the lane's 2 tokens x 2 channels, split
-  float4 slope[TILES][32];           // d step / d delta of the same
-  uint32_t u[TILES][2][32], bc[TILES][4][32];
-  uint32_t in[8][32], in_bc[4][32];  // the next tile's u, delta, z, dy; B and C: staged by each lane for itself
+  Tile tiles[TILES];
+  uint32_t in[8][32];                // the next tile's u, delta, z, dy: staged by each lane for itself
   int positions[PER_TOKEN_INDICES ? 32 : 1];
   uint32_t first[PER_TOKEN_INDICES ? TILES : 1];  // of a tile's tokens, those that begin a document
   uint4 saved[32];                   // the next chunk's saved state
-  float4 constants[32];              // bias and D of the lane's channels
+  float4 constants[8];               // bias and D of a lane group's channels
   // Once a tile has been walked, its states' place holds this warp's share of dB and dC.
   __device__ float* sums(int tile) { return (float*)states[tile * TILE + 1]; }
+};
+
+struct Block {
+  Warp warps[WARPS];
+  uint32_t bc[2][TILES][4][32];  // B and C of this chunk and the next, in the order of the lanes that read them
 };
 
 template <bool GATE, bool SOFTPLUS>
@@ -35,10 +45,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
   let_next_start();
   const int number = blockIdx.y - 1;
   if (zero_padding(p, p.du, p.ddelta, p.dz, p.dz_token, p.y) || number >= p.schedule.counts[0]) return;
-  Warp* const warps = (Warp*)dynamic;
+  Block& block = *(Block*)dynamic;
   const Lane l(p.channels);
   const int lane = l.lane, g = l.g, s = l.s, w = threadIdx.x >> 5;
-  Warp& m = warps[w];
+  Warp& m = block.warps[w];
   // Which row of a token's four 8 x 8 matrices this lane addresses for ldmatrix: states 0-7 | 8-15 by even | odd channels.
   const int matrix_row = (lane & 7) + 8 * (((lane >> 3) & 1) * 2 + (lane >> 4));
   float A[2][4], dA[2][4], carry[2][4], dD[2] = {}, dbias[2] = {};
@@ -46,10 +56,11 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
   set_zero(dA);
   {
     const float2 bias = load_pair(p.bias, l), D = load_pair(p.D, l);
-    m.constants[lane] = make_float4(bias.x, bias.y, D.x, D.y);
+    m.constants[g] = make_float4(bias.x, bias.y, D.x, D.y);
   }
   const int2 item = p.schedule.items[number];
   if (PER_TOKEN_INDICES) set_zero(carry);
+  int parity = 0;
   for (int i = item.y - 1; i >= item.x; i--) {
     const int4 segment = p.schedule.segments[i];
     const int length = segment.y - segment.x, document = segment.z, before = segment.x - p.starts[document];
@@ -63,7 +74,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     const char* dy = at(p.dy, segment.x, p.row_length, l.loaded);
     const char *B = at(p.B, segment.x, p.row_length, 2 * s), *C = at(p.C, segment.x, p.row_length, 2 * s);
     const int64_t out = (int64_t)segment.x * p.channels + l.channel;
-    bf16* const dz = (bf16*)p.dz + segment.x * p.dz_token + l.channel;
+    char *const du_at = (char*)((bf16*)p.du + out), *const ddelta_at = (char*)((bf16*)p.ddelta + out);
+    char* const dz_at = (char*)((bf16*)p.dz + segment.x * p.dz_token + l.channel);
+    char* const y_at = (char*)((bf16*)p.y + out);
     float* const partial = p.partial_BC + (blockIdx.x * p.slots() + segment.x) * 2 * N16 + lane;
 
     // Past the end the segment's last token is read again, and masked when it is used.
@@ -76,29 +89,32 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
         if (GATE) copy4(&m.in[4 + k][lane], token(z, p.z, t));
         copy4(&m.in[6 + k][lane], token(dy, p.dy, t));
       }
-      const int t = min(t0 + l.column_token, length - 1);
-      const char *Bt = token(B, p.B, t), *Ct = token(C, p.C, t);
-#pragma unroll
-      for (int q = 0; q < 2; q++) {
-        copy4(&m.in_bc[q][lane], Bt + 16 * q);
-        copy4(&m.in_bc[2 + q][lane], Ct + 16 * q);
-      }
       if (PER_TOKEN_INDICES) copy4(&m.positions[lane], p.schedule.positions + segment.x + min(t0 + lane % TILE, length - 1));
       copies_issued();
     };
 
-    auto stage_chunk = [&](int c0) {
+    auto stage_chunk = [&](int c0) {  // B and C for the whole block, a tile a warp
+      static_assert(TILES == WARPS);
+      parity ^= 1;
+      const int t = min(c0 + TILE * w + l.column_token, length - 1);
+      const char *Bt = token(B, p.B, t), *Ct = token(C, p.C, t);
+#pragma unroll
+      for (int q = 0; q < 2; q++) {
+        copy4(&block.bc[parity][w][q][lane], Bt + 16 * q);
+        copy4(&block.bc[parity][w][2 + q][lane], Ct + 16 * q);
+      }
       if (before + c0 > 0) copy16(&m.saved[lane], saved_state(p, segment.x - before, before + c0, l));
       stage(c0);
     };
     stage_chunk((length - 1) / SAVE_EVERY * SAVE_EVERY);
     for (int c0 = (length - 1) / SAVE_EVERY * SAVE_EVERY; c0 >= 0; c0 -= SAVE_EVERY) {
       const int tiles = (min(SAVE_EVERY, length - c0) + TILE - 1) / TILE;
+      const auto& bc = block.bc[parity];
       {  // Replay.
         float h[2][4];
         uint32_t a[4];
+        copies_arrived();
         if (before + c0 > 0) {
-          copies_arrived();
           const uint4 v = m.saved[lane];
           a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
           unpack_state(h, a);
@@ -108,17 +124,17 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           else set_zero(h);
           pack_state(a, h);
         }
-        __syncthreads();  // other warps have summed the previous chunk
+        __syncthreads();  // other warps have summed the previous chunk; B and C are there
         put_quad(m.states[0], lane, a);
         for (int tile = 0; tile < tiles; tile++) {
           const int t0 = c0 + tile * TILE;
+          Tile& here = m.tiles[tile];
           copies_arrived();
           uint32_t wt[2][2], Bt[2][2], rawC[2], ut[2];
           float dgate[2][2], silu[2][2];  // d out / d z and out, but for the ungated y
           {
-            const float4 constants = m.constants[lane];
-            uint32_t gate[2][2];
-            float slope[2][2];
+            const float4 constants = m.constants[g];
+            float gate[2][2], slope[2][2], w[2][2];
 #pragma unroll
             for (int k = 0; k < 2; k++) {
               const bool inside = t0 + s + 4 * k < length && l.live;
@@ -136,26 +152,26 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
                   e[c] = x, slope[k][c] = 1.f;
                 }
                 e[c] = inside ? e[c] : 0.f;
-                wt[k][c] = split(e[c] * half_of(ut[k], c));
+                w[k][c] = e[c] * half_of(ut[k], c);
+                wt[k][c] = split(w[k][c]);
                 float gt = dyt;
                 if (GATE) {
                   const float zt = half_of(rz, c), sz = sigmoid(zt), gs = dyt * sz;
                   gt = gs * zt, dgate[k][c] = gs * fmaf(zt, 1.f - sz, 1.f), silu[k][c] = sz * zt;
                 }
-                gate[k][c] = split(gt);
+                gate[k][c] = gt;
               }
-              m.step[tile][(s + 4 * k) * 8 + g] = make_float2(e[0], e[1]);
-              m.u[tile][k][lane] = ut[k];
+              here.step[(s + 4 * k) * 8 + g] = make_float2(e[0], e[1]);
+              here.u[k][lane] = ut[k];
             }
-            m.gate[tile][lane] = make_uint4(gate[0][0], gate[0][1], gate[1][0], gate[1][1]);
-            m.slope[tile][lane] = make_float4(slope[0][0], slope[0][1], slope[1][0], slope[1][1]);
+            here.gate[lane] = make_float4(gate[0][0], gate[0][1], gate[1][0], gate[1][1]);
+            here.w[lane] = make_uint2(pack(w[0][0], w[1][0]), pack(w[0][1], w[1][1]));
+            here.slope[lane] = make_float4(slope[0][0], slope[0][1], slope[1][0], slope[1][1]);
           }
 #pragma unroll
           for (int q = 0; q < 2; q++) {
-            const uint32_t rawB = m.in_bc[q][lane];
-            rawC[q] = m.in_bc[2 + q][lane];
-            m.bc[tile][q][lane] = rawB, m.bc[tile][2 + q][lane] = rawC[q];
-            const uint32_t v = transposed(rawB);
+            rawC[q] = bc[tile][2 + q][lane];
+            const uint32_t v = transposed(bc[tile][q][lane]);
             Bt[q][0] = twice(v, 0), Bt[q][1] = twice(v, 1);
           }
           const uint32_t first = PER_TOKEN_INDICES ? begins(p, m.positions[lane], t0 + lane % TILE < length) : 0u;
@@ -167,7 +183,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           float2 e[TILE];
           float y[2][2];
 #pragma unroll
-          for (int t = 0; t < TILE; t++) e[t] = m.step[tile][t * 8 + g];
+          for (int t = 0; t < TILE; t++) e[t] = here.step[t * 8 + g];
 #pragma unroll
           for (int t = 0; t < TILE; t++) {
             const int k = t >> 2;
@@ -183,14 +199,14 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             }
           }
           if (GATE) {
-            const float4 constants = m.constants[lane];
+            const float4 constants = m.constants[g];
 #pragma unroll
             for (int k = 0; k < 2; k++)
               if (t0 + s + 4 * k < length && l.live) {
-                const uint64_t t = (uint32_t)(t0 + s + 4 * k);
+                const uint64_t t = t0 + s + 4 * k;
                 const float y0 = fmaf(constants.z, low(ut[k]), y[k][0]), y1 = fmaf(constants.w, high(ut[k]), y[k][1]);
-                *(uint32_t*)(dz + t * (uint32_t)p.dz_token) = pack(dgate[k][0] * y0, dgate[k][1] * y1);
-                if (p.y) *(uint32_t*)((bf16*)p.y + out + t * (uint32_t)p.channels) = pack(silu[k][0] * y0, silu[k][1] * y1);
+                *(uint32_t*)(dz_at + t * (uint32_t)(2 * p.dz_token)) = pack(dgate[k][0] * y0, dgate[k][1] * y1);
+                if (p.y) *(uint32_t*)(y_at + t * (uint32_t)(2 * p.channels)) = pack(silu[k][0] * y0, silu[k][1] * y1);
               }
           }
         }
@@ -198,19 +214,18 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
 
       for (int tile = tiles - 1; tile >= 0; tile--) {  // Walk back.
         const int t0 = c0 + tile * TILE;
-        const uint4 gate4 = m.gate[tile][lane];
-        const uint32_t gate[2][2] = {{gate4.x, gate4.y}, {gate4.z, gate4.w}};
-        uint32_t Ct[2][2], rawB[2], gate_columns[2], w_columns[2];
+        Tile& here = m.tiles[tile];
+        uint32_t gate[2][2], Ct[2][2], rawB[2], gate_columns[2], w_columns[2];
         {
-          const float2 e0 = m.step[tile][s * 8 + g], e1 = m.step[tile][(s + 4) * 8 + g];
-          const uint32_t u0 = m.u[tile][0][lane], u1 = m.u[tile][1][lane];
-          w_columns[0] = transposed(pack(e0.x * low(u0), e1.x * low(u1)));
-          w_columns[1] = transposed(pack(e0.y * high(u0), e1.y * high(u1)));
+          const float4 gate4 = here.gate[lane];
+          const uint2 w = here.w[lane];
+          gate[0][0] = split(gate4.x), gate[0][1] = split(gate4.y), gate[1][0] = split(gate4.z), gate[1][1] = split(gate4.w);
+          gate_columns[0] = transposed(pack(gate4.x, gate4.z)), gate_columns[1] = transposed(pack(gate4.y, gate4.w));
+          w_columns[0] = transposed(w.x), w_columns[1] = transposed(w.y);
 #pragma unroll
           for (int q = 0; q < 2; q++) {
-            gate_columns[q] = transposed(pack(low(gate[0][q]) + high(gate[0][q]), low(gate[1][q]) + high(gate[1][q])));
-            rawB[q] = m.bc[tile][q][lane];
-            const uint32_t v = transposed(m.bc[tile][2 + q][lane]);
+            rawB[q] = bc[tile][q][lane];
+            const uint32_t v = transposed(bc[tile][2 + q][lane]);
             Ct[q][0] = twice(v, 0), Ct[q][1] = twice(v, 1);
           }
         }
@@ -222,7 +237,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
         auto read_states = [&](int k) {  // and dC from them
           const uint4* const slots = m.states[tile * TILE + 4 * k];
 #pragma unroll
-          for (int t = 0; t < 4; t++) e[k][t] = m.step[tile][(4 * k + t) * 8 + g];
+          for (int t = 0; t < 4; t++) e[k][t] = here.step[(4 * k + t) * 8 + g];
 #pragma unroll
           for (int t = 0; t < 4; t++) {
             uint32_t a[4];
@@ -264,7 +279,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             float q[4], r[4];
             pack_state(a, x);
             mma_bf16(q, a, rawB[0], rawB[1]);
-            mma_sum4(r, dsum[0], dsum[1]);
+            mma_sum4(r, dsum[0], dsum[1], LN2_TF32);
             if (own) dw[k][0] = q[k], dw[k][1] = q[2 + k], dstep[k][0] = r[0], dstep[k][1] = r[2];
             put_quad(slots + (t + 1) * 32, lane, a);
           }
@@ -297,37 +312,42 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           sums[4 * k * SUM_PITCH + 16] = dC[k], sums[4 * k * SUM_PITCH + 24] = dC[2 + k];
         }
         {
-          const float4 constants = m.constants[lane], slope4 = m.slope[tile][lane];
+          const float4 constants = m.constants[g], slope4 = here.slope[lane], gate4 = here.gate[lane];
+          const float gate[2][2] = {{gate4.x, gate4.y}, {gate4.z, gate4.w}};
           const float slope[2][2] = {{slope4.x, slope4.y}, {slope4.z, slope4.w}};
 #pragma unroll
           for (int k = 0; k < 2; k++)
             if (t0 + s + 4 * k < length && l.live) {
-              const float2 e = m.step[tile][(s + 4 * k) * 8 + g];
-              const uint32_t ut = m.u[tile][k][lane];
+              const float2 e = here.step[(s + 4 * k) * 8 + g];
+              const uint32_t ut = here.u[k][lane];
               float du[2], dd[2];
 #pragma unroll
               for (int c = 0; c < 2; c++) {
-                const float v = half_of(ut, c), gt = low(gate[k][c]) + high(gate[k][c]);
-                dd[c] = fmaf(dw[k][c], v, dstep[k][c] * (LN2 * TF32_FIX)) * slope[k][c];
+                const float v = half_of(ut, c), gt = gate[k][c];
+                dd[c] = fmaf(dw[k][c], v, dstep[k][c]) * slope[k][c];
                 du[c] = fmaf(dw[k][c], c ? e.y : e.x, gt * (c ? constants.w : constants.z));
                 dbias[c] += dd[c];
                 dD[c] = fmaf(gt, v, dD[c]);
               }
-              const int64_t o = out + (uint64_t)(uint32_t)(t0 + s + 4 * k) * (uint32_t)p.channels;
-              *(uint32_t*)((bf16*)p.du + o) = pack(du[0], du[1]);
-              *(uint32_t*)((bf16*)p.ddelta + o) = pack(dd[0], dd[1]);
+              const uint64_t o = (uint64_t)(uint32_t)(t0 + s + 4 * k) * (uint32_t)(2 * p.channels);
+              *(uint32_t*)(du_at + o) = pack(du[0], du[1]);
+              *(uint32_t*)(ddelta_at + o) = pack(dd[0], dd[1]);
             }
         }
       }
       __syncthreads();
-#pragma unroll
-      for (int o = 0; o < SAVE_EVERY / WARPS; o++) {  // one warp a token, one lane a column of [dB | dC]
-        const int t = o * WARPS + w;
-        if (c0 + t >= length) break;
+      float* const partials = partial + (uint64_t)(uint32_t)(c0 + w) * (2 * N16);
+      auto sum_warps = [&](int t) {  // one warp a token, one lane a column of [dB | dC]
         float v = 0.f;
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) v += warps[i].sums(t / TILE)[t % TILE * SUM_PITCH + lane];
-        partial[(uint64_t)(uint32_t)(c0 + t) * 2 * N16] = v;
+        for (int i = 0; i < WARPS; i++) v += block.warps[i].sums(t / TILE)[(t % TILE + w) * SUM_PITCH + lane];
+        partials[t * 2 * N16] = v;
+      };
+      if (c0 + SAVE_EVERY <= length) {
+#pragma unroll
+        for (int t = 0; t < SAVE_EVERY; t += WARPS) sum_warps(t);
+      } else {
+        for (int t = 0; c0 + w + t < length; t += WARPS) sum_warps(t);
       }
     }
     if (p.dinitial && before == 0) store_state(p.dinitial + state, carry, l);
@@ -351,7 +371,7 @@ void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream)
 void scan16_backward(const ScanParams& p, cudaStream_t stream) {
   if (p.schedule.max_cut_segments) scan16_start_states(p, true, stream);
   const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items + 1);
-  const int bytes = WARPS * sizeof(Warp);
+  const int bytes = sizeof(Block);
   with_switches(p, [&](auto gate, auto softplus) {
     const auto kernel = backward<decltype(gate)::value, decltype(softplus)::value>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -34,10 +34,10 @@ class Scheduled:
     grid_pieces: int
 
     @classmethod
-    def of(cls, layout: SequenceLayout, channels: int) -> Scheduled:
-        """Of a layout of one row on a GPU."""
+    def of(cls, layout: SequenceLayout, channels: int, direction: str) -> Scheduled:
+        """Of a layout of one row on a GPU; direction: forward or backward."""
         slots = layout.num_slots
-        memory, above, length, window = cuda.schedule(layout.starts, layout.ends, 1, slots, channels, True)
+        memory, above, length, window = cuda.schedule(layout.starts, layout.ends, 1, slots, channels, True, direction)
         items, segments, pieces, _ = memory[:4].tolist()
         entries = memory[4 : 4 + 4 * segments].view(-1, 4)
         grid_pieces = slots // length + slots // above if slots > above else 0
@@ -77,8 +77,11 @@ def position_bytes(
     if operator not in ("scan", "conv1d") or build not in ("", "indices"):
         return None, None
     if operator == "scan":
-        read = scan_bytes(Scheduled.of(layout, channels), channels, build == "indices")
-        return read, read
+        forward, backward = (
+            scan_bytes(Scheduled.of(layout, channels, direction), channels, build == "indices")
+            for direction in cuda.CUT_SHARE
+        )
+        return forward, backward
     forward, backward = (
         conv_bytes(layout.num_slots, layout.num_documents, channels, multiprocessors, resident, build == "indices")
         for resident in CONV_RESIDENT
