@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packmamba.results import plots, summary
 from packmamba.results import record as records_module
-from packmamba.results import summary
 from packmamba.results.record import (
     METRICS,
     append_record,
@@ -358,6 +358,28 @@ def test_report_is_one_file_that_asks_nobody(tmp_path):
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     written = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}
     assert written == table_files(reversed(records)), "the order of records must not matter"
+
+
+def test_time_in_learning_curves_is_that_of_arms_timed_in_turns(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(plots, "finish", lambda fig, name, caption: drawn.update({name: (fig, caption)}))
+
+    def seconds(records):
+        plots.training_figures(records)
+        fig, caption = drawn["learning-curves"]
+        return [list(line.get_xdata()) for line in fig.axes[1].lines], caption
+
+    trained = [training(arm) for arm in ("single", "padded")]
+    x, caption = seconds(trained + [throughput("single", 100.0), throughput("padded", 200.0)])
+    assert x == [[5.0, 10.0], [2.5, 5.0]] and "timed in turns" in caption
+    x, caption = seconds(trained + [throughput("single", 100.0)])
+    assert x == [[5 / 7, 10 / 7]] * 2 and "which is no comparison" in caption
+
+
+def test_the_page_says_what_its_arms_do(tmp_path):
+    page = write_report(write(tmp_path, [training("single seq=3"), training("mine")])).read_text()
+    assert "<strong>single</strong>: one document at a time" in page
+    assert "side by side" not in page
 
 
 def test_one_seed_claims_nothing(tmp_path):

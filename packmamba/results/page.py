@@ -34,6 +34,7 @@ p { max-width: 46rem; margin: 0.5rem 0; }
 .facts div { background: var(--card); border-radius: 8px; padding: 0.7rem 0.9rem; }
 .facts dt { font-size: 0.78rem; color: var(--muted); }
 .facts dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.arms { max-width: 60rem; margin: 1.4rem 0 0; padding-left: 1.1rem; font-size: 0.95rem; }
 .scroll { overflow-x: auto; margin: 0.8rem 0 0.4rem; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; min-width: 60%; }
 th { font-weight: 600; color: var(--muted); font-size: 0.8rem; vertical-align: bottom; }
@@ -56,6 +57,16 @@ footer { margin-top: 3rem; color: var(--muted); font-size: 0.86rem; }
 @media print { main { padding: 0; } figure { break-inside: avoid; } }
 """
 
+_ARMS = {
+    "single": "one document at a time",
+    "padded": "documents side by side, each filled up to the longest of its batch",
+    "packed-reset": "documents one after another in rows, convolution and state starting afresh in each",
+    "packed-leak": "the same rows as if each were one document: convolution and state run on from one into the next",
+    "packed-leak-conv": "the same, leaking through the convolution alone",
+    "packed-leak-scan": "the same, leaking through the state alone",
+    "packed-carry": "rows filled to the end, cut documents going on from their own state in a later row",
+}
+
 Part = tuple[str, Sequence[Record], Sequence[Table], Sequence[Figure]]
 """A corpus, its records, their tables (the headline first) and figures."""
 
@@ -68,6 +79,7 @@ def render(readme: str, parts: Sequence[Part]) -> str:
     body = [f"<h1>{_inline(title)}</h1>"]
     body += [f'<p class="lead">{_inline(question)}</p>'] if question else []
     body.append(_facts(records))
+    body.append(_arms(records))
     body += [f'<p class="callout">{html.escape(statement)}</p>'] if statement else []
     for corpus, _, made, figures in parts:
         heading = "Result" if len(parts) == 1 else f"Corpus {html.escape(corpus[:12])}"
@@ -125,6 +137,13 @@ def _facts(records: Sequence[Record]) -> str:
     facts["Hardware"] = " / ".join(_unique(_hardware(record) for record in records))
     items = (f"<div><dt>{name}</dt><dd>{html.escape(str(value))}</dd></div>" for name, value in facts.items())
     return f'<dl class="facts">{"".join(items)}</dl>'
+
+
+def _arms(records: Sequence[Record]) -> str:
+    """What the schemes among the arms do."""
+    present = {record["arm"].partition(" ")[0] for record in records}
+    lines = [f"<li><strong>{name}</strong>: {text}</li>" for name, text in _ARMS.items() if name in present]
+    return f'<ul class="arms">{"".join(lines)}</ul>' if lines else ""
 
 
 def _table(table: Table, shown: str | None) -> str:

@@ -75,7 +75,7 @@ class Figure:
 def training_figures(records: Sequence[Record]) -> list[Figure]:
     """Learning curves, differences, speed and loss by position; ``records`` are of one corpus."""
     arms = summary.training_arms(records)
-    drawn = [_learning_curves(arms), _differences(arms), _speed(arms, records), _loss_by_position(arms)]
+    drawn = [_learning_curves(arms, records), _differences(arms), _speed(arms, records), _loss_by_position(arms)]
     return [figure for figure in drawn if figure is not None]
 
 
@@ -132,19 +132,25 @@ def _points(arm: Arm, curve: str, key: str) -> dict[int, list[dict[str, Any]]]:
     return dict(sorted(points.items()))
 
 
-def _learning_curves(arms: Sequence[Arm]) -> Figure | None:
+def _learning_curves(arms: Sequence[Arm], records: Sequence[Record]) -> Figure | None:
     curves = [(arm, style, _points(arm, "validation", "step")) for arm, style in _styled(arms)]
     if not any(points for _, _, points in curves):
         return None
+    speeds = [summary.speed_of(arm, records) for arm in arms]
+    # What else a machine did during an arm's own run is no property of the arm.
+    timed = all(speed.interleaved and speed.real_tokens_per_second for speed in speeds)
+    rates = [speed.real_tokens_per_second or 1.0 for speed in speeds]
     fig, panels = axes(2)
-    for ax, key, title, unit in (
-        (panels[0], "real_tokens", "Validation loss against data", "real tokens trained on"),
-        (panels[1], "seconds", "Validation loss against time", "seconds of training"),
+    for ax, key, scales, title, unit in (
+        (panels[0], "real_tokens", [1.0] * len(arms), "Validation loss against data", "real tokens trained on"),
+        (panels[1], "real_tokens", rates, "Validation loss against time", "seconds at the speed timed in turns")
+        if timed
+        else (panels[1], "seconds", [1.0] * len(arms), "Validation loss against time", "seconds of training"),
     ):
-        for arm, style, by_step in curves:
+        for (arm, style, by_step), scale in zip(curves, scales):
             # The loss before the first step is the same for all and would squeeze the rest into a corner.
             steps = [p for step, p in by_step.items() if step > 0 and all(point.get(key) is not None for point in p)]
-            x = [statistics.fmean(point[key] for point in points) for points in steps]
+            x = [statistics.fmean(point[key] for point in points) / scale for points in steps]
             losses = [[point["loss"] for point in points] for points in steps]
             ax.plot(x, [statistics.fmean(each) for each in losses], label=arm.label, **style)
             if any(len(each) > 1 for each in losses):
@@ -158,8 +164,9 @@ def _learning_curves(arms: Sequence[Arm]) -> Figure | None:
     return finish(
         fig,
         "learning-curves",
-        "Validation loss, one document at a time from zero state, against real tokens and against seconds of training "
-        f"(each arm's own run).{band} Lines that coincide show as stripes.",
+        "Validation loss, one document at a time from zero state, against real tokens and against seconds "
+        + ("at the speed of arms timed in turns." if timed else "of each arm's own run, which is no comparison.")
+        + f"{band} Lines that coincide show as stripes.",
     )
 
 
