@@ -162,8 +162,8 @@ class MambaLitModule(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         config = self.optimizer_config
         groups = self.model.weight_decay_groups(config.weight_decay)
-        # Fused: each parameter passes through the GPU once. Under a loss scale it would unscale by itself, after clipping.
-        fused = self.device.type == "cuda" and not self.scaled
+        # Fused: each parameter is read and written once. Under a loss scale it would unscale by itself, after clipping.
+        fused = self.device.type in ("cpu", "cuda") and not self.scaled
         return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
 
     def learning_rate(self, step: int) -> float:
