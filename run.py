@@ -37,9 +37,10 @@ def demo(arguments: argparse.Namespace) -> None:
 def train(arguments: argparse.Namespace) -> None:
     from packmamba.config import load_config
     from packmamba.results.report import format_table
+
+    config = load_config(arguments.config, arguments.overrides)  # first: what follows takes seconds to import
     from packmamba.training.fit import fit, record_path, run_folder
 
-    config = load_config(arguments.config, arguments.overrides)
     record = fit(config)
     print(f"\n{format_table([record])}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}")
 

@@ -87,6 +87,15 @@ def test_compiled_through_autograd_equals_eager(operator):
             assert torch.equal(got[name], value), name
 
 
+def test_the_kernels_may_be_loaded_first_while_compiling(monkeypatch):
+    monkeypatch.setattr(library, "_loaded", {})
+    torch._dynamo.reset()
+    case = random_case("conv1d_pack", AWKWARD["splits"], torch.float32, states=False)
+    fast = torch.compile(ops.conv1d_pack, backend="eager", fullgraph=True)
+    y = fast(case.tensors["x"], case.tensors["weight"], layout=case.layout)
+    assert torch.equal(y, ops.conv1d_pack(case.tensors["x"], case.tensors["weight"], layout=case.layout))
+
+
 @both
 def test_autocast_leaves_the_operators_to_their_inputs(operator):
     case = random_case(operator, AWKWARD["splits"], torch.float32)

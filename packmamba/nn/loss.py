@@ -8,6 +8,8 @@ per token beside their sum, which evaluation needs, and without float32 sums of 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if compiled:
                 for tensor in chunk_of:  # The last chunk's size is another one in every batch with padding.
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            losses[part], dlogits = (_compiled_chunk if compiled else _chunk)(*chunk_of, differentiable)
+            losses[part], dlogits = (_compiled_chunk() if compiled else _chunk)(*chunk_of, differentiable)
             del logits, chunk_of
             if dx is not None and dhead is not None:
                 torch.mm(dlogits, head, out=dx[part])
@@ -99,7 +101,9 @@ def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) 
     return losses, gradient.to(logits.dtype)
 
 
-_compiled_chunk = torch.compile(_chunk)
+@functools.cache
+def _compiled_chunk() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_chunk)  # which imports the compiler: seconds
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
