@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+import yaml
 
-from packmamba.config import Config, load_config
+from packmamba.config import Config, load_config, to_dict
+from packmamba.training.callbacks import checkpoints
+from packmamba.training.fit import run_folder
 
 # One-token documents, documents longer than a row (pieces, or continuations), and everything between.
 LENGTHS = [1, 2, 30, 7, 1, 55, 16, 3, 24, 12, 5, 1, 9, 40, 17]
@@ -62,3 +67,22 @@ SCHEMES = {
     "packed in order": ["data.strategy=in_order"],
 }
 CARRY = ["data.strategy=split", "data.streams=3", "trainer.boundary=carry"]
+
+
+def write_config(path: Path, config: Config) -> Path:
+    path.write_text(yaml.safe_dump(to_dict(config)))
+    return path
+
+
+def final_state(config: Config) -> dict[str, Any]:
+    """The run's only checkpoint."""
+    (last,) = checkpoints(run_folder(config) / "checkpoints")
+    return torch.load(last, weights_only=False)
+
+
+def losses_of(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The record's curves without times."""
+    return {
+        name: [{k: v for k, v in point.items() if k != "seconds"} for point in points]
+        for name, points in record["curves"].items()
+    }

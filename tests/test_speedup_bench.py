@@ -1,8 +1,12 @@
 """The whole-model benches on a tiny case: every arm is right, recorded and tabulated; a wrong arm is not timed."""
 
 import importlib.util
+import json
+import subprocess
 import sys
 import textwrap
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from packmamba.errors import ConfigError
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.results.record import BREAKDOWN, read_records
 from packmamba.results.report import build_sections
+from processes import fork_ranks, statuses
 
 ARMS = ["single", "padded-256", "padded-longest", "padded-buckets", "packed-512-in_order", "packed-512-best_fit"]
 TINY = {
@@ -232,7 +237,19 @@ MULTI = {
 }
 
 
-def test_every_strategy_has_the_loss_of_one_device(tmp_path):
+def torchrun(command, **options):
+    """In place of subprocess.run: torchrun itself for one process, its ranks for several, which start at once."""
+    ranks = int(next(part for part in command if part.startswith("--nproc-per-node=")).partition("=")[2])
+    if ranks == 1:
+        return subprocess.run(command, **options)
+    job = json.loads(command[-1])
+    output = Path(job["folder"]) / "output.txt"
+    done = statuses(*fork_ranks(ranks, multi_gpu._work, job, output=output))
+    return subprocess.CompletedProcess(command, max(map(abs, done)), stderr=output.read_text())
+
+
+def test_every_strategy_has_the_loss_of_one_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(multi_gpu, "subprocess", types.SimpleNamespace(run=torchrun))
     multi_gpu.run(MULTI, tmp_path / "records" / "multi_gpu.jsonl", progress=False)
     records = read_records(tmp_path)
     assert [record["arm"] for record in records] == MULTI["arms"]

@@ -1,0 +1,77 @@
+"""Processes that tests start. Importing what a run needs takes seconds, so most are forked from one that has imported it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+# A server of its own, in which nothing runs: a process that has computed gradients must not fork.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["packmamba.training.fit", "packmamba.results.report"])
+
+
+def run_py(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
+    """``python run.py arguments``, as a user starts it."""
+    command = [sys.executable, str(ROOT / "run.py"), *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def fork(function: Callable, *arguments: Any, output: Path, **environment: str) -> multiprocessing.Process:
+    """``function(*arguments)`` in a process and process group of its own, whose exit status is what it returns (None is 0);
+    all it prints goes to the end of ``output``."""
+    process = FORKS.Process(target=_child, args=(function, arguments, output, environment))
+    process.start()
+    return process
+
+
+def _child(function: Callable, arguments: tuple, output: Path, environment: dict[str, str]) -> None:
+    os.setsid()
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # loaders start their workers as anywhere else
+    torch.set_num_threads(1)
+    sys.exit(function(*arguments))
+
+
+def fork_ranks(count: int, function: Callable, *arguments: Any, output: Path) -> list[multiprocessing.Process]:
+    """The same in each of ``count`` ranks, which find in their environment what torchrun says."""
+    said = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    return [
+        fork(function, *arguments, output=output, **said, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)
+    ]
+
+
+def kill(*processes: multiprocessing.Process) -> None:
+    """SIGKILL to each process and to what it has started."""
+    for process in processes:
+        os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.join()
+
+
+def statuses(*processes: multiprocessing.Process, timeout: float = 300) -> list[int]:
+    """Waits; -9 for one that had to be killed."""
+    for process in processes:
+        process.join(timeout)
+    kill(*(process for process in processes if process.is_alive()))
+    return [process.exitcode for process in processes]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

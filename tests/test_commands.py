@@ -1,0 +1,65 @@
+"""Commands as a user types them, and mistypes them."""
+
+import pytest
+
+import run
+from packmamba.config import ConfigError, load_config
+from processes import run_py
+
+MISTAKES = {
+    "a command": (["trian", "configs/train.yaml"], "unknown command 'trian'; did you mean 'train'?"),
+    "a later command": (["frobnicate"], "unknown command 'frobnicate'"),
+    "a key": (["train", "configs/train.yaml", "data.stratgy=x"], "did you mean 'data.strategy'?"),
+    "a section": (["train", "configs/train.yaml", "data=3"], "'data' in 'data=3' is a section"),
+    "a value": (["train", "configs/train.yaml", "trainer.max_steps=many"], "trainer.max_steps"),
+    "a missing file": (["train", "configs/missing.yaml"], "configs/missing.yaml does not exist"),
+    "no assignment": (["train", "configs/train.yaml", "best_fit"], "expected key=value, got 'best_fit'"),
+    "a strategy": (["train", "configs/train.yaml", "data.strategy=best-fit"], "did you mean 'best_fit'?"),
+    "a long document": (["train", "configs/train.yaml", "data.overlong=error"], "data.row_length=1024 is shorter"),
+    "carry": (["train", "configs/train.yaml", "trainer.boundary=carry"], "needs data.strategy=split"),
+    "a source's file": (
+        ["train", "configs/train.yaml", "data.source=jsonl", "data.path=missing.jsonl"], "missing.jsonl"),
+    "a backend": (["train", "configs/train.yaml", "ops.backend=cuda", "trainer.accelerator=cpu"], "ops.backend: 'cuda'"),
+    "a model size": (["train", "configs/train.yaml", "model=13b"], "known sizes: 1.4b, 130m"),
+    "a precision": (["train", "configs/train.yaml", "trainer.precision=8"], "trainer"),
+    "a folder": (["report", "experiments/missing"], "experiments/missing"),
+    "a bench": (["bench", "configs/train.yaml"], "bench: expected one of packing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_typo_is_one_sentence_and_status_2(name, tmp_path, capsys):
+    arguments, message = MISTAKES[name]
+    arguments = [*arguments, *([f"data.cache_dir={tmp_path}"] if arguments[0] == "train" else [])]
+    try:
+        status = run.main(arguments)
+    except SystemExit as exit:
+        status = exit.code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert status == 2
+    assert len(lines) == 1 and lines[0].startswith("run.py: error: ") and message in lines[0]
+
+
+def test_a_typo_in_the_shell():
+    process = run_py("train", "configs/train.yaml", "data.strategy=best-fit")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 2 and output == ""
+    assert len(errors.splitlines()) == 1 and "did you mean 'best_fit'?" in errors
+
+
+def test_doctor_needs_no_gpu(capsys):
+    assert run.main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    assert "reference: available" in output and "PyTorch" in output
+
+
+def test_configs_are_read_strictly(tmp_path):
+    config = load_config("configs/train.yaml", ["model=130m", "data.strategy=best_fit"])
+    assert (config.model.d_model, config.model.n_layer, config.model.vocab_size) == (768, 24, 50280)
+    path = tmp_path / "broken.yaml"
+    path.write_text("data: [1, 2\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(path)
+    path.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="not a list"):
+        load_config(path)

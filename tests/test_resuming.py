@@ -1,0 +1,102 @@
+"""Runs that go on: after SIGKILL, after a stop in an evaluation; and what they refuse to go on from."""
+
+import random
+import time
+
+import pytest
+import torch
+
+import run
+from packmamba.config import ConfigError
+from packmamba.results.record import read_records
+from packmamba.training.callbacks import checkpoints
+from packmamba.training.fit import fit, run_folder
+from packmamba.training.module import MambaLitModule
+from processes import fork, kill, statuses
+from runs import CARRY, final_state, losses_of, tiny_config, write_config
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from leaves(value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["data.strategy=greedy", "data.num_workers=0"],
+        [*CARRY, "data.mode=stream", "data.tokens_per_step=144", "data.num_workers=2"],
+    ],
+    ids=["packed", "carry"],
+)
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path, keys):
+    overrides = [*keys, "trainer.max_steps=45", "trainer.validate_every=15", "trainer.checkpoint_every=3",
+                 "trainer.threads=1", "model.learned_initial_state=true"]  # fmt: skip
+    whole = tiny_config(tmp_path, *overrides, f"runs_dir={tmp_path}/whole")
+    killed = tiny_config(tmp_path, *overrides, f"runs_dir={tmp_path}/killed")
+    expected = fit(whole, progress=False)
+    path = write_config(tmp_path / "killed.yaml", killed)
+    folder = run_folder(killed) / "checkpoints"
+    output = tmp_path / "output.txt"
+    moments = random.Random(0)
+    kills = 0
+    for _ in range(2):
+        before = checkpoints(folder)[-1:]
+        process = fork(run.main, ["train", str(path)], output=output)
+        while process.is_alive() and checkpoints(folder)[-1:] == before:
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.1))
+        if process.is_alive():
+            kill(process)
+            kills += 1
+    assert kills == 2 and not (run_folder(killed) / "records").exists(), "the run must die before its end, twice"
+    assert statuses(fork(run.main, ["train", str(path)], output=output)) == [0], output.read_text()
+    (record,) = read_records(run_folder(killed))
+    assert losses_of(record) == losses_of(expected)
+    a, b = final_state(killed), final_state(whole)
+    for part in ("state_dict", "optimizer_states", "carry", "rng"):
+        for x, y in zip(leaves(a[part]), leaves(b[part]), strict=True):
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else (x == y) is True or (x == y).all(), part
+    again = fit(killed, progress=False)
+    assert again == record, "a finished run is not repeated"
+
+
+def test_a_run_stopped_in_an_evaluation_evaluates_that_step_again(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=1", "trainer.validate_every=3")
+    evaluate = MambaLitModule.validation_step
+
+    def stop(module, *arguments):
+        if module.global_step == 3:
+            raise RuntimeError("stopped")
+        evaluate(module, *arguments)
+
+    monkeypatch.setattr(MambaLitModule, "validation_step", stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(config, progress=False)
+    assert checkpoints(run_folder(config) / "checkpoints")[-1].name == "step=2.ckpt"
+    monkeypatch.setattr(MambaLitModule, "validation_step", evaluate)
+    assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == [3, 6]
+
+
+def test_a_record_of_other_documents_is_not_taken_for_this_run(tmp_path):
+    config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.max_steps=1")
+    fit(config, progress=False)
+    with open(config.data.path, "a") as documents:
+        documents.write('{"text": "abcd"}\n')
+    with pytest.raises(ConfigError, match="the documents have changed since this run"):
+        fit(config, progress=False)
+
+
+def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
+    config = tiny_config(tmp_path, "data.strategy=greedy")
+    folder = run_folder(config) / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "step=2.ckpt").write_bytes(b"PK broken")
+    with pytest.raises(ConfigError, match="step=2.ckpt cannot be read"):
+        fit(config, progress=False)

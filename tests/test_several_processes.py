@@ -1,0 +1,161 @@
+"""Several processes train as one: DDP and FSDP2, started by Lightning, by torchrun, and as torchrun would."""
+
+import time
+
+import lightning
+import pytest
+import torch
+import torch.distributed.run
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import run
+from packmamba.config import ConfigError
+from packmamba.results.record import read_records
+from packmamba.training.callbacks import checkpoints
+from packmamba.training.fit import fit, run_folder
+from packmamba.training.module import MambaLitModule
+from processes import ONE_THREAD, ROOT, fork, fork_ranks, free_port, kill, run_py, statuses
+from runs import CARRY, final_state, losses_of, tiny_config, write_config
+
+
+def assert_trained_as_one(both, alone, tolerance):
+    a, b = final_state(both)["state_dict"], final_state(alone)["state_dict"]
+    for name, value in b.items():
+        assert torch.allclose(a[name], value, rtol=tolerance, atol=tolerance / 1e3), name
+    (record,) = read_records(run_folder(both))
+    (whole,) = read_records(run_folder(alone))
+    assert record["metrics"]["real_tokens"] == whole["metrics"]["real_tokens"]
+    for curve in ("train", "validation"):
+        for a_point, b_point in zip(losses_of(record)[curve], losses_of(whole)[curve], strict=True):
+            assert a_point == pytest.approx(b_point, rel=1e-6)
+
+
+# Lightning refuses FSDP2 in float64.
+@pytest.mark.parametrize(("strategy", "precision", "tolerance"), [("ddp", "64-true", 1e-9), ("fsdp2", "32-true", 1e-4)])
+def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
+    keys = [
+        "data.strategy=greedy",
+        "data.slots_per_batch=24",
+        "optimizer.grad_clip=0.3",
+        f"trainer.precision={precision}",
+    ]
+    alone = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone")
+    fit(alone, progress=False)
+    both = tiny_config(
+        tmp_path, *keys, f"runs_dir={tmp_path}/both", "trainer.devices=2", f"trainer.strategy={strategy}"
+    )
+    path = write_config(tmp_path / "both.yaml", both)
+    if strategy == "ddp":  # as a user starts it: Lightning starts the other process
+        process = run_py("train", path, env=ONE_THREAD)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    else:
+        output = tmp_path / "output.txt"
+        assert statuses(*fork_ranks(2, run.main, ["train", str(path)], output=output)) == [0, 0], output.read_text()
+    assert_trained_as_one(both, alone, tolerance)
+
+
+def test_two_machines_train_as_one_by_torchrun(tmp_path):
+    """The README's recipe, each machine a torchrun with one process."""
+    keys = ["data.strategy=greedy", "data.slots_per_batch=24"]
+    alone = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone")
+    fit(alone, progress=False)
+    both = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/both", "trainer.num_nodes=2", "trainer.strategy=ddp")
+    path = write_config(tmp_path / "both.yaml", both)
+    address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    output = tmp_path / "output.txt"
+    machines = [
+        fork(torch.distributed.run.main, ["--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", *address,
+             str(ROOT / "run.py"), "train", str(path)], output=output, OMP_NUM_THREADS="1")
+        for rank in range(2)
+    ]  # fmt: skip
+    assert statuses(*machines) == [0, 0], output.read_text()
+    assert "destroy_process_group" not in output.read_text(), "PyTorch warns where a group was left behind"
+    assert_trained_as_one(both, alone, 1e-4)
+
+
+class Meetings(lightning.Callback):
+    """Notes, in order, when DDP sends gradients off and when parameters get theirs."""
+
+    def __init__(self):
+        self.noted = []
+
+    def on_train_start(self, trainer, module):
+        def send(_, bucket):
+            self.noted.append("sent")
+            return default_hooks.allreduce_hook(None, bucket)
+
+        trainer.strategy.model.register_comm_hook(None, send)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.noted.append("made"))
+
+    def on_train_batch_end(self, *_):
+        self.noted.append("step")
+
+
+def test_gradients_meet_once_a_step_during_its_last_backward(tmp_path, monkeypatch):
+    """More than DDP's first bucket of 1 MB, so that there is something to overlap; several batches a step."""
+    noted = Meetings()
+    make = lightning.Trainer
+    monkeypatch.setattr(lightning, "Trainer", lambda **keys: make(**keys | {"callbacks": [*keys["callbacks"], noted]}))
+    keys = [
+        "data.strategy=greedy",
+        "trainer.strategy=ddp",
+        "trainer.max_steps=2",
+        "model.d_model=256",
+        "model.d_state=16",
+    ]
+    fit(tiny_config(tmp_path, *keys), progress=False)
+    text = "".join({"sent": "s", "made": "m", "step": "."}[event] for event in noted.noted)
+    first, second, _ = text.split(".")
+    parameters = sum(1 for _ in MambaLitModule(tiny_config(tmp_path, *keys), 256).parameters())
+    for step in (first, second):
+        assert step.count("m") > parameters, "several batches"
+        assert "s" not in step[: step.count("m") - parameters], "only the last batch's gradients meet"
+    assert second.count("s") > 1 and second.index("s") < second.rindex("m"), "some are sent before all are made"
+
+
+def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
+    keys = ["data.strategy=greedy", "data.slots_per_batch=24", "trainer.devices=2", "trainer.strategy=fsdp2",
+            "trainer.max_steps=20", "trainer.checkpoint_every=4", "trainer.validate_every=10"]  # fmt: skip
+    whole, killed = (tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/{name}") for name in ("whole", "killed"))
+    folder = run_folder(killed) / "checkpoints"
+    output = tmp_path / "output.txt"
+
+    def start(config):
+        path = write_config(tmp_path / "run.yaml", config)
+        return fork_ranks(2, run.main, ["train", str(path)], output=output)
+
+    ranks = start(killed)
+    while all(rank.is_alive() for rank in ranks) and not checkpoints(folder):
+        time.sleep(0.005)
+    kill(*ranks)
+    assert checkpoints(folder) and not (run_folder(killed) / "records").exists(), "the run must die before its end"
+    for config in (killed, whole):
+        assert statuses(*start(config)) == [0, 0], output.read_text()
+    assert_trained_as_one(killed, whole, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["trainer.strategy=fsdp"], "trainer.strategy: expected one of auto, ddp, fsdp2, got 'fsdp'"),
+        (["trainer.strategy=fsdp2", *CARRY], "trainer.strategy=fsdp2 cannot carry states"),
+        (["trainer.strategy=fsdp2", "trainer.precision=16-mixed"], "needs trainer.precision=bf16-mixed or 32-true"),
+    ],
+)
+def test_strategies_refuse_before_any_work(tmp_path, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(tiny_config(tmp_path, *keys), progress=False)
+
+
+def test_a_process_group_ends_with_its_run_even_by_an_error(tmp_path, monkeypatch):
+    def fail(*_):
+        assert torch.distributed.is_initialized()
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(MambaLitModule, "training_step", fail)
+    monkeypatch.setattr("sys.argv", ["run.py"])
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(tiny_config(tmp_path, "data.strategy=greedy", "trainer.strategy=ddp"), progress=False)
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,98 @@
+"""Sweeps: each run of a grid once, arms timed in turns, refusals before any work."""
+
+import pytest
+import yaml
+
+from packmamba.config import ConfigError
+from packmamba.results.record import read_records
+from packmamba.results.report import build_sections
+from packmamba.training.fit import run_id
+from packmamba.training.sweep import load_sweep, run_sweep
+from packmamba.training.throughput import _check_agreement, measure_throughput
+from runs import tiny_config, write_config
+
+
+def write_sweep(tmp_path, **changes):
+    base = write_config(tmp_path / "base.yaml", tiny_config(tmp_path, "trainer.max_steps=2"))
+    sweep = {
+        "output": str(tmp_path / "sweep"),
+        "base": str(base),
+        "common": {"data.row_length": 30},
+        "arms": {"padded": {"data.strategy": "padded"}, "packed": {"data.strategy": "greedy"}},
+        "grid": {"seed": [0, 1], "model.d_state": [2, 4]},
+        "throughput_rounds": 3,
+    } | changes
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(sweep))
+    return path
+
+
+def test_a_sweep_runs_its_grid_once(tmp_path):
+    path = write_sweep(tmp_path)
+    sweep, configs = load_sweep(path, ["model.d_model=4"])
+    assert len(configs) == 8 and len({run_id(config) for config in configs}) == 8
+    assert {(c.name, c.seed, c.model.d_state, c.data.strategy) for c in configs} == {
+        (f"{arm} d_state={n}", seed, n, strategy)
+        for arm, strategy in (("padded", "padded"), ("packed", "greedy")) for seed in (0, 1) for n in (2, 4)
+    }  # fmt: skip
+    assert all(config.data.row_length == 30 and config.model.d_model == 4 for config in configs)
+    folder = run_sweep(sweep, configs[:4], progress=False)
+    files = {file: file.read_bytes() for file in (folder / "records").iterdir()}
+    assert len(files) == 5
+    records = read_records(folder)
+    timed = [record for record in records if record["kind"] == "throughput"]
+    assert {record["arm"] for record in timed} == {"padded d_state=2", "packed d_state=2"}
+    assert len({record["config"]["run"] for record in timed}) == 1
+    run_sweep(sweep, configs, progress=False)
+    assert len(list((folder / "records").iterdir())) == 9
+    assert all(file.read_bytes() == content for file, content in files.items()), "nothing that was done is done again"
+
+
+def test_a_sweep_may_only_time(tmp_path):
+    sweep, configs = load_sweep(write_sweep(tmp_path, train=False, grid={}))
+    folder = run_sweep(sweep, configs, progress=False)
+    records = read_records(folder)
+    assert {record["kind"] for record in records} == {"throughput"} and len(records) == 2
+    (section,) = build_sections(records)
+    assert [figure.name for figure in section.figures] == ["speed"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arm": {}}, "unknown key 'arm'.*'arms'"),
+        ({"arms": {}}, "at least one arm"),
+        ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
+        ({"arms": {"x": {"trainer.boundary": "carry"}}}, "carry needs data.strategy=split"),
+        ({"grid": {"seed": []}}, "grid.seed: expected at least one value"),
+        ({"base": "missing.yaml"}, "missing.yaml does not exist"),
+        ({"throughput_rounds": "many"}, "throughput_rounds|many"),
+        ({"train": False, "throughput_rounds": 0}, "nothing to do"),
+        ({"common": {"trainer.max_steps": 0}}, "trainer.max_steps: expected at least 1"),
+    ],
+)
+def test_a_sweep_refuses_before_any_work(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_sweep(write_sweep(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_arms_that_disagree_are_not_timed():
+    _check_agreement({"single": 5.0, "packed": 5.0001})
+    with pytest.raises(RuntimeError, match="nothing is timed: arms disagree"):
+        _check_agreement({"single": 5.0, "packed": 5.01})
+
+
+def test_throughput_times_the_same_work_for_every_arm(tmp_path):
+    configs = [
+        tiny_config(tmp_path, f"name={strategy}", f"data.strategy={strategy}")
+        for strategy in ("single", "padded", "greedy")
+    ]
+    records = list(measure_throughput(configs, rounds=4, experiment="x", progress=False))
+    assert [record["arm"] for record in records] == ["single", "padded", "greedy"]
+    padding = [record["metrics"]["padding_fraction"] for record in records]
+    assert padding[0] == 0 and padding[1] > padding[2] > 0
+    for record in records:
+        metrics = record["metrics"]
+        work = metrics["real_tokens_per_second"] * metrics["seconds_per_step_median"]
+        assert 60 < work < 140, "about data.tokens_per_step real tokens a step"
