@@ -5,6 +5,7 @@ import pytest
 import run
 from packmamba.config import ConfigError, load_config
 from processes import run_py
+from runs import write_documents
 
 MISTAKES = {
     "a command": (["trian", "configs/train.yaml"], "unknown command 'trian'; did you mean 'train'?"),
@@ -15,7 +16,8 @@ MISTAKES = {
     "a missing file": (["train", "configs/missing.yaml"], "configs/missing.yaml does not exist"),
     "no assignment": (["train", "configs/train.yaml", "best_fit"], "expected key=value, got 'best_fit'"),
     "a strategy": (["train", "configs/train.yaml", "data.strategy=best-fit"], "did you mean 'best_fit'?"),
-    "a long document": (["train", "configs/train.yaml", "data.overlong=error"], "data.row_length=1024 is shorter"),
+    "a long document": (
+        ["train", "configs/train.yaml", "data.overlong=error", "data.row_length=16"], "data.row_length=16 is shorter"),
     "carry": (["train", "configs/train.yaml", "trainer.boundary=carry"], "needs data.strategy=split"),
     "a source's file": (
         ["train", "configs/train.yaml", "data.source=jsonl", "data.path=missing.jsonl"], "missing.jsonl"),
@@ -30,7 +32,9 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_typo_is_one_sentence_and_status_2(name, tmp_path, capsys):
     arguments, message = MISTAKES[name]
-    arguments = [*arguments, *([f"data.cache_dir={tmp_path}"] if arguments[0] == "train" else [])]
+    if arguments[0] == "train":  # on a few documents, unless the mistake says otherwise
+        files = ["data.source=jsonl", f"data.path={write_documents(tmp_path)}", f"data.cache_dir={tmp_path}"]
+        arguments = [*arguments[:2], *files, *arguments[2:]]
     try:
         status = run.main(arguments)
     except SystemExit as exit:

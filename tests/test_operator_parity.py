@@ -12,6 +12,8 @@ from operators import BACKENDS, TOLERANCES, device_of, dtypes_of, random_case, r
 from packmamba import SequenceLayout, ops
 
 OPERATORS = ["conv1d_pack", "ssm_pack"]
+# Differences take two runs for each number that goes in.
+SMALL = SequenceLayout.from_lengths([[1, 5], [2, 3], []], row_length=6, offsets=[[5, 0], [0, 0], []])
 both = pytest.mark.parametrize("operator", OPERATORS)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 backend_and_dtype = pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_float32_convolution_parameters_beside_any_activations(backend, dtype):
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("implementation", ["loops", "reference"])
 def test_gradcheck_of_every_input(operator, implementation):
-    case = random_case(operator, AWKWARD["splits"], torch.float64, channels=2, d_state=2)
+    case = random_case(operator, SMALL, torch.float64, channels=2, d_state=2)
     names = list(case.tensors)
 
     def function(*tensors):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 from functools import reduce
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 from packmamba.bench import load_bench
 from packmamba.config import load_config
 from packmamba.training.sweep import load_sweep
+from processes import fork, statuses
 
 try:
     import tomllib
@@ -151,12 +151,9 @@ def test_make_asks_for_a_newer_python(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_make_test_gpu_asks_for_a_gpu():
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_layout.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PACKMAMBA_TEST_GPU": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 4 and not done.stdout.strip()
-    assert done.stderr.strip().endswith(
-        "make test-gpu needs a GPU that PyTorch can use; make test runs what needs none"
+def test_make_test_gpu_asks_for_a_gpu(tmp_path):
+    output = tmp_path / "output.txt"
+    assert statuses(fork(pytest.main, ["-q", "tests/test_layout.py"], output=output, PACKMAMBA_TEST_GPU="1")) == [4]
+    assert output.read_text().strip() == (
+        "ERROR: make test-gpu needs a GPU that PyTorch can use; make test runs what needs none"
     )
