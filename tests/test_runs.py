@@ -24,7 +24,7 @@ def test_saving_is_not_training_time(tmp_path, monkeypatch):
     save = lightning.Trainer.save_checkpoint
     monkeypatch.setattr(lightning.Trainer, "save_checkpoint", lambda *a, **k: (time.sleep(0.5), save(*a, **k))[1])
     record = fit(tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=1"), progress=False)
-    assert record["metrics"]["train_seconds"] < 2 < record["wall_seconds"]
+    assert record["metrics"]["train_seconds"] < record["wall_seconds"] - 6 * 0.5
 
 
 @pytest.mark.parametrize(("clip", "moves"), [("null", True), ("1.0e-9", False)])
