@@ -1,16 +1,18 @@
 // The depthwise causal convolution over packed documents, forward and backward.
 //
-// Mapping: a work item is a run of pieces of documents times a group of channels; lanes are neighbouring channels. A block of
-// tokens of one cache line's channels is gathered, worked on one vector of channels at a time, and scattered.
-// The backward walks from a piece's last token to its first, and begins with the W - 1 tokens after it.
+// Mapping: a work item is a run of pieces of documents times a group of channels; lanes are neighbouring channels. A block of a few
+// tokens is worked on in tiles of channels, along its rows: rows are read and written in stretches that the memory likes.
+// The backward walks from a piece's last block to its first, and begins with the W - 1 tokens after it.
 // Bound: memory. Bytes: forward reads x and writes y; backward reads x and dy and writes dx.
 #pragma once
 #include "tensors.h"
 
 namespace packmamba {
 
-constexpr int kConvTokens = 16;          // of a block
-constexpr int kConvGroup = 512;         // channels of a work item
+constexpr int kConvTokens = 4;          // of a block: at least W - 1, and a divisor of kPieceTokens
+constexpr int kConvTile = 128;          // channels of a tile: single lines of several rows, written in turns, take twice the time
+constexpr int kConvGroup = 2048;        // channels of a work item: whole rows, unless they are very wide
+constexpr int kSideBySide = 4;          // vectors
 constexpr int64_t kPieceTokens = 256;   // cuts long documents and joins short ones; bounds the partial sums of dweight
 
 constexpr int64_t kLargeBytes = 32 << 20;  // an output that no cache would keep until it is read
@@ -28,7 +30,11 @@ template <class T> struct ConvArguments {
                 const OptionalTensor& initial_state, bool silu)
       : x(x), weight(pointer<const R>(weight)), bias(pointer<const R>(bias)), initial_state(pointer<const R>(initial_state)),
         silu(silu), documents(starts, ends, x), channels(weight.size(0)), taps(int(weight.size(1))) {}
-  bool large() const { return documents.slots * channels * int64_t(sizeof(T)) >= kLargeBytes; }
+  // Whether an output goes past the caches, which takes whole lines.
+  bool past_caches(const T* out) const {
+    return documents.slots * channels * int64_t(sizeof(T)) >= kLargeBytes && channels * int64_t(sizeof(T)) % kLineBytes == 0 &&
+           reinterpret_cast<uintptr_t>(out) % kLineBytes == 0;
+  }
 };
 
 // Tokens [first, last) of a document.
@@ -54,62 +60,6 @@ struct Pieces {
   int64_t items() const { return int64_t(bounds.size()) - 1; }
 };
 
-// The channels of one cache line, in one document. A block of tokens is gathered from its rows into vectors, worked on one
-// vector of channels at a time, and scattered to the rows of the output: each line is touched once, however rows lie.
-template <class T, int W> struct ConvLine {
-  using R = accumulate_t<T>;
-  using V = Vec<R>;
-  static constexpr int lanes = kLanes<R>, width = kLineBytes / int(sizeof(T)), vectors = width / lanes;
-  using Rows = V[vectors][kConvTokens + W - 1];
-
-  const T* x;  // of the document's first token
-  const R* before;
-  int64_t token, start, end, channels, channel;
-  int count;
-  bool large;
-
-  ConvLine(const ConvArguments<T>& in, const T* first_row, int64_t s, int64_t channel)
-      : x(first_row + channel),
-        before(in.initial_state ? in.initial_state + (s * in.channels + channel) * (W - 1) : nullptr), token(in.x.token),
-        start(in.documents.starts[s]), end(in.documents.ends[s]), channels(in.channels), channel(channel),
-        count(int(std::min<int64_t>(width, in.channels - channel))), large(in.large()) {}
-  int count_of(int vector) const { return std::clamp(count - vector * lanes, 0, lanes); }
-  static void gather_row(const T* row, int count, V (*to)[kConvTokens + W - 1], int64_t place) {
-    for (int v = 0; v < vectors; ++v)
-      to[v][place] = count == width ? load(row + v * lanes) : load(row + v * lanes, std::clamp(count - v * lanes, 0, lanes));
-  }
-  // (S, D, W - 1) states of this line, as a row.
-  V state(const R* from, int64_t place, int vector) const {
-    R values[lanes] = {};
-    for (int i = 0; i < count_of(vector); ++i) values[i] = from[(vector * lanes + i) * (W - 1) + place];
-    return bit_load<V>(values);
-  }
-  void put_state(R* to, int64_t place, int vector, V value) const {
-    for (int i = 0; i < count_of(vector); ++i) to[(vector * lanes + i) * (W - 1) + place] = value[i];
-  }
-  // The inputs at slots [first, last); those before the document are its initial state.
-  void gather(int64_t first, int64_t last, Rows to) const {
-    for (int64_t t = first; t < last; ++t)
-      if (t >= start)
-        gather_row(x + (t - start) * token, count, to, t - first);
-      else
-        for (int v = 0; v < vectors; ++v) to[v][t - first] = before ? state(before, W - 1 + t - start, v) : V{};
-  }
-  // To the slots [first, last) of a contiguous output.
-  void scatter(const Rows from, int64_t first, int64_t last, T* out) const {
-    out += first * channels + channel;
-    const bool past = large && count == width && channels % width == 0 && reinterpret_cast<uintptr_t>(out) % kLineBytes == 0;
-    for (int64_t t = 0; t < last - first; ++t, out += channels) {
-      alignas(kLineBytes) T line[width];
-      for (int v = 0; v < vectors; ++v) store(line + v * lanes, from[v][t]);
-      if (past)
-        stream_line(out, line);
-      else
-        std::memcpy(out, line, sizeof(T) * count);
-    }
-  }
-};
-
 // What is the same for every token of one vector of channels.
 template <class V, int W> struct Filter {
   V taps[W], bias;
@@ -117,11 +67,174 @@ template <class V, int W> struct Filter {
 #pragma GCC unroll 4
     for (int k = 0; k < W; ++k) taps[k] = parameters[k];
   }
-  V apply(const V* window) const {
-    V sum = bias;
+  // The sums of a block's tokens.
+  [[gnu::always_inline]] void apply(const V* inputs, V* sums) const {
+    constexpr int n = kConvTokens;
+    SIDE_BY_SIDE sums[j] = bias;
 #pragma GCC unroll 4
-    for (int k = 0; k < W; ++k) sum += taps[k] * window[k];
-    return sum;
+    for (int k = 0; k < W; ++k) SIDE_BY_SIDE sums[j] += taps[k] * inputs[j + k];
+  }
+  // What an input receives from the sums at its own token and at the W - 1 after it.
+  [[gnu::always_inline]] V input_gradient(const V* of_sums) const {
+    V dx = taps[W - 1] * of_sums[0];
+#pragma GCC unroll 4
+    for (int i = 1; i < W; ++i) dx += taps[W - 1 - i] * of_sums[i];
+    return dx;
+  }
+};
+
+// Up to kConvTokens tokens of a document.
+template <class T, int W> struct ConvBlock {
+  using R = accumulate_t<T>;
+  using V = Vec<R>;
+  static constexpr int lanes = kLanes<R>, inputs = kConvTokens + W - 1;
+
+  const ConvArguments<T>& in;
+  int64_t document, start, first;
+  int count;
+  bool inner;  // all tokens are there, and all their inputs are the document's
+  const T* x;  // of the first token
+
+  ConvBlock(const ConvArguments<T>& in, int64_t document, int64_t first, int64_t last)
+      : in(in), document(document), start(in.documents.starts[document]), first(first),
+        count(int(std::min<int64_t>(kConvTokens, last - first))), inner(count == kConvTokens && first - (W - 1) >= start),
+        x(in.x.at(start) + (first - start) * in.x.token) {}
+  int lanes_at(int64_t channel) const { return int(std::min<int64_t>(lanes, in.channels - channel)); }
+
+  // The inputs of the tokens at a vector of channels, from W - 1 tokens before the first; zero after the last.
+  [[gnu::always_inline]] void load_inputs(int64_t channel, V* to) const {
+    if (inner && channel + lanes <= in.channels) {
+      const T* from = x - (W - 1) * in.x.token + channel;
+#pragma GCC unroll 16
+      for (int i = 0; i < inputs; ++i) to[i] = load(from + i * in.x.token);
+    } else {
+      for (int i = 0; i < inputs; ++i) to[i] = input(channel, i - (W - 1));
+    }
+  }
+  V input(int64_t channel, int64_t place) const {
+    if (place >= count) return V{};
+    if (first + place >= start) return load(x + place * in.x.token + channel, lanes_at(channel));
+    return in.initial_state ? state(in.initial_state, channel, first + place - start) : V{};
+  }
+  // (S, D, W - 1) states; places are negative, from the end.
+  V state(const R* from, int64_t channel, int64_t place) const {
+    R values[lanes] = {};
+    from += (document * in.channels + channel + 1) * (W - 1) + place;
+    for (int i = 0; i < lanes_at(channel); ++i) values[i] = from[i * (W - 1)];
+    return bit_load<V>(values);
+  }
+  void put_state(R* to, int64_t channel, int64_t place, V value) const {
+    to += (document * in.channels + channel + 1) * (W - 1) + place;
+    for (int i = 0; i < lanes_at(channel); ++i) to[i * (W - 1)] = value[i];
+  }
+};
+
+// A block's tokens times kConvTile channels, or fewer, in steps: each has few instructions from a vector's first to its last, so
+// that vectors overlap.
+template <class T, int W> struct ConvTile {
+  using Block = ConvBlock<T, W>;
+  using R = typename Block::R;
+  using V = typename Block::V;
+  static constexpr int lanes = Block::lanes, vectors = kConvTile / lanes, n = kSideBySide;
+  using Values = V[kConvTokens][vectors];
+  Values sums = {}, gradients = {};
+
+  // `sums` of channels [from, to).
+  void apply(const Block& block, int64_t from, int64_t to, const V* parameters) {
+    constexpr int n = kConvTokens;
+    for (int64_t c = from; c < to; c += lanes) {
+      const Filter<V, W> filter(parameters + c / lanes * (W + 1));
+      V window[Block::inputs], sum[n];
+      block.load_inputs(c, window);
+      filter.apply(window, sum);
+      SIDE_BY_SIDE sums[j][(c - from) / lanes] = sum[j];
+    }
+  }
+  // Where exp(-sum) of a token's first `used` sums is.
+  void split_exponentials(int t, int used, V* f, V* k) const {
+    for (int v = 0; v < used; v += n) {
+      V power[n];
+      SIDE_BY_SIDE power[j] = sums[t][v + j] * R(-1.4426950408889634);
+      split_exp2<n>(power, f + v, k + v);
+    }
+  }
+  // The sums, or their SiLU, to rows of a contiguous tensor.
+  void put_outputs(int count, bool silu, T* rows, int64_t channels, int64_t from, int64_t to, bool past_caches) const {
+    const int used = int(to - from + lanes - 1) / lanes;
+    for (int t = 0; t < count; ++t) {
+      V f[vectors], k[vectors];
+      if (silu) split_exponentials(t, used, f, k);
+      for (int v = 0; v < used; v += n) {
+        V y[n];
+        if (silu) {
+          join_exp2<n>(f + v, k + v, y);
+          SIDE_BY_SIDE y[j] = sums[t][v + j] / (y[j] + R(1));
+        } else {
+          SIDE_BY_SIDE y[j] = sums[t][v + j];
+        }
+        put(y, rows + t * channels + from + v * lanes, to - from - v * lanes, past_caches);
+      }
+    }
+  }
+  // The gradients of the sums, from rows of the outputs'.
+  void load_gradients(int count, bool silu, const T* rows, int64_t step, int64_t from, int64_t to) {
+    const int used = int(to - from + lanes - 1) / lanes;
+    for (int t = 0; t < count; ++t) {
+      V f[vectors], k[vectors];
+      if (silu) split_exponentials(t, used, f, k);
+      for (int v = 0; v < used; v += n) {
+        V slope[n], g[n];
+        if (silu) {
+          join_exp2<n>(f + v, k + v, slope);
+          SIDE_BY_SIDE slope[j] = R(1) / (slope[j] + R(1));
+          SIDE_BY_SIDE slope[j] *= R(1) + sums[t][v + j] * (R(1) - slope[j]);
+        }
+        get(g, rows + t * step + from + v * lanes, to - from - v * lanes);
+        SIDE_BY_SIDE gradients[t][v + j] = silu ? g[j] * slope[j] : g[j];
+      }
+    }
+    for (int t = count; t < kConvTokens; ++t) std::fill(gradients[t], gradients[t] + vectors, V{});
+  }
+  // One vector of channels: the sums' gradients go to the totals of the taps and the bias, and to the inputs' gradients, which take
+  // the sums' place. `after` holds the gradients of the W - 1 sums after the block, then those of its first.
+  void distribute(const Block& block, int64_t c, int64_t v, const Filter<V, W>& filter, V* after, V* totals) {
+    constexpr int n = kConvTokens;
+    V of_sums[Block::inputs], window[Block::inputs];
+    SIDE_BY_SIDE of_sums[j] = gradients[j][v];
+#pragma GCC unroll 4
+    for (int i = 0; i < W - 1; ++i) of_sums[n + i] = after[i];
+#pragma GCC unroll 4
+    for (int i = 0; i < W - 1; ++i) after[i] = of_sums[i];
+    SIDE_BY_SIDE sums[j][v] = filter.input_gradient(of_sums + j);
+    block.load_inputs(c, window);
+#pragma GCC unroll 4
+    for (int k = 0; k < W; ++k) {
+      V part = of_sums[0] * window[k];
+#pragma GCC unroll 16
+      for (int j = 1; j < n; ++j) part += of_sums[j] * window[j + k];
+      totals[k] += part;
+    }
+    V part = of_sums[0];
+#pragma GCC unroll 16
+    for (int j = 1; j < n; ++j) part += of_sums[j];
+    totals[W] += part;
+  }
+  // The first `some` channels of n vectors.
+  [[gnu::always_inline]] static void get(V* to, const T* from, int64_t some) {
+    if (some >= n * lanes) {
+      SIDE_BY_SIDE to[j] = load(from + j * lanes);
+    } else {
+      for (int j = 0; j < n; ++j) to[j] = load(from + j * lanes, int(std::clamp<int64_t>(some - j * lanes, 0, lanes)));
+    }
+  }
+  [[gnu::always_inline]] static void put(const V* from, T* to, int64_t some, bool past_caches) {
+    if (some >= n * lanes && past_caches) {
+      SIDE_BY_SIDE stream(to + j * lanes, from[j]);
+    } else if (some >= n * lanes) {
+      SIDE_BY_SIDE store(to + j * lanes, from[j]);
+    } else {
+      for (int j = 0; j * lanes < some; ++j) store(to + j * lanes, from[j], int(std::min<int64_t>(lanes, some - j * lanes)));
+    }
   }
 };
 
@@ -142,44 +255,31 @@ template <class T, int W> std::vector<Vec<accumulate_t<T>>> conv_parameters(cons
 }
 
 template <class T, int W> void conv_forward(const ConvArguments<T>& in, T* y, accumulate_t<T>* final_state) {
-  using Line = ConvLine<T, W>;
-  using V = typename Line::V;
+  using Block = ConvBlock<T, W>;
+  using Tile = ConvTile<T, W>;
   const int64_t channels = in.channels, groups = (channels + kConvGroup - 1) / kConvGroup;
   const Pieces pieces(in.documents);
   const auto parameters = conv_parameters<T, W>(in);
+  const bool past_caches = in.past_caches(y);
   zero_padding(y, channels, in.documents);
-  for_each_item(pieces.items() * groups, Nothing{}, [&](Nothing&, int64_t item) {
+  for_each_item(pieces.items() * groups, Tile{}, [&](Tile& tile, int64_t item) {
     const int64_t from = item % groups * kConvGroup, to = std::min(channels, from + kConvGroup), run = item / groups;
-    typename Line::Rows window, out;
     for (int64_t p = pieces.bounds[run]; p < pieces.bounds[run + 1]; ++p) {
       const Piece& piece = pieces.all[p];
-      const T* rows = in.x.at(in.documents.starts[piece.document]);
       for (int64_t first = piece.first; first < piece.last; first += kConvTokens) {
-        const int64_t last = std::min<int64_t>(piece.last, first + kConvTokens);
-        for (int64_t c = from; c < to; c += Line::width) {
-          const Line line(in, rows, piece.document, c);
-          const int64_t ahead = std::min<int64_t>(kConvTokens, piece.last - last);
-          Ahead(last, ahead, from, to - from, int((c - from) / Line::width), kConvGroup / Line::width).prefetch(in.x);
-          line.gather(first - (W - 1), last, window);
-          for (int v = 0; v < Line::vectors && line.count_of(v) > 0; ++v) {
-            const Filter<V, W> filter(&parameters[(c / Line::lanes + v) * (W + 1)]);
-            for (int64_t t = 0; t < last - first; ++t) out[v][t] = filter.apply(&window[v][t]);
-            if (in.silu)
-              for (int64_t t = 0; t < last - first; ++t) out[v][t] *= sigmoid_lanes(out[v][t]);
-          }
-          line.scatter(out, first, last, y);
+        const Block block(in, piece.document, first, piece.last);
+        for (int64_t c = from; c < to; c += kConvTile) {
+          const int64_t stop = std::min(to, c + kConvTile);
+          tile.apply(block, c, stop, parameters.data());
+          tile.put_outputs(block.count, in.silu, y + first * channels, channels, c, stop, past_caches);
         }
       }
-      end_stream();
       if (final_state == nullptr || piece.last != in.documents.ends[piece.document]) continue;
-      for (int64_t c = from; c < to; c += Line::width) {
-        const Line line(in, rows, piece.document, c);
-        line.gather(piece.last - (W - 1), piece.last, window);
-        for (int v = 0; v < Line::vectors; ++v)
-          for (int k = 0; k < W - 1; ++k)
-            line.put_state(final_state + (piece.document * channels + c) * (W - 1), k, v, window[v][k]);
-      }
+      const Block after(in, piece.document, piece.last, piece.last);
+      for (int64_t c = from; c < to; c += Block::lanes)
+        for (int place = 1 - W; place < 0; ++place) after.put_state(final_state, c, place, after.input(c, place));
     }
+    end_stream();
   });
 }
 
@@ -189,116 +289,78 @@ template <class T> struct ConvGradients {
   R *weight, *bias, *initial_state;
 };
 
-// What an input receives: from the sum at its own slot, whose gradient is `grad`, and from those after it, nearest first in
-// `next`, which moves on to the slot before.
-template <class V, int W> [[gnu::always_inline]] inline V step_back(const Filter<V, W>& filter, V* next, V grad) {
-  V dx = filter.taps[W - 1] * grad;
-#pragma GCC unroll 4
-  for (int j = 1; j < W; ++j) dx += filter.taps[W - 1 - j] * next[j - 1];
-#pragma GCC unroll 4
-  for (int j = W - 2; j > 0; --j) next[j] = next[j - 1];
-  next[0] = grad;
-  return dx;
-}
-
-// One vector of channels over `tokens` tokens, from the last: gradients of the outputs become those of the inputs. `sums` gathers
-// the taps' gradients, then the bias's.
-template <class V, int W>
-void backward_tokens(const Filter<V, W>& filter, int64_t tokens, const V* window, V* gradients, V* next_tokens, V* all_sums, bool silu) {
-  using R = std::decay_t<decltype(V{}[0])>;
-  V next[W - 1], sums[W + 1];
-#pragma GCC unroll 4
-  for (int j = 0; j < W - 1; ++j) next[j] = next_tokens[j];
-#pragma GCC unroll 8
-  for (int k = 0; k <= W; ++k) sums[k] = all_sums[k];
-  if (silu) {
-    // In steps, each with few instructions from a token's first to its last, so that tokens overlap.
-    V of_sum[kConvTokens];
-    for (int64_t t = 0; t < tokens; ++t) of_sum[t] = filter.apply(window + t);
-    for (int64_t t = 0; t < tokens; ++t) {
-      const V sum = of_sum[t], gate = sigmoid_lanes(sum);
-      gradients[t] *= gate * (R(1) + sum * (R(1) - gate));
-    }
-  }
-  for (int64_t t = tokens - 1; t >= 0; --t) {
-    const V grad = gradients[t];
-    gradients[t] = step_back(filter, next, grad);
-#pragma GCC unroll 4
-    for (int k = 0; k < W; ++k) sums[k] += grad * window[t + k];
-    sums[W] += grad;
-  }
-#pragma GCC unroll 4
-  for (int j = 0; j < W - 1; ++j) next_tokens[j] = next[j];
-#pragma GCC unroll 8
-  for (int k = 0; k <= W; ++k) all_sums[k] = sums[k];
-}
-
 template <class T, int W>
 void conv_backward(const ConvArguments<T>& in, Rows<const T> dy, const accumulate_t<T>* dfinal, const ConvGradients<T>& out) {
-  using Line = ConvLine<T, W>;
-  using R = typename Line::R;
-  using V = typename Line::V;
+  using Block = ConvBlock<T, W>;
+  using Tile = ConvTile<T, W>;
+  using R = typename Block::R;
+  using V = typename Block::V;
+  constexpr int lanes = Block::lanes, n = kConvTokens;
   const int64_t channels = in.channels, groups = (channels + kConvGroup - 1) / kConvGroup;
   const Pieces pieces(in.documents);
   const auto parameters = conv_parameters<T, W>(in);
   const std::unique_ptr<R[]> part_weight(new R[pieces.items() * channels * W]), part_bias(new R[pieces.items() * channels]);
+  const bool past_caches = in.past_caches(out.x);
   zero_padding(out.x, channels, in.documents);
-  constexpr int blocks = kConvGroup / Line::lanes;
+  // Of each vector of channels: the gradients of the W - 1 sums after a block; gradients of the taps, then of the bias.
   struct Scratch {
-    std::vector<V> next = std::vector<V>(blocks * (W - 1)), sums = std::vector<V>(blocks * (W + 1));
+    Tile tile;
+    std::vector<V> after = std::vector<V>(kConvGroup / lanes * (W - 1)), totals = std::vector<V>(kConvGroup / lanes * (W + 1));
   };
   for_each_item(pieces.items() * groups, Scratch{}, [&](Scratch& scratch, int64_t item) {
     const int64_t from = item % groups * kConvGroup, to = std::min(channels, from + kConvGroup), run = item / groups;
-    typename Line::Rows window, gradients;
-    V nowhere[W + 1] = {};
-    std::fill(scratch.sums.begin(), scratch.sums.end(), V{});
+    Tile& tile = scratch.tile;
+    std::fill(scratch.totals.begin(), scratch.totals.end(), V{});
     for (int64_t p = pieces.bounds[run]; p < pieces.bounds[run + 1]; ++p) {
       const Piece& piece = pieces.all[p];
-      const int64_t end = in.documents.ends[piece.document], start = in.documents.starts[piece.document];
-      const T *rows = in.x.at(start), *dy_rows = dy.at(start);
-      std::fill(scratch.next.begin(), scratch.next.end(), V{});
-      // The tokens after the piece, for what they send back into it; then the piece, a block of tokens at a time.
-      int64_t last = std::min(end, piece.last + W - 1);
-      while (last > piece.first) {
-        const bool inside = last <= piece.last;
-        const int64_t first = inside ? std::max(piece.first, last - kConvTokens) : piece.last;
-        for (int64_t c = from; c < to; c += Line::width) {
-          const Line line(in, rows, piece.document, c);
-          const R* dfinal_of_line = dfinal ? dfinal + (piece.document * channels + c) * (W - 1) : nullptr;
-          const int64_t ahead = std::min<int64_t>(kConvTokens, first - piece.first);
-          const Ahead before(first - ahead, ahead, from, to - from, int((c - from) / Line::width), kConvGroup / Line::width);
-          before.prefetch(in.x);
-          before.prefetch(dy);
-          line.gather(first - (W - 1), last, window);
-          for (int64_t t = first; t < last; ++t)
-            Line::gather_row(dy_rows + (t - start) * dy.token + c, line.count, gradients, t - first);
-          for (int v = 0; v < Line::vectors && line.count_of(v) > 0; ++v) {
-            const int64_t block = (c - from) / Line::lanes + v;
-            V *next = &scratch.next[block * (W - 1)], *sums = &scratch.sums[block * (W + 1)];
-            const Filter<V, W> filter(&parameters[(c / Line::lanes + v) * (W + 1)]);
-            backward_tokens(filter, last - first, window[v], gradients[v], next, inside ? sums : nowhere, in.silu);
-            const auto from_final = [&](int64_t t) {
-              const int64_t place = t - (end - (W - 1));
-              return dfinal && place >= 0 ? line.state(dfinal_of_line, place, v) : V{};
+      const int64_t start = in.documents.starts[piece.document], end = in.documents.ends[piece.document];
+      std::fill(scratch.after.begin(), scratch.after.end(), V{});
+      const int64_t blocks = (piece.last - piece.first + n - 1) / n;
+      for (int64_t b = piece.last < end ? blocks : blocks - 1; b >= 0; --b) {
+        const bool inside = b < blocks;
+        const int64_t first = piece.first + b * n, last = inside ? piece.last : std::min(end, first + W - 1);
+        const Block block(in, piece.document, first, last);
+        const T* dy_row = dy.at(first);
+        for (int64_t tile_from = from; tile_from < to; tile_from += kConvTile) {
+          const int64_t tile_to = std::min(to, tile_from + kConvTile);
+          const int64_t ahead = std::min<int64_t>(n, first - start);
+          prefetch(in.x, first - ahead, ahead, tile_from, tile_to - tile_from);
+          prefetch(dy, first - ahead, ahead, tile_from, tile_to - tile_from);
+          if (in.silu) tile.apply(block, tile_from, tile_to, parameters.data());
+          tile.load_gradients(block.count, in.silu, dy_row, dy.token, tile_from, tile_to);
+          for (int64_t c = tile_from; c < tile_to; c += lanes) {
+            const int64_t v = (c - tile_from) / lanes;
+            const Filter<V, W> filter(&parameters[c / lanes * (W + 1)]);
+            V *after = &scratch.after[(c - from) / lanes * (W - 1)], *totals = &scratch.totals[(c - from) / lanes * (W + 1)];
+            if (!inside) {
+              for (int i = 0; i < W - 1; ++i) after[i] = tile.gradients[i][v];
+              continue;
+            }
+            tile.distribute(block, c, v, filter, after, totals);
+            // The final state holds the last W - 1 inputs; the initial state, those before the document.
+            const auto of_final = [&](int64_t t) {
+              return dfinal && t >= end - (W - 1) ? block.state(dfinal, c, t - end) : V{};
             };
-            for (int64_t t = std::max(first, end - (W - 1)); dfinal && t < last; ++t) gradients[v][t - first] += from_final(t);
-            if (first == start && out.initial_state)
-              for (int64_t t = start - 1; t >= start - (W - 1); --t)
-                line.put_state(out.initial_state + (piece.document * channels + c) * (W - 1), t - start + W - 1, v,
-                               step_back(filter, next, V{}) + from_final(t));
+            for (int64_t t = std::max(first, end - (W - 1)); dfinal && t < first + block.count; ++t)
+              tile.sums[t - first][v] += of_final(t);
+            if (first > start || !out.initial_state) continue;
+            V of_sums[2 * (W - 1)] = {};
+            std::copy(after, after + W - 1, of_sums + W - 1);
+            for (int place = 1 - W; place < 0; ++place)
+              block.put_state(out.initial_state, c, place,
+                              filter.input_gradient(of_sums + W - 1 + place) + of_final(start + place));
           }
-          if (inside) line.scatter(gradients, first, last, out.x);
+          if (inside) tile.put_outputs(block.count, false, out.x + first * channels, channels, tile_from, tile_to, past_caches);
         }
-        last = first;
       }
     }
     end_stream();
-    for (int64_t c = from; c < to; c += Line::lanes) {
-      const V* sums = &scratch.sums[(c - from) / Line::lanes * (W + 1)];
-      const int count = int(std::min<int64_t>(Line::lanes, channels - c));
+    for (int64_t c = from; c < to; c += lanes) {
+      const V* totals = &scratch.totals[(c - from) / lanes * (W + 1)];
+      const int count = int(std::min<int64_t>(lanes, channels - c));
       for (int i = 0; i < count; ++i)
-        for (int k = 0; k < W; ++k) part_weight[(run * channels + c + i) * W + k] = sums[k][i];
-      store(&part_bias[run * channels + c], sums[W], count);
+        for (int k = 0; k < W; ++k) part_weight[(run * channels + c + i) * W + k] = totals[k][i];
+      store(&part_bias[run * channels + c], totals[W], count);
     }
   });
   sum_parts(part_weight.get(), pieces.items(), channels * W, channels * W, out.weight);

@@ -93,8 +93,6 @@ void for_each_item(int64_t items, const Scratch& prototype, const Body& body) {
   });
 }
 
-struct Nothing {};
-
 // Segment numbers, longest first, so that no thread ends alone with a long one.
 inline std::vector<int64_t> longest_first(const std::vector<Segment>& segments) {
   std::vector<int64_t> order(segments.size());

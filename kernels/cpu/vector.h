@@ -89,20 +89,23 @@ inline void store(float16* to, Vec<float> v) {
 #endif
 }
 
-// A cache line past the caches, for outputs larger than they are: it need not be read first. `to` is aligned to lines.
+// Past the caches, for outputs larger than they are: lines that are soon written whole need not be read first. `to` is aligned to
+// what is written.
 constexpr int kLineBytes = 64;
-inline void stream_line(void* to, const void* from) {
+template <class T> inline void stream(T* to, Vec<accumulate_t<T>> v) {
+  constexpr int bytes = int(sizeof(T)) * kLanes<accumulate_t<T>>;
+  T narrow[kLanes<accumulate_t<T>>];
+  store(narrow, v);
 #if defined(__AVX512F__)
-  _mm512_stream_si512(static_cast<__m512i*>(to), bit_load<__m512i>(from));
-#elif defined(__AVX__)
-  for (int i = 0; i < 2; ++i)
-    _mm256_stream_si256(static_cast<__m256i*>(to) + i, bit_load<__m256i>(static_cast<const char*>(from) + 32 * i));
-#elif defined(__SSE2__)
-  for (int i = 0; i < 4; ++i)
-    _mm_stream_si128(static_cast<__m128i*>(to) + i, bit_load<__m128i>(static_cast<const char*>(from) + 16 * i));
-#else
-  std::memcpy(to, from, kLineBytes);
+  if constexpr (bytes == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bit_load<__m512i>(narrow));
 #endif
+#if defined(__AVX__)
+  if constexpr (bytes == 32) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bit_load<__m256i>(narrow));
+#endif
+#if defined(__SSE2__)
+  if constexpr (bytes == 16) return _mm_stream_si128(reinterpret_cast<__m128i*>(to), bit_load<__m128i>(narrow));
+#endif
+  std::memcpy(to, narrow, bytes);
 }
 inline void end_stream() {
 #if defined(__SSE2__)
@@ -187,31 +190,51 @@ template <class V, class R> V clamp(V x, R low, R high) {
 }
 #endif
 
-template <class V> inline V exp2_lanes(V x) {
-  using R = std::decay_t<decltype(x[0])>;
+// exp2 in two parts, of n vectors side by side: a processor's scheduler holds fewer instructions than one vector's chain is long.
+// `k` is in the form that join_exp2 takes.
+#define SIDE_BY_SIDE _Pragma("GCC unroll 16") for (int j = 0; j < n; ++j)
+template <int n, class V> [[gnu::always_inline]] inline void split_exp2(const V* from, V* f, V* k) {
+  using R = std::decay_t<decltype(from[0][0])>;
+  using E = Exp2<R>;
+  V x[n], whole[n];
+#if defined(__AVX512F__)
+  SIDE_BY_SIDE x[j] = at_least(from[j], 2 * E::low);  // -inf - -inf would be NaN
+  SIDE_BY_SIDE whole[j] = round_lanes(x[j]);
+  SIDE_BY_SIDE f[j] = x[j] - whole[j];
+#else
+  // At the ends f = 0 and p = 1, whose exponent then becomes inf's, or zero's.
+  SIDE_BY_SIDE x[j] = clamp(from[j], E::low - 1, E::high);
+  SIDE_BY_SIDE whole[j] = x[j] + E::shifter;
+  SIDE_BY_SIDE f[j] = x[j] - (whole[j] - E::shifter);
+#endif
+  SIDE_BY_SIDE k[j] = whole[j];
+}
+// Of a NaN, anything.
+template <int n, class V> [[gnu::always_inline]] inline void join_exp2(const V* f, const V* k, V* to) {
+  using R = std::decay_t<decltype(f[0][0])>;
   using E = Exp2<R>;
   constexpr int terms = sizeof(E::q) / sizeof(R);
-#if defined(__AVX512F__)
-  x = at_least(x, 2 * E::low);  // -inf - -inf would be NaN
-  const V k = round_lanes(x);
-#else
-  typedef Int<R> I __attribute__((vector_size(kVectorBytes)));
-  // At the ends f = 0 and p = 1, whose exponent then becomes inf's, or zero's.
-  const V original = x;
-  x = clamp(x, E::low - 1, E::high);
-  const V shifted = x + E::shifter, k = shifted - E::shifter;
-#endif
-  const V f = x - k;
-  V p = broadcast(E::q[terms - 1]);
+  V p[n];
+  SIDE_BY_SIDE p[j] = broadcast(E::q[terms - 1]);
 #pragma GCC unroll 16
-  for (int i = terms - 2; i >= 0; --i) p = p * f + E::q[i];
-  p = p * f + R(1);
+  for (int i = terms - 2; i >= 0; --i) SIDE_BY_SIDE p[j] = p[j] * f[j] + E::q[i];
+  SIDE_BY_SIDE p[j] = p[j] * f[j] + R(1);
 #if defined(__AVX512F__)
-  return scale_lanes(p, k);
+  SIDE_BY_SIDE to[j] = scale_lanes(p[j], k[j]);
 #else
   // k to the exponent's place: what the shifter put above it is shifted out.
-  p = (V)((I)p + ((I)shifted << E::mantissa));
-  return original == original ? p : original;
+  typedef Int<R> I __attribute__((vector_size(kVectorBytes)));
+  SIDE_BY_SIDE to[j] = (V)((I)p[j] + ((I)k[j] << E::mantissa));
+#endif
+}
+template <class V> inline V exp2_lanes(V x) {
+  V f, k, y;
+  split_exp2<1>(&x, &f, &k);
+  join_exp2<1>(&f, &k, &y);
+#if defined(__AVX512F__)
+  return y;
+#else
+  return x == x ? y : x;
 #endif
 }
 
