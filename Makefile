@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-asan lint format
+.PHONY: help demo test test-gpu test-asan sanitize-gpu lint format
 
 # An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
@@ -13,6 +13,7 @@ help:
 	@echo "make test      run the tests"
 	@echo "make test-gpu  run the tests where there is a GPU, those of the CUDA kernels with them"
 	@echo "make test-asan run the CPU kernels' tests under address and undefined-behaviour sanitizers"
+	@echo "make sanitize-gpu  run every CUDA kernel under compute-sanitizer; logs go to experiments/operators/logs"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    ruff, changing files"
 	@echo "Each first sets up $(PREFIX) if it has to."
@@ -35,6 +36,14 @@ test-asan:
 	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
 	"$(PYTHON)" -m pytest -q -n $(WORKERS) tests/test_operator_parity.py tests/test_cpu_kernels.py -k "not reference"
+
+# Built first: under a sanitizer the compiler would run there too.
+sanitize-gpu:
+	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
+	"$(PYTHON)" run.py kernels build
+	set -o pipefail; for tool in memcheck racecheck initcheck; do PACKMAMBA_TEST_GPU=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+		"$(PYTHON)" -m pytest -q -p no:cacheprovider tests/test_cuda_kernels.py -k test_every_kernel_once | \
+		tee experiments/operators/logs/$$tool.log || exit 1; done
 
 lint:
 	@.ci/setup "$(PREFIX)" dev "$(ACTIVE)"
