@@ -1,4 +1,6 @@
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from packmamba.config import ConfigError
-from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
+from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler, evaluation_documents
 from packmamba.data.packing import STRATEGIES
 from runs import CARRY, SCHEMES, tiny_config
 
@@ -160,6 +162,35 @@ def test_ranks_share_a_step_and_compute_as_many_batches(tmp_path, keys):
         tokens = sum(b.layout.num_tokens for share in shares for b in share.batches)
         assert tokens == whole[step].num_tokens == shares[1].num_tokens
         assert shares[2].num_slots == sum(b.layout.num_slots for share in shares for b in share.batches)
+
+
+def test_ranks_share_the_evaluation(tmp_path):
+    found = []
+    for rank in range(2):
+        data = PackingDataModule(tiny_config(tmp_path), progress=False)
+        data.trainer = SimpleNamespace(world_size=2, global_rank=rank)
+        data.setup()
+        (evaluation,) = data.evaluations
+        batches = [evaluation[i] for i in range(len(evaluation))]
+        found.append(Counter(tuple(piece) for batch in batches for _, piece, _, _ in pieces_of(batch)))
+    corpus = data.corpora.validation
+    assert all(found), "each has a share"
+    assert found[0] + found[1] == Counter(tuple(corpus.document(i).tolist()) for i in range(corpus.num_documents))
+
+
+def test_a_part_of_the_validation_documents_is_drawn(tmp_path):
+    data = module(tmp_path, "data.validation_documents=5")
+    corpus, drawn = data.corpora.validation, []
+    for seed in range(3):
+        config = replace(data.config.data, corpus_seed=seed)
+        drawn.append(evaluation_documents(corpus, config).tolist())
+        assert drawn[-1] == evaluation_documents(corpus, config).tolist() == sorted(set(drawn[-1]))
+        assert len(drawn[-1]) == 5 and drawn[-1][-1] < corpus.num_documents
+    assert drawn[0] != drawn[1] != drawn[2]
+    assert (
+        sum(batch.layout.num_documents for batch in (data.evaluations[0][i] for i in range(len(data.evaluations[0]))))
+        == 5
+    )
 
 
 def test_truncated_and_padded_shapes(tmp_path):

@@ -6,6 +6,7 @@ import yaml
 from packmamba.config import ConfigError
 from packmamba.results.record import read_records
 from packmamba.results.report import build_sections
+from packmamba.training import throughput
 from packmamba.training.fit import run_id
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.throughput import _check_agreement, measure_throughput
@@ -55,6 +56,13 @@ def test_a_sweep_may_only_time(tmp_path):
     assert {record["kind"] for record in records} == {"throughput"} and len(records) == 2
     (section,) = build_sections(records)
     assert [figure.name for figure in section.figures] == ["speed"]
+
+
+def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
+    seconds = iter([100.0] * throughput.WARMUP_ROUNDS + [2.0] * 2)
+    monkeypatch.setattr(throughput, "_timed_step", lambda *_: (next(seconds), 5.0))
+    (record,) = measure_throughput([tiny_config(tmp_path)], rounds=2, experiment="x", progress=False)
+    assert record["metrics"]["seconds_per_step_median"] == 2 and record["metrics"]["seconds_per_step_spread"] == 0
 
 
 @pytest.mark.parametrize(

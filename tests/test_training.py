@@ -5,6 +5,7 @@ import dataclasses
 import lightning
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from packmamba import SequenceLayout
 from packmamba.config import ConfigError
@@ -192,6 +193,26 @@ def test_evaluation_is_one_document_at_a_time(tmp_path):
     assert abs(leaking.compute()["loss"] - results["loss"]) > 1e-6
 
 
+@pytest.mark.parametrize("keys", [["data.strategy=greedy", "trainer.boundary=leak"], CARRY], ids=["leak", "carry"])
+def test_evaluation_as_trained_lets_through_what_training_does(tmp_path, keys):
+    config = tiny_config(tmp_path, *keys)
+    data = PackingDataModule(config, progress=False)
+    data.setup()
+    torch.manual_seed(0)
+    module = MambaLitModule(config, data.corpora.train.vocab_size).double()
+    as_trained, reset, carrier = LossByPosition(), LossByPosition(), StateCarrier()
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        for i in range(len(data.evaluations[1])):
+            batch = data.evaluations[1][i]
+            module.validation_step(batch, i, dataloader_idx=1)
+            for metric, boundary in ((as_trained, config.trainer.boundary), (reset, "reset")):
+                losses = module.losses(batch, boundary, carrier)
+                metric.update(losses, batch.loss_mask, batch.layout.position_indices)
+    loss = module.as_trained.compute()["loss"]
+    assert loss == as_trained.compute()["loss"] and abs(loss - reset.compute()["loss"]) > 1e-6
+
+
 def test_positions_fall_into_their_buckets():
     metric = LossByPosition()
     positions = torch.tensor([[0, 1, 2, 3, 4, 31, 32, -1, 70000]])
@@ -209,6 +230,16 @@ def test_learning_rate_warms_up_and_falls_to_its_share(tmp_path):
     rates = [module.learning_rate(step) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and max(rates) == 1.0
     assert rates[-1] == pytest.approx(0.1) and rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_every_step_takes_its_learning_rate(tmp_path):
+    taken = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: taken.append({g["lr"] for g in optimizer.param_groups})
+    )
+    _, module = train(tmp_path, "data.strategy=greedy", "optimizer.lr=0.01")
+    hook.remove()
+    assert taken == [{module.learning_rate(step)} for step in range(4)] and taken[0] == {0.005}
 
 
 @pytest.mark.parametrize(
