@@ -15,6 +15,7 @@ constexpr int kGroupChannels = 128;    // of a work item, more where there would
 constexpr int kMaxGroups = 32;        // bounds the partial sums of dB and dC
 constexpr int kSegmentTokens = 256;   // joins short documents; bounds the partial sums of dA
 constexpr int kPaddedChannels = 16;   // kept states are padded to this many channels
+constexpr int kTogether = 4;          // tokens, or states, whose exponentials are computed side by side; divides kChunk
 
 template <class T> struct ScanArguments {
   using R = accumulate_t<T>;
@@ -98,12 +99,19 @@ void load_tokens(const ScanArguments<T>& in, int64_t slot, int tokens, int64_t c
   for (int t = 0; t < tokens; ++t) {
     to.u[t] = load(u + t * in.u.token, count);
     to.raw[t] = load(delta + t * in.delta.token, count) + bias;
-    to.size[t] = in.softplus ? softplus_lanes(to.raw[t]) : to.raw[t];
-    to.drive[t] = to.size[t] * to.u[t];
+    to.size[t] = to.raw[t];
   }
+  if (in.softplus)
+    for (int t = 0; t < tokens; t += kTogether) softplus_lanes<kTogether>(&to.raw[t], &to.size[t]);
+  for (int t = 0; t < tokens; ++t) to.drive[t] = to.size[t] * to.u[t];
   if (!in.z) return;
   const T* z = in.z.at(slot) + channel;
   for (int t = 0; t < tokens; ++t) to.z[t] = load(z + t * in.z.token, count);
+}
+
+// Gates of a chunk's tokens, or of a few more.
+template <class V> void sigmoids(int tokens, const V* from, V* to) {
+  for (int t = 0; t < tokens; t += kTogether) sigmoid_lanes<kTogether>(from + t, to + t);
 }
 
 // Calls tile(first state, constant of states) for 16, 8, 4 or 1 states at a time.

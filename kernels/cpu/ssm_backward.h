@@ -20,17 +20,24 @@ void backward_tile(int tokens, const Tokens<R>& in, BackwardTokens<R>& io, const
   using V = Vec<R>;
   V h[kChunk + 1][count], decay[kChunk][count];
   {
-    V now[count];
-#pragma GCC unroll 16
-    for (int n = 0; n < count; ++n) h[0][n] = now[n] = state[n];
+    constexpr int n = std::min(count, kTogether);
+    V f[count], k[count];
+    std::copy(state, state + count, h[0]);
     for (int t = 0; t < tokens; ++t) {
       const V step = in.size[t] * R(1.4426950408889634), w = in.drive[t];
-#pragma GCC unroll 16
-      for (int n = 0; n < count; ++n) {
-        const V a = exp2_lanes(step * A[n]);
-        now[n] = a * now[n] + w * B[t * states + n];
-        decay[t][n] = a;
-        h[t + 1][n] = now[n];
+#pragma GCC unroll 1
+      for (int i = 0; i < count; i += n) {
+        V power[n];
+        SIDE_BY_SIDE power[j] = step * A[i + j];
+        split_exp2<n>(power, f + i, k + i);
+      }
+#pragma GCC unroll 1
+      for (int i = 0; i < count; i += n) {
+        V a[n];
+        join_exp2<n>(f + i, k + i, a);
+        SIDE_BY_SIDE a[j] = f[i + j] == f[i + j] ? a[j] : f[i + j];
+        SIDE_BY_SIDE decay[t][i + j] = a[j];
+        SIDE_BY_SIDE h[t + 1][i + j] = a[j] * h[t][i + j] + w * B[t * states + i + j];
       }
     }
   }
@@ -100,7 +107,7 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
     const Segment& segment = segments[part];
     const int64_t group = item % groups.count, first_block = groups.blocks_before(group);
     const int blocks = groups.blocks(group);
-    Tokens<R> tokens;
+    Tokens<R> tokens = {};
     BackwardTokens<R> io;
     std::vector<V> dD(blocks), dbias(blocks);
     std::fill(scratch.dA.begin(), scratch.dA.end(), V{});
@@ -129,12 +136,13 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
           for (const auto& rows : {in.u, in.delta, in.z, dy}) next.prefetch(rows);
           load_tokens(in, slot, count, channel, width, tokens);
           const V skip = in.D ? load(in.D + channel, width) : V{};
-          V dz_factor[kChunk];
+          V dz_factor[kChunk], gates[kChunk];
+          if (in.z) sigmoids(count, tokens.z, gates);
           const T* dy_rows = dy.at(slot) + channel;
           for (int t = 0; t < count; ++t) {
             V g = load(dy_rows + t * dy.token, width);
             if (in.z) {
-              const V z = tokens.z[t], gate = sigmoid_lanes(z);
+              const V z = tokens.z[t], gate = gates[t];
               dz_factor[t] = g * gate * (R(1) + z * (R(1) - gate));
               g *= z * gate;
             }
@@ -150,6 +158,7 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
                                          &scratch.dA[j * states + n], scratch.B.data() + n, scratch.C.data() + n,
                                          scratch.dB.data() + n, scratch.dC.data() + n, states, bool(in.z));
           });
+          if (in.softplus) sigmoids(count, tokens.raw, gates);
           for (int t = 0; t < count; ++t) {
             const int64_t place = (slot + t) * channels + channel;
             V du = tokens.size[t] * io.sum_B[t], ddelta = io.sum_A[t] + tokens.u[t] * io.sum_B[t];
@@ -157,7 +166,7 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
               du += io.g[t] * skip;
               dD[j] += io.g[t] * tokens.u[t];
             }
-            if (in.softplus) ddelta *= sigmoid_lanes(tokens.raw[t]);
+            if (in.softplus) ddelta *= gates[t];
             dbias[j] += ddelta;
             store(out.u + place, du, width);
             store(out.delta + place, ddelta, width);

@@ -8,21 +8,28 @@ namespace packmamba {
 template <int count, class R>
 void forward_tile(int tokens, const Vec<R>* size, const Vec<R>* drive, Vec<R>* y, Vec<R>* state, const Vec<R>* A, const R* B,
                   const R* C, int64_t states) {
-  Vec<R> h[count];
-#pragma GCC unroll 16
-  for (int n = 0; n < count; ++n) h[n] = state[n];
+  using V = Vec<R>;
+  constexpr int n = std::min(count, kTogether);
+  V f[count], k[count];
   for (int t = 0; t < tokens; ++t, B += states, C += states) {
-    const Vec<R> step = size[t], w = drive[t];
-    Vec<R> sum = y[t];
-#pragma GCC unroll 16
-    for (int n = 0; n < count; ++n) {
-      h[n] = exp2_lanes(step * A[n]) * h[n] + w * B[n];
-      sum += h[n] * C[n];
+    const V step = size[t], w = drive[t];
+#pragma GCC unroll 1
+    for (int i = 0; i < count; i += n) {
+      V power[n];
+      SIDE_BY_SIDE power[j] = step * A[i + j];
+      split_exp2<n>(power, f + i, k + i);
+    }
+    V sum = y[t];
+#pragma GCC unroll 1
+    for (int i = 0; i < count; i += n) {
+      V h[n];
+      join_exp2<n>(f + i, k + i, h);
+      SIDE_BY_SIDE h[j] = (f[i + j] == f[i + j] ? h[j] : f[i + j]) * state[i + j] + w * B[i + j];
+      SIDE_BY_SIDE state[i + j] = h[j];
+      SIDE_BY_SIDE sum += h[j] * C[i + j];
     }
     y[t] = sum;
   }
-#pragma GCC unroll 16
-  for (int n = 0; n < count; ++n) state[n] = h[n];
 }
 
 template <class T>
@@ -57,8 +64,8 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
     const Segment& segment = segments[order[item / groups.count]];
     const int64_t group = item % groups.count, first_block = groups.blocks_before(group);
     const int blocks = groups.blocks(group);
-    Tokens<R> tokens;
-    V out[kChunk];
+    Tokens<R> tokens = {};
+    V out[kChunk], gate[kChunk];
     for (int64_t s = segment.first; s < segment.last; ++s) {
       const int64_t start = documents.starts[s], end = documents.ends[s];
       const int64_t row_end = (start / in.u.length + 1) * in.u.length;
@@ -95,8 +102,10 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
             forward_tile<tile.value, R>(count, tokens.size, tokens.drive, out, state + n, &A[block * states + n],
                                         scratch.B.data() + n, scratch.C.data() + n, states);
           });
-          if (in.z)
-            for (int t = 0; t < count; ++t) out[t] *= tokens.z[t] * sigmoid_lanes(tokens.z[t]);
+          if (in.z) {
+            sigmoids(count, tokens.z, gate);
+            for (int t = 0; t < count; ++t) out[t] *= tokens.z[t] * gate[t];
+          }
           for (int t = 0; t < count; ++t) store(y + (slot + t) * channels + channel, out[t], width);
         }
       }

@@ -227,36 +227,50 @@ template <int n, class V> [[gnu::always_inline]] inline void join_exp2(const V* 
   SIDE_BY_SIDE to[j] = (V)((I)p[j] + ((I)k[j] << E::mantissa));
 #endif
 }
-template <class V> inline V exp2_lanes(V x) {
-  V f, k, y;
-  split_exp2<1>(&x, &f, &k);
-  join_exp2<1>(&f, &k, &y);
-#if defined(__AVX512F__)
-  return y;
-#else
-  return x == x ? y : x;
+template <int n, class V> [[gnu::always_inline]] inline void exp2_lanes(const V* x, V* to) {
+  V f[n], k[n];
+  split_exp2<n>(x, f, k);
+  join_exp2<n>(f, k, to);
+#if !defined(__AVX512F__)
+  SIDE_BY_SIDE to[j] = f[j] == f[j] ? to[j] : f[j];
 #endif
 }
-
-template <class V> V exp_lanes(V x) {
-  using R = std::decay_t<decltype(x[0])>;
-  return exp2_lanes(x * R(1.4426950408889634));
+template <class V> inline V exp2_lanes(V x) {
+  V y;
+  exp2_lanes<1>(&x, &y);
+  return y;
 }
 
 // softplus(x) = max(x, 0) + log(1 + e), e = exp(-|x|); the logarithm as 2 atanh(e / (2 + e)), whose series needs no split.
-template <class V> V softplus_lanes(V x) {
-  using R = std::decay_t<decltype(x[0])>;
+template <int n, class V> [[gnu::always_inline]] inline void softplus_lanes(const V* x, V* to) {
+  using R = std::decay_t<decltype(x[0][0])>;
   constexpr int terms = sizeof(R) == 8 ? 17 : 7;
-  const V e = exp_lanes(x > 0 ? -x : x), s = e / (e + R(2)), s2 = s * s;
-  V series = broadcast(R(1) / (2 * terms - 1));
+  V e[n], s[n], s2[n], series[n];
+  SIDE_BY_SIDE e[j] = (x[j] > 0 ? -x[j] : x[j]) * R(1.4426950408889634);
+  exp2_lanes<n>(e, s);
+  SIDE_BY_SIDE s[j] = s[j] / (s[j] + R(2));
+  SIDE_BY_SIDE s2[j] = s[j] * s[j];
+  SIDE_BY_SIDE series[j] = broadcast(R(1) / (2 * terms - 1));
 #pragma GCC unroll 16
-  for (int i = terms - 2; i >= 0; --i) series = series * s2 + R(1) / (2 * i + 1);
-  return (x > 0 ? x : V{}) + (s + s) * series;
+  for (int i = terms - 2; i >= 0; --i) SIDE_BY_SIDE series[j] = series[j] * s2[j] + R(1) / (2 * i + 1);
+  SIDE_BY_SIDE to[j] = (x[j] > 0 ? x[j] : V{}) + (s[j] + s[j]) * series[j];
 }
-
+template <int n, class V> [[gnu::always_inline]] inline void sigmoid_lanes(const V* x, V* to) {
+  using R = std::decay_t<decltype(x[0][0])>;
+  V power[n];
+  SIDE_BY_SIDE power[j] = x[j] * R(-1.4426950408889634);
+  exp2_lanes<n>(power, to);
+  SIDE_BY_SIDE to[j] = R(1) / (R(1) + to[j]);
+}
+template <class V> V softplus_lanes(V x) {
+  V y;
+  softplus_lanes<1>(&x, &y);
+  return y;
+}
 template <class V> V sigmoid_lanes(V x) {
-  using R = std::decay_t<decltype(x[0])>;
-  return R(1) / (R(1) + exp_lanes(-x));
+  V y;
+  sigmoid_lanes<1>(&x, &y);
+  return y;
 }
 
 }  // namespace packmamba
