@@ -167,7 +167,11 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
     """
     config = OmegaConf.structured(Config)
     if path is not None:
-        config = _merge(config, read_yaml(path), str(path))
+        loaded = read_yaml(path)
+        for key, command in (("bench", "bench"), ("arms", "sweep")):
+            if key in loaded:
+                raise ConfigError(f"{path} is for another command: python run.py {command} {path}")
+        config = _merge(config, loaded, str(path))
     for override in overrides or []:
         config = _merge(config, parse_override(override), f"'{override}'")
     resolved = OmegaConf.to_object(config)

@@ -25,6 +25,10 @@ MISTAKES = {
     "a model size": (["train", "configs/train.yaml", "model=13b"], "known sizes: 1.4b, 130m"),
     "a precision": (["train", "configs/train.yaml", "trainer.precision=8"], "trainer"),
     "a folder": (["report", "experiments/missing"], "experiments/missing"),
+    "a sweep's file": (["train", "configs/demo.yaml"], "python run.py sweep configs/demo.yaml"),
+    "a bench's file": (["train", "configs/bench/packing.yaml"], "python run.py bench configs/bench/packing.yaml"),
+    "a folder that cannot be": (
+        ["train", "configs/train.yaml", "data.strategy=greedy", "runs_dir=/proc/runs"], "runs_dir: /proc/runs/"),
     "a bench": (["bench", "configs/train.yaml"], "bench: expected one of packing"),
 }  # fmt: skip
 

@@ -115,6 +115,7 @@ STATES = MODEL.start_states(LAYOUT.num_documents)
 BAD_CALLS = {
     "tokens: expected an int64 or int32 tensor, got list": lambda t: MODEL(t.tolist()),
     "tokens: expected an int64 or int32 tensor, got torch.float32": lambda t: MODEL(t.float()),
+    r"tokens: expected ids from 0 to 22, got 2\d to 4\d": lambda t: MODEL(t + VOCAB),
     r"tokens: expected shape \(B, L\).*, got \(14,\)": lambda t: MODEL(t[0]),
     r"tokens: expected shape \(B, L\) with at least one slot, got \(4, 0\)": lambda t: MODEL(t[:, :0]),
     r"layout: expected shape \(4, 13\) like tokens, got \(4, 14\)": lambda t: MODEL(t[:, 1:], layout=LAYOUT),

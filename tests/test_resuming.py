@@ -10,7 +10,7 @@ import run
 from packmamba.config import ConfigError
 from packmamba.results.record import read_records
 from packmamba.training.callbacks import checkpoints
-from packmamba.training.fit import fit, run_folder
+from packmamba.training.fit import alone, fit, run_folder
 from packmamba.training.module import MambaLitModule
 from processes import fork, kill, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
@@ -100,3 +100,15 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
     (folder / "step=2.ckpt").write_bytes(b"PK broken")
     with pytest.raises(ConfigError, match="step=2.ckpt cannot be read"):
         fit(config, progress=False)
+
+
+def test_a_run_that_another_process_trains_is_refused(tmp_path):
+    config = tiny_config(tmp_path, "data.strategy=greedy")
+    path, output = write_config(tmp_path / "run.yaml", config), tmp_path / "output.txt"
+    with alone(run_folder(config)):
+        assert statuses(fork(run.main, ["train", str(path)], output=output)) == [2]
+    folder = run_folder(config)
+    assert (
+        output.read_text() == f"run.py: error: another process trains this run, in {folder}; wait for it, or stop it\n"
+    )
+    assert not checkpoints(folder / "checkpoints")

@@ -134,7 +134,11 @@ class MambaLM(nn.Module):
                 check_layout(given, tokens, "tokens", name)
         layout = check_layout(layout, tokens, "tokens")
         layouts = tuple(layout if given is None else given for given in (conv_layout, ssm_layout))
-        embedded = self.backbone.embedding(tokens)
+        try:
+            embedded = self.backbone.embedding(tokens)
+        except IndexError:  # on a CPU; a GPU's would have to be waited for
+            ids = f"{int(tokens.min())} to {int(tokens.max())}"
+            raise ValueError(f"tokens: expected ids from 0 to {len(self.lm_head.weight) - 1}, got {ids}") from None
         residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
         norm_f = self.backbone.norm_f
         residual, normed = self._start(residual, embedded.new_zeros(()).to(self._dtype(tokens.device)), norm_f.eps)

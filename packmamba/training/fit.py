@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import re
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +116,18 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
         choose(config.ops.backend, trainer.strategy.root_device, IMPLEMENTATIONS)
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
+    with alone(folder) if trainer.is_global_zero else nullcontext():
+        _train(trainer, module, data, folder)
+        if not history.validation or history.validation[-1]["step"] != trainer.global_step:
+            trainer.validate(module, data, verbose=False)
+        record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
+        if trainer.is_global_zero:
+            append_record(path, record)
+    return record
+
+
+def _train(trainer: lightning.Trainer, module: MambaLitModule, data: PackingDataModule, folder: Path) -> None:
+    """From the newest checkpoint, if there is one, to the last step."""
     resume = checkpoints(folder / "checkpoints")
     if resume:
         try:
@@ -126,12 +141,22 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
         trainer.fit(module, data, ckpt_path=resume[-1] if resume else None, weights_only=False)
     except SystemExit:  # how Lightning ends a run on Ctrl-C
         raise KeyboardInterrupt from None
-    if not history.validation or history.validation[-1]["step"] != trainer.global_step:
-        trainer.validate(module, data, verbose=False)
-    record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
-    if trainer.is_global_zero:
-        append_record(path, record)
-    return record
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps the run's folder to this process. Raises ConfigError if another has it, or if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / "lock", "w")
+    except OSError as error:
+        raise ConfigError(f"runs_dir: {folder} cannot be written ({error.strerror})") from None
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of loaders' workers that outlive it
+        except BlockingIOError:
+            raise ConfigError(f"another process trains this run, in {folder}; wait for it, or stop it") from None
+        yield
 
 
 def make_trainer(config: Config, folder: Path, history: History, progress: bool) -> lightning.Trainer:
