@@ -36,7 +36,7 @@ def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
     keys = [
         "data.strategy=greedy",
         "data.slots_per_batch=24",
-        "optimizer.grad_clip=0.3",
+        "optimizer.grad_clip=0.9",  # of some steps' gradients, not of all: Adam does not see a factor that all have
         f"trainer.precision={precision}",
     ]
     alone = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone")
