@@ -6,7 +6,8 @@ import lightning
 import pytest
 
 from packmamba.config import ConfigError
-from packmamba.training.callbacks import checkpoints
+from packmamba.data.datamodule import PackingDataModule
+from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.fit import decisive, fit, run_folder, run_id
 from packmamba.training.module import MambaLitModule
 from runs import final_state, tiny_config
@@ -25,6 +26,17 @@ def test_saving_is_not_training_time(tmp_path, monkeypatch):
     monkeypatch.setattr(lightning.Trainer, "save_checkpoint", lambda *a, **k: (time.sleep(0.5), save(*a, **k))[1])
     record = fit(tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=1"), progress=False)
     assert record["metrics"]["train_seconds"] < record["wall_seconds"] - 6 * 0.5
+
+
+def test_throughput_leaves_out_the_first_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(History, "_lap", lambda _: 1.0)
+    config = tiny_config(tmp_path, "data.strategy=greedy")
+    metrics = fit(config, progress=False)["metrics"]
+    data = PackingDataModule(config, progress=False)
+    data.setup()
+    tokens = [data.steps[i].num_tokens for i in range(6)]
+    assert metrics["train_seconds"] == 6 and metrics["real_tokens"] == sum(tokens)
+    assert metrics["real_tokens_per_second"] == sum(tokens[3:]) / 3 != sum(tokens) / 6
 
 
 @pytest.mark.parametrize(("clip", "moves"), [("null", True), ("1.0e-9", False)])
