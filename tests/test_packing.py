@@ -412,12 +412,7 @@ def million():
     [("in_order", 2), ("histogram", 2), ("split", 2), ("first_fit", 5), ("best_fit", 5), ("greedy", 5)],
 )
 def test_planning_time_of_a_million_documents(million, strategy, seconds, row_length):
-    taken = []
-    for _ in range(2):  # the second time only if something else had the machine in the first
-        began = time.perf_counter()
-        plan = plan_rows(million, row_length, strategy)
-        taken.append(time.perf_counter() - began)
-        if taken[-1] <= seconds:
-            break
+    began = time.process_time()  # of one thread, whatever else has the machine
+    plan = plan_rows(million, row_length, strategy)
+    assert time.process_time() - began <= seconds
     assert plan.num_tokens == million.sum()
-    assert min(taken) <= seconds
