@@ -15,7 +15,6 @@ constexpr int kConvGroup = 2048;        // channels of a work item: whole rows, 
 constexpr int kSideBySide = 4;          // vectors
 constexpr int64_t kPieceTokens = 256;   // cuts long documents and joins short ones; bounds the partial sums of dweight
 
-constexpr int64_t kLargeBytes = 32 << 20;  // an output that no cache would keep until it is read
 
 template <class T> struct ConvArguments {
   using R = accumulate_t<T>;
@@ -261,7 +260,7 @@ template <class T, int W> void conv_forward(const ConvArguments<T>& in, T* y, ac
   const Pieces pieces(in.documents);
   const auto parameters = conv_parameters<T, W>(in);
   const bool past_caches = in.past_caches(y);
-  zero_padding(y, channels, in.documents);
+  begin_output(y, channels, in.documents);
   for_each_item(pieces.items() * groups, Tile{}, [&](Tile& tile, int64_t item) {
     const int64_t from = item % groups * kConvGroup, to = std::min(channels, from + kConvGroup), run = item / groups;
     for (int64_t p = pieces.bounds[run]; p < pieces.bounds[run + 1]; ++p) {
@@ -301,7 +300,7 @@ void conv_backward(const ConvArguments<T>& in, Rows<const T> dy, const accumulat
   const auto parameters = conv_parameters<T, W>(in);
   const std::unique_ptr<R[]> part_weight(new R[pieces.items() * channels * W]), part_bias(new R[pieces.items() * channels]);
   const bool past_caches = in.past_caches(out.x);
-  zero_padding(out.x, channels, in.documents);
+  begin_output(out.x, channels, in.documents);
   // Of each vector of channels: the gradients of the W - 1 sums after a block; gradients of the taps, then of the bias.
   struct Scratch {
     Tile tile;

@@ -91,9 +91,9 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
   const std::unique_ptr<R[]> part_C(new R[groups.count * documents.slots * states]);
   const std::unique_ptr<R[]> part_A(new R[parts * channels * states]), part_D(new R[parts * channels]);
   const std::unique_ptr<R[]> part_bias(new R[parts * channels]);
-  zero_padding(out.u, channels, documents);
-  zero_padding(out.delta, channels, documents);
-  zero_padding(out.z, channels, documents);
+  begin_output(out.u, channels, documents);
+  begin_output(out.delta, channels, documents);
+  begin_output(out.z, channels, documents);
 
   struct Scratch {
     std::vector<R> B, C;

@@ -45,7 +45,7 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
   const auto segments = join_documents(documents, kSegmentTokens);
   const auto order = longest_first(segments);
   const auto A = blocks_of_A(in.A, channels, states, R(1.4426950408889634));
-  zero_padding(y, channels, documents);
+  begin_output(y, channels, documents);
   if (kept)
     for (int64_t s = 0, from = 0; s <= documents.count; ++s) {
       const bool last = s == documents.count;

@@ -3,6 +3,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -101,9 +105,21 @@ inline std::vector<int64_t> longest_first(const std::vector<Segment>& segments) 
   return order;
 }
 
-// Zeros the padding of a contiguous output of `width` channels.
-template <class T> void zero_padding(T* data, int64_t width, const Documents& documents) {
+constexpr int64_t kLargeBytes = 32 << 20;  // of an output that no cache would keep until it is read, and that is always new memory
+
+// New memory comes page by page as it is written, 3 us each: 50 ms for 64 MiB in pages of 4 KiB, a fifth in pages of 2 MiB.
+inline void ask_for_large_pages(void* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t page = 2 << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data), first = (begin + page - 1) / page * page, last = (begin + bytes) / page * page;
+  if (bytes >= kLargeBytes) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+// Before a contiguous output of `width` channels is written: zeros in its padding.
+template <class T> void begin_output(T* data, int64_t width, const Documents& documents) {
   if (data == nullptr) return;
+  ask_for_large_pages(data, documents.slots * width * int64_t(sizeof(T)));
   for (int64_t s = 0; s <= documents.count; ++s) {
     const int64_t from = s == 0 ? 0 : documents.ends[s - 1];
     const int64_t to = s == documents.count ? documents.slots : documents.starts[s];
@@ -125,7 +141,7 @@ template <class R> void sum_parts(const R* partial, int64_t parts, int64_t size,
 template <class T>
 void sum_groups(const accumulate_t<T>* partial, int64_t parts, int64_t width, const Documents& documents, T* out) {
   using R = accumulate_t<T>;
-  zero_padding(out, width, documents);
+  begin_output(out, width, documents);
   torch::stable::parallel_for(0, documents.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s)
       for (int64_t i = documents.starts[s] * width; i < documents.ends[s] * width; i += kLanes<R>) {
