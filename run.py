@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import difflib
 import re
 import sys
@@ -93,6 +95,19 @@ def doctor(arguments: argparse.Namespace) -> None:
     print("\n".join(diagnose()))
 
 
+def keep_freed_memory() -> None:
+    """Tells glibc to keep what is freed.
+
+    Else it gives large tensors back to the system, which finds and clears the same pages again for the next ones: 47 thousand
+    a step of two million parameters, 3 us each on a virtual machine. Other C libraries are left as they are.
+    """
+    trim_threshold, mmap_max = -1, -4
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(trim_threshold, -1)
+        libc.mallopt(mmap_max, 0)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="run.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
@@ -137,4 +152,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

@@ -1,10 +1,14 @@
 """Commands as a user types them, and mistypes them."""
 
+import platform
+import resource
+
 import pytest
+import torch
 
 import run
 from packmamba.config import ConfigError, load_config
-from processes import run_py
+from processes import fork, run_py, statuses
 from runs import write_documents
 
 MISTAKES = {
@@ -71,3 +75,23 @@ def test_configs_are_read_strictly(tmp_path):
     path.write_text("- 1\n")
     with pytest.raises(ConfigError, match="not a list"):
         load_config(path)
+
+
+def count_page_faults(keep):
+    if keep:
+        run.keep_freed_memory()
+    faults = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    print(faults[-1])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_is_kept(tmp_path):
+    faults = []
+    for keep in (False, True):
+        assert statuses(fork(count_page_faults, keep, output=tmp_path / str(keep))) == [0]
+        faults.append(int((tmp_path / str(keep)).read_text()))
+    assert faults[0] > 4 * faults[1], faults  # 64 MiB are 32 pages or 16384
