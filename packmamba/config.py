@@ -168,15 +168,21 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
     config = OmegaConf.structured(Config)
     if path is not None:
         loaded = read_yaml(path)
-        for key, command in (("bench", "bench"), ("arms", "sweep")):
-            if key in loaded:
-                raise ConfigError(f"{path} is for another command: python run.py {command} {path}")
+        check_command("train", path, loaded)
         config = _merge(config, loaded, str(path))
     for override in overrides or []:
         config = _merge(config, parse_override(override), f"'{override}'")
     resolved = OmegaConf.to_object(config)
     assert isinstance(resolved, Config)
     return resolved
+
+
+def check_command(command: str, path: str | Path, loaded: DictConfig) -> None:
+    """ConfigError if the file is one for another command."""
+    keys = {"bench": {"bench"}, "sweep": {"arms"}, "train": {"data", "model", "optimizer", "trainer"}}
+    meant = next((name for name, some in keys.items() if some & set(loaded)), command)
+    if meant != command:
+        raise ConfigError(f"{path} is for another command: python run.py {meant} {path}")
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -33,7 +33,11 @@ MISTAKES = {
     "a bench's file": (["train", "configs/bench/packing.yaml"], "python run.py bench configs/bench/packing.yaml"),
     "a folder that cannot be": (
         ["train", "configs/train.yaml", "data.strategy=greedy", "runs_dir=/proc/runs"], "runs_dir: /proc/runs/"),
-    "a bench": (["bench", "configs/train.yaml"], "bench: expected one of packing"),
+    "a bench": (["bench", "configs/bench/packing.yaml", "bench=speed"], "bench: expected one of packing"),
+    "a bench of a run": (["bench", "configs/train.yaml"], "python run.py train configs/train.yaml"),
+    "a bench of a sweep": (["bench", "configs/demo.yaml"], "python run.py sweep configs/demo.yaml"),
+    "a sweep of a run": (["sweep", "configs/train.yaml"], "python run.py train configs/train.yaml"),
+    "a sweep of a bench": (["sweep", "configs/bench/speedup.yaml"], "python run.py bench configs/bench/speedup.yaml"),
 }  # fmt: skip
 
 

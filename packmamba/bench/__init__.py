@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packmamba.config import ConfigError, parse_override, read_yaml, suggest
+from packmamba.config import ConfigError, check_command, parse_override, read_yaml, suggest
 
 BENCHES = {
     "packing": "packmamba.bench.packing",
@@ -33,6 +33,8 @@ def load_bench(path: str | Path, overrides: list[str] | None = None) -> tuple[st
     """The bench that the file's key ``bench`` names: its name, module and configuration. ConfigError names a wrong key."""
     loaded = OmegaConf.merge(read_yaml(path), *map(parse_override, overrides or []))
     assert isinstance(loaded, DictConfig)
+    if "bench" not in loaded:
+        check_command("bench", path, loaded)
     bench = loaded.get("bench")
     if bench not in BENCHES:
         raise ConfigError(f"{path}: bench: expected one of {', '.join(BENCHES)}, got {bench!r}")

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packmamba.config import Config, ConfigError, load_config, read_yaml, suggest
+from packmamba.config import Config, ConfigError, check_command, load_config, read_yaml, suggest
 from packmamba.data.schedule import check_data
 from packmamba.results.record import append_record
 from packmamba.training.fit import check_trainer, fit, record_path
@@ -39,6 +39,7 @@ class SweepConfig:
 def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[SweepConfig, list[Config]]:
     """The sweep and the configuration of each of its runs, all checked. Raises ConfigError naming the key."""
     loaded = read_yaml(path)
+    check_command("sweep", path, loaded)
     for key in map(str, loaded):
         if key not in SweepConfig.__dataclass_fields__:
             raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, SweepConfig.__dataclass_fields__)}")
