@@ -50,7 +50,7 @@ struct Spans {
   int64_t count() const { return (int64_t)rows * per_row; }
 };
 
-// Made once per batch by schedule.cu; every kernel of every layer reads it.
+// Made by schedule.cu once per batch and plan (forward's, backward's); every kernel of every layer reads it.
 struct Schedule {
   int* counts;         // items, segments, cut segments, cut documents
   int4* segments;      // first slot, end slot, document, place among the cut segments or -1

@@ -1,4 +1,4 @@
-"""The CUDA kernels behind ``compiled``: the batch's schedule, made once and shared by every layer, the device and the stream."""
+"""The CUDA kernels behind ``compiled``: the batch's schedules, made once and shared by every layer, the device and the stream."""
 
 from __future__ import annotations
 
