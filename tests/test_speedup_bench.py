@@ -14,7 +14,7 @@ import torch
 from packmamba.bench import multi_gpu
 from packmamba.bench import speedup as bench
 from packmamba.bench.arms import Documents, PeerLM, Scheme, feed
-from packmamba.bench.breakdown import family_of
+from packmamba.bench.breakdown import exclusive, family_of
 from packmamba.data.lengths import draw_lengths
 from packmamba.errors import ConfigError
 from packmamba.ops.mamba_ssm import _peer
@@ -199,6 +199,11 @@ def test_peers_that_are_missing_are_left_out(tmp_path, capsys, monkeypatch):
 )
 def test_families_of_kernels(name, family):
     assert family_of(name) == family
+
+
+def test_kernels_that_wait_for_each_other_count_once():
+    events = [(3.0, 7.0, "reduce"), (0.0, 5.0, "backward"), (1.0, 2.0, "inside"), (9.0, 10.0, "backward")]
+    assert exclusive(events) == {"backward": 6.0, "inside": 0.0, "reduce": 2.0}
 
 
 @pytest.mark.parametrize(

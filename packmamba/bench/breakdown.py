@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,16 +34,31 @@ def by_family(call: Callable[[], Any], on_gpu: bool) -> tuple[dict[str, float], 
 
 def sort_kernels(profiler: profile, on_gpu: bool) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
     """The same of a profile that has ended."""
+    if on_gpu:
+        events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        taken = exclusive((event.time_range.start, event.time_range.end, event.name) for event in events)
+    else:
+        taken = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
     seconds = dict.fromkeys([*FAMILIES, OTHER], 0.0)
     kernels = []
-    for event in profiler.key_averages():
-        if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
-        taken = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
-        family = family_of(event.key)
-        seconds[family] += taken
-        kernels.append((family, event.key, taken))
+    for name, microseconds in taken.items():
+        family = family_of(name)
+        seconds[family] += microseconds / 1e6
+        kernels.append((family, name, microseconds / 1e6))
     return seconds, sorted(kernels, key=lambda kernel: -kernel[2])
+
+
+def exclusive(events: Iterable[tuple[float, float, str]]) -> dict[str, float]:
+    """Time by name of (start, end, name): where several run, it is the one's that started first.
+
+    A kernel that is launched early, and waits for the one before it to end, has only its own end counted.
+    """
+    taken: dict[str, float] = {}
+    covered = -math.inf
+    for start, end, name in sorted(events):
+        taken[name] = taken.get(name, 0.0) + max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return taken
 
 
 def family_of(name: str) -> str:

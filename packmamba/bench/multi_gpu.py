@@ -19,7 +19,7 @@ import torch
 
 from packmamba.bench.arms import Scheme
 from packmamba.bench.speedup import Bench, SpeedupBenchConfig
-from packmamba.bench.steps import STEPS, Turn, step_config, take_turns
+from packmamba.bench.steps import STEPS, WARM_UP, Turn, step_config, take_turns
 from packmamba.config import ConfigError, load_config
 from packmamba.results.record import append_record, make_record, provenance
 from packmamba.training.strategy import STRATEGIES, leave_process_group
@@ -51,7 +51,7 @@ class MultiGpuBenchConfig:
     same_steps: int = 3
     """First steps, on the same documents for every arm, whose losses must agree."""
     rounds: int = 5
-    """Timed turns of two steps of ``slots`` slots a device."""
+    """Timed turns of four steps of ``slots`` slots a device."""
     precision: str = "bf16-mixed"
     """Lightning's."""
     accelerator: str = "gpu"
@@ -170,7 +170,7 @@ def _work(job: dict[str, Any]) -> None:
         step_config(bench, scheme, c.slots * count, job["folder"], **keys) for count in (job["most"], devices)
     ]  # fmt: skip
     try:
-        turns = [Turn(0, c.same_steps, timed=False), Turn(1, STEPS, timed=False), *[Turn(1, STEPS)] * c.rounds]
+        turns = [Turn(0, c.same_steps, timed=False), Turn(1, WARM_UP, timed=False), *[Turn(1, STEPS)] * c.rounds]
         watch = take_turns(configs, turns)
         if int(os.environ["RANK"]) == 0:
             results = {

@@ -28,8 +28,9 @@ from packmamba.training.strategy import make_strategy
 if TYPE_CHECKING:
     from packmamba.bench.speedup import Bench
 
-STEPS = 2
-"""Of a turn, and of the warm-up."""
+STEPS = 4
+"""Of a turn: the device waits for the host at its start, as it does not in training."""
+WARM_UP = 2
 
 
 def measure(bench: Bench) -> None:
@@ -49,7 +50,7 @@ def measure(bench: Bench) -> None:
             configs.append(step_config(bench, scheme, tokens, folder))
         # Single waits for the host whatever it does; the others' steps overlap.
         counts = [1 if scheme.strategy == "single" else STEPS for scheme in schemes]
-        turns = [Turn(arm, STEPS, timed=False) for arm in range(len(schemes))]
+        turns = [Turn(arm, WARM_UP, timed=False) for arm in range(len(schemes))]
         turns += [Turn(arm, count) for _ in range(c.rounds) for arm, count in enumerate(counts)]
         if "breakdown" in c.parts:
             some = [arm for arm, scheme in enumerate(schemes) if scheme.name in c.breakdown_arms]
