@@ -222,12 +222,14 @@ def training_record(
 
 
 def quieten() -> None:
-    """Silences Lightning's advice about what is meant here: loader workers, our own resuming, where logs go."""
+    """Silences Lightning's advice about what is meant here: loader workers, our own resuming, where logs go, the
+    accelerator."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for message in (
         ".*does not have many workers.*",
         ".*dataloader is not resumable.*",
         ".*litlogger.*",
         ".*LeafSpec.*",
+        ".*GPU available but not used.*",  # doctor shows it; a run may ask for the CPU
     ):
         warnings.filterwarnings("ignore", message=message)
