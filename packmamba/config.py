@@ -133,6 +133,9 @@ class TrainerConfig:
     """Machines."""
     strategy: str = "auto"
     """Several devices: ddp (each has all parameters), fsdp2 (each keeps a share), or auto: ddp where there are several."""
+    cuda_graphs: bool = False
+    """Replay a batch's forward and backward as one CUDA graph, captured once for each shape: for models that a GPU computes
+    faster than a host launches their kernels. One GPU."""
     threads: Optional[int] = None
     """CPU threads; null for PyTorch's choice."""
 

@@ -291,6 +291,10 @@ class SequenceLayout:
 
     def flow(self) -> SequenceLayout:
         """Each non-empty row's documents merged into one, with the offset of the first: each leaks into the next."""
+        return self._flow
+
+    @cached_property
+    def _flow(self) -> SequenceLayout:
         if self.num_documents == 0:
             return self
         new_row = torch.ones_like(self.starts, dtype=torch.bool)

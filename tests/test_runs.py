@@ -4,6 +4,7 @@ import time
 
 import lightning
 import pytest
+import torch
 
 from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule
@@ -11,6 +12,8 @@ from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.fit import decisive, fit, run_folder, run_id
 from packmamba.training.module import MambaLitModule
 from runs import final_state, tiny_config
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize(
@@ -40,9 +43,11 @@ def test_throughput_leaves_out_the_first_steps(tmp_path, monkeypatch):
     assert metrics["real_tokens_per_second"] == sum(tokens[3:]) / 3 != sum(tokens) / 6
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=needs_gpu)])
 @pytest.mark.parametrize(("clip", "moves"), [("null", True), ("1.0e-9", False)])
-def test_clipping_limits_the_step(tmp_path, clip, moves):
+def test_clipping_limits_the_step(tmp_path, clip, moves, accelerator):
     keys = [
+        f"trainer.accelerator={accelerator}",
         f"optimizer.grad_clip={clip}",
         "optimizer.weight_decay=0",
         "trainer.max_steps=1",
@@ -53,9 +58,23 @@ def test_clipping_limits_the_step(tmp_path, clip, moves):
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     start = MambaLitModule(config, 256).state_dict()
     end = final_state(config)["state_dict"]
-    most = max(float((end[name] - start[name]).abs().max()) for name in end)
+    most = max(float((end[name].cpu() - start[name]).abs().max()) for name in end)
     # AdamW's first step is the learning rate wherever the gradient is far above its epsilon, 1e-8.
     assert (most > 1e-3) is moves
+
+
+@needs_gpu
+def test_clipping_in_the_fused_step_is_clipping(tmp_path):
+    losses = []
+    for accelerator in ("cpu", "gpu"):
+        keys = [
+            "data.strategy=greedy",
+            "optimizer.grad_clip=0.9",
+            f"trainer.accelerator={accelerator}",
+        ]  # of some steps
+        config = tiny_config(tmp_path, f"name={accelerator}", *keys)
+        losses.append([point["loss"] for point in fit(config, progress=False)["curves"]["train"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_run_leaves_its_record_and_logs(tmp_path):

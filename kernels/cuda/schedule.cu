@@ -3,6 +3,7 @@
 // `schedule`: one block; 1024 threads walk documents, then segments, then items, with running sums, each writing at places known
 // from prefix sums: the same bits every time. Long documents are cut, short ones that begin in the same window of slots share an
 // item, and items are sorted by length in quarter octaves by a counting sort, longest first. Some microseconds, once a batch.
+// Documents of no tokens, behind all slots, are absent: a graph's layouts have room for more than each batch has.
 // `zero_tails`: threads along the bytes of a row's tail. Bytes: those of the padding.
 #include "params.h"
 
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
   for (int base = 0; base < documents; base += THREADS) {
     const int d = base + me;
     const int start = d < documents ? starts[d] : 0, end = d < documents ? ends[d] : 0, length = end - start;
-    const int pieces = d >= documents ? 0 : length > plan.cut_above ? (length + plan.cut_length - 1) / plan.cut_length : 1;
+    const int pieces = length > plan.cut_above ? (length + plan.cut_length - 1) / plan.cut_length : length > 0;
     const bool cut = pieces > 1;
     int segment = num_segments + block_sum(pieces, total);
     num_segments += total;

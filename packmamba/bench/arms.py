@@ -19,7 +19,8 @@ from packmamba.data.schedule import group
 from packmamba.nn import MambaLM
 from packmamba.ops.mamba_ssm import _peer
 
-PEER = "mamba-ssm-"
+PEER, GRAPH = "mamba-ssm-", "-graph"
+_PACKING = [name for name in STRATEGIES if name not in ("single", "padded", "split")]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Scheme:
 
     ``single``; ``padded-2048``, ``padded-longest`` (to each batch's longest), ``padded-buckets`` (the same, documents sorted by
     length before); ``packed-16384-best_fit``, that is row length and strategy. After ``mamba-ssm-`` the peers' layers compute,
-    which leak where rows are packed.
+    which leak where rows are packed. With ``-graph`` at the end our layers run as CUDA graphs (packmamba.training.graphs).
     """
 
     name: str
@@ -36,23 +37,26 @@ class Scheme:
     row_length: int | None
     buckets: bool
     peer: bool
+    graph: bool
 
     @classmethod
     def parse(cls, name: str) -> Scheme:
         """Raises ConfigError naming the arm."""
-        own = name.removeprefix(PEER)
+        peer = name.startswith(PEER)
+        graph = name.endswith(GRAPH) and not peer
+        own = name.removesuffix(GRAPH) if graph else name.removeprefix(PEER)
         if own == "single":
-            return cls(name, "single", None, False, own != name)
-        if match := re.fullmatch(r"padded-(\d+|longest|buckets)", own):
-            length = int(match[1]) if match[1].isdecimal() else None
-            return cls(name, "padded", length, match[1] == "buckets", own != name)
-        match = re.fullmatch(r"packed-(\d+)-(\w+)", own)
-        if match is None or match[2] not in STRATEGIES or match[2] in ("single", "padded", "split"):
+            strategy, length = own, None
+        elif match := re.fullmatch(r"padded-(\d+|longest|buckets)", own):
+            strategy, length = "padded", int(match[1]) if match[1].isdecimal() else None
+        elif (match := re.fullmatch(r"packed-(\d+)-(\w+)", own)) and match[2] in _PACKING:
+            strategy, length = match[2], int(match[1])
+        else:
             raise ConfigError(
-                "arms: expected single, padded-2048, padded-longest, padded-buckets, packed-16384-best_fit or one of them "
-                f"after {PEER}, got '{name}'"
+                "arms: expected single, padded-2048, padded-longest, padded-buckets, packed-16384-best_fit, one of them "
+                f"after {PEER} or before {GRAPH}, got '{name}'"
             )
-        return cls(name, match[2], int(match[1]), False, own != name)
+        return cls(name, strategy, length, own == "padded-buckets", peer, graph)
 
     @property
     def packs(self) -> bool:

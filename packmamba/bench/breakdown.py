@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,29 +25,42 @@ FAMILIES = {
 OTHER = "other"
 
 
-def by_family(call: Callable[[], Any], on_gpu: bool) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
-    """Seconds of device time by family, every family and "other"; and (family, name, seconds) of each kernel, slowest first."""
+@dataclass
+class Breakdown:
+    """Of calls that were profiled: seconds by family, every family and "other"; (family, name, seconds) of each kernel, slowest
+    first; and seconds in which none ran."""
+
+    families: dict[str, float]
+    kernels: list[tuple[str, str, float]]
+    idle: float
+
+
+def by_family(call: Callable[[], Any], on_gpu: bool) -> Breakdown:
+    """Where a call's time goes."""
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        begun = time.perf_counter()
         call()
         if on_gpu:
             torch.cuda.synchronize()
-    return sort_kernels(profiler, on_gpu)
+        taken = time.perf_counter() - begun
+    return sort_kernels(profiler, on_gpu, taken)
 
 
-def sort_kernels(profiler: profile, on_gpu: bool) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
-    """The same of a profile that has ended."""
+def sort_kernels(profiler: profile, on_gpu: bool, taken: float) -> Breakdown:
+    """The same of a profile that has ended, of calls that took so many seconds."""
     if on_gpu:
         events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        taken = exclusive((event.time_range.start, event.time_range.end, event.name) for event in events)
+        by_name = exclusive((event.time_range.start, event.time_range.end, event.name) for event in events)
     else:
-        taken = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
-    seconds = dict.fromkeys([*FAMILIES, OTHER], 0.0)
+        by_name = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    families = dict.fromkeys([*FAMILIES, OTHER], 0.0)
     kernels = []
-    for name, microseconds in taken.items():
+    for name, microseconds in by_name.items():
         family = family_of(name)
-        seconds[family] += microseconds / 1e6
+        families[family] += microseconds / 1e6
         kernels.append((family, name, microseconds / 1e6))
-    return seconds, sorted(kernels, key=lambda kernel: -kernel[2])
+    idle = max(0.0, taken - sum(families.values()))
+    return Breakdown(families, sorted(kernels, key=lambda kernel: -kernel[2]), idle)
 
 
 def exclusive(events: Iterable[tuple[float, float, str]]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch
 from packmamba.data.batching import PackedBatch
 from packmamba.data.lengths import draw_lengths
 from packmamba.layout import SequenceLayout
+from packmamba.training.graphs import BatchGraphs
 from packmamba.training.module import MambaLitModule
 
 if TYPE_CHECKING:
@@ -26,9 +27,14 @@ def measure(bench: Bench, module: MambaLitModule) -> None:
     targets = [int(batch.loss_mask.sum()) for batch in batches]
     times: list[list[float]] = [[] for _ in points]
 
+    graphs = BatchGraphs(module.loss, bench.parameters) if c.growth_graphs else None
+
     def forward_backward(i: int) -> None:
         bench.forget_gradients()
-        (module.loss(batches[i])[0] / targets[i]).backward()
+        if graphs is None:
+            (module.loss(batches[i])[0] / targets[i]).backward()
+        else:
+            graphs(batches[i], targets[i])
 
     for turn in range(c.rounds + 1):
         for i in range(len(points)):
@@ -50,7 +56,8 @@ def measure(bench: Bench, module: MambaLitModule) -> None:
             "num_documents": len(lengths),
             **bench.speed(row_length / median, 0.0),
         }
-        bench.record("growth", "packed", axis, metrics, {"axis": axis, "value": value, "row_length": row_length})
+        about = {"axis": axis, "value": value, "row_length": row_length, "cuda_graphs": c.growth_graphs}
+        bench.record("growth", "packed", axis, metrics, about)
 
 
 def draw(distribution: str, row_length: int, seed: int, mean: int | None = None) -> list[int]:

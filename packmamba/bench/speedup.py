@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from packmamba.bench import growth, steps
-from packmamba.bench.arms import Documents, Feed, PeerLM, Scheme, feed
-from packmamba.bench.breakdown import by_family
+from packmamba.bench.arms import GRAPH, Documents, Feed, PeerLM, Scheme, feed
+from packmamba.bench.breakdown import Breakdown, by_family
 from packmamba.config import Config as RunConfig
 from packmamba.config import ConfigError, load_config
 from packmamba.data.batching import PackedBatch
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.results.record import append_record, make_record, provenance
+from packmamba.training.graphs import BatchGraphs
 from packmamba.training.module import MambaLitModule
 
 PARTS = ("forward_backward", "breakdown", "steps", "growth")
@@ -74,6 +75,8 @@ class SpeedupBenchConfig:
     """Size for growth."""
     row_lengths: list[int] = field(default_factory=lambda: [2048 << i for i in range(7)])
     """Growth: tokens of a packed row."""
+    growth_graphs: bool = False
+    """Growth: as CUDA graphs, where the host would be the limit."""
     mean_lengths: list[int] = field(default_factory=lambda: [64 << i for i in range(8)])
     """Growth: mean document length in a row of slots tokens."""
     seed: int = 0
@@ -97,6 +100,8 @@ def run(config: SpeedupBenchConfig | Mapping[str, Any], records_path: Path, prog
     schemes = _check_config(c)
     provenance()  # of the code as it is now, not as it may be after minutes
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" and (c.growth_graphs or any(arm.endswith(GRAPH) for arm in [*c.arms, *c.step_arms])):
+        raise ConfigError(f"growth_graphs and arms that end with {GRAPH} need a GPU; PyTorch sees none")
     for name in c.models:
         Bench(c, name, device, records_path, progress).run(schemes)
         if device.type == "cuda":
@@ -150,14 +155,17 @@ class Bench:
         lengths = draw_lengths(c.distribution, c.documents, c.seed)
         self.documents = Documents(lengths, self.config.model.vocab_size, c.seed)
         self.begun = time.perf_counter()
+        self.graphs: BatchGraphs | None = None
 
     def run(self, schemes: list[Scheme]) -> None:
         c = self.c
         if {"forward_backward", "breakdown", "growth"} & set(c.parts):
             module = self.build()
+            self.parameters = list(module.parameters())
             arms = self.arms(module, schemes)
             self.gate(module, arms)
-            self.parameters = list(module.parameters())
+            if any(arm.scheme.graph for arm in arms):
+                self.graphs = BatchGraphs(module.loss, self.parameters)
             if {"forward_backward", "breakdown"} & set(c.parts):
                 arms = self.measure(arms, c.rounds)
                 for arm in arms:
@@ -168,7 +176,7 @@ class Bench:
                         self.break_down(arm)
             if "growth" in c.parts and self.name == c.growth_model:
                 growth.measure(self, module)
-            del module, arms, self.parameters
+            del module, arms, self.parameters, self.graphs
         if "steps" in c.parts:
             steps.measure(self)
 
@@ -213,7 +221,11 @@ class Bench:
                 leaking = self.token_losses(lambda batch: module.loss(batch, "leak"), fed)
                 arm.leak_error = _difference(leaking, alone)
                 expected = leaking if arm.scheme.leaks else alone
-            arm.loss_error = _difference(self.token_losses(arm.loss, fed), expected)
+            loss = arm.loss
+            if arm.scheme.graph:
+                graphs = BatchGraphs(module.loss, self.parameters)
+                loss = lambda batch: graphs(batch, 1)  # noqa: B023, E731
+            arm.loss_error = _difference(self.token_losses(loss, fed), expected)
             if not arm.loss_error <= tolerance:
                 raise RuntimeError(
                     f"{self.name}, {arm.scheme.name}: losses are off by {arm.loss_error:.1e}; nothing is timed"
@@ -236,7 +248,8 @@ class Bench:
         for turn in range(rounds + 1):
             for arm in list(arms):
                 try:
-                    self.reset_peak()
+                    self.forget_gradients()
+                    held = self.reset_peak()
                     seconds = self.seconds(lambda: self.forward_backward(arm))  # noqa: B023
                 except torch.OutOfMemoryError:
                     print(f"left out, {self.name}, {arm.scheme.name}: does not fit into memory", file=sys.stderr)
@@ -245,7 +258,10 @@ class Bench:
                     continue
                 if turn:
                     arm.seconds.append(seconds / len(arm.batches))
-                    arm.peak_memory_bytes = self.peak()
+                # A graph's memory is taken when it is captured, and kept: what other arms keep is not this one's.
+                if held is not None and turn == (0 if arm.scheme.graph else rounds):
+                    weights = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+                    arm.peak_memory_bytes = torch.cuda.max_memory_allocated() - held + weights
         return arms
 
     def rates(self, arm: Arm) -> dict[str, Any]:
@@ -256,7 +272,7 @@ class Bench:
             "seconds_spread": float(np.subtract(*np.percentile(arm.seconds, [75, 25]))),
             "real_tokens_per_batch": arm.feed.tokens_per_batch,
             "peak_memory_bytes": arm.peak_memory_bytes,
-            "position_bytes": sum(map(_position_bytes, arm.batches)) / len(arm.batches),
+            "position_bytes": None if arm.scheme.graph else sum(map(_position_bytes, arm.batches)) / len(arm.batches),
             "loss_error": arm.loss_error,
             "leak_error": arm.leak_error,
             **self.speed(arm.feed.tokens_per_batch / median, arm.feed.padding_fraction),
@@ -282,20 +298,21 @@ class Bench:
         }
 
     def break_down(self, arm: Arm) -> None:
-        families, kernels = by_family(lambda: self.forward_backward(arm), self.device.type == "cuda")
+        found = by_family(lambda: self.forward_backward(arm), self.device.type == "cuda")
         seconds = statistics.median(arm.seconds) * len(arm.batches)
-        self.record_breakdown(arm.scheme.name, "forward_backward", seconds, families, kernels, len(arm.batches))
+        self.record_breakdown(arm.scheme.name, "forward_backward", seconds, found, len(arm.batches))
 
-    def record_breakdown(
-        self, arm: str, part: str, seconds: float, families: dict[str, float],
-        kernels: list[tuple[str, str, float]], calls: int = 1,
-    ) -> None:  # fmt: skip
-        """What no kernel accounts for is idle: the device waits for the host."""
-        metrics = {family: taken / calls for family, taken in families.items()}
-        metrics["idle"] = max(0.0, seconds - sum(families.values())) / calls
+    def record_breakdown(self, arm: str, part: str, seconds: float, found: Breakdown, calls: int) -> None:
+        """Of so many calls, which take so many seconds without the profiler.
+
+        It slows the host, so no more is idle than those seconds leave; and where a GPU ran faster while it was timed or
+        profiled, the difference is no waiting.
+        """
+        metrics = {family: taken / calls for family, taken in found.families.items()}
+        metrics["idle"] = min(found.idle, max(0.0, seconds - sum(found.families.values()))) / calls
         metrics["seconds"] = sum(metrics.values())
-        slowest = [{"seconds": taken / calls} for _, _, taken in kernels[:20]]
-        names = [f"{family}: {name[:100]}" for family, name, _ in kernels[:20]]
+        slowest = [{"seconds": taken / calls} for _, _, taken in found.kernels[:20]]
+        names = [f"{family}: {name[:100]}" for family, name, _ in found.kernels[:20]]
         self.record("breakdown", arm, part, metrics, {"kernels": names}, {"kernels": slowest})
 
     def record(
@@ -324,7 +341,10 @@ class Bench:
     def forward_backward(self, arm: Arm) -> None:
         for batch, targets in zip(arm.batches, arm.targets):
             self.forget_gradients()
-            (arm.loss(batch)[0] / targets).backward()
+            if arm.scheme.graph and self.graphs is not None:
+                self.graphs(batch, targets)
+            else:
+                (arm.loss(batch)[0] / targets).backward()
 
     def forget_gradients(self) -> None:
         for parameter in self.parameters:
@@ -342,12 +362,12 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def reset_peak(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> int | None:
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+    def reset_peak(self) -> int | None:
+        """Bytes that are in use now; the largest number is counted from here."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
 
 
 def _difference(losses: Tensor, expected: Tensor) -> float:

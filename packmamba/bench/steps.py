@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
 from packmamba.bench.arms import Scheme, feed
-from packmamba.bench.breakdown import sort_kernels
+from packmamba.bench.breakdown import Breakdown, sort_kernels
 from packmamba.config import Config, load_config
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 STEPS = 4
 """Of a turn: the device waits for the host at its start, as it does not in training."""
-WARM_UP = 2
+WARM_UP = 4
+"""Steps before: what is compiled, and captured for each shape."""
 
 
 def measure(bench: Bench) -> None:
@@ -47,14 +48,14 @@ def measure(bench: Bench) -> None:
                 # As many documents as the others, in whole batches.
                 rows = max(1, c.slots // scheme.row_length)
                 tokens = scheme.row_length * rows * max(1, round(c.slots / mean_length / rows))
-            configs.append(step_config(bench, scheme, tokens, folder))
+            configs.append(step_config(bench, scheme, tokens, folder, cuda_graphs=scheme.graph))
         # Single waits for the host whatever it does; the others' steps overlap.
         counts = [1 if scheme.strategy == "single" else STEPS for scheme in schemes]
         turns = [Turn(arm, WARM_UP, timed=False) for arm in range(len(schemes))]
         turns += [Turn(arm, count) for _ in range(c.rounds) for arm, count in enumerate(counts)]
         if "breakdown" in c.parts:
             some = [arm for arm, scheme in enumerate(schemes) if scheme.name in c.breakdown_arms]
-            turns += [Turn(arm, 1, timed=False, profiled=True) for arm in some]
+            turns += [Turn(arm, counts[arm], timed=False, profiled=True) for arm in some]
         watch = take_turns(configs, turns)
     for i, scheme in enumerate(schemes):
         padding = feeds[scheme.name].padding_fraction
@@ -72,7 +73,9 @@ def measure(bench: Bench) -> None:
         }
         bench.record("speedup", scheme.name, "steps", metrics)
         if i in watch.profiles:
-            bench.record_breakdown(scheme.name, "steps", metrics["seconds_per_batch"], *watch.profiles[i])
+            bench.record_breakdown(
+                scheme.name, "steps", metrics["seconds_per_batch"] * counts[i], watch.profiles[i], counts[i]
+            )
 
 
 def step_config(bench: Bench, scheme: Scheme, tokens_per_step: int, cache: str, **trainer: Any) -> Config:
@@ -139,14 +142,15 @@ class TurnsData(PackingDataModule):
 class Watch(Callback):
     """By arm: seconds, slots and tokens of a step in each timed turn, peak memory of the last, and every step's loss."""
 
-    def __init__(self, turns: list[Turn]) -> None:
+    def __init__(self, turns: list[Turn], configs: list[Config]) -> None:
         arms = range(1 + max(turn.arm for turn in turns))
+        self.graphs = [config.trainer.cuda_graphs for config in configs]
         self.seconds: list[list[float]] = [[] for _ in arms]
         self.slots: list[list[float]] = [[] for _ in arms]
         self.tokens: list[list[float]] = [[] for _ in arms]
         self.losses: list[list[float]] = [[] for _ in arms]
         self.peaks: list[int | None] = [None for _ in arms]
-        self.profiles: dict[int, Any] = {}
+        self.profiles: dict[int, Breakdown] = {}
         # The turn of each step, and whether it is the turn's first and last.
         self._place = [(turn, i == 0, i + 1 == turn.steps) for turn in turns for i in range(turn.steps)]
         self._seen: list[tuple[StepBatch, torch.Tensor]] = []
@@ -156,16 +160,16 @@ class Watch(Callback):
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self._clock = self._now(module)
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: Any, index: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, index: int) -> None:
         turn, first, _ = self._place[index]
+        module.cuda_graphs = self.graphs[turn.arm]
         if first and module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         if first and turn.profiled:
             gpu = module.device.type == "cuda"
             self._profiler = profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU])
             self._profiler.start()
+            self._clock = self._now(module)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: StepBatch, index: int
@@ -180,12 +184,12 @@ class Watch(Callback):
             self.seconds[arm].append(taken / turn.steps)
             self.slots[arm].append(sum(step.num_slots for step, _ in self._seen) / turn.steps)
             self.tokens[arm].append(sum(step.num_tokens for step, _ in self._seen) / turn.steps)
-            if module.device.type == "cuda":
+            if module.device.type == "cuda" and not module.cuda_graphs:  # whose memory was taken before
                 self.peaks[arm] = torch.cuda.max_memory_allocated()
         self.losses[arm] += [float(loss) for _, loss in self._seen]
         if self._profiler is not None:
             self._profiler.stop()
-            self.profiles[arm] = sort_kernels(self._profiler, module.device.type == "cuda")
+            self.profiles[arm] = sort_kernels(self._profiler, module.device.type == "cuda", taken)
             self._profiler = None
         self._seen = []
         self._clock = self._now(module)
@@ -200,7 +204,7 @@ class Watch(Callback):
 def take_turns(configs: list[Config], turns: list[Turn]) -> Watch:
     """Trains one model on steps of several configurations in turns, by the first one's trainer."""
     quieten()
-    watch, steps = Watch(turns), sum(turn.steps for turn in turns)
+    watch, steps = Watch(turns, configs), sum(turn.steps for turn in turns)
     config = configs[0]
     options = config.trainer
     options.max_steps = steps

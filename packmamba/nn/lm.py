@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
 from packmamba.nn.mixer import PackedMamba, State
+from packmamba.ops import cuda
 from packmamba.ops.checks import check_layout
 
 
@@ -134,6 +135,8 @@ class MambaLM(nn.Module):
                 check_layout(given, tokens, "tokens", name)
         layout = check_layout(layout, tokens, "tokens")
         layouts = tuple(layout if given is None else given for given in (conv_layout, ssm_layout))
+        for given in layouts:
+            cuda.note(given)  # a compiled block cannot
         try:
             embedded = self.backbone.embedding(tokens)
         except IndexError:  # on a CPU; a GPU's would have to be waited for

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ WARP_CHANNELS = 16
 # By the layout's starts: (what else it was made of, schedule); and the longest document.
 _schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _longest: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_captured: WeakIdKeyDictionary | None = None  # inside ``one_capture``
 
 
 def note(layout: SequenceLayout) -> None:
@@ -59,14 +61,16 @@ def schedule(
 ) -> tuple[Tensor, int, int, int]:
     """The batch's schedule and its plan; made on the device at the first call for a layout, found again by later ones.
 
-    A graph under capture makes its own, always: its layout's tensors are filled again before each replay.
+    A graph under capture makes its own, since its layout's tensors are filled again before each replay: at every call, or at
+    the first inside ``one_capture``.
     """
     version, longest = _longest.get(starts, (None, row_length))
     longest = longest if version == _version(starts) else row_length
     key = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
     capturing = torch.cuda.is_current_stream_capturing()
     made_of = (ends.data_ptr(), _version(starts), _version(ends), rows, row_length, key)
-    cached: dict = {} if capturing else _schedules.setdefault(starts, {})
+    found = _captured if capturing else _schedules
+    cached: dict = {} if found is None else found.setdefault(starts, {})
     if made_of not in cached:
         shape = (starts.numel(), rows, row_length, *key)
         memory = starts.new_empty(torch.ops.packmamba_cuda.schedule_size(*shape))
@@ -78,6 +82,17 @@ def schedule(
 def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
     """Whether the kernels may cut long documents; those for any dtype and number of states do not."""
     return u.dtype == torch.bfloat16 and states == 16 and u.shape[2] % 2 == 0
+
+
+@contextmanager
+def one_capture() -> Iterator[None]:
+    """Around the capture of one graph in which nothing writes to layouts: its calls share their schedules."""
+    global _captured
+    _captured = WeakIdKeyDictionary()
+    try:
+        yield
+    finally:
+        _captured = None
 
 
 def _version(tensor: Tensor) -> int:

@@ -46,9 +46,10 @@ def growth_tables(records: Sequence[Record]) -> list[Table]:
             if base:
                 cells.append(number(rate / base["metrics"]["real_tokens_per_second"], ".3f"))
             table.rows.append(cells)
+        graphs = ", as CUDA graphs" if some.get("cuda_graphs") else ""
         table.notes = [
             f"Forward and backward of one row, {some['dtype']} weights, compile={some['compile']}, "
-            f"recompute={some['recompute']}; documents in order, the last cut to fit; points in turns, medians and "
+            f"recompute={some['recompute']}{graphs}; documents in order, the last cut to fit; points in turns, medians and "
             f"interquartile ranges of {some['rounds']} rounds."
         ]
         if axis == "mean_length":

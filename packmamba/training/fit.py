@@ -41,6 +41,8 @@ def decisive(config: Config) -> dict[str, Any]:
     for key in ("runs_dir", "experiment"):
         del values[key]
     del values["data"]["cache_dir"]
+    if not values["trainer"]["cuda_graphs"]:  # a key that came later: without it names are what they were
+        del values["trainer"]["cuda_graphs"]
     return values
 
 
@@ -61,6 +63,14 @@ def check_trainer(config: Config) -> None:
         if getattr(trainer, key) < 1:
             raise ConfigError(f"trainer.{key}: expected at least 1, got {getattr(trainer, key)}")
     check_strategy(config)
+    if trainer.cuda_graphs:
+        for key, known in (
+            ("devices", (1,)), ("num_nodes", (1,)), ("precision", ("32-true", "bf16-mixed", "bf16-true")),
+            ("boundary", ("reset", "leak", "leak_conv", "leak_scan")),
+        ):  # fmt: skip
+            if (value := getattr(trainer, key)) not in known:
+                expected = " or ".join(map(str, known))
+                raise ConfigError(f"trainer.cuda_graphs needs trainer.{key} to be {expected}, got {value}")
     if trainer.threads is not None and trainer.threads < 1:
         raise ConfigError(f"trainer.threads: expected at least 1 or null, got {trainer.threads}")
     if not 0 <= config.seed < 2**32:
@@ -112,6 +122,8 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
     folder = run_folder(config)
     history = History(config.trainer.log_every)
     trainer = make_trainer(config, folder, history, progress)
+    if config.trainer.cuda_graphs and trainer.strategy.root_device.type != "cuda":
+        raise ConfigError(f"trainer.cuda_graphs needs a GPU; this run is on the {trainer.strategy.root_device.type}")
     try:
         choose(config.ops.backend, trainer.strategy.root_device, IMPLEMENTATIONS)
     except ValueError as error:

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from packmamba.config import Config, ConfigError
 from packmamba.data.batching import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
 from packmamba.training.carry import StateCarrier
+from packmamba.training.graphs import BatchGraphs
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.strategy import shard, without_sync
 
@@ -49,6 +51,8 @@ class MambaLitModule(lightning.LightningModule):
             raise ConfigError(f"model.vocab_size: the corpus has {vocab_size} tokens, got {config.model.vocab_size}")
         self.optimizer_config = config.optimizer
         self.max_steps = config.trainer.max_steps
+        self.cuda_graphs = config.trainer.cuda_graphs
+        self._graphs: BatchGraphs | None = None
         self.scaled = config.trainer.precision == "16-mixed"
         model = config.model
         try:
@@ -111,6 +115,8 @@ class MambaLitModule(lightning.LightningModule):
         Ranks average their gradients where the loss wants their sum, hence ``world_size``. They meet once per step, during the
         backward pass of its last batch.
         """
+        if self.cuda_graphs:
+            return self._replay(step)
         strategy = self._trainer.strategy if self._trainer is not None else None
         total = torch.zeros((), dtype=torch.float32, device=step.batches[0].tokens.device)
         for i, batch in enumerate(step.batches):
@@ -120,6 +126,17 @@ class MambaLitModule(lightning.LightningModule):
                 backward(loss * world_size)
             total = total + loss.detach()
         return total
+
+    def _replay(self, step: StepBatch) -> Tensor:
+        """``accumulate`` by graphs, on one GPU."""
+        if self._graphs is None:
+            self._graphs = BatchGraphs(lambda batch: self.loss(batch, self.boundary), list(self.model.parameters()))
+        last = len(step.batches) - 1
+        losses = [
+            self._graphs(batch, max(step.num_targets, 1), first=i == 0, last=i == last)[0].clone()
+            for i, batch in enumerate(step.batches)
+        ]
+        return torch.stack(losses).sum()
 
     def training_step(self, step: StepBatch, step_index: int) -> Tensor:
         optimizer = self.optimizers()
@@ -137,9 +154,18 @@ class MambaLitModule(lightning.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # Here float16's loss scale has been taken out of the gradients; before the step it has not.
-        if self.optimizer_config.grad_clip is not None:
+        clip = self.optimizer_config.grad_clip
+        if clip is None:
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if optimizer.defaults["fused"] and all(
+            type(g) is Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients
+        ):
+            # What the fused step divides gradients by as it reads them: clipping alone would read and write them all.
+            optimizer.grad_scale = (get_total_norm(gradients) / clip).clamp(min=1)  # type: ignore[attr-defined]
+        else:
             # Not clip_gradients, which refuses fused optimizers even where nothing scales gradients.
-            self.trainer.precision_plugin.clip_grad_by_norm(optimizer, self.optimizer_config.grad_clip)
+            self.trainer.precision_plugin.clip_grad_by_norm(optimizer, clip)
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
         boundary = "reset" if dataloader_idx == 0 else self.boundary

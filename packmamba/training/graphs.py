@@ -1,0 +1,170 @@
+"""A batch's forward and backward as one CUDA graph: a GPU computes a small model's kernels faster than a host launches them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from packmamba.data.batching import PackedBatch
+from packmamba.layout import SequenceLayout
+from packmamba.ops import cuda
+
+ROW_MULTIPLE = 128
+"""Rows are filled up with padding to a multiple of this: fewer shapes, each of which is captured once."""
+MOST_GRAPHS = 64
+"""Shapes beyond these are not captured but computed as they come."""
+ABSENT = 2**31 - 1
+"""Where documents that are not there start and end."""
+
+Loss = Callable[[PackedBatch], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a graph is captured for: its batch's slots, and room for documents and for the longest of them, in powers of four.
+
+    gathers: whether gradients are added to those that are there, or take their place.
+    """
+
+    rows: int
+    row_length: int
+    documents: int
+    longest: int
+    gathers: bool
+
+    @classmethod
+    def of(cls, batch: PackedBatch, gathers: bool) -> Shape:
+        rows, row_length = batch.layout.shape
+        row_length = -(-row_length // ROW_MULTIPLE) * ROW_MULTIPLE
+        longest = min(_power_of_four(batch.layout.longest or row_length), row_length)
+        return cls(rows, row_length, _power_of_four(batch.layout.num_documents), longest, gathers)
+
+
+class Static:
+    """A batch at fixed addresses, which every batch of a shape is written to."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        slots = (shape.rows, shape.row_length)
+        starts, ends, offsets = (torch.zeros(shape.documents, dtype=torch.int32, device=device) for _ in range(3))
+        # All slots are computed: how many hold tokens is not the shape's.
+        layout = SequenceLayout(slots, starts, ends, offsets, shape.rows * shape.row_length, shape.longest)
+        # One that leaks runs through padding too, which nothing reads: what a layout merges of itself, its host would wait for.
+        layout.__dict__["_flow"] = SequenceLayout.from_rows(*slots, device=device)
+        tokens, targets = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
+        self.batch = PackedBatch(tokens, targets, torch.zeros(slots, dtype=torch.bool, device=device), layout)
+        self.num_targets = torch.ones((), device=device)
+
+    def fill(self, batch: PackedBatch, num_targets: int) -> None:
+        """Copies a batch, rows filled up, documents behind each other as in its own rows; none is waited for."""
+        mine, row_length = self.batch, batch.layout.shape[1]
+        for to, of in ((mine.tokens, batch.tokens), (mine.targets, batch.targets), (mine.loss_mask, batch.loss_mask)):
+            to[:, row_length:] = 0
+            to[:, :row_length].copy_(of)
+        more = mine.layout.shape[1] - row_length
+        for to, of in ((mine.layout.starts, batch.layout.starts), (mine.layout.ends, batch.layout.ends)):
+            to[len(of) :] = ABSENT
+            to[: len(of)].copy_(of + batch.layout.rows * more if more else of)
+        self.num_targets.fill_(num_targets)
+
+
+Captured = tuple[torch.cuda.CUDAGraph, Static, tuple[Tensor, Tensor], list[Optional[Tensor]]]
+"""A graph, what it reads, its results, and each parameter's gradient."""
+
+
+class BatchGraphs:
+    """Runs forward and backward of batches as CUDA graphs: captured at a shape's first batch, replayed at the next ones.
+
+    Gradients are those of ``loss(batch)[0] / num_targets``. Between replays the memory of a graph's activations is
+    the other graphs'.
+
+    Args:
+        loss: of a batch: the sum over its targets, and (B, L) that of each slot.
+        parameters: whose gradients are wanted; they must stay where they are.
+    """
+
+    def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:
+        self.loss = loss
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.captured: dict[Shape, Captured] = {}
+        self.sums: list[Tensor] = []
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(
+        self, batch: PackedBatch, num_targets: int, first: bool = True, last: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Leaves gradients in the parameters' ``grad``; returns the loss over ``num_targets`` and (B, L) that of each slot.
+
+        Args:
+            batch: on the GPU.
+            num_targets: of the step.
+            first, last: of the step's batches. A step's only one writes its gradients; several add theirs.
+
+        The results are overwritten by later calls.
+        """
+        shape = Shape.of(batch, gathers=not (first and last))
+        if shape.gathers:
+            self.sums = self.sums or [torch.zeros_like(parameter) for parameter in self.parameters]
+            if first:
+                torch._foreach_zero_(self.sums)
+        self._set_gradients(self.sums if shape.gathers else None)
+        if shape not in self.captured:
+            if len(self.captured) == MOST_GRAPHS:
+                return self._run(batch, num_targets)
+            self.captured[shape] = self._capture(shape, batch, num_targets)
+        graph, static, (total, losses), gradients = self.captured[shape]
+        static.fill(batch, num_targets)
+        graph.replay()
+        self._set_gradients(gradients)
+        return total, losses[:, : batch.layout.shape[1]]
+
+    def _run(self, batch: PackedBatch, num_targets: int | Tensor) -> tuple[Tensor, Tensor]:
+        total, losses = self.loss(batch)
+        total = total / num_targets
+        total.backward()
+        return total.detach(), losses
+
+    def _capture(self, shape: Shape, batch: PackedBatch, num_targets: int) -> Captured:
+        static = Static(shape, batch.tokens.device)
+        static.fill(batch, num_targets)
+        with _without_autocast_cache():
+            stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # compiles, and lets libraries make what they keep
+                    self._set_gradients(None)
+                    self._run(static.batch, static.num_targets)
+            current.wait_stream(stream)
+            self._set_gradients(self.sums if shape.gathers else None)
+            gc.collect()  # autograd's leftovers belong to other streams
+            graph = torch.cuda.CUDAGraph()
+            # Other threads pin the next batches' memory meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), cuda.one_capture():
+                results = self._run(static.batch, static.num_targets)
+        return graph, static, results, [parameter.grad for parameter in self.parameters]
+
+    def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
+        for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters)):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """A weight that autocast has cast before would be a graph's forever."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def _power_of_four(n: int) -> int:
+    """The first at least ``n``."""
+    return 4 ** -(-max(0, n - 1).bit_length() // 2)

@@ -1,0 +1,143 @@
+"""A batch's forward and backward as a CUDA graph: what is refused, how a batch fills a shape, the gradients of eager steps."""
+
+import pytest
+import torch
+
+from packmamba.config import ConfigError, load_config
+from packmamba.data.batching import PackedBatch
+from packmamba.layout import SequenceLayout
+from packmamba.training import graphs
+from packmamba.training.fit import decisive, fit
+from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static
+from packmamba.training.module import MambaLitModule
+from runs import tiny_config
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.devices=2"], "trainer.cuda_graphs needs trainer.devices to be 1, got 2"),
+        (["trainer.precision=16-mixed"], "trainer.precision to be 32-true or bf16-mixed"),
+        (["data.strategy=split", "trainer.boundary=carry"], "trainer.boundary to be reset or leak"),
+        ([], "needs a GPU; this run is on the cpu"),
+    ],
+)
+def test_what_a_graph_cannot_do_is_refused(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(tiny_config(tmp_path, "trainer.cuda_graphs=true", *overrides), progress=False)
+
+
+def test_runs_without_graphs_keep_their_names(tmp_path):
+    config = tiny_config(tmp_path)
+    assert "cuda_graphs" not in decisive(config)["trainer"]
+    config.trainer.cuda_graphs = True
+    assert decisive(config)["trainer"]["cuda_graphs"] is True
+
+
+def random_batch(lengths, row_length, seed=0):
+    layout = SequenceLayout.from_lengths(lengths, row_length=row_length)
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(1, 50, layout.shape, generator=generator) for _ in range(2))
+    mask = layout.documents >= 0
+    return PackedBatch(torch.where(mask, tokens, 0), torch.where(mask, targets, 0), mask, layout)
+
+
+@pytest.mark.parametrize("lengths", [[[3, 90], [100], []], [[128] * 2, [256], [1]]])
+def test_a_batch_fills_its_shape(lengths):
+    batch = random_batch(lengths, max(map(sum, lengths)))
+    shape = Shape.of(batch, gathers=False)
+    assert shape.row_length % 128 == 0 and shape.documents == 4 and shape.longest in (128, 256)
+    static = Static(shape, torch.device("cpu"))
+    for before in (
+        random_batch([[7], [9], [4]], shape.row_length),
+        batch,
+    ):  # nothing of an earlier batch is left
+        static.fill(before, num_targets=5)
+    mine, count = static.batch, batch.layout.num_documents
+    assert static.num_targets == 5
+    assert (mine.layout.starts[count:] == ABSENT).all() and (mine.layout.ends[count:] == ABSENT).all()
+    expected = SequenceLayout.from_lengths(lengths, row_length=shape.row_length)
+    assert torch.equal(mine.layout.starts[:count], expected.starts)
+    assert torch.equal(mine.layout.ends[:count], expected.ends)
+    for name in ("tokens", "targets", "loss_mask"):
+        given, filled = getattr(batch, name), getattr(mine, name)
+        width = given.shape[1]
+        assert torch.equal(filled[:, :width], given) and not filled[:, width:].any()
+
+
+def module(*overrides):
+    torch.manual_seed(0)
+    config = load_config(None, ["model.vocab_size=50", "model.d_model=64", "model.recompute=inner", *overrides])
+    with torch.device("cuda"):
+        return MambaLitModule(config, 50)
+
+
+def gradients(lit):
+    return [parameter.grad.clone() for parameter in lit.parameters()]
+
+
+def assert_near(results, expected, tolerance):
+    for result, value in zip(results, expected, strict=True):
+        assert (result - value).norm() <= tolerance * value.norm()
+
+
+BATCHES = [
+    random_batch([[60, 3, 65], [128]], 128, 0),
+    random_batch([[100, 20], [1, 2, 3]], 120, 1),  # another shape, with padding
+    random_batch([[300]], 300, 2),
+    random_batch([[60, 64, 4], [127]], 128, 3),  # the first one's
+]
+
+
+def check_steps(lit, replay, steps, boundary, tolerance):
+    """Each step's losses and gradients, eager and replayed, and again with other weights."""
+    for _ in range(3):
+        for step in steps:
+            batches = [batch.to("cuda") for batch in step]
+            lit.zero_grad()
+            expected = [lit.loss(batch, boundary) for batch in batches]
+            (sum(total for total, _ in expected) / 7).backward()
+            expected_gradients = gradients(lit)
+            for i, (batch, (total, losses)) in enumerate(zip(batches, expected)):
+                found = replay(batch, 7, first=i == 0, last=i + 1 == len(step))
+                assert_near([found[0] * 7, found[1]], [total.detach(), losses], tolerance)
+            assert_near(gradients(lit), expected_gradients, tolerance)
+        with torch.no_grad():
+            for parameter in lit.parameters():
+                parameter.mul_(1.05)
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("boundary", ["reset", "leak", "leak_scan"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["32", "bf16"])
+def test_losses_and_gradients_are_those_of_eager_steps(dtype, tolerance, boundary, compiled):
+    lit = module(f"model.compile={compiled}")
+    replay = BatchGraphs(lambda batch: lit.loss(batch, boundary), list(lit.parameters()))
+    with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        check_steps(lit, replay, [[batch] for batch in BATCHES], boundary, tolerance)
+        assert len(replay.captured) == 3
+        check_steps(lit, replay, [BATCHES, BATCHES[2:]], boundary, tolerance)
+        assert len(replay.captured) == 6, "those that add gradients are others"
+
+
+@needs_gpu
+def test_more_shapes_than_graphs(monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
+    lit = module()
+    replay = BatchGraphs(lit.loss, list(lit.parameters()))
+    check_steps(lit, replay, [BATCHES, *([batch] for batch in BATCHES)], "reset", 1e-5)
+    assert len(replay.captured) == 1
+
+
+@needs_gpu
+@pytest.mark.parametrize("strategy", ["single", "padded", "best_fit"])
+def test_a_run_learns_the_same(tmp_path, strategy):
+    keys = [f"data.strategy={strategy}", "data.overlong=truncate", "trainer.accelerator=gpu"]
+    plain = fit(tiny_config(tmp_path, "name=plain", *keys), progress=False)
+    graph = fit(tiny_config(tmp_path, "name=graph", "trainer.cuda_graphs=true", *keys), progress=False)
+    for a, b in zip(plain["curves"]["train"], graph["curves"]["train"], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert plain["metrics"]["val_loss"] == pytest.approx(graph["metrics"]["val_loss"], rel=1e-4)
