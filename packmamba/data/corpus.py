@@ -8,6 +8,7 @@ there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -286,8 +287,8 @@ def _install(temporary: Path, folder: Path) -> None:
     while True:
         try:
             os.rename(temporary, folder)
-        except OSError:
-            if not folder.exists():
+        except OSError as error:  # not whether it is there now: another process may just have moved it away
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
         else:
             _sync_folder(folder.parent)

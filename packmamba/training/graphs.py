@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -81,7 +80,7 @@ class BatchGraphs:
     """Runs forward and backward of batches as CUDA graphs: captured at a shape's first batch, replayed at the next ones.
 
     Gradients are those of ``loss(batch)[0] / num_targets``. Between replays the memory of a graph's activations is
-    the other graphs'.
+    the other graphs'. Where a shape is captured, nothing may hold a loss of earlier batches with its autograd graph.
 
     Args:
         loss: of a batch: the sum over its targets, and (B, L) that of each slot.
@@ -132,37 +131,26 @@ class BatchGraphs:
     def _capture(self, shape: Shape, batch: PackedBatch, num_targets: int) -> Captured:
         static = Static(shape, batch.tokens.device)
         static.fill(batch, num_targets)
-        with _without_autocast_cache():
-            stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles, and lets libraries make what they keep
-                    self._set_gradients(None)
-                    self._run(static.batch, static.num_targets)
-            current.wait_stream(stream)
-            self._set_gradients(self.sums if shape.gathers else None)
-            gc.collect()  # autograd's leftovers belong to other streams
-            graph = torch.cuda.CUDAGraph()
-            # Other threads pin the next batches' memory meanwhile.
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), cuda.one_capture():
-                results = self._run(static.batch, static.num_targets)
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles, and lets libraries make what they keep
+                self._set_gradients(None)
+                self._run(static.batch, static.num_targets)
+        current.wait_stream(stream)
+        self._set_gradients(self.sums if shape.gathers else None)
+        torch.clear_autocast_cache()  # a weight that was cast before would be the graph's forever
+        gc.collect()  # autograd's leftovers belong to other streams
+        graph = torch.cuda.CUDAGraph()
+        # Other threads pin the next batches' memory meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), cuda.one_capture():
+            results = self._run(static.batch, static.num_targets)
+        torch.clear_autocast_cache()
         return graph, static, results, [parameter.grad for parameter in self.parameters]
 
     def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters)):
             parameter.grad = gradient
-
-
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """A weight that autocast has cast before would be a graph's forever."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
 
 
 def _power_of_four(n: int) -> int:
