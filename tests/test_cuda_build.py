@@ -1,11 +1,12 @@
 """The CUDA kernels' build where there is no GPU: what it asks for, what it refuses, and a reduced library that loads."""
 
 import sys
+import types
 
 import pytest
 import torch
 
-from packmamba.ops import compiled, library
+from packmamba.ops import compiled, cuda, library
 from processes import fork, statuses
 
 
@@ -100,3 +101,15 @@ def test_a_reduced_build_loads_without_a_gpu_and_takes_what_the_cpu_s_kernels_ta
         environment["NVCC_APPEND_FLAGS"] = "--Ofast-compile=max"  # nothing is computed
     assert statuses(fork(compare_schemas, output=output, **environment)) == [0], output.read_text()
     assert output.read_text().splitlines()[-1].startswith("schemas match")
+
+
+def test_a_gpu_without_room_for_the_scans_gradients_is_told_so(monkeypatch):
+    properties = types.SimpleNamespace(shared_memory_per_block_optin=99 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    u, B = torch.zeros(1, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 16, dtype=torch.bfloat16)
+    A, kept = torch.zeros(16, 16), torch.zeros(1)
+    starts, ends = torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    with pytest.raises(
+        library.KernelError, match="need 109 KiB of shared memory a block, this GPU has 99; take float16"
+    ):
+        cuda.ssm_forward(u, u, A, B, B, None, None, None, True, starts, ends, None, u.clone(), None, kept)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from packmamba.errors import KernelError
 from packmamba.layout import SequenceLayout
 from packmamba.ops import library
 
@@ -24,6 +25,8 @@ NEVER = 2**31 - 1
 MIN_WINDOW, WINDOWS = 128, 128
 """Documents that begin in the same window of slots share a work item: at least so many slots, at most so many windows."""
 WARP_CHANNELS = 16
+BACKWARD_SHARED_BYTES = 109 << 10
+"""Of a block of the scan's backward by tensor cores."""
 
 # By the layout's starts: (what else it was made of, schedule); and the longest document.
 _schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -147,6 +150,8 @@ def ssm_forward(
 ) -> None:  # fmt: skip
     arguments = (u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, *others)
     cuts = _cuts(u, delta, B, C, z, A.shape[1])
+    if cuts and others[-1] is not None:
+        _check_backward_fits(u.device)
     _run("ssm_forward", *arguments, activations=u, starts=starts, ends=ends, cuts=cuts)
 
 
@@ -161,6 +166,19 @@ def ssm_backward(
         dy = dy.contiguous()
     arguments = (dy, dfinal, u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, *others)
     _run("ssm_backward", *arguments, activations=u, starts=starts, ends=ends, cuts=cuts, last=(y,))
+
+
+@functools.cache
+def _check_backward_fits(device: torch.device) -> None:
+    """Before anything that will be differentiated is computed."""
+    properties = torch.cuda.get_device_properties(device)
+    room = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
+    if room < BACKWARD_SHARED_BYTES:
+        raise KernelError(
+            f"the scan's gradients of bfloat16 activations with 16 states need {BACKWARD_SHARED_BYTES >> 10} KiB of shared "
+            f"memory a block, this GPU has {room >> 10}; take float16 or float32 activations, or backend 'mamba_ssm' or "
+            "'reference'"
+        )
 
 
 def _even(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -113,6 +114,9 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
                 f"the documents have changed since this run; remove {path} and the run's folder to train again"
             )
         return done
+    if config.experiment is not None:
+        with _writing(path.parent, "experiment"):
+            tempfile.TemporaryFile(dir=path.parent).close()
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     quieten()
@@ -156,13 +160,20 @@ def _train(trainer: lightning.Trainer, module: MambaLitModule, data: PackingData
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Keeps the run's folder to this process. Raises ConfigError if another has it, or if it cannot be written."""
+def _writing(folder: Path, key: str) -> Iterator[None]:
+    """Makes the folder. Raises ConfigError if it cannot be written, before a run and not at its end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "w")
+        yield
     except OSError as error:
-        raise ConfigError(f"runs_dir: {folder} cannot be written ({error.strerror})") from None
+        raise ConfigError(f"{key}: {folder} cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps the run's folder to this process. Raises ConfigError if another has it, or if it cannot be written."""
+    with _writing(folder, "runs_dir"):
+        file = open(folder / "lock", "w")
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of loaders' workers that outlive it
