@@ -14,7 +14,9 @@ constexpr int kConvTile = 128;          // channels of a tile: single lines of s
 constexpr int kConvGroup = 2048;        // channels of a work item: whole rows, unless they are very wide
 constexpr int kSideBySide = 4;          // vectors
 constexpr int64_t kPieceTokens = 256;   // cuts long documents and joins short ones; bounds the partial sums of dweight
-
+// Before SiLU, weights and bias are multiplied by -log2(e), so that exp2 of a sum is what the sigmoid needs. The sums' gradients are
+// divided by it: the inputs' gradients come out right, and those of weights and bias have to be multiplied by it.
+constexpr double kSiluScale = -1.4426950408889634;
 
 template <class T> struct ConvArguments {
   using R = accumulate_t<T>;
@@ -62,16 +64,19 @@ struct Pieces {
 // What is the same for every token of one vector of channels.
 template <class V, int W> struct Filter {
   V taps[W], bias;
-  explicit Filter(const V* parameters) : bias(parameters[W]) {
+  [[gnu::always_inline]] explicit Filter(const V* parameters) : bias(in_register(parameters[W])) {
 #pragma GCC unroll 4
-    for (int k = 0; k < W; ++k) taps[k] = parameters[k];
+    for (int k = 0; k < W; ++k) taps[k] = in_register(parameters[k]);
   }
-  // The sums of a block's tokens.
+  // The sums of a block's tokens. Each input is done with before the next: all at once they leave no registers.
   [[gnu::always_inline]] void apply(const V* inputs, V* sums) const {
     constexpr int n = kConvTokens;
     SIDE_BY_SIDE sums[j] = bias;
-#pragma GCC unroll 4
-    for (int k = 0; k < W; ++k) SIDE_BY_SIDE sums[j] += taps[k] * inputs[j + k];
+#pragma GCC unroll 16
+    for (int i = 0; i < n + W - 1; ++i) {
+      const V input = in_register(inputs[i]);
+      SIDE_BY_SIDE if (j <= i && i < j + W) sums[j] += taps[i - j] * input;
+    }
   }
   // What an input receives from the sums at its own token and at the W - 1 after it.
   [[gnu::always_inline]] V input_gradient(const V* of_sums) const {
@@ -93,26 +98,27 @@ template <class T, int W> struct ConvBlock {
   int count;
   bool inner;  // all tokens are there, and all their inputs are the document's
   const T* x;  // of the first token
+  int64_t step;
 
   ConvBlock(const ConvArguments<T>& in, int64_t document, int64_t first, int64_t last)
       : in(in), document(document), start(in.documents.starts[document]), first(first),
         count(int(std::min<int64_t>(kConvTokens, last - first))), inner(count == kConvTokens && first - (W - 1) >= start),
-        x(in.x.at(start) + (first - start) * in.x.token) {}
+        x(in.x.at(start) + (first - start) * in.x.token), step(in.x.token) {}
   int lanes_at(int64_t channel) const { return int(std::min<int64_t>(lanes, in.channels - channel)); }
 
   // The inputs of the tokens at a vector of channels, from W - 1 tokens before the first; zero after the last.
-  [[gnu::always_inline]] void load_inputs(int64_t channel, V* to) const {
-    if (inner && channel + lanes <= in.channels) {
-      const T* from = x - (W - 1) * in.x.token + channel;
+  template <bool whole> [[gnu::always_inline]] void load_inputs(int64_t channel, V* to) const {
+    if (whole || (inner && channel + lanes <= in.channels)) {
+      const T* from = x - (W - 1) * step + channel;
 #pragma GCC unroll 16
-      for (int i = 0; i < inputs; ++i) to[i] = load(from + i * in.x.token);
+      for (int i = 0; i < inputs; ++i) to[i] = load(from + i * step);
     } else {
       for (int i = 0; i < inputs; ++i) to[i] = input(channel, i - (W - 1));
     }
   }
   V input(int64_t channel, int64_t place) const {
     if (place >= count) return V{};
-    if (first + place >= start) return load(x + place * in.x.token + channel, lanes_at(channel));
+    if (first + place >= start) return load(x + place * step + channel, lanes_at(channel));
     return in.initial_state ? state(in.initial_state, channel, first + place - start) : V{};
   }
   // (S, D, W - 1) states; places are negative, from the end.
@@ -128,8 +134,8 @@ template <class T, int W> struct ConvBlock {
   }
 };
 
-// A block's tokens times kConvTile channels, or fewer, in steps: each has few instructions from a vector's first to its last, so
-// that vectors overlap.
+// A block's tokens times `width` channels, at most kConvTile, in steps, which keep their values in registers. `whole`: the block is
+// inner, and the channels are whole vectors, side by side.
 template <class T, int W> struct ConvTile {
   using Block = ConvBlock<T, W>;
   using R = typename Block::R;
@@ -138,117 +144,137 @@ template <class T, int W> struct ConvTile {
   using Values = V[kConvTokens][vectors];
   Values sums = {}, gradients = {};
 
-  // `sums` of channels [from, to).
-  void apply(const Block& block, int64_t from, int64_t to, const V* parameters) {
+  static bool whole_vectors(int width) { return width % (n * lanes) == 0; }
+
+  // `sums` of the channels from the given one.
+  template <bool whole> [[gnu::always_inline]] void apply(const Block& block, int64_t from, int width, const V* parameters) {
     constexpr int n = kConvTokens;
-    for (int64_t c = from; c < to; c += lanes) {
-      const Filter<V, W> filter(parameters + c / lanes * (W + 1));
+    const int used = (width + lanes - 1) / lanes;
+#pragma GCC unroll 1
+    for (int v = 0; v < used; ++v) {
+      const Filter<V, W> filter(parameters + v * (W + 1));
       V window[Block::inputs], sum[n];
-      block.load_inputs(c, window);
+      block.template load_inputs<whole>(from + v * lanes, window);
       filter.apply(window, sum);
-      SIDE_BY_SIDE sums[j][(c - from) / lanes] = sum[j];
+      SIDE_BY_SIDE sums[j][v] = sum[j];
     }
   }
-  // Where exp(-sum) of a token's first `used` sums is.
-  void split_exponentials(int t, int used, V* f, V* k) const {
-    for (int v = 0; v < used; v += n) {
-      V power[n];
-      SIDE_BY_SIDE power[j] = sums[t][v + j] * R(-1.4426950408889634);
-      split_exp2<n>(power, f + v, k + v);
-    }
+  // 1 + exp(-sum).
+  [[gnu::always_inline]] static void denominators(const V* sums, V* to) {
+    V f[n], k[n];
+    split_exp2<n>(sums, f, k);
+    join_exp2<n>(f, k, to);
+    SIDE_BY_SIDE to[j] += R(1);
   }
-  // The sums, or their SiLU, to rows of a contiguous tensor.
-  void put_outputs(int count, bool silu, T* rows, int64_t channels, int64_t from, int64_t to, bool past_caches) const {
-    const int used = int(to - from + lanes - 1) / lanes;
-    for (int t = 0; t < count; ++t) {
-      V f[vectors], k[vectors];
-      if (silu) split_exponentials(t, used, f, k);
+  // SiLU of the sums, to rows of a contiguous tensor. Meanwhile the inputs of the next block come, from `ahead`.
+  template <bool whole>
+  [[gnu::always_inline]] void put_silu(const Block& block, T* rows, int width, const T* ahead, bool past_caches) const {
+    const int used = (width + lanes - 1) / lanes;
+#pragma GCC unroll 1
+    for (int t = 0; t < (whole ? kConvTokens : block.count); ++t, rows += block.in.channels)
+#pragma GCC unroll 1
       for (int v = 0; v < used; v += n) {
+        if (whole) prefetch(ahead + t * block.step + v * lanes);
         V y[n];
-        if (silu) {
-          join_exp2<n>(f + v, k + v, y);
-          SIDE_BY_SIDE y[j] = sums[t][v + j] / (y[j] + R(1));
-        } else {
-          SIDE_BY_SIDE y[j] = sums[t][v + j];
-        }
-        put(y, rows + t * channels + from + v * lanes, to - from - v * lanes, past_caches);
+        denominators(&sums[t][v], y);
+        SIDE_BY_SIDE y[j] = sums[t][v + j] * R(1 / kSiluScale) / y[j];
+        put<whole>(y, rows + v * lanes, width - v * lanes, past_caches);
       }
-    }
   }
-  // The gradients of the sums, from rows of the outputs'.
-  void load_gradients(int count, bool silu, const T* rows, int64_t step, int64_t from, int64_t to) {
-    const int used = int(to - from + lanes - 1) / lanes;
-    for (int t = 0; t < count; ++t) {
-      V f[vectors], k[vectors];
-      if (silu) split_exponentials(t, used, f, k);
+  // The sums themselves, or what took their place.
+  template <bool whole> [[gnu::always_inline]] void put_sums(const Block& block, T* rows, int width, bool past_caches) const {
+    const int used = (width + lanes - 1) / lanes;
+#pragma GCC unroll 1
+    for (int t = 0; t < (whole ? kConvTokens : block.count); ++t, rows += block.in.channels)
+#pragma GCC unroll 4
+      for (int v = 0; v < used; v += n) put<whole>(&sums[t][v], rows + v * lanes, width - v * lanes, past_caches);
+  }
+  // The gradients of the sums, from rows of the outputs'; for SiLU, with s the sigmoid, dy s (1 + sum (1 - s)).
+  template <bool whole>
+  [[gnu::always_inline]] void make_gradients(const Block& block, bool silu, const T* dy, int64_t step, int width, const T* ahead,
+                                             const T* dy_ahead) {
+    const int used = (width + lanes - 1) / lanes;
+#pragma GCC unroll 1
+    for (int t = 0; t < kConvTokens; ++t) {
+      if (!whole && t >= block.count) {
+        std::fill(gradients[t], gradients[t] + vectors, V{});
+        continue;
+      }
+#pragma GCC unroll 1
       for (int v = 0; v < used; v += n) {
+        if (whole) prefetch(ahead + t * block.step + v * lanes), prefetch(dy_ahead + t * step + v * lanes);
         V slope[n], g[n];
         if (silu) {
-          join_exp2<n>(f + v, k + v, slope);
-          SIDE_BY_SIDE slope[j] = R(1) / (slope[j] + R(1));
-          SIDE_BY_SIDE slope[j] *= R(1) + sums[t][v + j] * (R(1) - slope[j]);
+          denominators(&sums[t][v], slope);
+          SIDE_BY_SIDE slope[j] = R(1 / kSiluScale) / slope[j];
+          SIDE_BY_SIDE slope[j] *= R(1) + sums[t][v + j] * (R(1 / kSiluScale) - slope[j]);
         }
-        get(g, rows + t * step + from + v * lanes, to - from - v * lanes);
+        get<whole>(g, dy + t * step + v * lanes, width - v * lanes);
         SIDE_BY_SIDE gradients[t][v + j] = silu ? g[j] * slope[j] : g[j];
       }
     }
-    for (int t = count; t < kConvTokens; ++t) std::fill(gradients[t], gradients[t] + vectors, V{});
   }
   // One vector of channels: the sums' gradients go to the totals of the taps and the bias, and to the inputs' gradients, which take
   // the sums' place. `after` holds the gradients of the W - 1 sums after the block, then those of its first.
-  void distribute(const Block& block, int64_t c, int64_t v, const Filter<V, W>& filter, V* after, V* totals) {
+  template <bool whole>
+  [[gnu::always_inline]] void distribute(const Block& block, int64_t c, int v, const Filter<V, W>& filter, V* after, V* totals) {
     constexpr int n = kConvTokens;
-    V of_sums[Block::inputs], window[Block::inputs];
-    SIDE_BY_SIDE of_sums[j] = gradients[j][v];
+    V of_sums[Block::inputs], window[Block::inputs], total[W + 1];
+    SIDE_BY_SIDE of_sums[j] = in_register(gradients[j][v]);
 #pragma GCC unroll 4
-    for (int i = 0; i < W - 1; ++i) of_sums[n + i] = after[i];
+    for (int i = 0; i < W - 1; ++i) of_sums[n + i] = in_register(after[i]);
 #pragma GCC unroll 4
     for (int i = 0; i < W - 1; ++i) after[i] = of_sums[i];
     SIDE_BY_SIDE sums[j][v] = filter.input_gradient(of_sums + j);
-    block.load_inputs(c, window);
-#pragma GCC unroll 4
-    for (int k = 0; k < W; ++k) {
-      V part = of_sums[0] * window[k];
+    block.template load_inputs<whole>(c, window);
+#pragma GCC unroll 5
+    for (int k = 0; k <= W; ++k) total[k] = totals[k];
 #pragma GCC unroll 16
-      for (int j = 1; j < n; ++j) part += of_sums[j] * window[j + k];
-      totals[k] += part;
+    for (int i = 0; i < n + W - 1; ++i) {
+      const V input = in_register(window[i]);
+      SIDE_BY_SIDE if (j <= i && i < j + W) total[i - j] += of_sums[j] * input;
     }
-    V part = of_sums[0];
-#pragma GCC unroll 16
-    for (int j = 1; j < n; ++j) part += of_sums[j];
-    totals[W] += part;
+    SIDE_BY_SIDE total[W] += of_sums[j];
+#pragma GCC unroll 5
+    for (int k = 0; k <= W; ++k) totals[k] = total[k];
   }
   // The first `some` channels of n vectors.
-  [[gnu::always_inline]] static void get(V* to, const T* from, int64_t some) {
-    if (some >= n * lanes) {
+  template <bool whole> [[gnu::always_inline]] static void get(V* to, const T* from, int some) {
+    if (whole || some >= n * lanes) {
       SIDE_BY_SIDE to[j] = load(from + j * lanes);
     } else {
-      for (int j = 0; j < n; ++j) to[j] = load(from + j * lanes, int(std::clamp<int64_t>(some - j * lanes, 0, lanes)));
+      for (int j = 0; j < n; ++j) to[j] = load(from + j * lanes, std::clamp(some - j * lanes, 0, lanes));
     }
   }
-  [[gnu::always_inline]] static void put(const V* from, T* to, int64_t some, bool past_caches) {
-    if (some >= n * lanes && past_caches) {
+  template <bool whole> [[gnu::always_inline]] static void put(const V* from, T* to, int some, bool past_caches) {
+    if ((whole || some >= n * lanes) && past_caches) {
       SIDE_BY_SIDE stream(to + j * lanes, from[j]);
-    } else if (some >= n * lanes) {
+    } else if (whole || some >= n * lanes) {
       SIDE_BY_SIDE store(to + j * lanes, from[j]);
     } else {
-      for (int j = 0; j * lanes < some; ++j) store(to + j * lanes, from[j], int(std::min<int64_t>(lanes, some - j * lanes)));
+      for (int j = 0; j * lanes < some; ++j) store(to + j * lanes, from[j], std::min(lanes, some - j * lanes));
     }
+  }
+  // n vectors, between arithmetic: a whole tile at once waits for the memory.
+  [[gnu::always_inline]] static void prefetch(const T* from) {
+#pragma GCC unroll 8
+    for (int c = 0; c < n * lanes; c += kLineBytes / int(sizeof(T))) __builtin_prefetch(from + c, 0, 3);
   }
 };
 
 // [block][W taps, then the bias] vectors.
 template <class T, int W> std::vector<Vec<accumulate_t<T>>> conv_parameters(const ConvArguments<T>& in) {
   using R = accumulate_t<T>;
+  const R scale = in.silu ? R(kSiluScale) : R(1);
   std::vector<Vec<R>> parameters;
   for (int64_t c = 0; c < in.channels; c += kLanes<R>) {
     const int count = int(std::min<int64_t>(kLanes<R>, in.channels - c));
     for (int k = 0; k < W; ++k) {
       R lanes[kLanes<R>] = {};
-      for (int i = 0; i < count; ++i) lanes[i] = in.weight[(c + i) * W + k];
+      for (int i = 0; i < count; ++i) lanes[i] = scale * in.weight[(c + i) * W + k];
       parameters.push_back(bit_load<Vec<R>>(lanes));
     }
-    parameters.push_back(in.bias ? load(in.bias + c, count) : Vec<R>{});
+    parameters.push_back(in.bias ? scale * load(in.bias + c, count) : Vec<R>{});
   }
   return parameters;
 }
@@ -267,10 +293,23 @@ template <class T, int W> void conv_forward(const ConvArguments<T>& in, T* y, ac
       const Piece& piece = pieces.all[p];
       for (int64_t first = piece.first; first < piece.last; first += kConvTokens) {
         const Block block(in, piece.document, first, piece.last);
+        const T* ahead = first + 2 * kConvTokens <= piece.last ? block.x + kConvTokens * block.step : block.x;
         for (int64_t c = from; c < to; c += kConvTile) {
-          const int64_t stop = std::min(to, c + kConvTile);
-          tile.apply(block, c, stop, parameters.data());
-          tile.put_outputs(block.count, in.silu, y + first * channels, channels, c, stop, past_caches);
+          const int width = int(std::min<int64_t>(kConvTile, to - c));
+          const auto work = [&](auto whole) __attribute__((always_inline)) {
+            tile.template apply<whole>(block, c, width, &parameters[c / Block::lanes * (W + 1)]);
+            T* rows = y + first * channels + c;
+            if (!in.silu)
+              tile.template put_sums<whole>(block, rows, width, past_caches);
+            else if (past_caches)
+              tile.template put_silu<whole>(block, rows, width, ahead + c, true);
+            else
+              tile.template put_silu<whole>(block, rows, width, ahead + c, false);
+          };
+          if (block.inner && Tile::whole_vectors(width))
+            work(std::true_type{});
+          else
+            work(std::false_type{});
         }
       }
       if (final_state == nullptr || piece.last != in.documents.ends[piece.document]) continue;
@@ -320,22 +359,43 @@ void conv_backward(const ConvArguments<T>& in, Rows<const T> dy, const accumulat
         const int64_t first = piece.first + b * n, last = inside ? piece.last : std::min(end, first + W - 1);
         const Block block(in, piece.document, first, last);
         const T* dy_row = dy.at(first);
+        const bool more = inside && first - n >= piece.first;
+        const T *ahead = more ? block.x - n * block.step : block.x, *dy_ahead = more ? dy_row - n * dy.token : dy_row;
+        const bool near_state = !inside || (dfinal && first + n > end - (W - 1));
         for (int64_t tile_from = from; tile_from < to; tile_from += kConvTile) {
-          const int64_t tile_to = std::min(to, tile_from + kConvTile);
-          const int64_t ahead = std::min<int64_t>(n, first - start);
-          prefetch(in.x, first - ahead, ahead, tile_from, tile_to - tile_from);
-          prefetch(dy, first - ahead, ahead, tile_from, tile_to - tile_from);
-          if (in.silu) tile.apply(block, tile_from, tile_to, parameters.data());
-          tile.load_gradients(block.count, in.silu, dy_row, dy.token, tile_from, tile_to);
-          for (int64_t c = tile_from; c < tile_to; c += lanes) {
-            const int64_t v = (c - tile_from) / lanes;
-            const Filter<V, W> filter(&parameters[c / lanes * (W + 1)]);
-            V *after = &scratch.after[(c - from) / lanes * (W - 1)], *totals = &scratch.totals[(c - from) / lanes * (W + 1)];
+          const V* parameter = &parameters[tile_from / lanes * (W + 1)];
+          V* tile_after = &scratch.after[(tile_from - from) / lanes * (W - 1)];
+          V* tile_totals = &scratch.totals[(tile_from - from) / lanes * (W + 1)];
+          T* dx = out.x + first * channels + tile_from;
+          const int width = int(std::min<int64_t>(kConvTile, to - tile_from));
+          const auto prepare = [&](auto whole) __attribute__((always_inline)) {
+            const auto make = [&](bool silu) __attribute__((always_inline)) {
+              tile.template make_gradients<whole>(block, silu, dy_row + tile_from, dy.token, width, ahead + tile_from,
+                                                  dy_ahead + tile_from);
+            };
+            if (!in.silu) return make(false);
+            tile.template apply<whole>(block, tile_from, width, parameter);
+            make(true);
+          };
+          if (block.inner && !near_state && Tile::whole_vectors(width)) {
+            prepare(std::true_type{});
+#pragma GCC unroll 1
+            for (int v = 0; v * lanes < width; ++v)
+              tile.template distribute<true>(block, tile_from + v * lanes, v, Filter<V, W>(parameter + v * (W + 1)),
+                                             tile_after + v * (W - 1), tile_totals + v * (W + 1));
+            tile.template put_sums<true>(block, dx, width, past_caches);
+            continue;
+          }
+          prepare(std::false_type{});
+          for (int v = 0; v * lanes < width; ++v) {
+            const int64_t c = tile_from + v * lanes;
+            const Filter<V, W> filter(parameter + v * (W + 1));
+            V *after = tile_after + v * (W - 1), *totals = tile_totals + v * (W + 1);
             if (!inside) {
               for (int i = 0; i < W - 1; ++i) after[i] = tile.gradients[i][v];
               continue;
             }
-            tile.distribute(block, c, v, filter, after, totals);
+            tile.template distribute<false>(block, c, v, filter, after, totals);
             // The final state holds the last W - 1 inputs; the initial state, those before the document.
             const auto of_final = [&](int64_t t) {
               return dfinal && t >= end - (W - 1) ? block.state(dfinal, c, t - end) : V{};
@@ -349,17 +409,18 @@ void conv_backward(const ConvArguments<T>& in, Rows<const T> dy, const accumulat
               block.put_state(out.initial_state, c, place,
                               filter.input_gradient(of_sums + W - 1 + place) + of_final(start + place));
           }
-          if (inside) tile.put_outputs(block.count, false, out.x + first * channels, channels, tile_from, tile_to, past_caches);
+          if (inside) tile.template put_sums<false>(block, dx, width, past_caches);
         }
       }
     }
     end_stream();
+    const R scale = in.silu ? R(kSiluScale) : R(1);
     for (int64_t c = from; c < to; c += lanes) {
       const V* totals = &scratch.totals[(c - from) / lanes * (W + 1)];
       const int count = int(std::min<int64_t>(lanes, channels - c));
       for (int i = 0; i < count; ++i)
-        for (int k = 0; k < W; ++k) part_weight[(run * channels + c + i) * W + k] = totals[k][i];
-      store(&part_bias[run * channels + c], totals[W], count);
+        for (int k = 0; k < W; ++k) part_weight[(run * channels + c + i) * W + k] = scale * totals[k][i];
+      store(&part_bias[run * channels + c], scale * totals[W], count);
     }
   });
   sum_parts(part_weight.get(), pieces.items(), channels * W, channels * W, out.weight);

@@ -41,6 +41,14 @@ template <class V> V bit_load(const void* from) {
 
 template <class R> Vec<R> broadcast(R value) { return value - Vec<R>{}; }
 
+// GCC reads a value that it has not computed from memory again for every use, and loads are as scarce as multiply-adds.
+template <class V> [[gnu::always_inline]] inline V in_register(V v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
+
 inline float to_float(bfloat16 v) {
   const uint32_t bits = uint32_t(v.bits) << 16;
   return bit_load<float>(&bits);
@@ -215,10 +223,13 @@ template <int n, class V> [[gnu::always_inline]] inline void join_exp2(const V* 
   using E = Exp2<R>;
   constexpr int terms = sizeof(E::q) / sizeof(R);
   V p[n];
-  SIDE_BY_SIDE p[j] = broadcast(E::q[terms - 1]);
+  const V highest = in_register(broadcast(E::q[terms - 1]));
+  SIDE_BY_SIDE p[j] = highest;
 #pragma GCC unroll 16
-  for (int i = terms - 2; i >= 0; --i) SIDE_BY_SIDE p[j] = p[j] * f[j] + E::q[i];
-  SIDE_BY_SIDE p[j] = p[j] * f[j] + R(1);
+  for (int i = terms - 2; i >= -1; --i) {
+    const V q = in_register(broadcast(i < 0 ? R(1) : E::q[i]));
+    SIDE_BY_SIDE p[j] = p[j] * f[j] + q;
+  }
 #if defined(__AVX512F__)
   SIDE_BY_SIDE to[j] = scale_lanes(p[j], k[j]);
 #else
