@@ -45,6 +45,7 @@ class SequenceLayout:
         self.offsets = offsets
         self.num_tokens = num_tokens
         self.longest = longest
+        self.flowing: SequenceLayout | None = None  # what ``flow`` returns, where that may not be computed
 
     @classmethod
     def from_lengths(
@@ -291,10 +292,8 @@ class SequenceLayout:
 
     def flow(self) -> SequenceLayout:
         """Each non-empty row's documents merged into one, with the offset of the first: each leaks into the next."""
-        return self._flow
-
-    @cached_property
-    def _flow(self) -> SequenceLayout:
+        if self.flowing is not None:
+            return self.flowing
         if self.num_documents == 0:
             return self
         new_row = torch.ones_like(self.starts, dtype=torch.bool)

@@ -164,19 +164,22 @@ class Bench:
             self.parameters = list(module.parameters())
             arms = self.arms(module, schemes)
             self.gate(module, arms)
-            if any(arm.scheme.graph for arm in arms):
-                self.graphs = BatchGraphs(module.loss, self.parameters)
-            if {"forward_backward", "breakdown"} & set(c.parts):
-                arms = self.measure(arms, c.rounds)
-                for arm in arms:
-                    self.record("speedup", arm.scheme.name, "forward_backward", self.rates(arm))
-            if "breakdown" in c.parts:
-                for arm in arms:
-                    if arm.scheme.name in c.breakdown_arms:
+            # Graphs keep memory that other arms may need: they take their turns afterwards.
+            for graph in (False, True):
+                group = [arm for arm in arms if arm.scheme.graph == graph]
+                if graph and group:
+                    self.graphs = BatchGraphs(module.loss, self.parameters)
+                if {"forward_backward", "breakdown"} & set(c.parts):
+                    group = self.measure(group, c.rounds)
+                    for arm in group:
+                        self.record("speedup", arm.scheme.name, "forward_backward", self.rates(arm))
+                for arm in group:
+                    if "breakdown" in c.parts and arm.scheme.name in c.breakdown_arms:
                         self.break_down(arm)
+            self.graphs = None
             if "growth" in c.parts and self.name == c.growth_model:
                 growth.measure(self, module)
-            del module, arms, self.parameters, self.graphs
+            del module, arms, self.parameters
         if "steps" in c.parts:
             steps.measure(self)
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
-from packmamba.bench.arms import Scheme, feed
+from packmamba.bench.arms import Feed, Scheme, feed
 from packmamba.bench.breakdown import Breakdown, sort_kernels
 from packmamba.config import Config, load_config
 from packmamba.data.batching import StepBatch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STEPS = 4
 """Of a turn: the device waits for the host at its start, as it does not in training."""
 WARM_UP = 4
-"""Steps before: what is compiled, and captured for each shape."""
+"""Steps before, in which everything is compiled; the timed ones begin with the same documents."""
 
 
 def measure(bench: Bench) -> None:
@@ -40,6 +40,15 @@ def measure(bench: Bench) -> None:
     schemes = [Scheme.parse(arm) for arm in c.step_arms]
     feeds = {scheme.name: feed(bench.documents, scheme, c.slots) for scheme in schemes}
     mean_length = float(bench.documents.lengths.mean())
+    # Graphs keep memory that the others would be counted with.
+    for graph in (False, True):
+        group = [scheme for scheme in schemes if scheme.graph == graph]
+        if group:
+            _measure(bench, group, feeds, mean_length)
+
+
+def _measure(bench: Bench, schemes: list[Scheme], feeds: dict[str, Feed], mean_length: float) -> None:
+    c = bench.c
     with tempfile.TemporaryDirectory() as folder:
         configs = []
         for scheme in schemes:
@@ -49,9 +58,11 @@ def measure(bench: Bench) -> None:
                 rows = max(1, c.slots // scheme.row_length)
                 tokens = scheme.row_length * rows * max(1, round(c.slots / mean_length / rows))
             configs.append(step_config(bench, scheme, tokens, folder, cuda_graphs=scheme.graph))
-        # Single waits for the host whatever it does; the others' steps overlap.
-        counts = [1 if scheme.strategy == "single" else STEPS for scheme in schemes]
-        turns = [Turn(arm, WARM_UP, timed=False) for arm in range(len(schemes))]
+        # Single waits for the host whatever it does, but as graphs; the others' steps overlap.
+        counts = [1 if scheme.strategy == "single" and not scheme.graph else STEPS for scheme in schemes]
+        # What is captured for a shape is captured before: graphs warm up on all that is timed.
+        warm_up = [max(WARM_UP, (c.rounds + 1) * count * scheme.graph) for count, scheme in zip(counts, schemes)]
+        turns = [Turn(arm, count, timed=False) for arm, count in enumerate(warm_up)]
         turns += [Turn(arm, count) for _ in range(c.rounds) for arm, count in enumerate(counts)]
         if "breakdown" in c.parts:
             some = [arm for arm, scheme in enumerate(schemes) if scheme.name in c.breakdown_arms]
@@ -115,7 +126,7 @@ class Turns(Dataset):
         taken = [0] * len(arms)
         for turn in turns:
             self.order += [(turn.arm, taken[turn.arm] + step) for step in range(turn.steps)]
-            taken[turn.arm] += turn.steps
+            taken[turn.arm] += turn.steps * (turn.timed or turn.profiled)
 
     def __getitem__(self, index: int) -> StepBatch:
         arm, step = self.order[index]

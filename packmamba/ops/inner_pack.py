@@ -235,6 +235,8 @@ def _backward(
     dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = present(
         tuple(gradients), a.parameters
     )
+    if dssm is not None:
+        dssm.zero_()  # of documents that are absent (training.graphs) nothing writes it
     kernels = KERNELS[dxz.device.type]
     (x_in, z), (dx, dz) = a.xz.chunk(2, dim=2), dxz.chunk(2, dim=2)
     conv_weight, conv_bias, A, D, bias = dense(a.conv_weight, a.conv_bias, a.A, a.D, a.delta_bias)

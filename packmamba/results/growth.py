@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from packmamba.results import summary
 from packmamba.results.plots import MUTED, Figure, axes, finish, legend_below, style_of
+from packmamba.results.speedup import GRAPH
 from packmamba.results.summary import Record
 from packmamba.results.tables import Cell, Column, Table, gibibytes, number, percent, word
 
@@ -68,7 +69,8 @@ def growth_figures(records: Sequence[Record]) -> list[Figure]:
         return []
     sizes: dict[int, float] = {}
     for record in summary.of_kind(records, "speedup"):
-        if record["config"]["part"] == "forward_backward" and record["arm"].startswith("packed-"):
+        eager = record["arm"].startswith("packed-") and not record["arm"].endswith(GRAPH)
+        if record["config"]["part"] == "forward_backward" and eager:
             parameters, rate = int(record["metrics"]["flop_parameters"]), record["metrics"]["real_tokens_per_second"]
             sizes[parameters] = max(rate, sizes.get(parameters, 0.0))
     if len(sizes) > 1:
@@ -156,9 +158,12 @@ def multi_gpu_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def _points(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
+    """By axis and value, of those measured as the latest were: as CUDA graphs, or not."""
     found: dict[str, dict[int, Record]] = {}
-    for record in summary.of_kind(records, "growth"):
-        found.setdefault(record["config"]["axis"], {})[record["config"]["value"]] = record
+    growth = summary.of_kind(records, "growth")
+    for record in growth:
+        if record["config"].get("cuda_graphs", False) == growth[-1]["config"].get("cuda_graphs", False):
+            found.setdefault(record["config"]["axis"], {})[record["config"]["value"]] = record
     return {axis: dict(sorted(points.items())) for axis, points in sorted(found.items(), reverse=True)}
 
 

@@ -206,8 +206,9 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _varying_keys(records: Sequence[Record]) -> list[str]:
     seen: dict[tuple[str, str], set[str]] = {}
-    for record in records:
-        for key, value in flatten(record["config"]).items():
-            if key not in _BOOKKEEPING:
-                seen.setdefault((key, record["arm"]), set()).add(repr(value))
+    flat = [(record["arm"], flatten(record["config"])) for record in records]
+    keys = {key for _, config in flat for key in config if key not in _BOOKKEEPING}
+    for arm, config in flat:
+        for key in keys:  # one that a record does not have differs too
+            seen.setdefault((key, arm), set()).add(repr(config.get(key)))
     return sorted({key for (key, _), values in seen.items() if len(values) > 1})

@@ -65,13 +65,7 @@ def check_trainer(config: Config) -> None:
             raise ConfigError(f"trainer.{key}: expected at least 1, got {getattr(trainer, key)}")
     check_strategy(config)
     if trainer.cuda_graphs:
-        for key, known in (
-            ("devices", (1,)), ("num_nodes", (1,)), ("precision", ("32-true", "bf16-mixed", "bf16-true")),
-            ("boundary", ("reset", "leak", "leak_conv", "leak_scan")),
-        ):  # fmt: skip
-            if (value := getattr(trainer, key)) not in known:
-                expected = " or ".join(map(str, known))
-                raise ConfigError(f"trainer.cuda_graphs needs trainer.{key} to be {expected}, got {value}")
+        check_graphs(config)
     if trainer.threads is not None and trainer.threads < 1:
         raise ConfigError(f"trainer.threads: expected at least 1 or null, got {trainer.threads}")
     if not 0 <= config.seed < 2**32:
@@ -85,6 +79,24 @@ def check_trainer(config: Config) -> None:
         raise ConfigError(f"optimizer.betas: expected two numbers in [0, 1), got {optimizer.betas}")
     if optimizer.grad_clip is not None and optimizer.grad_clip <= 0:
         raise ConfigError(f"optimizer.grad_clip: expected above 0 or null, got {optimizer.grad_clip}")
+
+
+def check_graphs(config: Config) -> None:
+    """Refuses what cannot be captured. Raises ConfigError naming the key."""
+    trainer = config.trainer
+    for key, value, known in (
+        ("trainer.accelerator", trainer.accelerator, ("auto", "gpu", "cuda")),
+        ("trainer.strategy", trainer.strategy, ("auto",)),
+        ("trainer.devices", trainer.devices, (1,)),
+        ("trainer.num_nodes", trainer.num_nodes, (1,)),
+        ("trainer.precision", trainer.precision, ("32-true", "bf16-mixed", "bf16-true")),
+        ("trainer.boundary", trainer.boundary, ("reset", "leak", "leak_conv", "leak_scan")),
+        ("ops.backend", config.ops.backend, ("auto", "cuda")),
+    ):
+        if value not in known:
+            raise ConfigError(f"trainer.cuda_graphs needs {key} to be {' or '.join(map(str, known))}, got {value}")
+    if not torch.cuda.is_available():
+        raise ConfigError("trainer.cuda_graphs needs a GPU that PyTorch can use")
 
 
 def fit(config: Config, progress: bool = True) -> dict[str, Any]:
@@ -126,8 +138,6 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
     folder = run_folder(config)
     history = History(config.trainer.log_every)
     trainer = make_trainer(config, folder, history, progress)
-    if config.trainer.cuda_graphs and trainer.strategy.root_device.type != "cuda":
-        raise ConfigError(f"trainer.cuda_graphs needs a GPU; this run is on the {trainer.strategy.root_device.type}")
     try:
         choose(config.ops.backend, trainer.strategy.root_device, IMPLEMENTATIONS)
     except ValueError as error:

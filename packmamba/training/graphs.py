@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Optional
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from packmamba.ops import cuda
 ROW_MULTIPLE = 128
 """Rows are filled up with padding to a multiple of this: fewer shapes, each of which is captured once."""
 MOST_GRAPHS = 64
-"""Shapes beyond these are not captured but computed as they come."""
+"""Rows and lengths beyond these are not captured but computed as they come."""
 ABSENT = 2**31 - 1
 """Where documents that are not there start and end."""
 
@@ -44,6 +44,15 @@ class Shape:
         longest = min(_power_of_four(batch.layout.longest or row_length), row_length)
         return cls(rows, row_length, _power_of_four(batch.layout.num_documents), longest, gathers)
 
+    @property
+    def slots(self) -> tuple[int, int, bool]:
+        """What one graph is kept for: the one with the most room that was needed so far."""
+        return self.rows, self.row_length, self.gathers
+
+    def with_room_for(self, other: Shape) -> Shape:
+        documents, longest = max(self.documents, other.documents), max(self.longest, other.longest)
+        return replace(self, documents=documents, longest=longest)
+
 
 class Static:
     """A batch at fixed addresses, which every batch of a shape is written to."""
@@ -54,7 +63,7 @@ class Static:
         # All slots are computed: how many hold tokens is not the shape's.
         layout = SequenceLayout(slots, starts, ends, offsets, shape.rows * shape.row_length, shape.longest)
         # One that leaks runs through padding too, which nothing reads: what a layout merges of itself, its host would wait for.
-        layout.__dict__["_flow"] = SequenceLayout.from_rows(*slots, device=device)
+        layout.flowing = SequenceLayout.from_rows(*slots, device=device)
         tokens, targets = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
         self.batch = PackedBatch(tokens, targets, torch.zeros(slots, dtype=torch.bool, device=device), layout)
         self.num_targets = torch.ones((), device=device)
@@ -72,14 +81,21 @@ class Static:
         self.num_targets.fill_(num_targets)
 
 
-Captured = tuple[torch.cuda.CUDAGraph, Static, tuple[Tensor, Tensor], list[Optional[Tensor]]]
-"""A graph, what it reads, its results, and each parameter's gradient."""
+class Captured(NamedTuple):
+    """A graph, what it reads, its results, and each parameter's gradient."""
+
+    shape: Shape
+    graph: torch.cuda.CUDAGraph
+    static: Static
+    results: tuple[Tensor, Tensor]
+    gradients: list[Tensor | None]
 
 
 class BatchGraphs:
     """Runs forward and backward of batches as CUDA graphs: captured at a shape's first batch, replayed at the next ones.
 
-    Gradients are those of ``loss(batch)[0] / num_targets``. Between replays the memory of a graph's activations is
+    Gradients are those of ``loss(batch)[0] / num_targets``. A graph of one-batch steps has gradients of its own, as large as the
+    parameters; graphs that add theirs share one set. Between replays the memory of a graph's activations is
     the other graphs'. Where a shape is captured, nothing may hold a loss of earlier batches with its autograd graph.
 
     Args:
@@ -90,7 +106,7 @@ class BatchGraphs:
     def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:
         self.loss = loss
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.captured: dict[Shape, Captured] = {}
+        self.captured: dict[tuple[int, int, bool], Captured] = {}
         self.sums: list[Tensor] = []
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -112,14 +128,16 @@ class BatchGraphs:
             if first:
                 torch._foreach_zero_(self.sums)
         self._set_gradients(self.sums if shape.gathers else None)
-        if shape not in self.captured:
-            if len(self.captured) == MOST_GRAPHS:
-                return self._run(batch, num_targets)
-            self.captured[shape] = self._capture(shape, batch, num_targets)
-        graph, static, (total, losses), gradients = self.captured[shape]
-        static.fill(batch, num_targets)
-        graph.replay()
-        self._set_gradients(gradients)
+        captured = self.captured.get(shape.slots)
+        if captured is None and len(self.captured) == MOST_GRAPHS:
+            return self._run(batch, num_targets)
+        if captured is None or captured.shape.with_room_for(shape) != captured.shape:
+            shape = shape if captured is None else captured.shape.with_room_for(shape)
+            captured = self.captured[shape.slots] = self._capture(shape, batch, num_targets)
+        captured.static.fill(batch, num_targets)
+        captured.graph.replay()
+        self._set_gradients(captured.gradients)
+        total, losses = captured.results
         return total, losses[:, : batch.layout.shape[1]]
 
     def _run(self, batch: PackedBatch, num_targets: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +164,7 @@ class BatchGraphs:
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), cuda.one_capture():
             results = self._run(static.batch, static.num_targets)
         torch.clear_autocast_cache()
-        return graph, static, results, [parameter.grad for parameter in self.parameters]
+        return Captured(shape, graph, static, results, [parameter.grad for parameter in self.parameters])
 
     def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters)):

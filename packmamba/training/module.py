@@ -127,6 +127,12 @@ class MambaLitModule(lightning.LightningModule):
             total = total + loss.detach()
         return total
 
+    def on_fit_start(self) -> None:
+        self._graphs = None  # of parameters that may have been moved since
+
+    def on_fit_end(self) -> None:
+        self._graphs = None
+
     def _replay(self, step: StepBatch) -> Tensor:
         """``accumulate`` by graphs, on one GPU."""
         if self._graphs is None:
@@ -164,6 +170,7 @@ class MambaLitModule(lightning.LightningModule):
             # What the fused step divides gradients by as it reads them: clipping alone would read and write them all.
             optimizer.grad_scale = (get_total_norm(gradients) / clip).clamp(min=1)  # type: ignore[attr-defined]
         else:
+            vars(optimizer).pop("grad_scale", None)
             # Not clip_gradients, which refuses fused optimizers even where nothing scales gradients.
             self.trainer.precision_plugin.clip_grad_by_norm(optimizer, clip)
 
