@@ -142,11 +142,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"run.py: error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        if error.name is None:
+            raise
         hint = "activate the environment first (source .venv/bin/activate, after make demo or make test)"
         print(f"run.py: error: the package '{error.name}' is not installed here; {hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nrun.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        goes_on = "; the same command goes on from the last checkpoint" * (
+            arguments.command in ("demo", "train", "sweep")
+        )
+        print(f"\nrun.py: stopped{goes_on}", file=sys.stderr)
         return 130
     return 0
 

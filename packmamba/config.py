@@ -231,10 +231,21 @@ def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
     try:
         merged = OmegaConf.merge(config, update)
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "?"
-        raise ConfigError(f"{key} in {origin}: {str(error).splitlines()[0]}") from None
+        raise wrong_value(error, origin) from None
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def wrong_value(error: OmegaConfBaseException, origin: str | Path) -> ConfigError:
+    """What a value of the wrong type is refused with."""
+    text = str(error).splitlines()[0]
+    for kind, words in (
+        ("ListConfig", "expected a list, such as [a,b]"),
+        ("DictConfig", "expected keys and their values"),
+    ):
+        if kind in text:
+            text = words
+    return ConfigError(f"{getattr(error, 'full_key', None) or '?'} in {origin}: {text}")
 
 
 def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str) -> None:

@@ -48,6 +48,10 @@ def _state(backend: str) -> str:
     if backend not in IMPLEMENTATIONS:
         return "not in this version"
     kernels = {row["kind"]: row for row in library.info()}.get(backend)
+    if backend == "mamba_ssm":
+        missing = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
+        if missing or not torch.cuda.is_available():
+            return f"missing: needs {' and '.join(missing) or 'a GPU'}; for baselines"
     if kernels is None:
         return "available"
     if kernels["problem"]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import run
+from packmamba.bench import run_bench
 from packmamba.config import ConfigError, load_config
 from processes import fork, run_py, statuses
 from runs import write_documents
@@ -67,6 +68,24 @@ def test_doctor_needs_no_gpu(capsys):
     assert run.main(["doctor"]) == 0
     output = capsys.readouterr().out
     assert "reference: available" in output and "PyTorch" in output
+    if not torch.cuda.is_available():
+        assert "mamba_ssm: missing: needs " in output
+
+
+@pytest.mark.parametrize("arguments", [["train", "x"], ["bench", "x"]])
+def test_what_goes_on_after_an_interruption(arguments, monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, arguments[0], interrupted)
+    assert run.main(arguments) == 130
+    assert ("goes on from the last checkpoint" in capsys.readouterr().err) is (arguments[0] == "train")
+
+
+def test_a_bench_into_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="^experiment: .* cannot be written"):
+        run_bench("configs/bench/packing.yaml", [f"experiment={tmp_path}/file", "num_documents=100"])
 
 
 def test_configs_are_read_strictly(tmp_path):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from models import LAYOUT, VOCAB, build, every_config, gradients, random_tokens, summed_loss
-from packmamba import MambaLM, PackedMamba
+from packmamba import MambaLM, PackedMamba, SequenceLayout
 
 
 def test_initialisation_is_mamba_s():
@@ -128,6 +128,12 @@ BAD_CALLS = {
         t, layout=LAYOUT, states=MODEL.start_states(1)
     ),
     r"hidden: expected shape \(B, L, 8\), got \(4, 14\)": lambda t: MODEL.backbone.layers[0].mixer(t.float()),
+    r"hidden: expected the weights' torch.float\d+, got torch.int64": lambda t: MODEL.backbone.layers[0].mixer(
+        t[..., None].expand(-1, -1, 8)
+    ),
+    r"layout: expected shape \(4, 14\) like hidden, got \(1, 3\)": lambda t: MODEL.backbone.layers[0].mixer(
+        MODEL.backbone.embedding(t), layout=SequenceLayout.from_rows(1, 3)
+    ),
 }
 
 

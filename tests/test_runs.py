@@ -18,7 +18,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 @pytest.mark.parametrize(
-    "key", ["seed=-1", "optimizer.lr=nan", "optimizer.warmup_steps=-1", "optimizer.weight_decay=-1"]
+    "key",
+    [
+        "seed=-1",
+        "optimizer.lr=nan",
+        "optimizer.warmup_steps=-1",
+        "optimizer.weight_decay=-1",
+        "optimizer.grad_clip=nan",
+    ],
 )
 def test_numbers_that_no_run_can_use_are_refused(tmp_path, key):
     with pytest.raises(ConfigError, match=f"{key.split('=')[0]}: expected"):
@@ -31,6 +38,23 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_run(tmp_path, key, 
     monkeypatch.setattr(fit_module, "_train", lambda *_: pytest.fail("trained"))
     with pytest.raises(ConfigError, match=rf"^{key}: .* cannot be written \(Not a directory\)$"):
         fit(tiny_config(tmp_path, f"{key}={tmp_path}/file/mine"), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.boundary=lek", "trainer.boundary: expected one of"),
+        ("model.d_model=0", "model.d_model: expected an integer of at least 1, got 0"),
+        ("model.recompute=all", "model.recompute: expected one of"),
+        ("trainer.precision=fp16", "trainer: Precision 'fp16' is invalid"),
+        ("trainer.accelerator=tpu", "^trainer: "),
+        ("ops.backend=mamba_ssm", "^ops.backend: "),
+    ],
+)
+def test_a_run_is_refused_before_documents_are_read(tmp_path, override, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(tiny_config(tmp_path, override), progress=False)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_saving_is_not_training_time(tmp_path, monkeypatch):

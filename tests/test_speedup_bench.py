@@ -14,7 +14,7 @@ import torch
 from packmamba.bench import multi_gpu
 from packmamba.bench import speedup as bench
 from packmamba.bench.arms import Documents, PeerLM, Scheme, feed
-from packmamba.bench.breakdown import exclusive, family_of
+from packmamba.bench.breakdown import Breakdown, exclusive, family_of
 from packmamba.data.lengths import draw_lengths
 from packmamba.errors import ConfigError
 from packmamba.ops.mamba_ssm import _peer
@@ -105,6 +105,40 @@ def test_every_scheme_holds_every_token_once():
             found |= dict(zip(numbers, parts, strict=True))
         assert all(found[i].tolist() == documents.document(i).tolist() for i in range(200)), name
         assert len(fed.sample(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("single-graph", ("single", None, False, False, True)),
+        ("padded-buckets", ("padded", None, True, False, False)),
+        ("padded-2048-graph", ("padded", 2048, False, False, True)),
+        ("packed-64-best_fit-graph", ("best_fit", 64, False, False, True)),
+        ("mamba-ssm-packed-64-best_fit", ("best_fit", 64, False, True, False)),
+    ],
+)
+def test_names_of_arms(name, expected):
+    scheme = Scheme.parse(name)
+    assert (scheme.strategy, scheme.row_length, scheme.buckets, scheme.peer, scheme.graph) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba-ssm-single-graph", "packed-64-split", "packed-64-best_fit-graph-graph", "graph"]
+)
+def test_arms_that_there_are_not(name):
+    with pytest.raises(ConfigError, match="arms: expected single"):
+        Scheme.parse(name)
+
+
+@pytest.mark.parametrize(("profiled_idle", "timed", "idle"), [(3.0, 20.0, 1.5), (9.0, 18.0, 3.0), (3.0, 11.0, 0.0)])
+def test_no_more_is_idle_than_is_left_without_the_profiler(tmp_path, profiled_idle, timed, idle):
+    path = tmp_path / "records.jsonl"
+    shared = bench.SpeedupBenchConfig(models=["130m"], experiment="x")
+    found = Breakdown({family: 0.0 for family in BREAKDOWN if family != "idle"} | {"scan": 12.0}, [], profiled_idle)
+    bench.Bench(shared, "130m", torch.device("cpu"), path, False).record_breakdown("packed", "steps", timed, found, 2)
+    (record,) = map(json.loads, path.read_text().splitlines())
+    assert record["metrics"]["idle"] == idle and record["metrics"]["scan"] == 6
+    assert record["metrics"]["seconds"] == 6 + idle
 
 
 def test_few_batches_stand_for_all():

@@ -77,12 +77,26 @@ def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
         ({"throughput_rounds": "many"}, "throughput_rounds|many"),
         ({"train": False, "throughput_rounds": 0}, "nothing to do"),
         ({"common": {"trainer.max_steps": 0}}, "trainer.max_steps: expected at least 1"),
+        ({"arms": {"x": {"trainer.boundary": "lek"}}}, "trainer.boundary: expected one of"),
+        ({"arms": {"x": {"model.d_conv": 5}}}, "model.d_conv: expected 2, 3 or 4, got 5"),
+        ({"grid": {"seed": 0}}, "grid.seed in .*sweep.yaml: .*"),
+        ({"arms": {"x": "padded"}}, "arms.* in .*sweep.yaml"),
     ],
 )
 def test_a_sweep_refuses_before_any_work(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_sweep(write_sweep(tmp_path, **changes))
     assert "\n" not in str(caught.value)
+
+
+def test_a_sweep_takes_its_own_keys_too(tmp_path):
+    sweep, configs = load_sweep(write_sweep(tmp_path), [f"output={tmp_path}/mine", "grid.seed=[7]", "model.d_model=4"])
+    assert sweep.output == f"{tmp_path}/mine" and {config.seed for config in configs} == {7}
+    assert {config.model.d_model for config in configs} == {4}
+    (tmp_path / "file").touch()
+    sweep.output = f"{tmp_path}/file"
+    with pytest.raises(ConfigError, match="^output: .* cannot be written"):
+        run_sweep(sweep, configs, progress=False)
 
 
 def test_arms_that_disagree_are_not_timed():

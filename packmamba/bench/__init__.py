@@ -10,7 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packmamba.config import ConfigError, check_command, parse_override, read_yaml, suggest
+from packmamba.config import ConfigError, check_command, parse_override, read_yaml, suggest, wrong_value
+from packmamba.results.record import check_writable
 
 BENCHES = {
     "packing": "packmamba.bench.packing",
@@ -25,6 +26,7 @@ def run_bench(path: str | Path, overrides: list[str] | None = None) -> Path:
     """Runs the bench that the file names and appends its records; returns the experiment's folder."""
     bench, module, config = load_bench(path, overrides)
     folder = Path("experiments") / config.experiment
+    check_writable(folder / "records", "experiment")
     module.run(config, folder / "records" / f"{bench}.jsonl")
     return folder
 
@@ -46,4 +48,4 @@ def load_bench(path: str | Path, overrides: list[str] | None = None) -> tuple[st
     try:
         return bench, module, OmegaConf.to_object(OmegaConf.merge(schema, loaded))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+        raise wrong_value(error, path) from None

@@ -114,7 +114,10 @@ class PackingDataModule(lightning.LightningDataModule):
     def _evaluations(self, world_size: int, rank: int) -> list[EvaluationDataset]:
         data, corpus = self.config.data, self.corpora.validation
         if corpus.num_documents == 0:
-            raise ConfigError("data.validation_fraction leaves no validation document")
+            raise ConfigError(
+                f"data.validation_fraction={data.validation_fraction}: expected to hold out at least one document, got none; "
+                "raise it"
+            )
         documents = evaluation_documents(corpus, data)
         longest = int(corpus.lengths[documents].max())
         row_length = max(longest, data.slots_per_batch)

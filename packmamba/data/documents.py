@@ -190,7 +190,7 @@ def _json_text(line: bytes, key: str) -> str:
     except UnicodeDecodeError as error:
         raise _BadLine(f"is not UTF-8 (byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise _BadLine(f"is not valid JSON ({error.msg} at column {error.colno})") from None
+        raise _BadLine(f"is not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"is not JSON that can be read ({error})") from None
     if not isinstance(record, dict):
@@ -287,7 +287,7 @@ def _held_out_count(available: int, what: str, data: DataConfig) -> int:
     if count == available:
         raise ConfigError(
             f"data.validation_fraction={data.validation_fraction} holds out {count} of {available} {what}, leaving "
-            "none to train on; lower it, 0 holds out none"
+            f"none to train on; lower it, or add {what}"
         )
     return count
 

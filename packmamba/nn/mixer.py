@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import accumulation_dtype, check_is_tensor
+from packmamba.ops.checks import accumulation_dtype, check_is_tensor, check_layout
 
 State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
@@ -110,6 +110,12 @@ class PackedMamba(nn.Module):
         check_is_tensor(hidden, "hidden")
         if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
             raise ValueError(f"hidden: expected shape (B, L, {self.d_model}), got {tuple(hidden.shape)}")
+        dtype = self.in_proj.weight.dtype
+        if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
+            raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
+        for name, given in (("layout", layout), ("conv_layout", conv_layout), ("ssm_layout", ssm_layout)):
+            if given is not None:
+                check_layout(given, hidden, "hidden", name)
         if conv_layout is None:
             conv_layout = layout
         if ssm_layout is None:

@@ -32,12 +32,14 @@ import math
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import packmamba
+from packmamba.config import ConfigError
 
 SCHEMA = 1
 
@@ -227,6 +229,15 @@ def validate_record(record: Any) -> None:
         json.dumps(record, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"record is not strict JSON: {error}") from None
+
+
+def check_writable(folder: str | Path, key: str) -> None:
+    """Makes the folder. Raises ConfigError naming the key if it cannot be written: before work, not after it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder} cannot be written ({error.strerror})") from None
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:

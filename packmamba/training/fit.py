@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from packmamba.config import Config, ConfigError, to_dict
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
 from packmamba.ops.dispatch import choose
-from packmamba.results.record import append_record, make_record, provenance, read_records
+from packmamba.results.record import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
 from packmamba.training.module import MambaLitModule
 from packmamba.training.strategy import check_strategy, leave_process_group, make_strategy
@@ -77,8 +76,15 @@ def check_trainer(config: Config) -> None:
             raise ConfigError(f"optimizer.{key}: expected at least 0, got {getattr(optimizer, key)}")
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
         raise ConfigError(f"optimizer.betas: expected two numbers in [0, 1), got {optimizer.betas}")
-    if optimizer.grad_clip is not None and optimizer.grad_clip <= 0:
+    if optimizer.grad_clip is not None and not optimizer.grad_clip > 0:
         raise ConfigError(f"optimizer.grad_clip: expected above 0 or null, got {optimizer.grad_clip}")
+
+
+def check_run(config: Config) -> None:
+    """Refuses, before any work, what the trainer and the model cannot be. Raises ConfigError naming the key."""
+    check_trainer(config)
+    with torch.device("meta"):
+        MambaLitModule(config, 1)
 
 
 def check_graphs(config: Config) -> None:
@@ -117,24 +123,23 @@ def fit(config: Config, progress: bool = True) -> dict[str, Any]:
 def _fit(config: Config, progress: bool) -> dict[str, Any]:
     begun = time.perf_counter()
     provenance()  # cached: the record names the code as it was when the run began
-    check_trainer(config)
+    check_run(config)
     path = record_path(config)
     if path.is_file():
-        done = next(record for record in read_records(path.parent.parent) if record["config"] == decisive(config))
+        found = [record for record in read_records(path.parent.parent) if record["config"] == decisive(config)]
+        if not found:
+            raise ConfigError(f"{path} holds no record of this configuration; remove it")
+        done = found[-1]
         if done["corpus_hash"] != PackingDataModule(config, progress=progress).corpora.corpus_hash:
             raise ConfigError(
                 f"the documents have changed since this run; remove {path} and the run's folder to train again"
             )
         return done
     if config.experiment is not None:
-        with _writing(path.parent, "experiment"):
-            tempfile.TemporaryFile(dir=path.parent).close()
+        check_writable(path.parent, "experiment")
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     quieten()
-    data = PackingDataModule(config, progress=progress)
-    lightning.seed_everything(config.seed, workers=True, verbose=False)
-    module = MambaLitModule(config, data.corpora.train.vocab_size)
     folder = run_folder(config)
     history = History(config.trainer.log_every)
     trainer = make_trainer(config, folder, history, progress)
@@ -142,6 +147,9 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
         choose(config.ops.backend, trainer.strategy.root_device, IMPLEMENTATIONS)
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
+    data = PackingDataModule(config, progress=progress)
+    lightning.seed_everything(config.seed, workers=True, verbose=False)
+    module = MambaLitModule(config, data.corpora.train.vocab_size)
     with alone(folder) if trainer.is_global_zero else nullcontext():
         _train(trainer, module, data, folder)
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
@@ -170,21 +178,10 @@ def _train(trainer: lightning.Trainer, module: MambaLitModule, data: PackingData
 
 
 @contextmanager
-def _writing(folder: Path, key: str) -> Iterator[None]:
-    """Makes the folder. Raises ConfigError if it cannot be written, before a run and not at its end."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise ConfigError(f"{key}: {folder} cannot be written ({error.strerror})") from None
-
-
-@contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Keeps the run's folder to this process. Raises ConfigError if another has it, or if it cannot be written."""
-    with _writing(folder, "runs_dir"):
-        file = open(folder / "lock", "w")
-    with file:
+    check_writable(folder, "runs_dir")
+    with open(folder / "lock", "w") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of loaders' workers that outlive it
         except BlockingIOError:
@@ -217,7 +214,7 @@ def make_trainer(config: Config, folder: Path, history: History, progress: bool)
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-    except (ValueError, TypeError, RuntimeError, OSError, MisconfigurationException) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
 
 

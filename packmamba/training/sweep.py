@@ -8,13 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packmamba.config import Config, ConfigError, check_command, load_config, read_yaml, suggest
+from packmamba.config import (
+    Config,
+    ConfigError,
+    check_command,
+    load_config,
+    parse_override,
+    read_yaml,
+    suggest,
+    wrong_value,
+)
 from packmamba.data.schedule import check_data
-from packmamba.results.record import append_record
-from packmamba.training.fit import check_trainer, fit, record_path
+from packmamba.results.record import append_record, check_writable
+from packmamba.training.fit import check_run, fit, record_path
 from packmamba.training.throughput import measure_throughput
 
 
@@ -36,17 +45,26 @@ class SweepConfig:
     """Train the runs; false: only time them."""
 
 
+SWEEP_KEYS = SweepConfig.__dataclass_fields__
+
+
 def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[SweepConfig, list[Config]]:
-    """The sweep and the configuration of each of its runs, all checked. Raises ConfigError naming the key."""
-    loaded = read_yaml(path)
-    check_command("sweep", path, loaded)
+    """The sweep and the configuration of each of its runs, all checked. Raises ConfigError naming the key.
+
+    Overrides are of the sweep's own keys, such as ``output=runs/mine``, or of every run's.
+    """
+    file = read_yaml(path)
+    check_command("sweep", path, file)
+    own = [override for override in overrides or [] if override.partition("=")[0].partition(".")[0] in SWEEP_KEYS]
+    loaded = OmegaConf.merge(file, *map(parse_override, own))
+    assert isinstance(loaded, DictConfig)
     for key in map(str, loaded):
-        if key not in SweepConfig.__dataclass_fields__:
-            raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, SweepConfig.__dataclass_fields__)}")
+        if key not in SWEEP_KEYS:
+            raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, SWEEP_KEYS)}")
     try:
         sweep = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig), loaded))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+        raise wrong_value(error, path) from None
     assert isinstance(sweep, SweepConfig)
     if not sweep.arms:
         raise ConfigError(f"{path}: arms: expected at least one arm, got none")
@@ -58,9 +76,10 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
         if not values:
             raise ConfigError(f"{path}: grid.{key}: expected at least one value, got none")
     base = None if sweep.base is None else Path(path).parent / sweep.base
-    configs = [load_config(base, [*assignments, *(overrides or [])]) for assignments in _runs(sweep)]
+    others = [override for override in overrides or [] if override not in own]
+    configs = [load_config(base, [*assignments, *others]) for assignments in _runs(sweep)]
     for config in configs:
-        check_trainer(config)
+        check_run(config)
         check_data(config.data, config.trainer.boundary == "carry", config.trainer.devices * config.trainer.num_nodes)
     return sweep, configs
 
@@ -82,6 +101,7 @@ def _literal(value: Any) -> str:
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) -> Path:
     """Times the arms if asked, then trains each run that has no record yet. Returns the folder with the records."""
     output = Path(sweep.output)
+    check_writable(output / "records", "output")
     timings = output / "records" / "throughput.jsonl"
     if sweep.throughput_rounds and not timings.is_file():
         first = configs[: len(sweep.arms)]
