@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from packmamba.results import summary
-from packmamba.results.plots import MUTED, Figure, axes, finish, style_of
+from packmamba.results.plots import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.results.summary import Record
 from packmamba.results.tables import Cell, Column, Table, number, word
 
@@ -73,12 +73,15 @@ def operators_figures(records: Sequence[Record]) -> list[Figure]:
             metrics = record["metrics"]
             ax.barh(rank, 1e3 * metrics["seconds_median"], color=style_of(name, rank)["color"], height=0.6)
             limit = 1e3 * metrics["bound_seconds"]
-            ax.plot([limit, limit], [rank - 0.4, rank + 0.4], color=MUTED, linewidth=1.6)
+            what = "what the machine's rates allow" if rank == 0 else None
+            ax.plot([limit, limit], [rank - 0.4, rank + 0.4], color=MUTED, linewidth=1.6, label=what)
         ax.set_yticks(range(len(arms)), [_NAMES.get(name, name) for name in arms])
         ax.invert_yaxis()
         ax.set_xscale("log")
+        ax.set_xlim(left=1)
         ax.set_xlabel("milliseconds, forward and backward")
         ax.set_title(operator)
+    legend_below(fig, panels[0])
     caption = (
         "Median time of the packed operators, forward and backward; the strokes are what the machine's rates allow."
     )
