@@ -25,6 +25,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
         "optimizer.warmup_steps=-1",
         "optimizer.weight_decay=-1",
         "optimizer.grad_clip=nan",
+        "trainer.threads=100000",
     ],
 )
 def test_numbers_that_no_run_can_use_are_refused(tmp_path, key):

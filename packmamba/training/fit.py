@@ -28,6 +28,9 @@ from packmamba.training.callbacks import Checkpoints, History, Progress, checkpo
 from packmamba.training.module import MambaLitModule
 from packmamba.training.strategy import check_strategy, leave_process_group, make_strategy
 
+MOST_THREADS = 1024
+"""More end the process where the system gives no more."""
+
 
 def run_id(config: Config) -> str:
     """The run's name: its arm and a hash of everything that decides its result."""
@@ -65,8 +68,8 @@ def check_trainer(config: Config) -> None:
     check_strategy(config)
     if trainer.cuda_graphs:
         check_graphs(config)
-    if trainer.threads is not None and trainer.threads < 1:
-        raise ConfigError(f"trainer.threads: expected at least 1 or null, got {trainer.threads}")
+    if trainer.threads is not None and not 1 <= trainer.threads <= MOST_THREADS:
+        raise ConfigError(f"trainer.threads: expected 1 to {MOST_THREADS} or null, got {trainer.threads}")
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed: expected 0 to 2**32 - 1, got {config.seed}")
     if not 0 < optimizer.lr < float("inf"):
