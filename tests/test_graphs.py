@@ -1,5 +1,6 @@
 """A batch's forward and backward as a CUDA graph: what is refused, how a batch fills a shape, the gradients of eager steps."""
 
+import copy
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import torch
 from packmamba.config import ConfigError, load_config
 from packmamba.data.batching import PackedBatch
 from packmamba.layout import SequenceLayout
+from packmamba.results import growth
+from packmamba.results.summary import training_arms
 from packmamba.training import graphs
 from packmamba.training.fit import decisive, fit
 from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static
@@ -48,6 +51,20 @@ def test_runs_without_graphs_keep_their_names(tmp_path):
     assert "cuda_graphs" not in decisive(config)["trainer"]
     config.trainer.cuda_graphs = True
     assert decisive(config)["trainer"]["cuda_graphs"] is True
+
+
+def test_reports_tell_runs_with_graphs_from_those_without(tmp_path):
+    plain = fit(tiny_config(tmp_path, "trainer.max_steps=2", "data.strategy=greedy"), progress=False)
+    graph = copy.deepcopy(plain)
+    graph["config"]["trainer"]["cuda_graphs"] = True
+    assert len(training_arms([plain, plain])) == 1 and len(training_arms([plain, graph])) == 2
+
+
+def test_points_of_growth_are_measured_alike():
+    eager, graph = ({"axis": "row_length", "value": 2048} | more for more in ({}, {"cuda_graphs": True}))
+    records = [{"kind": "growth", "config": config} for config in (eager, {**eager, "value": 4096}, graph)]
+    assert growth._points(records) == {"row_length": {2048: records[2]}}
+    assert growth._points(records[:2]) == {"row_length": {2048: records[0], 4096: records[1]}}
 
 
 def random_batch(lengths, row_length, seed=0):

@@ -8,7 +8,6 @@ import torch
 
 from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule
-from packmamba.training import fit as fit_module
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.fit import decisive, fit, run_folder, run_id
 from packmamba.training.module import MambaLitModule
@@ -34,11 +33,11 @@ def test_numbers_that_no_run_can_use_are_refused(tmp_path, key):
 
 
 @pytest.mark.parametrize("key", ["experiment", "runs_dir"])
-def test_a_folder_that_cannot_be_written_is_named_before_the_run(tmp_path, key, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_named_before_documents_are_read(tmp_path, key):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(fit_module, "_train", lambda *_: pytest.fail("trained"))
     with pytest.raises(ConfigError, match=rf"^{key}: .* cannot be written \(Not a directory\)$"):
         fit(tiny_config(tmp_path, f"{key}={tmp_path}/file/mine"), progress=False)
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(

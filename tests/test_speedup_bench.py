@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from packmamba.bench import multi_gpu
+from packmamba.bench import multi_gpu, steps
 from packmamba.bench import speedup as bench
 from packmamba.bench.arms import Documents, PeerLM, Scheme, feed
 from packmamba.bench.breakdown import Breakdown, exclusive, family_of
@@ -128,6 +128,43 @@ def test_names_of_arms(name, expected):
 def test_arms_that_there_are_not(name):
     with pytest.raises(ConfigError, match="arms: expected single"):
         Scheme.parse(name)
+
+
+def test_arms_take_their_turns_as_they_are_named(tmp_path, monkeypatch):
+    """Graphs apart from the others, after a warm-up on all that they are timed on; breakdowns are of one step."""
+    seen = []
+
+    def take_turns(configs, turns):
+        seen.append(([config.trainer.cuda_graphs for config in configs], turns))
+        arms = range(len(configs))
+        found = Breakdown({family: 0.0 for family in BREAKDOWN if family != "idle"} | {"scan": 12.0}, [], 0.0)
+        return types.SimpleNamespace(
+            seconds=[[1.0]] * len(arms), slots=[[512.0]] * len(arms), peaks=[None] * len(arms), profiles={0: found}
+        )
+
+    monkeypatch.setattr(steps, "take_turns", take_turns)
+    arms = ["single", "packed-512-best_fit", "single-graph", "packed-512-best_fit-graph"]
+    c = bench.SpeedupBenchConfig(**{**TINY, "step_arms": arms, "breakdown_arms": arms, "rounds": 3})
+    path = tmp_path / "records.jsonl"
+    steps.measure(bench.Bench(c, "130m", torch.device("cpu"), path, False))
+    assert [graphs for graphs, _ in seen] == [[False, False], [True, True]]
+    for (graphs, turns), counts in zip(seen, ([1, 4], [4, 4])):
+        warm_up = [turn.steps for turn in turns if not turn.timed and not turn.profiled]
+        assert warm_up == ([16, 16] if graphs[0] else [4, 4])
+        assert [turn.steps for turn in turns if turn.timed] == counts * 3
+        assert [turn.steps for turn in turns if turn.profiled] == counts
+        order = steps.Turns([range(99), range(99)], turns).order
+        assert [step for arm, step in order if arm == 1] == [*range(warm_up[1]), *range(4 * counts[1])]
+        watch = steps.Watch(
+            turns, [types.SimpleNamespace(trainer=types.SimpleNamespace(cuda_graphs=g)) for g in (True, False)]
+        )
+        module = types.SimpleNamespace(device=torch.device("cpu"), cuda_graphs=None)
+        for index, (arm, _) in enumerate(order[:-8]):  # but those that are profiled
+            watch.on_train_batch_start(None, module, None, index)
+            assert module.cuda_graphs is (arm == 0)
+    records = map(json.loads, path.read_text().splitlines())
+    found = {r["arm"]: r["metrics"]["scan"] for r in records if r["kind"] == "breakdown"}
+    assert found == {"single": 12.0, "single-graph": 3.0}
 
 
 @pytest.mark.parametrize(("profiled_idle", "timed", "idle"), [(3.0, 20.0, 1.5), (9.0, 18.0, 3.0), (3.0, 11.0, 0.0)])

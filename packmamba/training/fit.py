@@ -138,12 +138,13 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
                 f"the documents have changed since this run; remove {path} and the run's folder to train again"
             )
         return done
+    folder = run_folder(config)
+    check_writable(folder, "runs_dir")
     if config.experiment is not None:
         check_writable(path.parent, "experiment")
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     quieten()
-    folder = run_folder(config)
     history = History(config.trainer.log_every)
     trainer = make_trainer(config, folder, history, progress)
     try:
