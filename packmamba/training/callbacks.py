@@ -36,6 +36,7 @@ class History(Callback):
         self.train: list[dict[str, float]] = []
         self.validation: list[dict[str, float]] = []
         self.by_position: list[dict[str, float]] = []
+        self.shown: dict[str, float] = {}
         self._recent: list[tuple[int, int, float]] = []
         self._steps_here = 0
         self._clock = 0.0
@@ -90,8 +91,8 @@ class History(Callback):
         step = trainer.global_step
         point = step % self.log_every == 0 or step == 1 or step == trainer.max_steps
         on_gpu = module.device.type == "cuda"
-        # Steps between points are left to run behind: a wait, or a number sent to the GPU to be logged, would leave it idle until
-        # the next step's kernels are launched. Their seconds are right in sum.
+        # Steps between points are left to run behind: a wait, a number sent to the GPU to be logged, or one shown by Lightning's
+        # progress bar, would leave it idle until the next step's kernels are launched. Their seconds are right in sum.
         if on_gpu and (point or self._steps_here < self.WARMUP_STEPS):
             torch.cuda.synchronize()
         seconds = self._lap()
@@ -106,7 +107,7 @@ class History(Callback):
             rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
             module.log_dict(rates | {"train/learning_rate": module.learning_rate(step - 1)})
             module.log("data/padding_fraction", 1 - tokens / slots)
-            module.log("real_tok/s", round(tokens / seconds), prog_bar=True, logger=False)
+            self.shown = {"loss": float(outputs["loss"]), "real_tok/s": round(tokens / seconds)}
         if point:
             self.train.append(self._point(float(outputs["loss"])))
 
@@ -183,10 +184,11 @@ def checkpoints(folder: Path) -> list[Path]:
 class Progress(TQDMProgressBar):
     """One line with loss, evaluation and real tokens per second; in a file, about ten lines a run."""
 
-    def __init__(self, label: str, max_steps: int) -> None:
+    def __init__(self, label: str, max_steps: int, history: History) -> None:
         self.on_terminal = sys.stderr.isatty()
         super().__init__(refresh_rate=1 if self.on_terminal else max(1, max_steps // 10), leave=False)
         self.label = label
+        self.history = history
 
     def init_train_tqdm(self) -> Tqdm:
         return Tqdm(desc=self.label, unit="step", dynamic_ncols=True, file=sys.stderr, ascii=not self.on_terminal)
@@ -199,7 +201,6 @@ class Progress(TQDMProgressBar):
         self.train_progress_bar.set_description(self.label)
 
     def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
-        metrics = super().get_metrics(trainer, module)
-        metrics.pop("v_num", None)
-        names = {"train/loss": "loss", "val/loss": "validation", "real_tok/s": "real_tok/s"}
-        return {names[key]: value for key, value in metrics.items() if key in names}
+        found = super().get_metrics(trainer, module)
+        evaluated = {"validation": found["val/loss"]} if "val/loss" in found else {}
+        return self.history.shown | evaluated

@@ -26,7 +26,7 @@ from packmamba.ops.dispatch import choose
 from packmamba.results.record import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
 from packmamba.training.module import MambaLitModule
-from packmamba.training.strategy import check_strategy, leave_process_group, make_strategy
+from packmamba.training.strategy import check_strategy, leave_process_group, make_strategy, meet_less
 
 MOST_THREADS = 1024
 """More end the process where the system gives no more."""
@@ -201,7 +201,7 @@ def make_trainer(config: Config, folder: Path, history: History, progress: bool)
         Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history),
     ]
     try:
-        return lightning.Trainer(
+        trainer = lightning.Trainer(
             accelerator=options.accelerator,
             devices=options.devices,
             num_nodes=options.num_nodes,
@@ -213,13 +213,15 @@ def make_trainer(config: Config, folder: Path, history: History, progress: bool)
             num_sanity_val_steps=0,
             log_every_n_steps=min(options.log_every, options.max_steps),
             logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="tensorboard", version="")],
-            callbacks=[*callbacks, Progress(config.name, options.max_steps)] if progress else callbacks,
+            callbacks=[*callbacks, Progress(config.name, options.max_steps, history)] if progress else callbacks,
             enable_progress_bar=progress,
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
+    meet_less(trainer, options.log_every)
+    return trainer
 
 
 def training_record(

@@ -154,8 +154,8 @@ class MambaLitModule(lightning.LightningModule):
         loss = self.accumulate(step, self.manual_backward, self.trainer.world_size)
         optimizer.step()
         if self.trainer.world_size > 1:
-            loss = self.trainer.strategy.reduce(loss, reduce_op="sum")
-        self.log("train/loss", loss, prog_bar=True)
+            torch.distributed.all_reduce(loss)  # the strategy's reduce has all ranks wait for each other
+        self.log("train/loss", loss)  # not to the progress bar, which would wait for the GPU at every step
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,6 +77,13 @@ def without_sync(strategy: Strategy | None, model: MambaLM) -> Iterator[None]:
     else:
         with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
             yield
+
+
+def meet_less(trainer: lightning.Trainer, every: int) -> None:
+    """Has ranks ask each other for SIGTERM before every ``every``-th step only: Lightning's wait for their GPUs before each."""
+    loop = trainer.fit_loop.epoch_loop
+    ask = loop._broadcast_sigterm_tensor
+    loop._broadcast_sigterm_tensor = lambda: ask() if trainer.global_step % every == 0 else None  # type: ignore[method-assign]
 
 
 def leave_process_group() -> None:
