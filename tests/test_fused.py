@@ -83,11 +83,18 @@ def test_the_fused_operator_is_the_composition_of_the_references(layout, states,
 def test_opcheck():
     tensors, (conv_state, ssm_state) = arguments()
     places = (LAYOUT.starts, LAYOUT.ends, LAYOUT.starts, LAYOUT.ends)
-    for given in ((conv_state, ssm_state, True), (None, None, False)):
+    wider = (tensors[0].detach().float().requires_grad_(), *(t.detach().float() for t in tensors[1:3]), *tensors[3:5],
+             *(t.detach().float() for t in tensors[5:8]), tensors[8])  # fmt: skip
+    used = [t.detach().float() for t in (tensors[3], tensors[4], tensors[8])]
+    for given, (xz, w, b, x, dt, A, D, bias, out), as_used in (
+        ((conv_state, ssm_state, True), tensors, [None] * 3),
+        ((None, None, False), tensors, [None] * 3),
+        ((None, None, False), wider, used),
+    ):
         for recompute in (False, True):
             torch.library.opcheck(
                 torch.ops.packmamba.inner_pack.default,
-                (*tensors[:5], tensors[8], *tensors[5:8], *places, *given, recompute, True),
+                (xz, w, b, x, dt, out, A, D, bias, *places, *given[:2], *as_used, given[2], recompute, True),
             )
 
 
@@ -313,6 +320,22 @@ def test_on_a_gpu(d_state, recompute):
         outputs.append([v.detach().cpu() for v in (y, *finals, *found)])
     errors = [relative_error(result, expected.double()) for result, expected in zip(*reversed(outputs))]
     assert max(errors) <= 2e-2, errors  # a chain of bfloat16 operators
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gradients_of_wider_weights_are_not_rounded_to_the_activations_dtype():
+    tensors, _ = arguments(channels=64, d_state=16, rank=8, width=4, states=False)
+    projections = (3, 4, 8)
+
+    def gradients_of(dtype):
+        dtypes = [torch.bfloat16] + [dtype if i in projections else torch.float32 for i in range(1, 9)]
+        leaves = [t.detach().bfloat16().to("cuda", dtype).requires_grad_() for t, dtype in zip(tensors, dtypes)]
+        y, _ = inner_pack(*leaves, conv_layout=LAYOUT.to("cuda"), ssm_layout=LAYOUT.to("cuda"))
+        return torch.autograd.grad(y.float().square().sum(), [leaves[i] for i in projections])
+
+    for wide, narrow in zip(gradients_of(torch.float32), gradients_of(torch.bfloat16)):
+        assert wide.dtype == torch.float32 and not torch.equal(wide, wide.bfloat16().float())
+        assert torch.allclose(wide, narrow.float(), rtol=2**-7, atol=2**-7 * float(wide.abs().max()))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

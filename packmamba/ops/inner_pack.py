@@ -48,7 +48,8 @@ def inner_pack(
     Args:
         xz: (B, L, 2 D), the convolution's input and the gate.
         conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is SiLU.
-        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype.
+        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; the compiled kernels sum
+            gradients of wider ones without rounding them to xz's.
         A, D, delta_bias: (D, N), (D,), (D,), as ``ssm_pack`` takes them.
         conv_layout, ssm_layout: where documents lie for the convolution and for the scan; None: each row is one.
         conv_state, ssm_state: as the operators' initial_state, indexed by the documents of their layouts.
@@ -67,10 +68,9 @@ def inner_pack(
     conv_layout = check_layout(conv_layout, xz, "xz", "conv_layout")
     ssm_layout = check_layout(ssm_layout, xz, "xz", "ssm_layout")
     run = choose(backend, xz.device, IMPLEMENTATIONS)
-    weights = (weight.to(xz.dtype) for weight in (x_weight, dt_weight, out_weight))
     mixed, *state = run(
-        xz, conv_weight, conv_bias, *weights, A, D, delta_bias, conv_layout, ssm_layout, conv_state, ssm_state, return_state,
-        recompute, backend,
+        xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_layout, ssm_layout, conv_state,
+        ssm_state, return_state, recompute, backend,
     )  # fmt: skip
     return mixed, (state[0], state[1]) if return_state else None
 
@@ -81,6 +81,7 @@ def _composed(
     conv_state: Tensor | None, ssm_state: Tensor | None, return_state: bool, recompute: bool, backend: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """By the two public operators; autograd keeps what it needs."""
+    x_weight, dt_weight, out_weight = (weight.to(xz.dtype) for weight in (x_weight, dt_weight, out_weight))
     x, z = xz.chunk(2, dim=-1)
     x = conv1d_pack(
         x, conv_weight, conv_bias, layout=conv_layout, activation="silu", initial_state=conv_state,
@@ -114,10 +115,14 @@ def _fused(
         cuda.note(layout)
     tensors = (xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_state, ssm_state)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    used = (
+        None if weight.dtype == xz.dtype else weight.detach().to(xz.dtype)
+        for weight in (x_weight, dt_weight, out_weight)
+    )
     mixed, conv_final, ssm_final, *_ = torch.ops.packmamba.inner_pack(
         xz, conv_weight.to(wide), None if conv_bias is None else conv_bias.to(wide), x_weight, dt_weight, out_weight, A, D,
         delta_bias, conv_layout.starts, conv_layout.ends, ssm_layout.starts, ssm_layout.ends,
-        None if conv_state is None else conv_state.to(wide), ssm_state, return_state, recompute, keep,
+        None if conv_state is None else conv_state.to(wide), ssm_state, *used, return_state, recompute, keep,
     )  # fmt: skip
     if not return_state:
         return (mixed,)
@@ -135,7 +140,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 SCHEMA = (
     "Tensor xz, Tensor conv_weight, Tensor? conv_bias, Tensor x_weight, Tensor dt_weight, "
     "Tensor out_weight, Tensor A, Tensor D, Tensor delta_bias, Tensor conv_starts, Tensor conv_ends, Tensor ssm_starts, "
-    "Tensor ssm_ends, Tensor? conv_state, Tensor? ssm_state, bool return_state, bool recompute"
+    "Tensor ssm_ends, Tensor? conv_state, Tensor? ssm_state, Tensor? x_used, Tensor? dt_used, Tensor? out_used, "
+    "bool return_state, bool recompute"
 )
 
 
@@ -161,8 +167,17 @@ class Arguments(NamedTuple):
     ssm_ends: Tensor
     conv_state: Tensor | None
     ssm_state: Tensor | None
+    x_used: Tensor | None
+    dt_used: Tensor | None
+    out_used: Tensor | None
     return_state: bool
     recompute: bool
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """x_weight, dt_weight and out_weight in xz's dtype: those given as used, or themselves."""
+        pairs = zip((self.x_used, self.dt_used, self.out_used), self[3:6])
+        return tuple(weight if used is None else used for used, weight in pairs)
 
     @property
     def parameters(self) -> tuple[Tensor | None, ...]:
@@ -195,13 +210,14 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     x = torch.empty_like(y)
     finals = (conv_final, ssm_final) if a.return_state else (None, None)
     kernels["conv1d_forward"](x_in, conv_weight, conv_bias, *a.documents, conv_state, True, x, finals[0])
-    projected = _linear(x, a.x_weight)
+    x_weight, dt_weight, out_weight = a.weights
+    projected = _linear(x, x_weight)
     low, B, C = a.parts(projected)
-    delta = _linear(low, a.dt_weight)
+    delta = _linear(low, dt_weight)
     kernels["ssm_forward"](
         x, delta, A, B, C, D, z, bias, True, a.ssm_starts, a.ssm_ends, ssm_state, y, finals[1], kept if keep else None
     )
-    return _linear(y, a.out_weight), conv_final, ssm_final, kept, *_kept(a, keep, (projected, x, delta, y))
+    return _linear(y, out_weight), conv_final, ssm_final, kept, *_kept(a, keep, (projected, x, delta, y))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -232,9 +248,8 @@ def _backward(
     a, (kept, projected, x, delta, y) = _split(arguments)
     outputs = _backward_fake(dmixed, dconv_final, dssm_final, *arguments)
     dxz, *gradients = outputs
-    dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = present(
-        tuple(gradients), a.parameters
-    )
+    dx_weight, ddt_weight, dout_weight = gradients[2:5]
+    dweight, dbias, _, _, _, dA, dD, ddelta_bias, dconv, dssm = present(tuple(gradients), a.parameters)
     if dssm is not None:
         dssm.zero_()  # of documents that are absent (training.graphs) nothing writes it
     kernels = KERNELS[dxz.device.type]
@@ -242,13 +257,14 @@ def _backward(
     conv_weight, conv_bias, A, D, bias = dense(a.conv_weight, a.conv_bias, a.A, a.D, a.delta_bias)
     conv_state, ssm_state, dconv_final, dssm_final = dense(a.conv_state, a.ssm_state, dconv_final, dssm_final)
     low, B, C = a.parts(projected)
+    x_weight, dt_weight, out_weight = a.weights
     if a.recompute:
         x = dxz.new_empty(x_in.shape)
         kernels["conv1d_forward"](x_in, conv_weight, conv_bias, *a.documents, conv_state, True, x, None)
-        delta = _linear(low, a.dt_weight)
+        delta = _linear(low, dt_weight)
     by_slot = dmixed.flatten(0, 1)
     dy = torch.empty_like(x)
-    torch.mm(by_slot, a.out_weight, out=dy.flatten(0, 1))
+    torch.mm(by_slot, out_weight, out=dy.flatten(0, 1))
     make_y = {} if y.numel() else {"y": torch.empty_like(x)}
     du, ddelta, dprojected = torch.empty_like(x), torch.empty_like(x), torch.empty_like(projected)
     dlow, dB, dC = a.parts(dprojected)
@@ -256,12 +272,12 @@ def _backward(
         dy, dssm_final, x, delta, A, B, C, D, z, bias, True, a.ssm_starts, a.ssm_ends, ssm_state, kept,
         du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dssm, **make_y,
     )  # fmt: skip
-    torch.mm(by_slot.t(), make_y.get("y", y).flatten(0, 1), out=dout_weight)
+    _product(by_slot.t(), make_y.get("y", y).flatten(0, 1), dout_weight)
     by_slot, dprojected_by_slot = ddelta.flatten(0, 1), dprojected.flatten(0, 1)
-    torch.mm(by_slot, a.dt_weight, out=dlow.flatten(0, 1))
-    torch.mm(by_slot.t(), low.flatten(0, 1), out=ddt_weight)
-    torch.mm(dprojected_by_slot.t(), x.flatten(0, 1), out=dx_weight)
-    du.flatten(0, 1).addmm_(dprojected_by_slot, a.x_weight)
+    torch.mm(by_slot, dt_weight, out=dlow.flatten(0, 1))
+    _product(by_slot.t(), low.flatten(0, 1), ddt_weight)
+    _product(dprojected_by_slot.t(), x.flatten(0, 1), dx_weight)
+    du.flatten(0, 1).addmm_(dprojected_by_slot, x_weight)
     kernels["conv1d_backward"](
         du, dconv_final, x_in, conv_weight, conv_bias, *a.documents, conv_state, True, dx, dweight, dbias, dconv
     )
@@ -294,7 +310,7 @@ def _gradients(
     gradients = torch.ops.packmamba.inner_pack_backward(dmixed, *finals, *a, kept, projected, x, delta, y)
     dxz, *others = gradients
     *parameters, dconv, dssm = present(tuple(others), a.parameters)
-    return (dxz, *parameters, None, None, None, None, dconv, dssm, None, None, None)
+    return (dxz, *parameters, None, None, None, None, dconv, dssm, *[None] * 6)
 
 
 define("inner_pack", _forward, _forward_fake, f"({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * 8)})")
@@ -313,3 +329,13 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     y = x.new_empty(*x.shape[:2], weight.shape[0])
     torch.mm(x.flatten(0, 1), weight.t(), out=y.flatten(0, 1))
     return y
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b, rounded to out's dtype alone where PyTorch can."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif out.is_cuda and out.dtype == torch.float32:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(a, b, out=a.new_empty(out.shape)))
