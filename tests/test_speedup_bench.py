@@ -168,11 +168,13 @@ def test_arms_take_their_turns_as_they_are_named(tmp_path, monkeypatch):
     assert found == {"single": 12.0, "single-graph": 3.0}
 
 
-@pytest.mark.parametrize(("profiled_idle", "timed", "idle"), [(3.0, 20.0, 1.5), (9.0, 18.0, 3.0), (3.0, 11.0, 0.0)])
-def test_no_more_is_idle_than_is_left_without_the_profiler(tmp_path, profiled_idle, timed, idle):
+@pytest.mark.parametrize(("profiled_idle", "timed", "idle"), [(3.0, 20.0, 1.5), (9.0, 18.0, 3.0), (3.0, 11.0, 0.25)])
+def test_no_more_is_idle_than_is_left_without_the_profiler_but_launches(tmp_path, profiled_idle, timed, idle):
     path = tmp_path / "records.jsonl"
     shared = bench.SpeedupBenchConfig(models=["130m"], experiment="x")
-    found = Breakdown({family: 0.0 for family in BREAKDOWN if family != "idle"} | {"scan": 12.0}, [], profiled_idle)
+    found = Breakdown(
+        {family: 0.0 for family in BREAKDOWN if family != "idle"} | {"scan": 12.0}, [], profiled_idle, 0.5
+    )
     bench.Bench(shared, "130m", torch.device("cpu"), path, False).record_breakdown("packed", "steps", timed, found, 2)
     (record,) = map(json.loads, path.read_text().splitlines())
     assert record["metrics"]["idle"] == idle and record["metrics"]["scan"] == 6
@@ -274,8 +276,14 @@ def test_families_of_kernels(name, family):
 
 
 def test_kernels_that_wait_for_each_other_count_once():
-    events = [(3.0, 7.0, "reduce"), (0.0, 5.0, "backward"), (1.0, 2.0, "inside"), (9.0, 10.0, "backward")]
-    assert exclusive(events) == {"backward": 6.0, "inside": 0.0, "reduce": 2.0}
+    events = [
+        (3.0, 7.0, "reduce"),
+        (0.0, 5.0, "backward"),
+        (1.0, 2.0, "inside"),
+        (9.0, 10.0, "backward"),
+        (40.0, 41.0, "reduce"),
+    ]
+    assert exclusive(events) == ({"backward": 6.0, "inside": 0.0, "reduce": 3.0}, 2.0), "30 us are no launch"
 
 
 @pytest.mark.parametrize(

@@ -308,11 +308,11 @@ class Bench:
     def record_breakdown(self, arm: str, part: str, seconds: float, found: Breakdown, calls: int) -> None:
         """Of so many calls, which take so many seconds without the profiler.
 
-        It slows the host, so no more is idle than those seconds leave; and where a GPU ran faster while it was timed or
-        profiled, the difference is no waiting.
+        It slows the host, so no more is idle than those seconds leave; but where the GPU ran slower while it was profiled they
+        leave too little, and kernels do not follow each other closer than they were seen to.
         """
         metrics = {family: taken / calls for family, taken in found.families.items()}
-        metrics["idle"] = min(found.idle, max(0.0, seconds - sum(found.families.values()))) / calls
+        metrics["idle"] = min(found.idle, max(found.gaps, seconds - sum(found.families.values()))) / calls
         metrics["seconds"] = sum(metrics.values())
         slowest = [{"seconds": taken / calls} for _, _, taken in found.kernels[:20]]
         names = [f"{family}: {name[:100]}" for family, name, _ in found.kernels[:20]]
