@@ -74,7 +74,7 @@ def growth_figures(records: Sequence[Record]) -> list[Figure]:
             parameters, rate = int(record["metrics"]["flop_parameters"]), record["metrics"]["real_tokens_per_second"]
             sizes[parameters] = max(rate, sizes.get(parameters, 0.0))
     if len(sizes) > 1:
-        curves.append(("parameters, fastest packed arm", dict(sorted(sizes.items()))))
+        curves.append(("parameters (fastest packed arm, no graph)", dict(sorted(sizes.items()))))
     fig, panels = axes(len(curves), width=3.6 * len(curves), height=3.4)
     for ax, (label, points) in zip(panels, curves):
         ax.plot(list(points), list(points.values()), marker="o", color="#0072B2", linewidth=1.8)
