@@ -98,6 +98,39 @@ def test_opcheck():
             )
 
 
+NAMES = ("xz", "conv_weight", "conv_bias", "x_weight", "dt_weight", "A", "D", "delta_bias", "out_weight")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("xz", lambda t: t[..., 1:], ValueError, r"expected shape \(B, L, 2 D\), got \(.*11\)"),
+        ("conv_weight", lambda t: t[:4], ValueError, r"expected shape \(6, 3\).*, got \(4, 3\)"),
+        ("conv_weight", lambda t: t[:, :1], ValueError, r"expected shape \(6, W\) with W from 2 to 4, got \(6, 1\)"),
+        ("conv_bias", lambda t: t[:1], ValueError, r"expected shape \(6,\).*, got \(1,\)"),
+        ("x_weight", lambda t: t[1:], ValueError, r"expected shape \(8, 6\).*, got \(7, 6\)"),
+        ("dt_weight", lambda t: t[0], ValueError, r"expected shape \(6, R\) with R at least 1, got \(2,\)"),
+        ("dt_weight", lambda t: t.long(), TypeError, "expected bfloat16 or .*, got int64"),
+        ("A", lambda t: t.float(), TypeError, "expected float64 beside float64 xz, got float32"),
+        ("A", lambda t: t[:, :0], ValueError, r"expected shape \(6, N\) with N from 1 to 256, got \(6, 0\)"),
+        ("D", lambda t: None, TypeError, "expected a tensor, got NoneType"),
+        ("delta_bias", lambda t: t[:, None], ValueError, r"expected shape \(6,\).*, got \(6, 1\)"),
+        ("out_weight", lambda t: t.t(), ValueError, r"expected shape \(6, 6\).*, got \(6, 5\)"),
+        ("out_weight", lambda t: t.to("meta"), ValueError, "expected device cpu like xz, got meta"),
+        ("conv_state", lambda t: t[1:], ValueError, r"expected shape .*, got"),
+        ("ssm_state", lambda t: t[..., 1:], ValueError, r"expected shape .*, got"),
+    ],
+)
+def test_the_fused_operator_refuses_in_one_sentence(name, change, error, message, backend):
+    tensors, given = arguments()
+    good = dict(zip(NAMES, tensors)) | {"conv_state": given[0], "ssm_state": given[1]}
+    good |= {"conv_layout": LAYOUT, "ssm_layout": LAYOUT, "backend": backend}
+    inner_pack(**good)
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        inner_pack(**good | {name: change(good[name])})
+
+
 def test_gradients_of_final_states_alone():
     tensors, _ = arguments(states=False)
     found = []

@@ -253,7 +253,7 @@ def test_the_mixer_is_its_operators_each_with_its_own_layout(config, variant):
 def test_states_of_another_layout_are_refused_under_flow():
     model, tokens = build(dtype=torch.float32), random_tokens()
     states = random_states(model, LAYOUT.num_documents)
-    with pytest.raises(ValueError, match=r"initial_state: expected shape \(3, 16, 3\).*got \(6, 16, 3\)"):
+    with pytest.raises(ValueError, match=r"^conv_state: expected shape \(3, 16, 3\).*got \(6, 16, 3\)"):
         model(tokens, layout=FLOW, states=states)
 
 

@@ -125,7 +125,7 @@ BAD_CALLS = {
     "states: expected one per layer, 2, got 1": lambda t: MODEL(t, layout=LAYOUT, states=STATES[:1]),
     "states: expected a list with one pair per layer, got Tensor": lambda t: MODEL(t, states=STATES[0][0]),
     r"state: expected a pair \(conv_state, ssm_state\), got Tensor": lambda t: MODEL(t, states=STATES[0]),
-    r"initial_state: expected shape \(6, 16, 3\).*, got \(1, 16, 3\)": lambda t: MODEL(
+    r"conv_state: expected shape \(6, 16, 3\).*, got \(1, 16, 3\)": lambda t: MODEL(
         t, layout=LAYOUT, states=MODEL.start_states(1)
     ),
     r"hidden: expected shape \(B, L, 8\), got \(4, 14\)": lambda t: MODEL.backbone.layers[0].mixer(t.float()),

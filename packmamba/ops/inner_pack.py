@@ -16,7 +16,14 @@ from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 from packmamba.ops import cuda
-from packmamba.ops.checks import accumulation_dtype, check_activations, check_layout, check_tensor
+from packmamba.ops.checks import (
+    ACTIVATION_DTYPES,
+    accumulation_dtype,
+    check_activations,
+    check_is_tensor,
+    check_layout,
+    check_tensor,
+)
 from packmamba.ops.compiled import KERNELS, define, dense, differentiate, like, present, scan_outputs
 from packmamba.ops.conv1d_pack import conv1d_pack
 from packmamba.ops.dispatch import choose
@@ -67,12 +74,52 @@ def inner_pack(
     check_activations(xz, "xz")
     conv_layout = check_layout(conv_layout, xz, "xz", "conv_layout")
     ssm_layout = check_layout(ssm_layout, xz, "xz", "ssm_layout")
+    given = (conv_weight, conv_bias, x_weight, dt_weight, A, D, delta_bias, out_weight, conv_state, ssm_state)
+    _check_shapes(xz, *given, conv_layout.num_documents, ssm_layout.num_documents)
     run = choose(backend, xz.device, IMPLEMENTATIONS)
     mixed, *state = run(
         xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_layout, ssm_layout, conv_state,
         ssm_state, return_state, recompute, backend,
     )  # fmt: skip
     return mixed, (state[0], state[1]) if return_state else None
+
+
+def _check_shapes(
+    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, x_weight: Tensor, dt_weight: Tensor, A: Tensor, D: Tensor,
+    delta_bias: Tensor, out_weight: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None, conv_documents: int,
+    ssm_documents: int,
+) -> None:  # fmt: skip
+    if xz.shape[2] % 2:
+        raise ValueError(f"xz: expected shape (B, L, 2 D), got {tuple(xz.shape)}")
+    channels = xz.shape[2] // 2
+    sizes = []
+    for name, matrix, expected, most in (
+        ("conv_weight", conv_weight, "W) with W from 2 to 4", range(2, 5)),
+        ("dt_weight", dt_weight, "R) with R at least 1", range(1, 2**31)),
+        ("A", A, "N) with N from 1 to 256", range(1, 257)),
+    ):
+        check_is_tensor(matrix, name)
+        if matrix.dim() != 2 or matrix.shape[1] not in most:
+            raise ValueError(f"{name}: expected shape ({channels}, {expected}, got {tuple(matrix.shape)}")
+        sizes.append(matrix.shape[1])
+    width, rank, states = sizes
+    check_is_tensor(out_weight, "out_weight")
+    near, wide = (xz.dtype, torch.float32), (accumulation_dtype(xz.dtype),)
+    wanted: list[tuple[str, Any, tuple[int, ...], tuple[torch.dtype, ...]]] = [
+        ("conv_weight", conv_weight, (channels, width), near),
+        ("conv_bias", conv_bias, (channels,), near),
+        ("x_weight", x_weight, (rank + 2 * states, channels), ACTIVATION_DTYPES),
+        ("dt_weight", dt_weight, (channels, rank), ACTIVATION_DTYPES),
+        ("out_weight", out_weight, (*out_weight.shape[:1], channels), ACTIVATION_DTYPES),
+        ("A", A, (channels, states), wide),
+        ("D", D, (channels,), wide),
+        ("delta_bias", delta_bias, (channels,), wide),
+        ("conv_state", conv_state, (conv_documents, channels, width - 1), near),
+        ("ssm_state", ssm_state, (ssm_documents, channels, states), wide),
+    ]
+    for name, tensor, shape, dtypes in wanted:
+        if tensor is not None or name not in ("conv_bias", "conv_state", "ssm_state"):
+            check_tensor(tensor, name, shape, dtypes, xz, "xz")
 
 
 def _composed(
@@ -104,15 +151,9 @@ def _fused(
     conv_state: Tensor | None, ssm_state: Tensor | None, return_state: bool, recompute: bool, backend: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """By the compiled kernels."""
-    channels, width = conv_weight.shape
     wide = accumulation_dtype(xz.dtype)
-    for state, layout, size, dtypes in (
-        (conv_state, conv_layout, width - 1, (xz.dtype, torch.float32)),
-        (ssm_state, ssm_layout, A.shape[1], (wide,)),
-    ):
-        if state is not None:
-            check_tensor(state, "initial_state", (layout.num_documents, channels, size), dtypes, xz, "xz")
-        cuda.note(layout)
+    cuda.note(conv_layout)
+    cuda.note(ssm_layout)
     tensors = (xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_state, ssm_state)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     used = (
