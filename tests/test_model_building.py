@@ -98,6 +98,7 @@ BAD_SIZES = [
     ("d_conv", 1, "2, 3 or 4"),
     ("dt_rank", "all", "'auto' or an integer of at least 1"),
     ("dt_rank", 0, "'auto' or an integer of at least 1"),
+    ("dt_rank", True, "'auto' or an integer of at least 1"),
     ("dt_max", 0.0, "0 < dt_min <= dt_max"),
     ("backend", "triton", "one of auto, reference"),
 ]

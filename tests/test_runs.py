@@ -23,6 +23,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
         "optimizer.lr=nan",
         "optimizer.warmup_steps=-1",
         "optimizer.weight_decay=-1",
+        "optimizer.final_lr_fraction=2",
         "optimizer.grad_clip=nan",
         "trainer.threads=100000",
     ],

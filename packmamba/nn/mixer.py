@@ -57,7 +57,7 @@ class PackedMamba(nn.Module):
                 raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
         if not isinstance(d_conv, int) or not 2 <= d_conv <= 4:
             raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
-        if dt_rank != "auto" and (not isinstance(dt_rank, int) or dt_rank < 1):
+        if dt_rank != "auto" and (type(dt_rank) is not int or dt_rank < 1):
             raise ValueError(f"dt_rank: expected 'auto' or an integer of at least 1, got {dt_rank!r}")
         if not 0 < dt_min <= dt_max:
             raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")

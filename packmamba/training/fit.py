@@ -74,7 +74,9 @@ def check_trainer(config: Config) -> None:
         raise ConfigError(f"seed: expected 0 to 2**32 - 1, got {config.seed}")
     if not 0 < optimizer.lr < float("inf"):
         raise ConfigError(f"optimizer.lr: expected above 0 and finite, got {optimizer.lr}")
-    for key in ("weight_decay", "warmup_steps", "final_lr_fraction"):
+    if not 0 <= optimizer.final_lr_fraction <= 1:
+        raise ConfigError(f"optimizer.final_lr_fraction: expected 0 to 1, got {optimizer.final_lr_fraction}")
+    for key in ("weight_decay", "warmup_steps"):
         if not 0 <= getattr(optimizer, key) < float("inf"):
             raise ConfigError(f"optimizer.{key}: expected at least 0, got {getattr(optimizer, key)}")
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
