@@ -1,5 +1,6 @@
 """One run: its record and logs, what it is named after, what it refuses."""
 
+import logging
 import time
 
 import lightning
@@ -129,6 +130,15 @@ def test_a_run_leaves_its_record_and_logs(tmp_path):
         assert name in csv.splitlines()[0]
     assert list((folder / "tensorboard").glob("events.*"))
     assert [path.name for path in checkpoints(folder / "checkpoints")] == ["step=6.ckpt"]
+
+
+def test_a_run_says_once_what_its_corpus_leaves_out(tmp_path, caplog):
+    config = tiny_config(tmp_path, "trainer.max_steps=1", "data.bad_lines=skip")
+    with open(config.data.path, "a") as file:
+        file.write("not JSON\n")
+    with caplog.at_level(logging.WARNING):
+        fit(config, progress=False)
+    assert caplog.text.count("1 bad line") == 1
 
 
 def test_the_last_step_is_evaluated_whatever_the_interval(tmp_path):

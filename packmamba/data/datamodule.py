@@ -99,7 +99,7 @@ class PackingDataModule(lightning.LightningDataModule):
         return self._corpora
 
     def prepare_data(self) -> None:
-        load_corpora(self.config.data, progress=self.progress)
+        _ = self.corpora
 
     def setup(self, stage: str | None = None) -> None:
         world_size = self.trainer.world_size if self.trainer else 1
