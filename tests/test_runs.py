@@ -7,8 +7,10 @@ import lightning
 import pytest
 import torch
 
+import packmamba.training.fit as one_run
 from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule
+from packmamba.results.record import read_records
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.fit import decisive, fit, run_folder, run_id
 from packmamba.training.module import MambaLitModule
@@ -130,6 +132,21 @@ def test_a_run_leaves_its_record_and_logs(tmp_path):
         assert name in csv.splitlines()[0]
     assert list((folder / "tensorboard").glob("events.*"))
     assert [path.name for path in checkpoints(folder / "checkpoints")] == ["step=6.ckpt"]
+
+
+def test_a_run_that_another_process_finishes_meanwhile_is_not_recorded_twice(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "trainer.max_steps=1")
+    make = one_run.make_trainer
+
+    def make_while_another_finishes(*arguments):
+        monkeypatch.setattr(one_run, "make_trainer", make)
+        fit(config, progress=False)
+        return make(*arguments)
+
+    monkeypatch.setattr(one_run, "make_trainer", make_while_another_finishes)
+    with pytest.raises(ConfigError, match="another process has just finished this run"):
+        fit(config, progress=False)
+    assert len(read_records(run_folder(config))) == 1
 
 
 def test_a_run_says_once_what_its_corpus_leaves_out(tmp_path, caplog):

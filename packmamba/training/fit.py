@@ -157,6 +157,8 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     module = MambaLitModule(config, data.corpora.train.vocab_size)
     with alone(folder) if trainer.is_global_zero else nullcontext():
+        if trainer.is_global_zero and path.is_file():
+            raise ConfigError(f"another process has just finished this run; its record is {path}")
         _train(trainer, module, data, folder)
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
