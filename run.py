@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"run.py: error: the package '{error.name}' is not installed here; {hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        goes_on = "; the same command goes on from the last checkpoint" * (
+        goes_on = "; the same command goes on from the last checkpoint, if there is one" * (
             arguments.command in ("demo", "train", "sweep")
         )
         print(f"\nrun.py: stopped{goes_on}", file=sys.stderr)

@@ -84,6 +84,25 @@ def test_a_run_stopped_in_an_evaluation_evaluates_that_step_again(tmp_path, monk
     assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == [3, 6]
 
 
+def test_the_line_of_progress_goes_on_too(tmp_path, monkeypatch, capsys):
+    config = tiny_config(tmp_path, "trainer.max_steps=6", "trainer.validate_every=6", "trainer.checkpoint_every=4")
+    step = MambaLitModule.training_step
+
+    def stop(module, *arguments):
+        if module.global_step == 5:
+            raise RuntimeError("stopped")
+        return step(module, *arguments)
+
+    monkeypatch.setattr(MambaLitModule, "training_step", stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(config, progress=True)
+    assert "4/6" in capsys.readouterr().err
+    monkeypatch.undo()
+    fit(config, progress=True)
+    shown = capsys.readouterr().err
+    assert "3/6" not in shown and "5/6" in shown and "6/6" in shown
+
+
 def test_a_record_of_other_documents_is_not_taken_for_this_run(tmp_path):
     config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.max_steps=1")
     fit(config, progress=False)

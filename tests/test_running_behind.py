@@ -5,7 +5,6 @@ import json
 import lightning
 import pytest
 import torch
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
 import run
@@ -49,12 +48,22 @@ class Strict(lightning.Callback):
     """Has PyTorch refuse every wait in the steps after a logged one, until the next."""
 
     def on_train_batch_start(self, trainer, module, batch, index):
-        torch.cuda.set_sync_debug_mode("error" if LOGGED <= index < 2 * LOGGED - 1 else "default")
+        self.be(LOGGED <= index < 2 * LOGGED - 1)
 
     def on_fit_end(self, *_):
-        torch.cuda.set_sync_debug_mode("default")
+        self.be(False)
 
     on_exception = on_fit_end
+
+    def be(self, strict):
+        torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        torch.cuda.synchronize = self.refuse if strict else synchronize
+
+    def refuse(self, *_):
+        raise RuntimeError("waits for the GPU")
+
+
+synchronize = torch.cuda.synchronize
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -69,41 +78,37 @@ def test_no_step_between_logged_ones_waits_for_a_gpu(tmp_path, monkeypatch, grap
 
 
 def train_and_note(path, folder):
-    """Trains; leaves the numbers of the steps in which this rank waited for the others."""
-    noted, ask, meet = (
-        {"asked": [], "waited": []},
-        _TrainingEpochLoop._broadcast_sigterm_tensor,
-        torch.distributed.barrier,
-    )
-
-    def note_ask(loop):
-        noted["asked"].append(loop.trainer.global_step)
-        return ask(loop)
+    """Trains; leaves the numbers of the steps before which this rank asked the others, and its waits for them inside steps."""
+    asked, waited, inside = [], [], []
+    all_reduce, barrier, make = torch.distributed.all_reduce, torch.distributed.barrier, lightning.Trainer
 
     class Note(lightning.Callback):
-        """From a step's data on its device to its logging."""
-
-        inside = False
-
-        def on_train_batch_start(self, *_):
-            self.inside = True
+        def on_train_batch_start(self, trainer, *_):
+            inside.append(True)
 
         def on_train_batch_end(self, *_):
-            self.inside = False
+            inside.clear()
 
-    note = Note()
+    def note_question(tensor, op=torch.distributed.ReduceOp.SUM, *arguments, **keys):
+        if op == torch.distributed.ReduceOp.MAX:
+            asked.append(trainers[0].global_step)
+        return all_reduce(tensor, op, *arguments, **keys)
 
     def note_meeting(*arguments, **keys):
-        if note.inside:
-            noted["waited"].append("a barrier")
-        return meet(*arguments, **keys)
+        waited.extend(inside)
+        return barrier(*arguments, **keys)
 
-    _TrainingEpochLoop._broadcast_sigterm_tensor = note_ask
-    torch.distributed.barrier = note_meeting
-    make = lightning.Trainer
-    lightning.Trainer = lambda **keys: make(**keys | {"callbacks": [*keys["callbacks"], note]})
+    trainers = []
+
+    def make_and_note(**keys):
+        trainers.append(make(**keys | {"callbacks": [*keys["callbacks"], Note()]}))
+        return trainers[0]
+
+    torch.distributed.all_reduce, torch.distributed.barrier = note_question, note_meeting
+    lightning.Trainer = make_and_note
     status = run.main(["train", path])
-    (folder / f"{torch.multiprocessing.current_process().name}.json").write_text(json.dumps(noted))
+    name = torch.multiprocessing.current_process().name
+    (folder / f"{name}.json").write_text(json.dumps({"asked": asked, "waited": waited}))
     return status
 
 

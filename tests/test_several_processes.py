@@ -135,6 +135,22 @@ def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
     assert_trained_as_one(killed, whole, 1e-5)
 
 
+@pytest.mark.parametrize("told", [[0], [1], [0, 1]])
+def test_ranks_end_together_when_any_is_told_to(tmp_path, told):
+    keys = ["data.strategy=greedy", "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=200",
+            "trainer.checkpoint_every=4", "trainer.validate_every=200", "trainer.log_every=10"]  # fmt: skip
+    config = tiny_config(tmp_path, *keys)
+    path, output = write_config(tmp_path / "run.yaml", config), tmp_path / "output.txt"
+    ranks = fork_ranks(2, run.main, ["train", str(path)], output=output)
+    while all(rank.is_alive() for rank in ranks) and not checkpoints(run_folder(config) / "checkpoints"):
+        time.sleep(0.005)
+    for rank in told:
+        ranks[rank].terminate()
+    assert statuses(*ranks, timeout=60) == [130, 130], output.read_text()
+    assert checkpoints(run_folder(config) / "checkpoints") and not (run_folder(config) / "records").exists()
+    assert "goes on from the last checkpoint" in output.read_text()
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -124,7 +124,7 @@ def _check_config(c: MultiGpuBenchConfig) -> list[tuple[str, int]]:
         raise ConfigError("arms: expected at least one, got none")
     most = max(devices for _, devices in arms)
     if c.accelerator == "gpu" and torch.cuda.device_count() < most:
-        raise ConfigError(f"arms: expected at most {torch.cuda.device_count()} devices, which are here, got {most}")
+        raise ConfigError(f"arms: {most} devices need as many GPUs; PyTorch sees {torch.cuda.device_count()}")
     if c.precision not in TOLERANCE:
         raise ConfigError(f"precision: expected one of {', '.join(TOLERANCE)}, got {c.precision!r}")
     if min(c.same_steps, c.rounds) < 1:

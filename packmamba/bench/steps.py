@@ -23,7 +23,7 @@ from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSample
 from packmamba.training.callbacks import History
 from packmamba.training.fit import quieten
 from packmamba.training.module import MambaLitModule
-from packmamba.training.strategy import make_strategy, meet_less
+from packmamba.training.strategy import make_strategy, stop_together
 
 if TYPE_CHECKING:
     from packmamba.bench.speedup import Bench
@@ -67,7 +67,6 @@ def _measure(bench: Bench, schemes: list[Scheme], feeds: dict[str, Feed], mean_l
         if "breakdown" in c.parts:
             some = [arm for arm, scheme in enumerate(schemes) if scheme.name in c.breakdown_arms]
             turns += [Turn(arm, counts[arm], timed=False, profiled=True) for arm in some]
-        turns.append(Turn(0, 1, timed=False))  # the last step is logged, which takes milliseconds
         watch = take_turns(configs, turns)
     for i, scheme in enumerate(schemes):
         padding = feeds[scheme.name].padding_fraction
@@ -216,6 +215,7 @@ class Watch(Callback):
 def take_turns(configs: list[Config], turns: list[Turn]) -> Watch:
     """Trains one model on steps of several configurations in turns, by the first one's trainer."""
     quieten()
+    turns = [*turns, Turn(turns[-1].arm, 1, timed=False)]  # the last step is logged, which takes milliseconds
     watch, steps = Watch(turns, configs), sum(turn.steps for turn in turns)
     config = configs[0]
     options = config.trainer
@@ -235,7 +235,7 @@ def take_turns(configs: list[Config], turns: list[Turn]) -> Watch:
         use_distributed_sampler=False,
         callbacks=[History(steps), watch],
     )
-    meet_less(trainer, steps)
+    stop_together(trainer, steps)
     torch.compiler.reset()
     lightning.seed_everything(config.seed, verbose=False)
     data = TurnsData(configs, turns)

@@ -376,7 +376,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b, rounded to out's dtype alone where PyTorch can."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
-    elif out.is_cuda and out.dtype == torch.float32:
+    elif out.is_cuda and out.dtype == torch.float32 and a.dtype.itemsize == 2:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         out.copy_(torch.mm(a, b, out=a.new_empty(out.shape)))

@@ -24,7 +24,8 @@ class History(Callback):
     """Counts tokens, slots and seconds of training, and keeps the curves that the run's record holds.
 
     Seconds are those of whole optimizer steps with their data, without evaluations and checkpoints. The first steps of a process
-    warm up: throughput leaves them out. Saved with checkpoints, so a resumed run has one history.
+    warm up: throughput leaves them out. Saved with checkpoints, so a resumed run has one history. ``shown`` is what the line of
+    progress says of the last step that was logged.
     """
 
     WARMUP_STEPS = 3
@@ -36,7 +37,7 @@ class History(Callback):
         self.train: list[dict[str, float]] = []
         self.validation: list[dict[str, float]] = []
         self.by_position: list[dict[str, float]] = []
-        self.shown: dict[str, float] = {}
+        self.shown: dict[str, Any] = {}
         self._recent: list[tuple[int, int, float]] = []
         self._steps_here = 0
         self._clock = 0.0
@@ -107,7 +108,7 @@ class History(Callback):
             rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
             module.log_dict(rates | {"train/learning_rate": module.learning_rate(step - 1)})
             module.log("data/padding_fraction", 1 - tokens / slots)
-            self.shown = {"loss": float(outputs["loss"]), "real_tok/s": round(tokens / seconds)}
+            self.shown = {"loss": float(outputs["loss"]), "real_tok/s": f"{tokens / seconds:.0f}"}
         if point:
             self.train.append(self._point(float(outputs["loss"])))
 
@@ -191,7 +192,10 @@ class Progress(TQDMProgressBar):
         self.history = history
 
     def init_train_tqdm(self) -> Tqdm:
-        return Tqdm(desc=self.label, unit="step", dynamic_ncols=True, file=sys.stderr, ascii=not self.on_terminal)
+        place = {"total": self.trainer.max_steps, "initial": self.trainer.global_step}  # of a run that goes on
+        return Tqdm(
+            desc=self.label, unit="step", dynamic_ncols=True, file=sys.stderr, ascii=not self.on_terminal, **place
+        )
 
     def init_validation_tqdm(self) -> Tqdm:
         return Tqdm(desc=f"{self.label} evaluates", leave=False, file=sys.stderr, disable=not self.on_terminal)

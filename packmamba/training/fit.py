@@ -26,7 +26,7 @@ from packmamba.ops.dispatch import choose
 from packmamba.results.record import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
 from packmamba.training.module import MambaLitModule
-from packmamba.training.strategy import check_strategy, leave_process_group, make_strategy, meet_less
+from packmamba.training.strategy import check_strategy, leave_process_group, make_strategy, stop_together
 
 MOST_THREADS = 1024
 """More end the process where the system gives no more."""
@@ -224,7 +224,7 @@ def make_trainer(config: Config, folder: Path, history: History, progress: bool)
         )
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
-    meet_less(trainer, options.log_every)
+    stop_together(trainer, options.log_every)
     return trainer
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -79,11 +80,29 @@ def without_sync(strategy: Strategy | None, model: MambaLM) -> Iterator[None]:
             yield
 
 
-def meet_less(trainer: lightning.Trainer, every: int) -> None:
-    """Has ranks ask each other for SIGTERM before every ``every``-th step only: Lightning's wait for their GPUs before each."""
-    loop = trainer.fit_loop.epoch_loop
-    ask = loop._broadcast_sigterm_tensor
-    loop._broadcast_sigterm_tensor = lambda: ask() if trainer.global_step % every == 0 else None  # type: ignore[method-assign]
+def stop_together(trainer: lightning.Trainer, every: int) -> None:
+    """Has all ranks end on SIGTERM to any of them, before the next ``every``-th step.
+
+    Lightning's ranks wait for their GPUs before each step to ask; and its signal handler starts a collective in the middle of a
+    step's, after which ranks wait for each other for ever.
+    """
+    if trainer.world_size == 1:
+        return
+    told = False
+
+    def tell(*_: Any) -> None:
+        nonlocal told
+        told = True
+
+    def ask() -> None:
+        if trainer.global_step % every == 0:
+            any_told = torch.tensor(int(told), device=trainer.strategy.root_device)
+            torch.distributed.all_reduce(any_told, torch.distributed.ReduceOp.MAX)
+            if any_told:
+                raise SIGTERMException
+
+    trainer._signal_connector._sigterm_notifier_fn = tell  # type: ignore[method-assign, assignment]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = ask  # type: ignore[method-assign]
 
 
 def leave_process_group() -> None:
