@@ -62,7 +62,7 @@ def growth_tables(records: Sequence[Record]) -> list[Table]:
 def growth_figures(records: Sequence[Record]) -> list[Figure]:
     """Real tokens per second against each axis, and against the model's size where packed arms of several were timed."""
     curves = [
-        (_AXES[axis], {v: r["metrics"]["real_tokens_per_second"] for v, r in points.items()})
+        (f"{_AXES[axis]}, {_measured(points)}", {v: r["metrics"]["real_tokens_per_second"] for v, r in points.items()})
         for axis, points in _points(records).items()
     ]
     if not curves:
@@ -87,8 +87,13 @@ def growth_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "growth", caption)]
 
 
+def _measured(points: dict[int, Record]) -> str:
+    config = next(iter(points.values()))["config"]
+    return f"{config['model']}" + " as CUDA graphs" * bool(config.get("cuda_graphs"))
+
+
 def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
-    """One table for each model size: tokens per second and efficiency over one device with DDP's strategy."""
+    """One table for each model size: tokens per second, and over one device real tokens, slots and efficiency."""
     tables = []
     for model, arms in _devices(records).items():
         one = next((record for record in arms.values() if record["config"]["devices"] == 1), None)
@@ -101,6 +106,7 @@ def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
                 Column("ms per step", ("ms", "ms_spread")),
                 Column("real tokens/s", ("real_tokens_per_second",)),
                 Column("over one device", ("over_one",)),
+                Column("slots over one device", ("slots_over_one",)),
                 Column("efficiency", ("efficiency",)),
                 Column("peak memory of one device", ("peak_memory_bytes",)),
                 Column("loss of the same documents, relative difference", ("loss_error",)),
@@ -109,13 +115,17 @@ def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
         for record in arms.values():
             c, metrics = record["config"], record["metrics"]
             ms, spread = 1e3 * metrics["seconds_per_step"], 1e3 * metrics["seconds_spread"]
-            ratio = metrics["slots_per_second"] / one["metrics"]["slots_per_second"] if one else None
+            real, ratio = (
+                metrics[rate] / one["metrics"][rate] if one else None
+                for rate in ("real_tokens_per_second", "slots_per_second")
+            )
             table.rows.append(
                 [
                     word(c["strategy"]),
                     number(c["devices"], "d"),
                     Cell(f"{ms:.4g} ± {spread:.2g}", (ms, spread)),
                     number(metrics["real_tokens_per_second"], ",.0f"),
+                    number(real, ".2f", "x"),
                     number(ratio, ".2f", "x"),
                     percent(None if ratio is None else ratio / c["devices"]),
                     gibibytes(metrics["peak_memory_bytes"]),
@@ -126,8 +136,9 @@ def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
         hardware = next(iter(arms.values()))["hardware"]
         table.notes = [
             f"{c['scheme']}, {c['slots']} slots a step and device, {c['precision']}, {c['rounds']} turns of steps after a "
-            "warm-up, medians and interquartile ranges. Over one device: slots per second. The losses are of each arm's first "
-            f"{c['same_steps']} steps, on the same documents for every number of devices.",
+            "warm-up, medians and interquartile ranges. Efficiency is that of slots: the last rows of a plan hold padding, and "
+            f"more devices reach them sooner. The losses are of each arm's first {c['same_steps']} steps, on the same documents "
+            "for every number of devices.",
             f"{', '.join(dict.fromkeys(hardware['gpus'])) or hardware['cpu']}.",
         ]
         tables.append(table)

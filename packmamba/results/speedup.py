@@ -18,6 +18,7 @@ TODAY = f"{PEER}single"
 PAPER = {"1.4b": 3.06, "2.8b": 2.62}
 _PALETTE = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#7A4B9A", "#8C6D1F", "#9aa0a8", "#e6e8eb")
 _COLOURS = dict(zip(BREAKDOWN, _PALETTE))
+_THEIRS, _OURS = "#E69F00", "#0072B2"
 Arms = dict[str, Record]
 
 
@@ -44,12 +45,15 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
         rates = {name: record["metrics"]["real_tokens_per_second"] for name, record in arms.items()}
         for name, rate in rates.items():
             y = places[name]
-            ax.barh(y, rate, color="#E69F00" if name.startswith(PEER) else "#0072B2", height=0.66)
+            ax.barh(y, rate, color=_THEIRS if name.startswith(PEER) else _OURS, height=0.66)
             ax.text(rate, y, f" {rate / 1e3:.3g}k", va="center", color=INK, fontsize=8)
         _name_bars(ax, list(places), ax is panels[0])
         ax.set_xlim(0, 1.2 * max(rates.values()))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
         ax.set(title=model, xlabel="real tokens per second")
+    for whose, colour in (("mamba-ssm as its users run it; its packed rows leak", _THEIRS), ("ours", _OURS)):
+        panels[0].barh(0, 0, color=colour, label=whose)
+    legend_below(fig, panels[0])
     caption = (
         "Forward and backward of whole models, weights as in the tables: mamba-ssm as its users run it (orange; its packed rows "
         "leak), and every scheme with our layers, compiled alike (blue)."
