@@ -24,6 +24,8 @@ class Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(unknown[1], commands, n=1)
             hint = f"did you mean '{close[0]}'?" if close else f"commands: {', '.join(commands)}"
             message = f"unknown command '{unknown[1]}'; {hint}"
+        elif commands and "are required" in message:
+            message = f"expected one of {', '.join(commands)}, got none"
         self.exit(2, f"run.py: error: {message}\n")
 
 

@@ -85,6 +85,13 @@ def test_every_part_is_recorded(tmp_path):
     assert {figure.name for figure in section.figures} == {"speedup", "breakdown", "growth"}
 
 
+def test_long_work_shows_how_far_it_is(tmp_path, capsys):
+    bench.run(TINY | {"row_lengths": [256], "mean_lengths": []}, tmp_path / "records" / "speedup.jsonl", progress=True)
+    shown = capsys.readouterr().err
+    for what in ("compares losses", "forward and backward", "growth", "optimizer steps"):
+        assert f"{what}: 100%" in shown
+
+
 def test_a_wrong_arm_is_not_timed(tmp_path, monkeypatch):
     """Here packed rows leak: the layout that the model is given is not the batch's."""
     loss = bench.MambaLitModule.loss
@@ -134,7 +141,7 @@ def test_arms_take_their_turns_as_they_are_named(tmp_path, monkeypatch):
     """Graphs apart from the others, after a warm-up on all that they are timed on; breakdowns are of one step."""
     seen = []
 
-    def take_turns(configs, turns):
+    def take_turns(configs, turns, progress):
         seen.append(([config.trainer.cuda_graphs for config in configs], turns))
         arms = range(len(configs))
         found = Breakdown({family: 0.0 for family in BREAKDOWN if family != "idle"} | {"scan": 12.0}, [], 0.0)

@@ -36,7 +36,7 @@ def measure(bench: Bench, module: MambaLitModule) -> None:
         else:
             graphs(batches[i], targets[i])
 
-    for turn in range(c.rounds + 1):
+    for turn in bench.bar(range(c.rounds + 1), "growth", "round"):
         for i in range(len(points)):
             try:
                 seconds = bench.seconds(lambda: forward_backward(i))  # noqa: B023

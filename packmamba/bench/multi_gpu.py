@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from packmamba.bench.arms import Scheme
 from packmamba.bench.speedup import Bench, SpeedupBenchConfig
@@ -77,7 +78,7 @@ def run(config: MultiGpuBenchConfig | Mapping[str, Any], records_path: Path, pro
     arms = _check_config(c)
     provenance()
     expected: list[float] = []
-    for strategy, devices in arms:
+    for strategy, devices in tqdm(arms, desc=c.model, unit="arm", disable=not progress):
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             results = _launch(c, strategy, devices, Path(folder))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -13,6 +13,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from packmamba.bench import growth, steps
 from packmamba.bench.arms import GRAPH, Documents, Feed, PeerLM, Scheme, feed
@@ -217,7 +218,7 @@ class Bench:
         few = Documents(self.documents.lengths[:GATE_DOCUMENTS], int(self.config.model.vocab_size or 0), self.c.seed)
         tolerance = TOLERANCES[self.c.dtype]
         alone = self.token_losses(module.loss, feed(few, Scheme.parse("single"), self.c.slots))
-        for arm in arms:
+        for arm in self.bar(arms, "compares losses", "arm"):
             fed = feed(few, arm.scheme, self.c.slots)
             expected = alone
             if arm.scheme.packs:
@@ -248,7 +249,7 @@ class Bench:
 
     def measure(self, arms: list[Arm], rounds: int) -> list[Arm]:
         """Times the arms in turns, after a round that warms up; those that do not fit into memory are left out."""
-        for turn in range(rounds + 1):
+        for turn in self.bar(range(rounds + 1), "forward and backward", "round"):
             for arm in list(arms):
                 try:
                     self.forget_gradients()
@@ -360,6 +361,10 @@ class Bench:
         call()
         self.synchronise()
         return time.perf_counter() - begun
+
+    def bar(self, items: Sequence[Any], what: str, unit: str) -> Iterable[Any]:
+        """The items, with a bar of progress."""
+        return tqdm(items, desc=f"{self.name}: {what}", unit=unit, disable=not self.progress)
 
     def synchronise(self) -> None:
         if self.device.type == "cuda":

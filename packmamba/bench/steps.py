@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from packmamba.bench.arms import Feed, Scheme, feed
 from packmamba.bench.breakdown import Breakdown, sort_kernels
@@ -67,7 +68,7 @@ def _measure(bench: Bench, schemes: list[Scheme], feeds: dict[str, Feed], mean_l
         if "breakdown" in c.parts:
             some = [arm for arm, scheme in enumerate(schemes) if scheme.name in c.breakdown_arms]
             turns += [Turn(arm, counts[arm], timed=False, profiled=True) for arm in some]
-        watch = take_turns(configs, turns)
+        watch = take_turns(configs, turns, bench.progress)
     for i, scheme in enumerate(schemes):
         padding = feeds[scheme.name].padding_fraction
         seconds, slots = watch.seconds[i], watch.slots[i]
@@ -153,7 +154,7 @@ class TurnsData(PackingDataModule):
 class Watch(Callback):
     """By arm: seconds, slots and tokens of a step in each timed turn, peak memory of the last, and every step's loss."""
 
-    def __init__(self, turns: list[Turn], configs: list[Config]) -> None:
+    def __init__(self, turns: list[Turn], configs: list[Config], progress: bool = False) -> None:
         arms = range(1 + max(turn.arm for turn in turns))
         self.graphs = [config.trainer.cuda_graphs for config in configs]
         self.seconds: list[list[float]] = [[] for _ in arms]
@@ -167,6 +168,7 @@ class Watch(Callback):
         self._seen: list[tuple[StepBatch, torch.Tensor]] = []
         self._profiler: profile | None = None
         self._clock = 0.0
+        self.bar = tqdm(total=len(self._place), desc="optimizer steps", unit="step", disable=not progress)
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self._clock = self._now(module)
@@ -185,6 +187,7 @@ class Watch(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: StepBatch, index: int
     ) -> None:
+        self.bar.update()
         turn, _, last = self._place[index]
         self._seen.append((batch, outputs["loss"]))
         if not last:
@@ -212,11 +215,11 @@ class Watch(Callback):
         return time.perf_counter()
 
 
-def take_turns(configs: list[Config], turns: list[Turn]) -> Watch:
+def take_turns(configs: list[Config], turns: list[Turn], progress: bool = False) -> Watch:
     """Trains one model on steps of several configurations in turns, by the first one's trainer."""
     quieten()
     turns = [*turns, Turn(turns[-1].arm, 1, timed=False)]  # the last step is logged, which takes milliseconds
-    watch, steps = Watch(turns, configs), sum(turn.steps for turn in turns)
+    watch, steps = Watch(turns, configs, progress), sum(turn.steps for turn in turns)
     config = configs[0]
     options = config.trainer
     options.max_steps = steps
@@ -242,4 +245,5 @@ def take_turns(configs: list[Config], turns: list[Turn]) -> Watch:
     with trainer.strategy.root_device:
         module = MambaLitModule(config, config.data.vocab_size)
     trainer.fit(module, data)
+    watch.bar.close()
     return watch
