@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,38 @@ def test_arms_take_their_turns_as_they_are_named(tmp_path, monkeypatch):
     records = map(json.loads, path.read_text().splitlines())
     found = {r["arm"]: r["metrics"]["scan"] for r in records if r["kind"] == "breakdown"}
     assert found == {"single": 12.0, "single-graph": 3.0}
+
+
+def test_steps_that_do_not_fit_into_memory_together_are_timed_alone(tmp_path, monkeypatch, capsys):
+    take_turns, seen = steps.take_turns, []
+
+    def take_few(configs, turns, progress):
+        names = [config.data.strategy for config in configs]
+        seen.append(names)
+        if len(names) > 1 or names == ["padded"]:
+            raise torch.OutOfMemoryError
+        return take_turns(configs, turns, progress)
+
+    monkeypatch.setattr(steps, "take_turns", take_few)
+    arms = ["single", "padded-256", "packed-512-best_fit"]
+    records = run(tmp_path, arms=[], breakdown_arms=[], step_arms=arms, parts=["steps"])
+    assert [len(names) for names in seen] == [3, 1, 1, 1]
+    assert [record["arm"] for record in records] == ["single", "packed-512-best_fit"]
+    assert capsys.readouterr().err == "left out, 130m, padded-256, steps: does not fit into memory\n"
+
+
+def test_steps_have_the_memory_of_the_bare_loop(tmp_path, monkeypatch):
+    """Its weights and gradients are not referred to any more."""
+    modules, alive, build = [], [], bench.Bench.build
+
+    def note(self):
+        modules.append(weakref.ref(module := build(self)))
+        return module
+
+    monkeypatch.setattr(bench.Bench, "build", note)
+    monkeypatch.setattr(steps, "measure", lambda _: alive.extend(module() for module in modules))
+    run(tmp_path, parts=["forward_backward", "steps"])
+    assert alive == [None]
 
 
 def test_the_last_step_which_is_logged_is_in_no_turn_and_ranks_meet_before_none_of_them(tmp_path, monkeypatch):

@@ -105,8 +105,7 @@ def run(config: SpeedupBenchConfig | Mapping[str, Any], records_path: Path, prog
         raise ConfigError(f"growth_graphs and arms that end with {GRAPH} need a GPU; PyTorch sees none")
     for name in c.models:
         Bench(c, name, device, records_path, progress).run(schemes)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        steps.free_memory()
 
 
 def _check_config(c: SpeedupBenchConfig) -> list[Scheme]:
@@ -159,30 +158,34 @@ class Bench:
         self.graphs: BatchGraphs | None = None
 
     def run(self, schemes: list[Scheme]) -> None:
-        c = self.c
-        if {"forward_backward", "breakdown", "growth"} & set(c.parts):
-            module = self.build()
-            self.parameters = list(module.parameters())
-            arms = self.arms(module, schemes)
-            self.gate(module, arms)
-            # Graphs keep memory that other arms may need: they take their turns afterwards.
-            for graph in (False, True):
-                group = [arm for arm in arms if arm.scheme.graph == graph]
-                if graph and group:
-                    self.graphs = BatchGraphs(module.loss, self.parameters)
-                if {"forward_backward", "breakdown"} & set(c.parts):
-                    group = self.measure(group, c.rounds)
-                    for arm in group:
-                        self.record("speedup", arm.scheme.name, "forward_backward", self.rates(arm))
-                for arm in group:
-                    if "breakdown" in c.parts and arm.scheme.name in c.breakdown_arms:
-                        self.break_down(arm)
-            self.graphs = None
-            if "growth" in c.parts and self.name == c.growth_model:
-                growth.measure(self, module)
-            del module, arms, self.parameters
-        if "steps" in c.parts:
+        if {"forward_backward", "breakdown", "growth"} & set(self.c.parts):
+            self.run_bare_loop(schemes)
+            steps.free_memory()
+        if "steps" in self.c.parts:
             steps.measure(self)
+
+    def run_bare_loop(self, schemes: list[Scheme]) -> None:
+        c = self.c
+        module = self.build()
+        self.parameters = list(module.parameters())
+        arms = self.arms(module, schemes)
+        self.gate(module, arms)
+        # Graphs keep memory that other arms may need: they take their turns afterwards.
+        for graph in (False, True):
+            group = [arm for arm in arms if arm.scheme.graph == graph]
+            if graph and group:
+                self.graphs = BatchGraphs(module.loss, self.parameters)
+            if {"forward_backward", "breakdown"} & set(c.parts):
+                group = self.measure(group, c.rounds)
+                for arm in group:
+                    self.record("speedup", arm.scheme.name, "forward_backward", self.rates(arm))
+            for arm in group:
+                if "breakdown" in c.parts and arm.scheme.name in c.breakdown_arms:
+                    self.break_down(arm)
+        self.graphs = None
+        if "growth" in c.parts and self.name == c.growth_model:
+            growth.measure(self, module)
+        self.parameters = []
 
     def build(self) -> MambaLitModule:
         """The model with weights of ``dtype``, but A and D, which mamba-ssm keeps in float32 too."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -45,7 +47,28 @@ def measure(bench: Bench) -> None:
     for graph in (False, True):
         group = [scheme for scheme in schemes if scheme.graph == graph]
         if group:
-            _measure(bench, group, feeds, mean_length)
+            _measure_what_fits(bench, group, feeds, mean_length)
+
+
+def free_memory() -> None:
+    """Gives back what nobody refers to any more: a Trainer, its module and optimizer refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _measure_what_fits(bench: Bench, schemes: list[Scheme], feeds: dict[str, Feed], mean_length: float) -> None:
+    """In turns, or one after the other if they do not fit into memory together; without those that do not fit alone."""
+    free_memory()
+    try:
+        return _measure(bench, schemes, feeds, mean_length)
+    except torch.OutOfMemoryError:
+        pass  # what failed is referred to until here
+    if len(schemes) == 1:
+        print(f"left out, {bench.name}, {schemes[0].name}, steps: does not fit into memory", file=sys.stderr)
+    else:
+        for scheme in schemes:
+            _measure_what_fits(bench, [scheme], feeds, mean_length)
 
 
 def _measure(bench: Bench, schemes: list[Scheme], feeds: dict[str, Feed], mean_length: float) -> None:
