@@ -71,10 +71,10 @@ synchronize = torch.cuda.synchronize
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_no_step_between_logged_ones_waits_for_a_gpu(tmp_path, monkeypatch, graphs, precision):
     # Documents of one length, four a row, a row a step: the first step captures the only graph.
-    documents = [json.dumps({"text": f"{i:024}"}) + "\n" for i in range(60)]
-    (tmp_path / "documents.jsonl").write_text("".join(documents))
+    documents = tmp_path / "alike.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"{i:024}"}) + "\n" for i in range(60)))
     keys = ["trainer.accelerator=gpu", f"trainer.precision={precision}", f"trainer.cuda_graphs={graphs}",
-            "data.row_length=96", "data.slots_per_batch=96"]  # fmt: skip
+            f"data.path={documents}", "data.row_length=96", "data.slots_per_batch=96"]  # fmt: skip
     config = tiny_config(tmp_path, *KEYS, *keys)
     with_callback(monkeypatch, Strict())
     assert fit(config, progress=True)["metrics"]["steps"] == 8

@@ -84,6 +84,11 @@ def test_every_part_is_recorded(tmp_path):
     assert against.keys() == {"padded-256", "padded-longest", "padded-buckets"}
     assert against["padded-256"][5].values[0] > against["padded-longest"][5].values[0] > 0
     assert {figure.name for figure in section.figures} == {"speedup", "breakdown", "growth"}
+    assert not any("apart" in note for table in section.tables for note in table.notes)
+    by_kind["speedup", "steps"][0]["commit"] = "0" * 40
+    tables = {table.name: table for table in build_sections(records)[0].tables}
+    for name, arms in (("headline", "130m single"), ("arms-130m", "single")):
+        assert f"Steps and bare loop were run at different commits, apart: {arms}." in tables[name].notes
 
 
 def test_long_work_shows_how_far_it_is(tmp_path, capsys):
@@ -190,21 +195,49 @@ def test_steps_that_do_not_fit_into_memory_together_are_timed_alone(tmp_path, mo
     records = run(tmp_path, arms=[], breakdown_arms=[], step_arms=arms, parts=["steps"])
     assert [len(names) for names in seen] == [3, 1, 1, 1]
     assert [record["arm"] for record in records] == ["single", "packed-512-best_fit"]
-    assert capsys.readouterr().err == "left out, 130m, padded-256, steps: does not fit into memory\n"
+    together, left_out = capsys.readouterr().err.splitlines()
+    assert together == f"one after the other, 130m, {', '.join(arms)}, steps: do not fit into memory together"
+    assert left_out == "left out, 130m, padded-256, steps: does not fit into memory"
 
 
 def test_steps_have_the_memory_of_the_bare_loop(tmp_path, monkeypatch):
-    """Its weights and gradients are not referred to any more."""
-    modules, alive, build = [], [], bench.Bench.build
+    """Its weights, which hold its gradients, are not referred to any more once memory is freed."""
+    weights, alive, build = [], [], bench.Bench.build
 
     def note(self):
-        modules.append(weakref.ref(module := build(self)))
+        module = build(self)
+        weights.extend(weakref.ref(parameter) for parameter in module.parameters())
         return module
 
+    def count(*_):
+        alive.append(sum(weight() is not None for weight in weights))
+
     monkeypatch.setattr(bench.Bench, "build", note)
-    monkeypatch.setattr(steps, "measure", lambda _: alive.extend(module() for module in modules))
+    monkeypatch.setattr(steps, "_measure", count)
     run(tmp_path, parts=["forward_backward", "steps"])
-    assert alive == [None]
+    assert weights and alive == [0]
+
+
+def test_steps_that_do_not_fit_leave_their_memory(tmp_path, monkeypatch):
+    """The next arm is timed when those that failed, and their trainer, are not referred to any more."""
+    weights, alive, make = [], [], steps.MambaLitModule
+
+    def note(*arguments):
+        alive.append(sum(weight() is not None for weight in weights))
+        module = make(*arguments)
+        weights.extend(weakref.ref(parameter) for parameter in module.parameters())
+        return module
+
+    def fail(self, trainer, module, outputs, batch, index):
+        module.kept = self
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(steps, "MambaLitModule", note)
+    monkeypatch.setattr(steps.Watch, "on_train_batch_end", fail)
+    arms = ["padded-256", "packed-512-best_fit"]
+    changes = {"arms": [], "breakdown_arms": [], "step_arms": arms, "parts": ["steps"]}
+    bench.run(TINY | changes, tmp_path / "records.jsonl", progress=False)
+    assert weights and alive == [0, 0, 0]
 
 
 def test_the_last_step_which_is_logged_is_in_no_turn_and_ranks_meet_before_none_of_them(tmp_path, monkeypatch):

@@ -104,8 +104,8 @@ def run(config: SpeedupBenchConfig | Mapping[str, Any], records_path: Path, prog
     if device.type != "cuda" and (c.growth_graphs or any(arm.endswith(GRAPH) for arm in [*c.arms, *c.step_arms])):
         raise ConfigError(f"growth_graphs and arms that end with {GRAPH} need a GPU; PyTorch sees none")
     for name in c.models:
-        Bench(c, name, device, records_path, progress).run(schemes)
         steps.free_memory()
+        Bench(c, name, device, records_path, progress).run(schemes)
 
 
 def _check_config(c: SpeedupBenchConfig) -> list[Scheme]:
@@ -160,7 +160,6 @@ class Bench:
     def run(self, schemes: list[Scheme]) -> None:
         if {"forward_backward", "breakdown", "growth"} & set(self.c.parts):
             self.run_bare_loop(schemes)
-            steps.free_memory()
         if "steps" in self.c.parts:
             steps.measure(self)
 

@@ -60,15 +60,20 @@ def free_memory() -> None:
 def _measure_what_fits(bench: Bench, schemes: list[Scheme], feeds: dict[str, Feed], mean_length: float) -> None:
     """In turns, or one after the other if they do not fit into memory together; without those that do not fit alone."""
     free_memory()
+    fit = True
     try:
-        return _measure(bench, schemes, feeds, mean_length)
+        _measure(bench, schemes, feeds, mean_length)
     except torch.OutOfMemoryError:
-        pass  # what failed is referred to until here
+        fit = False  # what comes next needs the memory that the exception's frames still hold here
+    if fit:
+        return
+    names = ", ".join(scheme.name for scheme in schemes)
     if len(schemes) == 1:
-        print(f"left out, {bench.name}, {schemes[0].name}, steps: does not fit into memory", file=sys.stderr)
-    else:
-        for scheme in schemes:
-            _measure_what_fits(bench, [scheme], feeds, mean_length)
+        print(f"left out, {bench.name}, {names}, steps: does not fit into memory", file=sys.stderr)
+        return
+    print(f"one after the other, {bench.name}, {names}, steps: do not fit into memory together", file=sys.stderr)
+    for scheme in schemes:
+        _measure_what_fits(bench, [scheme], feeds, mean_length)
 
 
 def _measure(bench: Bench, schemes: list[Scheme], feeds: dict[str, Feed], mean_length: float) -> None:
@@ -230,6 +235,11 @@ class Watch(Callback):
             self._profiler = None
         self._seen = []
         self._clock = self._now(module)
+
+    def on_exception(self, *_: Any) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+        self.bar.close()
 
     @staticmethod
     def _now(module: lightning.LightningModule) -> float:

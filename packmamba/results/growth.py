@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from packmamba.results import summary
 from packmamba.results.plots import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.results.speedup import GRAPH
+from packmamba.results.speedup import GRAPH, by_model
 from packmamba.results.summary import Record
 from packmamba.results.tables import Cell, Column, Table, gibibytes, number, percent, word
 
@@ -68,13 +68,12 @@ def growth_figures(records: Sequence[Record]) -> list[Figure]:
     if not curves:
         return []
     sizes: dict[int, float] = {}
-    for record in summary.of_kind(records, "speedup"):
-        eager = record["arm"].startswith("packed-") and not record["arm"].endswith(GRAPH)
-        if record["config"]["part"] == "forward_backward" and eager:
-            parameters, rate = int(record["metrics"]["flop_parameters"]), record["metrics"]["real_tokens_per_second"]
-            sizes[parameters] = max(rate, sizes.get(parameters, 0.0))
+    for arms in by_model(records, "speedup", "forward_backward").values():
+        packed = [r["metrics"] for name, r in arms.items() if name.startswith("packed-") and not name.endswith(GRAPH)]
+        if packed:
+            sizes[int(packed[0]["flop_parameters"])] = max(metrics["real_tokens_per_second"] for metrics in packed)
     if len(sizes) > 1:
-        curves.append(("parameters (fastest packed arm, no graph)", dict(sorted(sizes.items()))))
+        curves.append(("parameters (fastest packed arm, no graph)", sizes))
     fig, panels = axes(len(curves), width=3.6 * len(curves), height=3.4)
     for ax, (label, points) in zip(panels, curves):
         ax.plot(list(points), list(points.values()), marker="o", color="#0072B2", linewidth=1.8)
@@ -146,7 +145,7 @@ def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def multi_gpu_figures(records: Sequence[Record]) -> list[Figure]:
-    """Real tokens per second against devices, beside what devices without each other would give."""
+    """Slots per second against devices, beside what devices without each other would give."""
     figures = []
     for model, arms in _devices(records).items():
         lines: dict[str, dict[int, float]] = {}

@@ -227,9 +227,17 @@ def _headline(bare: dict[str, Arms], steps: dict[str, Arms], idle: dict[str, flo
         "masters and AdamW. The paper's column is packed over single on an A100 (arXiv 2408.03865), on its own documents. "
         "Single waits for the host, so its speed is the host's; kernels alone: as if the device never waited. -graph: a batch's "
         "forward and backward replayed as one CUDA graph; on equal terms against single and padded as graphs too.",
+        *_apart({f"{model} {name}": record for model, arms in bare.items() for name, record in arms.items()},
+                {f"{model} {name}": record for model, arms in steps.items() for name, record in arms.items()}),
         _hardware(bare),
-    ]
+    ]  # fmt: skip
     return table
+
+
+def _apart(bare: Arms, steps: Arms) -> list[str]:
+    """A note on arms whose ratio of steps to loop may be that of two machines."""
+    names = [name for name, step in steps.items() if name in bare and bare[name]["commit"] != step["commit"]]
+    return [f"Steps and bare loop were run at different commits, apart: {', '.join(names)}."] if names else []
 
 
 def _arms(model: str, bare: Arms, steps: Arms) -> Table:
@@ -290,6 +298,7 @@ def _arms(model: str, bare: Arms, steps: Arms) -> Table:
         f"Bare loop: {c['dtype']} weights, forward and backward; ours: compile={c['compile']}, recompute={c['recompute']}. "
         f"Optimizer steps: Lightning, {c['precision']}, float32 masters, fused AdamW, about {c['slots']} real tokens a step.",
     ]
+    table.notes += _apart(bare, steps)
     if bounds:
         table.notes.append(f"What padding alone can cost, slots over real tokens: {', '.join(bounds)}.")
     errors, leaks = (
