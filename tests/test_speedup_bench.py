@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 import textwrap
 import types
@@ -139,7 +138,7 @@ def test_names_of_arms(name, expected):
     "name", ["mamba-ssm-single-graph", "packed-64-split", "packed-64-best_fit-graph-graph", "graph"]
 )
 def test_arms_that_there_are_not(name):
-    with pytest.raises(ConfigError, match="arms: expected single"):
+    with pytest.raises(ConfigError, match="expected single"):
         Scheme.parse(name)
 
 
@@ -238,6 +237,58 @@ def test_steps_that_do_not_fit_leave_their_memory(tmp_path, monkeypatch):
     changes = {"arms": [], "breakdown_arms": [], "step_arms": arms, "parts": ["steps"]}
     bench.run(TINY | changes, tmp_path / "records.jsonl", progress=False)
     assert weights and alive == [0, 0, 0]
+
+
+def test_a_model_that_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
+    build = bench.Bench.build
+
+    def build_small(self):
+        if self.name == "370m":
+            raise torch.OutOfMemoryError
+        return build(self)
+
+    monkeypatch.setattr(bench.Bench, "build", build_small)
+    records = run(tmp_path, models=["370m", "130m"], parts=["forward_backward"])
+    assert {record["config"]["model"] for record in records} == {"130m"}
+    assert capsys.readouterr().err == "left out, 370m, what was not recorded before: does not fit into memory\n"
+
+
+def test_no_profiler_outlives_what_does_not_fit(tmp_path, monkeypatch):
+    """It would slow all that is timed after it."""
+    end = steps.Watch.on_train_batch_end
+
+    def fail(self, trainer, module, outputs, batch, index):
+        if self._profiler is not None:
+            raise torch.OutOfMemoryError
+        end(self, trainer, module, outputs, batch, index)
+
+    monkeypatch.setattr(steps.Watch, "on_train_batch_end", fail)
+    changes = {"arms": ["padded-256"], "breakdown_arms": ["padded-256"], "step_arms": ["padded-256"], "rounds": 1}
+    run(tmp_path, **changes, parts=["forward_backward", "breakdown", "steps"])
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_ctrl_c_in_steps_is_one(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps.Watch, "on_train_batch_end", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, arms=[], breakdown_arms=[], parts=["steps"])
+
+
+def test_growth_alone_is_measured(tmp_path):
+    records = run(tmp_path, arms=[], breakdown_arms=[], parts=["growth"])
+    assert [record["config"]["axis"] for record in records] == 2 * ["row_length"] + 2 * ["mean_length"]
+
+
+def test_what_was_not_measured_alike_is_not_compared(tmp_path):
+    """The latest counts, and those that were measured as it was."""
+    records = run(tmp_path, parts=["forward_backward"], arms=ARMS[:2], breakdown_arms=[])
+    again = json.loads(json.dumps(records[0]))
+    assert [row[1].text for row in build_sections([*records, again])[0].tables[1].rows] == ARMS[:2]
+    again["config"]["documents"] += 1
+    assert [row[1].text for row in build_sections([*records, again])[0].tables[1].rows] == ARMS[:1]
 
 
 def test_the_last_step_which_is_logged_is_in_no_turn_and_ranks_meet_before_none_of_them(tmp_path, monkeypatch):
@@ -394,6 +445,25 @@ def test_kernels_that_wait_for_each_other_count_once():
         ({"breakdown_arms": ["split"]}, "breakdown_arms"),
         ({"step_arms": ["mamba-ssm-single"]}, "step_arms: expected arms of ours"),
         ({"rounds": 0}, "rounds"),
+        (
+            {"step_arms": ["packed-100-best_fit"]},
+            "step_arms: packed-100-best_fit: .*more than the data.row_length=100 slots",
+        ),
+        ({"step_arms": ["packed"]}, "step_arms: expected single"),
+        ({"arms": [], "parts": ["breakdown"]}, "breakdown_arms: expected of arms .none., got"),
+        ({"parts": ["steps"], "step_arms": []}, "expected something to do"),
+        ({"models": []}, "expected something to do"),
+        ({"models": ["130m", "130m"]}, "models: expected each once, got '130m' 2 times"),
+        ({"growth_model": "13m"}, "known sizes"),
+        ({"row_lengths": [512, 0]}, "row_lengths: expected at least 1, got 0"),
+        ({"peak_flops_per_second": 0.0}, "peak_flops_per_second: expected above 0"),
+        ({"precision": "half"}, "precision: expected of 32-true"),
+        ({"seed": -1}, "seed"),
+        ({"overrides": ["trainer.devices=2"]}, "overrides: expected model.<key>=.*, got 'trainer.devices=2'"),
+        ({"overrides": ["model=370m"]}, "overrides: expected model"),
+        ({"overrides": ["optimizer.lr=-1"]}, "optimizer.lr"),
+        ({"overrides": ["model.vocab_size=null"]}, "overrides: model.vocab_size: expected a number"),
+        ({"overrides": ["ops.backend=cuda"]}, "overrides: ops.backend"),
     ],
 )
 def test_refuses_before_it_measures(tmp_path, change, message):
@@ -418,19 +488,22 @@ MULTI = {
 }
 
 
-def torchrun(command, **options):
-    """In place of subprocess.run: torchrun itself for one process, its ranks for several, which start at once."""
+RUN = multi_gpu._run
+
+
+def torchrun(command, env, timeout_seconds):
+    """torchrun itself for one process, its ranks for several, which start at once."""
     ranks = int(next(part for part in command if part.startswith("--nproc-per-node=")).partition("=")[2])
     if ranks == 1:
-        return subprocess.run(command, **options)
+        return RUN(command, env, timeout_seconds)
     job = json.loads(command[-1])
     output = Path(job["folder"]) / "output.txt"
     done = statuses(*fork_ranks(ranks, multi_gpu._work, job, output=output))
-    return subprocess.CompletedProcess(command, max(map(abs, done)), stderr=output.read_text())
+    return max(map(abs, done)), output.read_text()
 
 
 def test_every_strategy_has_the_loss_of_one_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(multi_gpu, "subprocess", types.SimpleNamespace(run=torchrun))
+    monkeypatch.setattr(multi_gpu, "_run", torchrun)
     multi_gpu.run(MULTI, tmp_path / "records" / "multi_gpu.jsonl", progress=False)
     records = read_records(tmp_path)
     assert [record["arm"] for record in records] == MULTI["arms"]
@@ -456,11 +529,35 @@ def test_an_arm_with_another_loss_is_not_recorded(tmp_path, monkeypatch):
     assert [record["arm"] for record in read_records(tmp_path)] == ["ddp-1"]
 
 
+def test_an_arm_that_takes_too_long_is_told_to_end(tmp_path, monkeypatch):
+    """As torchrun must be, whose ranks would outlive it."""
+    waits = f"""
+        import signal, sys, time
+        def end(*_):
+            open({str(tmp_path / "ended")!r}, "w")
+            sys.exit()
+        signal.signal(signal.SIGTERM, end)
+        open({str(tmp_path / "begun")!r}, "w")
+        time.sleep(60)
+    """
+
+    def wait(command, env, timeout_seconds):
+        return RUN([sys.executable, "-c", textwrap.dedent(waits)], env, timeout_seconds)
+
+    monkeypatch.setattr(multi_gpu, "_run", wait)
+    with pytest.raises(ConfigError, match="timeout_seconds: ddp on 1 devices took longer than 5 s"):
+        multi_gpu.run(MULTI | {"timeout_seconds": 5}, tmp_path / "records.jsonl", progress=False)
+    assert (tmp_path / "begun").exists() and (tmp_path / "ended").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"arms": ["fsdp-2"]}, "arms: expected strategy-devices"), ({"arms": []}, "at least one"),
      ({"accelerator": "gpu", "arms": ["ddp-99"]}, "arms: 99 devices need as many GPUs; PyTorch sees"),
-     ({"scheme": "mamba-ssm-single"}, "scheme"), ({"precision": "16-mixed"}, "precision")],
+     ({"scheme": "mamba-ssm-single"}, "scheme"), ({"precision": "16-mixed"}, "precision"),
+     ({"scheme": "packed-512-best_fit-graph"}, "scheme: expected one of ours, and not as a graph"),
+     ({"scheme": "packed"}, "scheme: expected single"), ({"accelerator": "gup"}, "accelerator: expected gpu or cpu"),
+     ({"distribution": "shrt"}, "distribution"), ({"slots": 0}, "slots"), ({"timeout_seconds": 0}, "timeout_seconds")],
 )  # fmt: skip
 def test_several_devices_are_refused_before_any_work(tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):

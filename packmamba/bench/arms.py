@@ -53,7 +53,7 @@ class Scheme:
             strategy, length = match[2], int(match[1])
         else:
             raise ConfigError(
-                "arms: expected single, padded-2048, padded-longest, padded-buckets, packed-16384-best_fit, one of them "
+                "expected single, padded-2048, padded-longest, padded-buckets, packed-16384-best_fit, one of them "
                 f"after {PEER} or before {GRAPH}, got '{name}'"
             )
         return cls(name, strategy, length, own == "padded-buckets", peer, graph)
@@ -127,7 +127,7 @@ def feed(documents: Documents, scheme: Scheme, slots: int) -> Feed:
     try:
         plan = plan_rows(lengths[order], row_length=scheme.row_length, strategy=scheme.strategy)
     except ValueError as error:
-        raise ConfigError(f"arms: {scheme.name}: {error}") from None
+        raise ConfigError(f"{scheme.name}: {error}") from None
     arrangement = Arrangement(cast(Corpus, documents), order, lengths[order], plan)
     rows = np.arange(plan.num_rows)
     return Feed(arrangement, group(arrangement, rows, scheme.data(slots_per_batch=slots), carry=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +48,7 @@ def measure(bench: Bench, module: MambaLitModule) -> None:
                 times[i].append(seconds)
     for (axis, value, lengths, row_length), timed in zip(points, times):
         if len(timed) < c.rounds:
-            print(f"left out, {axis} {value}: does not fit into memory")
+            print(f"left out, {bench.name}, {axis} {value}: does not fit into memory", file=sys.stderr)
             continue
         median = statistics.median(timed)
         metrics = {

@@ -19,9 +19,10 @@ import torch
 from tqdm import tqdm
 
 from packmamba.bench.arms import Scheme
-from packmamba.bench.speedup import Bench, SpeedupBenchConfig
+from packmamba.bench.speedup import Bench
+from packmamba.bench.speedup_config import SpeedupBenchConfig, check
 from packmamba.bench.steps import STEPS, WARM_UP, Turn, step_config, take_turns
-from packmamba.config import ConfigError, load_config
+from packmamba.config import ConfigError
 from packmamba.results.record import append_record, make_record, provenance
 from packmamba.training.strategy import STRATEGIES, leave_process_group
 
@@ -71,7 +72,7 @@ def run(config: MultiGpuBenchConfig | Mapping[str, Any], records_path: Path, pro
     then timed ones.
 
     Raises:
-        ConfigError: a value is refused; nothing has been measured.
+        ConfigError: a value is refused, and nothing has been measured; or an arm takes longer than it may.
         RuntimeError: an arm failed, or its losses are not the first arm's; it is not recorded.
     """
     c = config if isinstance(config, MultiGpuBenchConfig) else MultiGpuBenchConfig(**config)
@@ -123,17 +124,31 @@ def _check_config(c: MultiGpuBenchConfig) -> list[tuple[str, int]]:
         arms.append((strategy, int(devices)))
     if not arms:
         raise ConfigError("arms: expected at least one, got none")
+    if c.accelerator not in ("gpu", "cpu"):
+        raise ConfigError(f"accelerator: expected gpu or cpu, got {c.accelerator!r}")
     most = max(devices for _, devices in arms)
     if c.accelerator == "gpu" and torch.cuda.device_count() < most:
         raise ConfigError(f"arms: {most} devices need as many GPUs; PyTorch sees {torch.cuda.device_count()}")
     if c.precision not in TOLERANCE:
         raise ConfigError(f"precision: expected one of {', '.join(TOLERANCE)}, got {c.precision!r}")
-    if min(c.same_steps, c.rounds) < 1:
-        raise ConfigError("same_steps, rounds: expected at least 1")
-    if Scheme.parse(c.scheme).peer:
-        raise ConfigError(f"scheme: expected one of ours, got {c.scheme!r}")
-    load_config(None, [f"model={c.model}", *c.overrides])
+    if min(c.same_steps, c.rounds, c.timeout_seconds) < 1:
+        raise ConfigError("same_steps, rounds, timeout_seconds: expected at least 1")
+    try:
+        scheme = Scheme.parse(c.scheme)
+    except ConfigError as error:
+        raise ConfigError(f"scheme: {error}") from None
+    if scheme.peer or scheme.graph:
+        raise ConfigError(f"scheme: expected one of ours, and not as a graph, got {c.scheme!r}")
+    check(_shared(c), torch.device("cuda" if c.accelerator == "gpu" else "cpu"))
     return arms
+
+
+def _shared(c: MultiGpuBenchConfig) -> SpeedupBenchConfig:
+    """The same for one model's steps on one device."""
+    return SpeedupBenchConfig(
+        models=[c.model], parts=["steps"], step_arms=[c.scheme], overrides=c.overrides, distribution=c.distribution,
+        documents=c.documents, slots=c.slots, precision=c.precision, growth_model=c.model, seed=c.seed,
+    )  # fmt: skip
 
 
 def _launch(c: MultiGpuBenchConfig, strategy: str, devices: int, folder: Path) -> dict[str, Any]:
@@ -145,25 +160,38 @@ def _launch(c: MultiGpuBenchConfig, strategy: str, devices: int, folder: Path) -
     ]  # fmt: skip
     # torchrun sets one thread a process where nothing is said; PYTHONPATH finds this package wherever it was found.
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=c.timeout_seconds,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    try:
+        status, errors = _run(command, env, c.timeout_seconds)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"timeout_seconds: {strategy} on {devices} devices took longer than {c.timeout_seconds} s"
+        ) from None
     results = folder / "results.json"
-    if done.returncode or not results.is_file():
-        raise RuntimeError(f"{strategy} on {devices} devices failed:\n{done.stderr[-4000:]}")
+    if status or not results.is_file():
+        raise RuntimeError(f"{strategy} on {devices} devices failed:\n{errors[-4000:]}")
     return json.loads(results.read_text())
+
+
+def _run(command: list[str], env: dict[str, str], timeout_seconds: float) -> tuple[int, str]:
+    """torchrun's status and errors. One that takes too long is told to end, and ends its ranks: killed, it would leave them."""
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:  # fmt: skip
+        try:
+            _, errors = process.communicate(timeout=timeout_seconds)
+        except BaseException:
+            process.terminate()
+            process.communicate()
+            raise
+        return process.returncode, errors
 
 
 def _work(job: dict[str, Any]) -> None:
     """One process of an arm; the first writes what it saw."""
     c = MultiGpuBenchConfig(**job["bench"])
-    shared = SpeedupBenchConfig(
-        overrides=c.overrides, distribution=c.distribution, documents=c.documents, slots=c.slots,
-        precision=c.precision, seed=c.seed,
-    )  # fmt: skip
     device = torch.device("cuda" if c.accelerator == "gpu" else "cpu")
-    bench = Bench(shared, c.model, device, Path(), False)
+    bench = Bench(_shared(c), c.model, device, Path(), False)
     scheme, devices = Scheme.parse(c.scheme), job["devices"]
     keys = {"devices": devices, "strategy": job["strategy"], "accelerator": c.accelerator}
     # The same documents a step for every arm, as many as the largest takes at once; then as many as these devices take.

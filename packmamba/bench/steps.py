@@ -277,6 +277,9 @@ def take_turns(configs: list[Config], turns: list[Turn], progress: bool = False)
     data = TurnsData(configs, turns)
     with trainer.strategy.root_device:
         module = MambaLitModule(config, config.data.vocab_size)
-    trainer.fit(module, data)
+    try:
+        trainer.fit(module, data)
+    except SystemExit:  # how Lightning ends a run on Ctrl-C
+        raise KeyboardInterrupt from None
     watch.bar.close()
     return watch

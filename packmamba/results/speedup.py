@@ -91,12 +91,11 @@ def breakdown_tables(records: Sequence[Record]) -> list[Table]:
 
 def breakdown_figures(records: Sequence[Record]) -> list[Figure]:
     """Stacked bars: microseconds for each real token, a panel for each model size."""
-    found = _breakdowns(records)
+    tokens = {(model, part, arm): record["metrics"]["real_tokens_per_batch"] for part in _PARTS
+              for model, arms in by_model(records, "speedup", part).items() for arm, record in arms.items()}  # fmt: skip
+    found = [breakdown for breakdown in _breakdowns(records) if breakdown[:3] in tokens]
     if not found:
         return []
-    tokens = {key: record["metrics"]["real_tokens_per_batch"] for part in _PARTS
-              for model, arms in by_model(records, "speedup", part).items()
-              for key, record in (((model, part, arm), r) for arm, r in arms.items())}  # fmt: skip
     models = list(dict.fromkeys(model for model, *_ in found))
     places = {key: y for y, key in enumerate(dict.fromkeys((part, arm) for _, part, arm, _ in found))}
     fig, panels = axes(len(models), width=3.6 * len(models) + 3.2, height=1.9 + 0.36 * len(places))
@@ -104,7 +103,7 @@ def breakdown_figures(records: Sequence[Record]) -> list[Figure]:
         for model, part, arm, record in found:
             if model != name:
                 continue
-            left, scale = 0.0, 1e6 / tokens.get((name, part, arm), 1.0)
+            left, scale = 0.0, 1e6 / tokens[name, part, arm]
             for family in BREAKDOWN:
                 width = scale * record["metrics"][family]
                 ax.barh(places[part, arm], width, left=left, color=_COLOURS[family], height=0.7)
@@ -130,11 +129,16 @@ def _name_bars(ax: Axes, labels: list[str], shown: bool) -> None:
 
 
 def by_model(records: Sequence[Record], kind: str, part: str) -> dict[str, Arms]:
-    """Records of a kind and part by model size, smallest first, then by arm."""
+    """Records of a kind and part by model size, smallest first, then by arm: the latest, and those that were measured alike."""
     found: dict[str, Arms] = {}
     for record in summary.of_kind(records, kind):
-        if record["config"]["part"] == part:
-            found.setdefault(record["config"]["model"], {})[record["arm"]] = record
+        config = record["config"]
+        if config["part"] != part:
+            continue
+        arms = found.setdefault(config["model"], {})
+        if any(other["config"].get(key) != config.get(key) for other in arms.values() for key in _ALIKE):
+            arms.clear()
+        arms[record["arm"]] = record
 
     def width(item: tuple[str, Arms]) -> tuple[int, int]:
         config = next(iter(item[1].values()))["config"]
@@ -144,6 +148,10 @@ def by_model(records: Sequence[Record], kind: str, part: str) -> dict[str, Arms]
 
 
 _PARTS = {"forward_backward": "forward, backward", "steps": "optimizer step"}
+_ALIKE = (
+    "distribution", "documents", "slots", "dtype", "precision", "d_model", "n_layer", "expand", "d_state", "vocab_size",
+    "compile", "recompute",
+)  # fmt: skip
 
 
 def _breakdowns(records: Sequence[Record]) -> list[tuple[str, str, str, Record]]:
