@@ -1,0 +1,106 @@
+"""The bench of several devices: one device's loss, no rank left behind, refusals."""
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from whole_models import TINY
+
+from packmamba.bench import multi_gpu
+from packmamba.errors import ConfigError
+from packmamba.results.record import read_records
+from packmamba.results.report import build_sections
+from processes import fork_ranks, statuses
+
+MULTI = {
+    "model": "130m",
+    # Steps large enough for a wrong gradient to be seen in the next loss.
+    "overrides": [*TINY["overrides"], "optimizer.warmup_steps=0", "optimizer.lr=0.01"],
+    "arms": ["ddp-1", "ddp-2", "fsdp2-2"],
+    "scheme": "packed-512-best_fit",
+    "distribution": "short",
+    "documents": 400,
+    "slots": 512,
+    "same_steps": 3,
+    "rounds": 2,
+    "precision": "32-true",
+    "accelerator": "cpu",
+}
+
+
+RUN = multi_gpu._run
+
+
+def torchrun(command, env, timeout_seconds):
+    """torchrun itself for one process, its ranks for several, which start at once."""
+    ranks = int(next(part for part in command if part.startswith("--nproc-per-node=")).partition("=")[2])
+    if ranks == 1:
+        return RUN(command, env, timeout_seconds)
+    job = json.loads(command[-1])
+    output = Path(job["folder"]) / "output.txt"
+    done = statuses(*fork_ranks(ranks, multi_gpu._work, job, output=output))
+    return max(map(abs, done)), output.read_text()
+
+
+def test_every_strategy_has_the_loss_of_one_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(multi_gpu, "_run", torchrun)
+    multi_gpu.run(MULTI, tmp_path / "records" / "multi_gpu.jsonl", progress=False)
+    records = read_records(tmp_path)
+    assert [record["arm"] for record in records] == MULTI["arms"]
+    alone = [point["loss"] for point in records[0]["curves"]["loss"]]
+    assert alone[0] != alone[1]
+    for record in records:
+        assert [point["loss"] for point in record["curves"]["loss"]] == pytest.approx(alone, rel=1e-5)
+        slots = record["metrics"]["slots_per_second"] * record["metrics"]["seconds_per_step"]
+        assert slots == pytest.approx(512 * record["config"]["devices"])
+    (section,) = build_sections(records)
+    (table,) = section.tables
+    assert [(row[0].text, row[1].text) for row in table.rows] == [("ddp", "1"), ("ddp", "2"), ("fsdp2", "2")]
+    assert [figure.name for figure in section.figures] == ["multi-gpu-130m"]
+
+
+def test_an_arm_with_another_loss_is_not_recorded(tmp_path, monkeypatch):
+    results = {"losses": [4.0], "seconds": [1.0, 1.0], "slots": [512, 512], "tokens": [500, 500],
+               "peak_memory_bytes": None, "corpus": "short", "config": {}}  # fmt: skip
+    arms = iter([results, results | {"losses": [4.001]}])
+    monkeypatch.setattr(multi_gpu, "_launch", lambda *_: next(arms))
+    with pytest.raises(RuntimeError, match="ddp on 2 devices: losses .* of the same documents are not"):
+        multi_gpu.run(MULTI, tmp_path / "records" / "multi_gpu.jsonl", progress=False)
+    assert [record["arm"] for record in read_records(tmp_path)] == ["ddp-1"]
+
+
+def test_an_arm_that_takes_too_long_is_told_to_end(tmp_path, monkeypatch):
+    """As torchrun must be, whose ranks would outlive it."""
+    waits = f"""
+        import signal, sys, time
+        def end(*_):
+            open({str(tmp_path / "ended")!r}, "w")
+            sys.exit()
+        signal.signal(signal.SIGTERM, end)
+        open({str(tmp_path / "begun")!r}, "w")
+        time.sleep(60)
+    """
+
+    def wait(command, env, timeout_seconds):
+        return RUN([sys.executable, "-c", textwrap.dedent(waits)], env, timeout_seconds)
+
+    monkeypatch.setattr(multi_gpu, "_run", wait)
+    with pytest.raises(ConfigError, match="timeout_seconds: ddp on 1 devices took longer than 5 s"):
+        multi_gpu.run(MULTI | {"timeout_seconds": 5}, tmp_path / "records.jsonl", progress=False)
+    assert (tmp_path / "begun").exists() and (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"arms": ["fsdp-2"]}, "arms: expected strategy-devices"), ({"arms": []}, "at least one"),
+     ({"accelerator": "gpu", "arms": ["ddp-99"]}, "arms: 99 devices need as many GPUs; PyTorch sees"),
+     ({"scheme": "mamba-ssm-single"}, "scheme"), ({"precision": "16-mixed"}, "precision"),
+     ({"scheme": "packed-512-best_fit-graph"}, "scheme: expected one of ours, and not as a graph"),
+     ({"scheme": "packed"}, "scheme: expected single"), ({"accelerator": "gup"}, "accelerator: expected gpu or cpu"),
+     ({"distribution": "shrt"}, "distribution"), ({"slots": 0}, "slots"), ({"timeout_seconds": 0}, "timeout_seconds")],
+)  # fmt: skip
+def test_several_devices_are_refused_before_any_work(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        multi_gpu.run(MULTI | change, tmp_path / "records.jsonl", progress=False)
