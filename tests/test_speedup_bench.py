@@ -122,6 +122,8 @@ def test_what_was_not_measured_alike_is_not_compared(tmp_path):
     records = run(tmp_path, parts=["forward_backward"], arms=ARMS[:2], breakdown_arms=[])
     again = json.loads(json.dumps(records[0]))
     assert [row[1].text for row in build_sections([*records, again])[0].tables[1].rows] == ARMS[:2]
+    elsewhere = again | {"hardware": again["hardware"] | {"gpus": ["another"]}}
+    assert [row[1].text for row in build_sections([*records, elsewhere])[0].tables[1].rows] == ARMS[:1]
     again["config"]["documents"] += 1
     assert [row[1].text for row in build_sections([*records, again])[0].tables[1].rows] == ARMS[:1]
 
@@ -227,6 +229,10 @@ def test_peers_that_are_missing_are_left_out(tmp_path, capsys, monkeypatch):
         ({"precision": "half"}, "precision: expected of 32-true"),
         ({"seed": -1}, "seed"),
         ({"overrides": ["trainer.devices=2"]}, "overrides: expected model.<key>=.*, got 'trainer.devices=2'"),
+        (
+            {"slots": 256, "arms": ["packed-512-best_fit"]},
+            "arms: packed-512-best_fit: expected rows of at most slots=256",
+        ),
         ({"overrides": ["model=370m"]}, "overrides: expected model"),
         ({"overrides": ["optimizer.lr=-1"]}, "optimizer.lr"),
         ({"overrides": ["model.vocab_size=null"]}, "overrides: model.vocab_size: expected a number"),

@@ -6,7 +6,7 @@ from packmamba.results.record import read_records
 ARMS = ["single", "padded-256", "padded-longest", "padded-buckets", "packed-512-in_order", "packed-512-best_fit"]
 TINY = {
     "models": ["130m"],
-    "overrides": ["model.n_layer=2", "model.d_model=16", "model.d_state=4", "model.vocab_size=60", "trainer.threads=1"],
+    "overrides": ["model.n_layer=2", "model.d_model=16", "model.d_state=4", "model.vocab_size=60"],
     "arms": ARMS,
     "breakdown_arms": ["padded-256", "packed-512-best_fit"],
     "step_arms": ["single", "padded-256", "packed-512-best_fit"],

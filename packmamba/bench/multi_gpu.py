@@ -158,9 +158,10 @@ def _launch(c: MultiGpuBenchConfig, strategy: str, devices: int, folder: Path) -
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}",
         "-m", "packmamba.bench.multi_gpu", json.dumps(job),
     ]  # fmt: skip
-    # torchrun sets one thread a process where nothing is said; PYTHONPATH finds this package wherever it was found.
+    # torchrun sets one thread for each of several processes where nothing is said, and so it is for one. PYTHONPATH finds this
+    # package wherever it was found.
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         status, errors = _run(command, env, c.timeout_seconds)
     except subprocess.TimeoutExpired:

@@ -21,7 +21,7 @@ PARTS = ("forward_backward", "breakdown", "steps", "growth")
 # blocks in bfloat16 makes 2.5e-2, and a leak 1.6e-1; through 24, 1e-2 and 5e-2.
 TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-4}
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-OVERRIDDEN = ("model.", "ops.", "optimizer.", "trainer.threads=")
+OVERRIDDEN = ("model.", "ops.", "optimizer.")
 """What overrides may begin with: the bench sets the rest itself."""
 
 
@@ -114,6 +114,8 @@ def _schemes(key: str, arms: Sequence[str], c: SpeedupBenchConfig) -> list[Schem
     try:
         schemes = [Scheme.parse(arm) for arm in arms]
         for scheme in schemes:
+            if (scheme.row_length or 1) > c.slots:
+                raise ConfigError(f"{scheme.name}: expected rows of at most slots={c.slots}")
             feed(longest, scheme, c.slots)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
@@ -123,9 +125,7 @@ def _schemes(key: str, arms: Sequence[str], c: SpeedupBenchConfig) -> list[Schem
 def _check_models(c: SpeedupBenchConfig, device: torch.device) -> None:
     for override in c.overrides:
         if not override.startswith(OVERRIDDEN):
-            raise ConfigError(
-                f"overrides: expected model.<key>=, ops.<key>=, optimizer.<key>= or trainer.threads=, got '{override}'"
-            )
+            raise ConfigError(f"overrides: expected model.<key>=, ops.<key>= or optimizer.<key>=, got '{override}'")
     for name in dict.fromkeys([*c.models, c.growth_model]):
         config = load_config(None, [f"model={name}", *c.overrides])
         config.seed, config.trainer.precision = c.seed, c.precision

@@ -130,15 +130,13 @@ def _name_bars(ax: Axes, labels: list[str], shown: bool) -> None:
 
 def by_model(records: Sequence[Record], kind: str, part: str) -> dict[str, Arms]:
     """Records of a kind and part by model size, smallest first, then by arm: the latest, and those that were measured alike."""
+    of_kind = summary.of_kind(records, kind)
+    latest = {record["config"]["model"]: _settings(record) for record in of_kind}
     found: dict[str, Arms] = {}
-    for record in summary.of_kind(records, kind):
-        config = record["config"]
-        if config["part"] != part:
-            continue
-        arms = found.setdefault(config["model"], {})
-        if any(other["config"].get(key) != config.get(key) for other in arms.values() for key in _ALIKE):
-            arms.clear()
-        arms[record["arm"]] = record
+    for record in of_kind:
+        model = record["config"]["model"]
+        if record["config"]["part"] == part and _settings(record) == latest[model]:
+            found.setdefault(model, {})[record["arm"]] = record
 
     def width(item: tuple[str, Arms]) -> tuple[int, int]:
         config = next(iter(item[1].values()))["config"]
@@ -152,6 +150,11 @@ _ALIKE = (
     "distribution", "documents", "slots", "dtype", "precision", "d_model", "n_layer", "expand", "d_state", "vocab_size",
     "compile", "recompute",
 )  # fmt: skip
+
+
+def _settings(record: Record) -> list[object]:
+    hardware = record["hardware"]
+    return [hardware["gpus"] or hardware["cpu"], *(record["config"].get(key) for key in _ALIKE)]
 
 
 def _breakdowns(records: Sequence[Record]) -> list[tuple[str, str, str, Record]]:
