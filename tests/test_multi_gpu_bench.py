@@ -98,6 +98,8 @@ def test_an_arm_that_takes_too_long_is_told_to_end(tmp_path, monkeypatch):
      ({"accelerator": "gpu", "arms": ["ddp-99"]}, "arms: 99 devices need as many GPUs; PyTorch sees"),
      ({"scheme": "mamba-ssm-single"}, "scheme"), ({"precision": "16-mixed"}, "precision"),
      ({"scheme": "packed-512-best_fit-graph"}, "scheme: expected one of ours, and not as a graph"),
+     ({"scheme": "packed-100-best_fit"}, "^scheme: packed-100-best_fit"),
+     ({"arms": ["ddp-1", "ddp-1"]}, "arms: expected each once, got 'ddp-1' 2 times"),
      ({"scheme": "packed"}, "scheme: expected single"), ({"accelerator": "gup"}, "accelerator: expected gpu or cpu"),
      ({"distribution": "shrt"}, "distribution"), ({"slots": 0}, "slots"), ({"timeout_seconds": 0}, "timeout_seconds")],
 )  # fmt: skip

@@ -124,6 +124,8 @@ def _check_config(c: MultiGpuBenchConfig) -> list[tuple[str, int]]:
         arms.append((strategy, int(devices)))
     if not arms:
         raise ConfigError("arms: expected at least one, got none")
+    if twice := [arm for arm in c.arms if c.arms.count(arm) > 1]:
+        raise ConfigError(f"arms: expected each once, got {twice[0]!r} {c.arms.count(twice[0])} times")
     if c.accelerator not in ("gpu", "cpu"):
         raise ConfigError(f"accelerator: expected gpu or cpu, got {c.accelerator!r}")
     most = max(devices for _, devices in arms)
@@ -139,7 +141,7 @@ def _check_config(c: MultiGpuBenchConfig) -> list[tuple[str, int]]:
         raise ConfigError(f"scheme: {error}") from None
     if scheme.peer or scheme.graph:
         raise ConfigError(f"scheme: expected one of ours, and not as a graph, got {c.scheme!r}")
-    check(_shared(c), torch.device("cuda" if c.accelerator == "gpu" else "cpu"))
+    check(_shared(c), torch.device("cuda" if c.accelerator == "gpu" else "cpu"), "scheme")
     return arms
 
 

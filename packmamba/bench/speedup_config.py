@@ -73,8 +73,8 @@ class SpeedupBenchConfig:
     """Of lengths, tokens and weights."""
 
 
-def check(c: SpeedupBenchConfig, device: torch.device) -> list[Scheme]:
-    """The arms' schemes. Raises ConfigError naming the key."""
+def check(c: SpeedupBenchConfig, device: torch.device, step_key: str = "step_arms") -> list[Scheme]:
+    """The arms' schemes. Raises ConfigError naming the key, ``step_key`` for arms of steps."""
     for key, known, values in [
         ("parts", PARTS, c.parts),
         ("dtype", TOLERANCES, [c.dtype]),
@@ -87,9 +87,9 @@ def check(c: SpeedupBenchConfig, device: torch.device) -> list[Scheme]:
         value = getattr(c, key)
         if (least := min(value, default=1) if isinstance(value, list) else value) < 1:
             raise ConfigError(f"{key}: expected at least 1, got {least}")
-    schemes, step_schemes = _schemes("arms", c.arms, c), _schemes("step_arms", c.step_arms, c)
+    schemes, step_schemes = _schemes("arms", c.arms, c), _schemes(step_key, c.step_arms, c)
     if peers := [scheme.name for scheme in step_schemes if scheme.peer]:
-        raise ConfigError(f"step_arms: expected arms of ours, got {peers[0]!r}")
+        raise ConfigError(f"{step_key}: expected arms of ours, got {peers[0]!r}")
     if unknown := [arm for arm in c.breakdown_arms if arm not in c.arms]:
         raise ConfigError(f"breakdown_arms: expected of arms ({', '.join(c.arms) or 'none'}), got {unknown[0]!r}")
     for key in ("models", "parts", "arms", "breakdown_arms", "step_arms"):
