@@ -132,13 +132,8 @@ def plans() -> dict[str, str]:
 
 
 def command(*arguments: str) -> None:
-    subprocess.run(
-        [sys.executable, "run.py", *arguments],
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, check=True, **quiet)
 
 
 def losses(folder: Path) -> dict[str, list[float]]:
