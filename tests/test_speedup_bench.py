@@ -138,7 +138,7 @@ def test_few_batches_stand_for_all():
 
 FAKES = {
     "modules/mamba_simple.py": """
-        from packmamba.nn.mixer import PackedMamba as Mamba
+        from packmamba.nn.mixers.mamba1 import PackedMamba as Mamba
     """,
     "modules/block.py": """
         import torch

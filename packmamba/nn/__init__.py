@@ -1,6 +1,6 @@
 """Mamba on packed documents: the layer and the language model."""
 
 from packmamba.nn.lm import MambaLM as MambaLM
-from packmamba.nn.mixer import PackedMamba as PackedMamba
+from packmamba.nn.mixers.mamba1 import PackedMamba as PackedMamba
 
 __all__ = ["MambaLM", "PackedMamba"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from packmamba.layout import SequenceLayout
-from packmamba.nn.mixer import PackedMamba, State
+from packmamba.nn.mixers.mamba1 import PackedMamba, State
 
 RECOMPUTE = ("none", "inner", "block")
 

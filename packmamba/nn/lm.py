@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
-from packmamba.nn.mixer import PackedMamba, State
+from packmamba.nn.mixers.mamba1 import PackedMamba, State
 from packmamba.ops import cuda
 from packmamba.ops.checks import check_layout
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 from packmamba.nn.lm import MambaLM
-from packmamba.nn.mixer import State
+from packmamba.nn.mixers.mamba1 import State
 
 
 class StateCarrier:

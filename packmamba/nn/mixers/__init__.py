@@ -1,0 +1,1 @@
+"""Mixers: what a block does with its tokens."""
