@@ -40,7 +40,7 @@ def demo(arguments: argparse.Namespace) -> None:
 
 def train(arguments: argparse.Namespace) -> None:
     from packmamba.config import load_config
-    from packmamba.results.report import format_table
+    from packmamba.report.folder import format_table
 
     config = load_config(arguments.config, arguments.overrides)  # first: what follows takes seconds to import
     from packmamba.training.fit import fit, record_path, run_folder
@@ -66,8 +66,8 @@ def bench(arguments: argparse.Namespace) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     from packmamba.errors import ConfigError
-    from packmamba.results.record import read_records
-    from packmamba.results.report import format_table, write_report
+    from packmamba.records import read_records
+    from packmamba.report.folder import format_table, write_report
 
     try:
         path = write_report(arguments.folder)

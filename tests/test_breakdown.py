@@ -8,7 +8,7 @@ import torch
 
 from packmamba.bench import speedup as bench
 from packmamba.bench.breakdown import Breakdown, exclusive, family_of, sort_kernels
-from packmamba.results.record import BREAKDOWN
+from packmamba.records import BREAKDOWN
 
 
 @pytest.mark.parametrize(("profiled_idle", "timed", "idle"), [(3.0, 20.0, 1.5), (9.0, 18.0, 3.0), (3.0, 11.0, 0.25)])

@@ -10,9 +10,9 @@ import torch
 from packmamba import SequenceLayout, ops
 from packmamba.bench import gpu_arms, gpu_operators, gpu_turns, positions
 from packmamba.config import ConfigError
+from packmamba.records import METRICS, make_record, read_records
+from packmamba.report.folder import build_sections, table_files
 from packmamba.results import gpu_operators as results
-from packmamba.results.record import METRICS, make_record, read_records
-from packmamba.results.report import build_sections, table_files
 
 LAYOUT = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100)
 SOME = torch.tensor([0, 7, 63])

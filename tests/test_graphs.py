@@ -10,8 +10,8 @@ import torch
 from packmamba.config import ConfigError, load_config
 from packmamba.data.batching import PackedBatch
 from packmamba.layout import SequenceLayout
+from packmamba.report.summary import training_arms
 from packmamba.results import growth
-from packmamba.results.summary import training_arms
 from packmamba.training import graphs
 from packmamba.training.fit import decisive, fit
 from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static

@@ -10,8 +10,8 @@ from whole_models import TINY
 
 from packmamba.bench import multi_gpu
 from packmamba.errors import ConfigError
-from packmamba.results.record import read_records
-from packmamba.results.report import build_sections
+from packmamba.records import read_records
+from packmamba.report.folder import build_sections
 from processes import fork_ranks, statuses
 
 MULTI = {

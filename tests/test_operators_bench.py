@@ -6,8 +6,8 @@ import torch
 from packmamba.bench import operators as bench
 from packmamba.errors import ConfigError
 from packmamba.ops import compiled
-from packmamba.results.record import read_records
-from packmamba.results.report import build_sections
+from packmamba.records import read_records
+from packmamba.report.folder import build_sections
 
 TINY = {
     "tokens": 96,

@@ -9,7 +9,7 @@ from packmamba.bench import packing as bench
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
-from packmamba.results.record import read_records
+from packmamba.records import read_records
 
 PACKERS = ["in_order", "greedy", "first_fit", "best_fit", "histogram"]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)

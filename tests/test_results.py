@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packmamba.results import plots, summary
-from packmamba.results import record as records_module
-from packmamba.results.record import (
+from packmamba import records as records_module
+from packmamba.records import (
     METRICS,
     append_record,
     make_record,
@@ -26,7 +25,9 @@ from packmamba.results.record import (
     read_records,
     validate_record,
 )
-from packmamba.results.report import build_sections, format_table, table_files, write_report
+from packmamba.report import figures as plots
+from packmamba.report import summary
+from packmamba.report.folder import build_sections, format_table, table_files, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = sorted({path.parents[1] for path in ROOT.glob("experiments/*/records/*.jsonl")})
@@ -168,7 +169,7 @@ def test_commit_and_dirty_are_of_our_own_checkout(tmp_path, monkeypatch):
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    source = tmp_path / "packmamba" / "results" / "record.py"
+    source = tmp_path / "packmamba" / "records.py"
     source.parent.mkdir(parents=True)
     source.write_text("old")
     git("init", "-q")
@@ -403,7 +404,7 @@ def test_terminal_table_lines_up():
 
 
 def test_results_need_no_torch():
-    code = "import sys, packmamba.results.report, packmamba.results.record; assert 'torch' not in sys.modules"
+    code = "import sys, packmamba.report.folder, packmamba.records; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

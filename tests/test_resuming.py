@@ -8,7 +8,7 @@ import torch
 
 import run
 from packmamba.config import ConfigError
-from packmamba.results.record import read_records
+from packmamba.records import read_records
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import alone, fit, run_folder
 from packmamba.training.module import MambaLitModule

@@ -10,7 +10,7 @@ import torch
 import packmamba.training.fit as one_run
 from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule
-from packmamba.results.record import read_records
+from packmamba.records import read_records
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.fit import decisive, fit, run_folder, run_id
 from packmamba.training.module import MambaLitModule

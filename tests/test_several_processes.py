@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import run
 from packmamba.config import ConfigError
-from packmamba.results.record import read_records
+from packmamba.records import read_records
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit, run_folder
 from packmamba.training.module import MambaLitModule

@@ -14,8 +14,8 @@ from packmamba.bench.arms import Documents, PeerLM, Scheme, feed
 from packmamba.data.lengths import draw_lengths
 from packmamba.errors import ConfigError
 from packmamba.ops.mamba_ssm import _peer
-from packmamba.results.record import BREAKDOWN
-from packmamba.results.report import build_sections
+from packmamba.records import BREAKDOWN
+from packmamba.report.folder import build_sections
 
 
 def test_every_part_is_recorded(tmp_path):

@@ -12,7 +12,7 @@ from packmamba.bench import speedup as bench
 from packmamba.bench import steps
 from packmamba.bench.arms import Scheme
 from packmamba.bench.breakdown import Breakdown
-from packmamba.results.record import BREAKDOWN
+from packmamba.records import BREAKDOWN
 
 
 def test_arms_take_their_turns_as_they_are_named(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from packmamba.config import ConfigError
-from packmamba.results.record import read_records
-from packmamba.results.report import build_sections
+from packmamba.records import read_records
+from packmamba.report.folder import build_sections
 from packmamba.training import throughput
 from packmamba.training.fit import run_id
 from packmamba.training.sweep import load_sweep, run_sweep

@@ -1,7 +1,7 @@
 """A tiny case of the whole-model benches that their tests share."""
 
 from packmamba.bench import speedup as bench
-from packmamba.results.record import read_records
+from packmamba.records import read_records
 
 ARMS = ["single", "padded-256", "padded-longest", "padded-buckets", "packed-512-in_order", "packed-512-best_fit"]
 TINY = {

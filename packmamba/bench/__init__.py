@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from packmamba.config import ConfigError, check_command, parse_override, read_yaml, suggest, wrong_value
-from packmamba.results.record import check_writable
+from packmamba.records import check_writable
 
 BENCHES = {
     "packing": "packmamba.bench.packing",

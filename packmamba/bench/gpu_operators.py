@@ -17,7 +17,7 @@ from packmamba.bench.gpu_turns import INDEXED, SLOW_ARMS, Elsewhere, Turns, cloc
 from packmamba.bench.positions import position_bytes
 from packmamba.config import ConfigError
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
-from packmamba.results.record import append_record, make_record, provenance
+from packmamba.records import append_record, make_record, provenance
 
 
 @dataclass

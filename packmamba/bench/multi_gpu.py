@@ -23,7 +23,7 @@ from packmamba.bench.speedup import Bench
 from packmamba.bench.speedup_config import SpeedupBenchConfig, check
 from packmamba.bench.steps import STEPS, WARM_UP, Turn, step_config, take_turns
 from packmamba.config import ConfigError
-from packmamba.results.record import append_record, make_record, provenance
+from packmamba.records import append_record, make_record, provenance
 from packmamba.training.strategy import STRATEGIES, leave_process_group
 
 # Of the summed loss over the targets of a step: what bfloat16's rounding makes of other orders of sums and of batches.

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError
 from packmamba.ops import compiled, library
-from packmamba.results.record import append_record, make_record, provenance
+from packmamba.records import append_record, make_record, provenance
 
 ARMS = ("cpu", "cpu-kernels", "reference", "transformers")
 SLOW_ARMS = ARMS[2:]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from packmamba.config import ConfigError
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
-from packmamba.results.record import append_record, make_record, provenance
+from packmamba.records import append_record, make_record, provenance
 
 
 @dataclass

@@ -23,7 +23,7 @@ from packmamba.config import Config as RunConfig
 from packmamba.config import load_config
 from packmamba.data.batching import PackedBatch
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
-from packmamba.results.record import append_record, make_record, provenance
+from packmamba.records import append_record, make_record, provenance
 from packmamba.training.graphs import BatchGraphs
 from packmamba.training.module import MambaLitModule
 
@@ -37,7 +37,7 @@ Config = SpeedupBenchConfig
 
 
 def run(config: SpeedupBenchConfig | Mapping[str, Any], records_path: Path, progress: bool = True) -> None:
-    """Appends records of kinds speedup, breakdown and growth; see packmamba.results.record.METRICS.
+    """Appends records of kinds speedup, breakdown and growth; see packmamba.records.METRICS.
 
     All arms of a model share one set of weights and take turns. Every arm arranges the same documents; its time for all of
     them is estimated from some of its batches, evenly spread over their sizes.

@@ -9,9 +9,9 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 
+from packmamba.report.figures import MUTED, Figure, axes, finish
+from packmamba.report.summary import Record
 from packmamba.results.gpu_operators import NAMES, Arms, Shape, Shapes, by_shape, copy_shares, scan_limit, seconds
-from packmamba.results.plots import MUTED, Figure, axes, finish
-from packmamba.results.summary import Record
 
 _SCANS: dict[str, dict[str, Any]] = {
     "mamba-ssm-padded": {"color": "#E69F00", "marker": "v"},

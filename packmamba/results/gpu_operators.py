@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from packmamba.results import summary
-from packmamba.results.summary import Record
-from packmamba.results.tables import Cell, Column, Table, number, percent, word
+from packmamba.report import summary
+from packmamba.report.summary import Record
+from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 NAMES = {
     "scan": "ssm_pack",

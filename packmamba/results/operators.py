@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from packmamba.results import summary
-from packmamba.results.plots import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.results.summary import Record
-from packmamba.results.tables import Cell, Column, Table, number, word
+from packmamba.report import summary
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
+from packmamba.report.summary import Record
+from packmamba.report.tables import Cell, Column, Table, number, word
 
 _NAMES = {
     "cpu": "compiled, public operator",

@@ -10,10 +10,10 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 
-from packmamba.results import summary
-from packmamba.results.plots import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.results.summary import Record
-from packmamba.results.tables import Cell, Column, Table, number, percent, word
+from packmamba.report import summary
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
+from packmamba.report.summary import Record
+from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
 PAPER_PADDING = {

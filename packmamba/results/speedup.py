@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from packmamba.results import summary
-from packmamba.results.plots import INK, Figure, axes, finish, legend_below
-from packmamba.results.record import BREAKDOWN
-from packmamba.results.summary import Record
-from packmamba.results.tables import Cell, Column, Table, gibibytes, number, percent, word
+from packmamba.records import BREAKDOWN
+from packmamba.report import summary
+from packmamba.report.figures import INK, Figure, axes, finish, legend_below
+from packmamba.report.summary import Record
+from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
 PEER, GRAPH = "mamba-ssm-", "-graph"
 TODAY = f"{PEER}single"

@@ -23,7 +23,7 @@ from packmamba.config import Config, ConfigError, to_dict
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
 from packmamba.ops.dispatch import choose
-from packmamba.results.record import append_record, check_writable, make_record, provenance, read_records
+from packmamba.records import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
 from packmamba.training.module import MambaLitModule
 from packmamba.training.strategy import check_strategy, leave_process_group, make_strategy, stop_together

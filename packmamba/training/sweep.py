@@ -22,7 +22,7 @@ from packmamba.config import (
     wrong_value,
 )
 from packmamba.data.schedule import check_data
-from packmamba.results.record import append_record, check_writable
+from packmamba.records import append_record, check_writable
 from packmamba.training.fit import check_run, fit, record_path
 from packmamba.training.throughput import measure_throughput
 

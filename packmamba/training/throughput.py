@@ -17,7 +17,7 @@ from tqdm import tqdm
 from packmamba.config import Config
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule, StepDataset
-from packmamba.results.record import make_record
+from packmamba.records import make_record
 from packmamba.training.fit import decisive
 from packmamba.training.module import MambaLitModule
 

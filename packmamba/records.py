@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import packmamba
-from packmamba.config import ConfigError
+from packmamba.errors import ConfigError
 
 SCHEMA = 1
 
@@ -293,7 +293,7 @@ def provenance() -> dict[str, Any]:
 def _commit() -> tuple[str | None, bool | None]:
     if named := os.environ.get("PACKMAMBA_COMMIT"):
         return named.removesuffix("-dirty"), named.endswith("-dirty")
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     # An installed package may lie inside somebody else's repository.
     if Path(_output("git", "-C", str(root), "rev-parse", "--show-toplevel") or "/") != root:
         return None, None

@@ -6,22 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from packmamba.results import (
-    gpu_figures,
-    gpu_operators,
-    growth,
-    operators,
-    packing,
-    plots,
-    speedup,
-    summary,
-    tables,
-)
-from packmamba.results.page import render
-from packmamba.results.plots import Figure
-from packmamba.results.record import read_records
-from packmamba.results.summary import Record
-from packmamba.results.tables import Table
+from packmamba.records import read_records
+from packmamba.report import figures as plots
+from packmamba.report import summary, tables
+from packmamba.report.figures import Figure
+from packmamba.report.page import render
+from packmamba.report.summary import Record
+from packmamba.report.tables import Table
+from packmamba.results import gpu_figures, gpu_operators, growth, operators, packing, speedup
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ KINDS: dict[str, Kind] = {
     "multi_gpu": Kind(growth.multi_gpu_tables, growth.multi_gpu_figures),
     "packing": Kind(packing.packing_tables, packing.packing_figures, packing.packing_label),
 }
-"""Another kind of record is one more entry here and in ``record.METRICS``."""
+"""Another kind of record is one more entry here and in ``records.METRICS``."""
 
 
 @dataclass

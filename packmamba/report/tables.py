@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from packmamba.results import summary
-from packmamba.results.summary import PARITY_SEEDS, Arm, Record, Speed
+from packmamba.report import summary
+from packmamba.report.summary import PARITY_SEEDS, Arm, Record, Speed
 
 
 class Cell(NamedTuple):

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from packmamba.results import summary, tables
-from packmamba.results.plots import Figure
-from packmamba.results.summary import Record, flatten
-from packmamba.results.tables import Table
+from packmamba.report import summary, tables
+from packmamba.report.figures import Figure
+from packmamba.report.summary import Record, flatten
+from packmamba.report.tables import Table
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --muted: #59636e; --line: #d9dee3; --page: #ffffff; --card: #f6f8fa;

@@ -18,8 +18,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from packmamba.results import summary
-from packmamba.results.summary import Arm, Record
+from packmamba.report import summary
+from packmamba.report.summary import Arm, Record
 
 INK, MUTED = "#24292f", "#5c6370"
 # Okabe and Ito's colours, distinct for the colour-blind. Arms that coincide (under reset single, padded and packed
