@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import run
+from packmamba import cli
 from packmamba.bench import run_bench
 from packmamba.config import ConfigError, load_config
 from processes import fork, run_py, statuses
@@ -77,7 +78,7 @@ def test_what_goes_on_after_an_interruption(arguments, monkeypatch, capsys):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, arguments[0], interrupted)
+    monkeypatch.setattr(cli, arguments[0], interrupted)
     assert run.main(arguments) == 130
     assert ("goes on from the last checkpoint" in capsys.readouterr().err) is (arguments[0] == "train")
 
@@ -102,7 +103,7 @@ def test_configs_are_read_strictly(tmp_path):
 
 def count_page_faults(keep):
     if keep:
-        run.keep_freed_memory()
+        cli.keep_freed_memory()
     faults = []
     for _ in range(4):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
