@@ -77,14 +77,14 @@ def report(arguments: argparse.Namespace) -> None:
 
 
 def kernels(arguments: argparse.Namespace) -> None:
-    from packmamba.ops import library
+    from packmamba.ops import build
 
     if arguments.action == "build":
-        for row in library.info():
+        for row in build.info():
             if row["problem"] is None:
                 print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
-                library.build(row["kind"])
-    for row in library.info():
+                build.build(row["kind"])
+    for row in build.info():
         state = "built" if row["built"] else row["problem"] or "not built; built on first use or by 'kernels build'"
         print(f"{row['kind']}: {state}")
         if row["problem"] is None:

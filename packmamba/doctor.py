@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from packmamba import ops
-from packmamba.ops import library
-from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
+from packmamba.ops import build
+from packmamba.ops.conv import IMPLEMENTATIONS
 
 EXTRAS = {
     "mamba_ssm": "the peers' Mamba, for baselines (needs CUDA): pip install --no-build-isolation 'packmamba[peers]'",
@@ -47,7 +47,7 @@ def diagnose() -> Iterator[str]:
 def _state(backend: str) -> str:
     if backend not in IMPLEMENTATIONS:
         return "not in this version"
-    kernels = {row["kind"]: row for row in library.info()}.get(backend)
+    kernels = {row["kind"]: row for row in build.info()}.get(backend)
     if backend == "mamba_ssm":
         missing = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
         if missing or not torch.cuda.is_available():

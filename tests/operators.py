@@ -10,7 +10,7 @@ from torch import Tensor
 
 from packmamba import SequenceLayout, ops
 from packmamba.ops.checks import accumulation_dtype
-from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
+from packmamba.ops.conv import IMPLEMENTATIONS
 from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
 
 # mamba_ssm is a baseline: it takes one document a row.

@@ -7,14 +7,14 @@ import torch
 from arrangements import AWKWARD, LONG
 from operators import random_case
 from packmamba import SequenceLayout, ops
-from packmamba.ops import compiled, library
+from packmamba.ops import build, compiled
 
 BUSY = SequenceLayout.from_lengths([[300, 17, 900, 1, 64], [513], list(range(1, 40))], row_length=1300)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def loaded():
-    library.load("cpu")
+    build.load("cpu")
 
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])

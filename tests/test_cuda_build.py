@@ -6,13 +6,13 @@ import types
 import pytest
 import torch
 
-from packmamba.ops import compiled, cuda, library
+from packmamba.ops import build, compiled, cuda
 from processes import fork, statuses
 
 
 def compare_schemas():
     for kind in ("cpu", "cuda"):
-        library.load(kind)
+        build.load(kind)
 
     def arguments(kind, name):
         found = getattr(getattr(torch.ops, "packmamba_" + kind), name).default._schema.arguments
@@ -47,8 +47,8 @@ def pretend_gpus(monkeypatch, *capabilities):
 
 
 def refusal():
-    with pytest.raises(library.KernelError) as caught:
-        library.describe("cuda")
+    with pytest.raises(build.KernelError) as caught:
+        build.describe("cuda")
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -58,7 +58,7 @@ def test_without_nvcc_one_sentence_names_the_wheels(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "path", [])
-    assert refusal() == f"no nvcc: pip install 'packmamba[cuda]', then run `{library.BUILD_COMMAND}`"
+    assert refusal() == f"no nvcc: pip install 'packmamba[cuda]', then run `{build.BUILD_COMMAND}`"
 
 
 def test_a_gpu_that_is_too_old_is_told_so(nvcc, monkeypatch):
@@ -68,7 +68,7 @@ def test_a_gpu_that_is_too_old_is_told_so(nvcc, monkeypatch):
 
 def test_builds_for_the_gpus_that_are_new_enough(nvcc, monkeypatch):
     pretend_gpus(monkeypatch, (9, 0), (7, 5), (10, 0), (9, 0))
-    assert library.describe("cuda").target == "sm_90, sm_100"
+    assert build.describe("cuda").target == "sm_90, sm_100"
 
 
 def test_without_a_gpu_architectures_must_be_named(nvcc, monkeypatch):
@@ -78,26 +78,26 @@ def test_without_a_gpu_architectures_must_be_named(nvcc, monkeypatch):
         monkeypatch.setenv("PACKMAMBA_CUDA_ARCHS", wrong)
         assert "PACKMAMBA_CUDA_ARCHS: expected compute capabilities from 8.0 up" in refusal()
     monkeypatch.setenv("PACKMAMBA_CUDA_ARCHS", "10.0, 8.0")
-    assert library.describe("cuda").target == "sm_80, sm_100"
+    assert build.describe("cuda").target == "sm_80, sm_100"
 
 
 def test_links_with_the_runtime_that_lies_beside_the_wheels_nvcc(nvcc, monkeypatch):
     monkeypatch.setenv("PACKMAMBA_CUDA_ARCHS", "90")
-    without = library.describe("cuda")
+    without = build.describe("cuda")
     runtime = nvcc.parents[1] / "lib"
     runtime.mkdir()
     (runtime / "libcudart_static.a").touch()
-    assert f"-L{runtime}" in library.describe("cuda").link_flags
+    assert f"-L{runtime}" in build.describe("cuda").link_flags
     assert f"-L{runtime}" not in without.link_flags
 
 
-@pytest.mark.skipif(library._find_nvcc() is None, reason="no nvcc: pip install 'packmamba[cuda]'")
+@pytest.mark.skipif(build._find_nvcc() is None, reason="no nvcc: pip install 'packmamba[cuda]'")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the whole build is tested")
 def test_a_reduced_build_loads_without_a_gpu_and_takes_what_the_cpu_s_kernels_take(tmp_path):
     """bfloat16, for sm_80 and sm_90: under a minute of one core where it is not cached."""
     output = tmp_path / "output.txt"
     environment = {"PACKMAMBA_CUDA_ARCHS": "80,90", "PACKMAMBA_CUDA_REDUCED": "1"}
-    if "--Ofast-compile" in library._output(library._find_nvcc(), "--help"):
+    if "--Ofast-compile" in build._output(build._find_nvcc(), "--help"):
         environment["NVCC_APPEND_FLAGS"] = "--Ofast-compile=max"  # nothing is computed
     assert statuses(fork(compare_schemas, output=output, **environment)) == [0], output.read_text()
     assert output.read_text().splitlines()[-1].startswith("schemas match")
@@ -109,7 +109,5 @@ def test_a_gpu_without_room_for_the_scans_gradients_is_told_so(monkeypatch):
     u, B = torch.zeros(1, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 16, dtype=torch.bfloat16)
     A, kept = torch.zeros(16, 16), torch.zeros(1)
     starts, ends = torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    with pytest.raises(
-        library.KernelError, match="need 109 KiB of shared memory a block, this GPU has 99; take float16"
-    ):
+    with pytest.raises(build.KernelError, match="need 109 KiB of shared memory a block, this GPU has 99; take float16"):
         cuda.ssm_forward(u, u, A, B, B, None, None, None, True, starts, ends, None, u.clone(), None, kept)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from arrangements import AWKWARD
 from operators import random_case
 from packmamba import PackedMamba, SequenceLayout, ops
-from packmamba.ops import library
+from packmamba.ops import build
 
 OPERATORS = ["conv1d_pack", "ssm_pack"]
 both = pytest.mark.parametrize("operator", OPERATORS)
@@ -16,7 +16,7 @@ both = pytest.mark.parametrize("operator", OPERATORS)
 
 @pytest.fixture(autouse=True, scope="module")
 def loaded():
-    library.load("cpu")
+    build.load("cpu")
 
 
 def arguments_of(case):
@@ -88,7 +88,7 @@ def test_compiled_through_autograd_equals_eager(operator):
 
 
 def test_the_kernels_may_be_loaded_first_while_compiling(monkeypatch):
-    monkeypatch.setattr(library, "_loaded", {})
+    monkeypatch.setattr(build, "_loaded", {})
     torch._dynamo.reset()
     case = random_case("conv1d_pack", AWKWARD["splits"], torch.float32, states=False)
     fast = torch.compile(ops.conv1d_pack, backend="eager", fullgraph=True)

@@ -21,7 +21,7 @@ from operators import relative_error
 from packmamba import SequenceLayout
 from packmamba.nn import block, loss
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.ops.inner_pack import inner_pack
+from packmamba.ops.inner import inner_pack
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError
-from packmamba.ops import compiled, library
+from packmamba.ops import build, compiled
 from packmamba.records import append_record, make_record, provenance
 
 ARMS = ("cpu", "cpu-kernels", "reference", "transformers")
@@ -82,7 +82,7 @@ def run(config: OperatorsBenchConfig | Mapping[str, Any], records_path: Path, pr
     """
     c = config if isinstance(config, OperatorsBenchConfig) else OperatorsBenchConfig(**config)
     _check_config(c)
-    library.load("cpu")
+    build.load("cpu")
     provenance()
     threads = torch.get_num_threads()
     torch.set_num_threads(c.threads)

@@ -12,8 +12,8 @@ import torch
 from packmamba.bench.arms import GRAPH, Documents, Scheme, feed
 from packmamba.config import ConfigError, load_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS
-from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
-from packmamba.ops.dispatch import choose
+from packmamba.ops.backends import choose
+from packmamba.ops.conv import IMPLEMENTATIONS
 from packmamba.training.fit import check_run
 
 PARTS = ("forward_backward", "breakdown", "steps", "growth")

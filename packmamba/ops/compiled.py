@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops import cuda, library
+from packmamba.ops import build, cuda
 from packmamba.ops.checks import accumulation_dtype
 
 # As in the kernels: tokens between states that the scan keeps for its backward, and what channels are padded to.
@@ -24,7 +24,7 @@ KEPT_CHANNELS = 16
 
 def _cpu(name: str) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
-        library.load("cpu")
+        build.load("cpu")
         first = len(arguments) - OUTPUTS[name]
         outputs = [None if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in arguments[first:]]
         written = [t if made is None else made for t, made in zip(arguments[first:], outputs)]

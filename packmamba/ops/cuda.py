@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from packmamba.errors import KernelError
 from packmamba.layout import SequenceLayout
-from packmamba.ops import library
+from packmamba.ops import build
 
 # Documents are cut only where they would leave the chip idle: pieces scan their tokens twice.
 MIN_CUT_ABOVE = 384
@@ -115,7 +115,7 @@ def _stream(tensor: Tensor) -> int:
 def _run(
     name: str, *arguments: Any, activations: Tensor, starts: Tensor, ends: Tensor, cuts: bool, last: tuple = ()
 ) -> None:
-    library.load("cuda")
+    build.load("cuda")
     if activations.dtype == torch.float64:
         raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
     rows, row_length, channels = activations.shape

@@ -21,8 +21,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from packmamba.config import Config, ConfigError, to_dict
 from packmamba.data.datamodule import PackingDataModule
-from packmamba.ops.conv1d_pack import IMPLEMENTATIONS
-from packmamba.ops.dispatch import choose
+from packmamba.ops.backends import choose
+from packmamba.ops.conv import IMPLEMENTATIONS
 from packmamba.records import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
 from packmamba.training.module import MambaLitModule

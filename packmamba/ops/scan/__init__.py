@@ -9,8 +9,8 @@ from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 from packmamba.ops import compiled, mamba_ssm
+from packmamba.ops.backends import choose
 from packmamba.ops.checks import accumulation_dtype, check_activations, check_is_tensor, check_layout, check_tensor
-from packmamba.ops.dispatch import choose
 from packmamba.ops.reference import ssm_pack_vectorised
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from packmamba.ops import library
+from packmamba.ops import build
 from processes import ROOT, fork, statuses
 
 FORWARD = """
@@ -41,16 +41,16 @@ def small_kernels(tmp_path, monkeypatch):
         (tmp_path / "kernels" / part).mkdir(parents=True)
     (tmp_path / "kernels" / "common" / "answer.h").write_text("#define ANSWER 42\n")
     (tmp_path / "kernels" / "cpu" / "a.cpp").write_text('#include "../common/answer.h"\nint a() { return ANSWER; }\n')
-    monkeypatch.setattr(library, "kernel_folder", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(build, "kernel_folder", lambda: tmp_path / "kernels")
     monkeypatch.setenv("PACKMAMBA_CACHE", str(tmp_path / "cache"))
     return tmp_path / "kernels"
 
 
 def test_the_key_covers_sources_headers_flags_compiler_and_instruction_set(small_kernels, monkeypatch):
-    keys = [library.describe("cpu").key]
+    keys = [build.describe("cpu").key]
 
     def changed():
-        keys.append(library.describe("cpu").key)
+        keys.append(build.describe("cpu").key)
         return keys[-1] not in keys[:-1]
 
     (small_kernels / "cpu" / "a.cpp").write_text("int a() { return 1; }\n")
@@ -61,26 +61,26 @@ def test_the_key_covers_sources_headers_flags_compiler_and_instruction_set(small
     assert changed()
     monkeypatch.setenv("PACKMAMBA_SANITIZE", "undefined")
     assert changed()
-    output = library._output
-    monkeypatch.setattr(library, "_output", lambda *c: output(*c) + ("#define __OTHER_CPU__ 1\n" if "-dM" in c else ""))
+    output = build._output
+    monkeypatch.setattr(build, "_output", lambda *c: output(*c) + ("#define __OTHER_CPU__ 1\n" if "-dM" in c else ""))
     assert changed()
-    monkeypatch.setattr(library, "_output", lambda *c: "another compiler\n")
+    monkeypatch.setattr(build, "_output", lambda *c: "another compiler\n")
     assert changed()
     monkeypatch.undo()
 
 
 def test_the_ablation_is_another_library(monkeypatch):
     monkeypatch.setenv("PACKMAMBA_CUDA_ARCHS", "90")
-    monkeypatch.setattr(library, "_find_nvcc", lambda: "nvcc")
-    monkeypatch.setattr(library, "_output", lambda *_: "nvcc 13\n")
-    plain = library.describe("cuda")
+    monkeypatch.setattr(build, "_find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(build, "_output", lambda *_: "nvcc 13\n")
+    plain = build.describe("cuda")
     monkeypatch.setenv("PACKMAMBA_PER_TOKEN_INDICES", "1")
-    assert library.describe("cuda").key != plain.key
+    assert build.describe("cuda").key != plain.key
 
 
 def build_small(kernels):
-    library.kernel_folder = lambda: kernels
-    print(library.build("cpu"))
+    build.kernel_folder = lambda: kernels
+    print(build.build("cpu"))
 
 
 def test_eight_processes_build_once(small_kernels, tmp_path):
@@ -101,15 +101,15 @@ def test_eight_processes_build_once(small_kernels, tmp_path):
 
 @pytest.mark.parametrize("kept", [0, 1 / 2, None], ids=["empty", "cut", "garbage"])
 def test_a_damaged_library_is_built_again(small_kernels, kept, capfd):
-    path = library.build("cpu")
+    path = build.build("cpu")
     whole = path.read_bytes()
     assert "Compiling the 'cpu' kernels" in capfd.readouterr().err
-    library.build("cpu")
+    build.build("cpu")
     assert not capfd.readouterr().err, "a whole one is not"
     path.write_bytes(b"x" * 999 if kept is None else whole[: int(len(whole) * kept)])
-    assert not library.describe("cpu").built
-    library.build("cpu")
-    assert "Compiling" in capfd.readouterr().err and library.describe("cpu").built
+    assert not build.describe("cpu").built
+    build.build("cpu")
+    assert "Compiling" in capfd.readouterr().err and build.describe("cpu").built
 
 
 @pytest.mark.parametrize(("march", "needs"), [("x86-64", "sse2"), ("x86-64-v3", "avx512f")])
@@ -130,21 +130,21 @@ def test_the_kernels_are_right_for_older_instruction_sets(march, needs, tmp_path
 
 def test_a_failed_compilation_shows_the_compilers_words(small_kernels):
     (small_kernels / "cpu" / "a.cpp").write_text("int a() { return nonsense; }\n")
-    with pytest.raises(library.KernelError, match="nonsense"):
-        library.build("cpu")
+    with pytest.raises(build.KernelError, match="nonsense"):
+        build.build("cpu")
     assert not list((small_kernels.parent / "cache").glob("*.so"))
 
 
 def test_an_unwritable_cache_names_the_variable(small_kernels, monkeypatch):
     monkeypatch.setenv("PACKMAMBA_CACHE", "/proc/nowhere")
-    with pytest.raises(library.KernelError, match="PACKMAMBA_CACHE"):
-        library.build("cpu")
+    with pytest.raises(build.KernelError, match="PACKMAMBA_CACHE"):
+        build.build("cpu")
 
 
 def test_info_says_what_is_built_and_what_is_missing():
-    library.build("cpu")
-    rows = {row["kind"]: row for row in library.info()}
-    assert rows.keys() == set(library.KINDS)
+    build.build("cpu")
+    rows = {row["kind"]: row for row in build.info()}
+    assert rows.keys() == set(build.KINDS)
     assert rows["cpu"]["built"] and rows["cpu"]["problem"] is None
     assert all(row["built"] or row["path"] or row["problem"] for row in rows.values())
 
@@ -152,7 +152,7 @@ def test_info_says_what_is_built_and_what_is_missing():
 def test_without_a_compiler_one_warning_names_the_fix_and_the_reference_runs(tmp_path):
     printed = run_python(FORWARD, tmp_path, CXX="no-such-compiler", PATH="/nowhere", PACKMAMBA_CACHE=str(tmp_path))
     assert printed.count("UserWarning") == 1
-    assert "install g++" in printed and library.BUILD_COMMAND in printed
+    assert "install g++" in printed and build.BUILD_COMMAND in printed
 
 
 def test_without_a_compiler_an_explicit_backend_raises(tmp_path):

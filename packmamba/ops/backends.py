@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from packmamba.ops import library
+from packmamba.ops import build
 
 BACKENDS = ("auto", "reference", "cpu", "cuda", "mamba_ssm")
 
@@ -29,7 +29,7 @@ def choose(backend: str | None, device: torch.device, implementations: Mapping[s
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
-        backend = "reference" if device.type == "cpu" and not library.ready("cpu") else device.type
+        backend = "reference" if device.type == "cpu" and not build.ready("cpu") else device.type
     needs = "cuda" if backend == "mamba_ssm" else backend
     if needs in ("cpu", "cuda") and needs != device.type:
         raise ValueError(f"backend: '{backend}' expected tensors on a {needs} device, got {device}")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 from packmamba.ops import cuda
+from packmamba.ops.backends import choose
 from packmamba.ops.checks import (
     ACTIVATION_DTYPES,
     accumulation_dtype,
@@ -25,9 +26,8 @@ from packmamba.ops.checks import (
     check_tensor,
 )
 from packmamba.ops.compiled import KERNELS, define, dense, differentiate, like, present, scan_outputs
-from packmamba.ops.conv1d_pack import conv1d_pack
-from packmamba.ops.dispatch import choose
-from packmamba.ops.ssm_pack import ssm_pack
+from packmamba.ops.conv import conv1d_pack
+from packmamba.ops.scan import ssm_pack
 
 
 def inner_pack(
