@@ -18,7 +18,6 @@ import pytest
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data import corpus as corpus_module
-from packmamba.data import documents
 from packmamba.data.corpus import Corpus, load_corpora
 from packmamba.data.lengths import draw_lengths
 
@@ -43,7 +42,7 @@ def stdlib(tmp_path_factory):
     for package in ("asyncio", "collections", "email", "importlib", "json", "logging", "unittest"):
         shutil.copytree(Path(sysconfig.get_path("stdlib")) / package, library / package)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(documents.sysconfig, "get_path", lambda _: str(library))
+        patched.setattr(sysconfig, "get_path", lambda _: str(library))
         return load_corpora(DataConfig(cache_dir=str(tmp_path_factory.mktemp("corpora"))), progress=False)
 
 

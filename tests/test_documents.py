@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from pathlib import Path
 
@@ -11,9 +12,8 @@ import numpy as np
 import pytest
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data import documents
-from packmamba.data.documents import open_source
 from packmamba.data.lengths import draw_lengths
+from packmamba.data.sources import open_source
 from packmamba.data.tokenization import ByteTokenizer, load_tokenizer, token_dtype
 
 
@@ -68,7 +68,7 @@ def tiny_stdlib(monkeypatch, root: Path, files: dict) -> None:
     for name, code in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(code if isinstance(code, bytes) else code.encode())
-    monkeypatch.setattr(documents.sysconfig, "get_path", lambda _: str(root))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(root))
 
 
 def test_stdlib_cuts_top_level_functions_and_methods_and_leaves_nested_ones_inside(monkeypatch, tmp_path):
@@ -289,7 +289,7 @@ def test_documents_and_splits_are_the_same_in_another_process(tmp_path):
     ]
     code = (
         "import sys; from collections import Counter; from packmamba.config import DataConfig\n"
-        "from packmamba.data.documents import open_source\n"
+        "from packmamba.data.sources import open_source\n"
         f"for data in {configs!r}:\n"
         "    for held_out, content in open_source(data).read(lambda _: None, Counter()):\n"
         "        print(held_out, content if isinstance(content, str) else content.tolist())\n"

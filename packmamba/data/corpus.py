@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.documents import Document, Source, open_source
+from packmamba.data.sources import Document, Source, open_source
 from packmamba.data.tokenization import Tokenizer, load_tokenizer, token_dtype
 
 FORMAT = 1  # part of every key: raise it when the same keys and files shall give other tokens or another folder

@@ -1,0 +1,6 @@
+"""Packing: from document lengths to rows of pieces, by one of eight strategies (numpy only)."""
+
+from packmamba.data.packing.plan import OVERLONG, PackingPlan, Piece, Row, plan_rows
+from packmamba.data.packing.strategies import STRATEGIES, Integers, Strategy
+
+__all__ = ["OVERLONG", "STRATEGIES", "Integers", "PackingPlan", "Piece", "Row", "Strategy", "plan_rows"]
