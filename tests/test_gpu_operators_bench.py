@@ -7,12 +7,12 @@ import types
 import pytest
 import torch
 
+from experiments.operators import gpu_tables as results
 from packmamba import SequenceLayout, ops
 from packmamba.bench import gpu_arms, gpu_operators, gpu_turns, positions
 from packmamba.config import ConfigError
 from packmamba.records import METRICS, make_record, read_records
 from packmamba.report.folder import build_sections, table_files
-from packmamba.results import gpu_operators as results
 
 LAYOUT = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100)
 SOME = torch.tensor([0, 7, 63])

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from experiments.speedup import report_growth as growth
 from packmamba.config import ConfigError, load_config
 from packmamba.data.batching import PackedBatch
 from packmamba.layout import SequenceLayout
 from packmamba.report.summary import training_arms
-from packmamba.results import growth
 from packmamba.training import graphs
 from packmamba.training.fit import decisive, fit
 from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static

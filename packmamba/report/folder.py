@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from packmamba.report.figures import Figure
 from packmamba.report.page import render
 from packmamba.report.summary import Record
 from packmamba.report.tables import Table
-from packmamba.results import gpu_figures, gpu_operators, growth, operators, packing, speedup
+from packmamba.results import packing
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,9 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "training": Kind(tables.training_tables, plots.training_figures),
     "throughput": Kind(tables.throughput_tables, plots.throughput_figures),
-    "operators": Kind(operators.operators_tables, operators.operators_figures),
-    "gpu_operators": Kind(gpu_operators.gpu_operators_tables, gpu_figures.gpu_operators_figures),
-    "speedup": Kind(speedup.speedup_tables, speedup.speedup_figures),
-    "breakdown": Kind(speedup.breakdown_tables, speedup.breakdown_figures),
-    "growth": Kind(growth.growth_tables, growth.growth_figures),
-    "multi_gpu": Kind(growth.multi_gpu_tables, growth.multi_gpu_figures),
     "packing": Kind(packing.packing_tables, packing.packing_figures, packing.packing_label),
 }
-"""Another kind of record is one more entry here and in ``records.METRICS``."""
+"""What the library knows; an experiment's own kinds are in its report.py. See ``records.METRICS`` too."""
 
 
 @dataclass
@@ -54,7 +49,7 @@ def build_sections(records: Iterable[Record], figures: bool = True) -> list[Sect
     """Tables and figures of the records, by corpus: records of different corpora never meet in one."""
     groups = summary.by_corpus(records)
     sections = [Section(corpus, group) for corpus, group in groups.items()]
-    for name, kind in KINDS.items():
+    for name, kind in _kinds(record for section in sections for record in section.records).items():
         having = [section for section in sections if summary.of_kind(section.records, name)]
         for section in having:
             label = f"-{kind.label(section.records)}" if len(having) > 1 else ""
@@ -67,6 +62,14 @@ def build_sections(records: Iterable[Record], figures: bool = True) -> list[Sect
                 drawn = kind.figures(section.records) if figures else []
             section.figures += [replace(figure, name=figure.name + label) for figure in drawn]
     return sections
+
+
+def _kinds(records: Iterable[Record]) -> dict[str, Kind]:
+    """The library's kinds and those of every experiment that the records name."""
+    kinds = dict(KINDS)
+    for experiment in sorted({record["experiment"] for record in records if record["kind"] not in KINDS}):
+        kinds |= importlib.import_module(f"experiments.{experiment}.report").KINDS
+    return kinds
 
 
 def format_table(records: Iterable[Record]) -> str:

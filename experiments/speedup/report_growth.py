@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.speedup.report_models import GRAPH, by_model
 from packmamba.report import summary
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
-from packmamba.results.speedup import GRAPH, by_model
 
 _AXES = {"row_length": "row length (tokens)", "mean_length": "mean document length (tokens)"}
 

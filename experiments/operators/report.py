@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.operators.gpu_figures import gpu_operators_figures
+from experiments.operators.gpu_tables import gpu_operators_tables
 from packmamba.report import summary
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
+from packmamba.report.folder import Kind
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, word
 
@@ -113,3 +116,9 @@ def _limit(operator: str, rates: dict[str, float]) -> str:
         f"{rates['copy_bytes_per_second'] / 1e9:.1f} GB/s (read and written) into memory at hand, "
         f"{rates['copy_to_new_bytes_per_second'] / 1e9:.1f} GB/s into new memory, which all but the second row write."
     )
+
+
+KINDS = {
+    "operators": Kind(operators_tables, operators_figures),
+    "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures),
+}

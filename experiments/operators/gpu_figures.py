@@ -9,9 +9,9 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 
+from experiments.operators.gpu_tables import NAMES, Arms, Shape, Shapes, by_shape, copy_shares, scan_limit, seconds
 from packmamba.report.figures import MUTED, Figure, axes, finish
 from packmamba.report.summary import Record
-from packmamba.results.gpu_operators import NAMES, Arms, Shape, Shapes, by_shape, copy_shares, scan_limit, seconds
 
 _SCANS: dict[str, dict[str, Any]] = {
     "mamba-ssm-padded": {"color": "#E69F00", "marker": "v"},
