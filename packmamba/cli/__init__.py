@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo.yaml"
 
 
@@ -92,7 +92,7 @@ def kernels(arguments: argparse.Namespace) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    from packmamba.doctor import diagnose
+    from packmamba.cli.doctor import diagnose
 
     print("\n".join(diagnose()))
 
