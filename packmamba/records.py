@@ -123,7 +123,7 @@ METRICS: dict[str, tuple[str, ...]] = {
         "loss_error",
         "leak_error",
     ),
-    # Seconds of one call by family of kernels (packmamba.bench.breakdown); their sum is seconds.
+    # Seconds of one call by family of kernels (experiments.speedup.breakdown); their sum is seconds.
     "breakdown": (*BREAKDOWN, "seconds"),
     # config: axis (row_length or mean_length) and its value.
     "growth": (

@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 
-from packmamba.bench import speedup as bench
-from packmamba.bench.breakdown import Breakdown, exclusive, family_of, sort_kernels
+from experiments.speedup import whole_models as bench
+from experiments.speedup.breakdown import Breakdown, exclusive, family_of, sort_kernels
 from packmamba.records import BREAKDOWN
 
 

@@ -8,8 +8,8 @@ import torch
 
 import run
 from packmamba import cli
-from packmamba.bench import run_bench
 from packmamba.config import ConfigError, load_config
+from packmamba.experiments import run_bench
 from processes import fork, run_py, statuses
 from runs import write_documents
 
@@ -32,14 +32,14 @@ MISTAKES = {
     "a precision": (["train", "configs/train.yaml", "trainer.precision=8"], "trainer"),
     "a folder": (["report", "experiments/missing"], "experiments/missing"),
     "a sweep's file": (["train", "configs/demo.yaml"], "python run.py sweep configs/demo.yaml"),
-    "a bench's file": (["train", "configs/bench/packing.yaml"], "python run.py bench configs/bench/packing.yaml"),
+    "a bench's file": (["train", "experiments/packing/packing.yaml"], "python run.py bench experiments/packing/packing.yaml"),
     "a folder that cannot be": (
         ["train", "configs/train.yaml", "data.strategy=greedy", "runs_dir=/proc/runs"], "runs_dir: /proc/runs/"),
-    "a bench": (["bench", "configs/bench/packing.yaml", "bench=speed"], "bench: expected one of packing"),
+    "a bench": (["bench", "experiments/packing/packing.yaml", "bench=speed"], "bench: expected one of packing"),
     "a bench of a run": (["bench", "configs/train.yaml"], "python run.py train configs/train.yaml"),
     "a bench of a sweep": (["bench", "configs/demo.yaml"], "python run.py sweep configs/demo.yaml"),
     "a sweep of a run": (["sweep", "configs/train.yaml"], "python run.py train configs/train.yaml"),
-    "a sweep of a bench": (["sweep", "configs/bench/speedup.yaml"], "python run.py bench configs/bench/speedup.yaml"),
+    "a sweep of a bench": (["sweep", "experiments/speedup/speedup.yaml"], "python run.py bench experiments/speedup/speedup.yaml"),
 }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_what_goes_on_after_an_interruption(arguments, monkeypatch, capsys):
 def test_a_bench_into_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="^experiment: .* cannot be written"):
-        run_bench("configs/bench/packing.yaml", [f"experiment={tmp_path}/file", "num_documents=100"])
+        run_bench("experiments/packing/packing.yaml", [f"experiment={tmp_path}/file", "num_documents=100"])
 
 
 def test_configs_are_read_strictly(tmp_path):

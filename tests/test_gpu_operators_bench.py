@@ -7,9 +7,10 @@ import types
 import pytest
 import torch
 
+from experiments.operators import gpu as gpu_operators
+from experiments.operators import gpu_arms, gpu_turns, positions
 from experiments.operators import gpu_tables as results
 from packmamba import SequenceLayout, ops
-from packmamba.bench import gpu_arms, gpu_operators, gpu_turns, positions
 from packmamba.config import ConfigError
 from packmamba.records import METRICS, make_record, read_records
 from packmamba.report.folder import build_sections, table_files

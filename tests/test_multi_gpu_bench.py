@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from whole_models import TINY
 
-from packmamba.bench import multi_gpu
+from experiments.speedup import multi_gpu
 from packmamba.errors import ConfigError
 from packmamba.records import read_records
 from packmamba.report.folder import build_sections

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from packmamba.bench import operators as bench
+from experiments.operators import cpu as bench
 from packmamba.errors import ConfigError
 from packmamba.ops import compiled
 from packmamba.records import read_records

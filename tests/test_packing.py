@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from packmamba.bench import packing as bench
+from experiments.packing import bench
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows

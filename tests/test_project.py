@@ -12,8 +12,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from packmamba.bench import load_bench
 from packmamba.config import load_config
+from packmamba.experiments import load_bench
 from packmamba.training.sweep import load_sweep
 from processes import fork, statuses
 
@@ -25,6 +25,8 @@ except ModuleNotFoundError:  # Python 3.10; pytest brings tomli there
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "packmamba").rglob("*.py"))
 CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "model")
+CONFIGS += sorted((ROOT / "experiments").rglob("*.yaml"))
+EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 MODELS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
 MOST_LINES = 420  # about 400
 
@@ -90,7 +92,7 @@ def test_planning_and_reporting_need_no_torch(module):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *EXPERIMENTS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_file_holds_two_ideas(path):
     lines = path.read_text(encoding="utf-8").count("\n")
     assert lines <= MOST_LINES, f"{path.name} has {lines} lines"

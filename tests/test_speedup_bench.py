@@ -9,8 +9,8 @@ import pytest
 import torch
 from whole_models import ARMS, TINY, run
 
-from packmamba.bench import speedup as bench
-from packmamba.bench.arms import Documents, PeerLM, Scheme, feed
+from experiments.speedup import whole_models as bench
+from experiments.speedup.arms import Documents, PeerLM, Scheme, feed
 from packmamba.data.lengths import draw_lengths
 from packmamba.errors import ConfigError
 from packmamba.ops.mamba_ssm import _peer

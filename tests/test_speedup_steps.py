@@ -8,10 +8,10 @@ import pytest
 import torch
 from whole_models import TINY, run
 
-from packmamba.bench import speedup as bench
-from packmamba.bench import steps
-from packmamba.bench.arms import Scheme
-from packmamba.bench.breakdown import Breakdown
+from experiments.speedup import steps
+from experiments.speedup import whole_models as bench
+from experiments.speedup.arms import Scheme
+from experiments.speedup.breakdown import Breakdown
 from packmamba.records import BREAKDOWN
 
 

@@ -1,6 +1,6 @@
 """A tiny case of the whole-model benches that their tests share."""
 
-from packmamba.bench import speedup as bench
+from experiments.speedup import whole_models as bench
 from packmamba.records import read_records
 
 ARMS = ["single", "padded-256", "padded-longest", "padded-buckets", "packed-512-in_order", "packed-512-best_fit"]

@@ -58,7 +58,7 @@ def sweep(arguments: argparse.Namespace) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    from packmamba.bench import run_bench
+    from packmamba.experiments import run_bench
 
     arguments.folder = str(run_bench(arguments.config, arguments.overrides))
     report(arguments)

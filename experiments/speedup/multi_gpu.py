@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from packmamba.bench.arms import Scheme
-from packmamba.bench.speedup import Bench
-from packmamba.bench.speedup_config import SpeedupBenchConfig, check
-from packmamba.bench.steps import STEPS, WARM_UP, Turn, step_config, take_turns
+from experiments.speedup.arms import Scheme
+from experiments.speedup.config import SpeedupBenchConfig, check
+from experiments.speedup.steps import STEPS, WARM_UP, Turn, step_config, take_turns
+from experiments.speedup.whole_models import Bench
 from packmamba.config import ConfigError
 from packmamba.records import append_record, make_record, provenance
 from packmamba.training.strategy import STRATEGIES, leave_process_group
@@ -158,7 +158,7 @@ def _launch(c: MultiGpuBenchConfig, strategy: str, devices: int, folder: Path) -
     job = {"bench": asdict(c), "strategy": strategy, "devices": devices, "most": most, "folder": str(folder)}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}",
-        "-m", "packmamba.bench.multi_gpu", json.dumps(job),
+        "-m", "experiments.speedup.multi_gpu", json.dumps(job),
     ]  # fmt: skip
     # torchrun sets one thread for each of several processes where nothing is said, and so it is for one. PYTHONPATH finds this
     # package wherever it was found.

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from experiments.operators import gpu_arms
+from experiments.operators.gpu_arms import PEERS_TOLERANCE, TOLERANCES, Arm, Inputs, relative_error
 from packmamba import SequenceLayout
-from packmamba.bench import gpu_arms
-from packmamba.bench.gpu_arms import PEERS_TOLERANCE, TOLERANCES, Arm, Inputs, relative_error
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS
 from packmamba.ops import cuda
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from packmamba.bench import growth, steps
-from packmamba.bench.arms import Documents, Feed, PeerLM, Scheme, feed
-from packmamba.bench.breakdown import Breakdown, by_family
-from packmamba.bench.speedup_config import TOLERANCES, SpeedupBenchConfig, check
+from experiments.speedup import growth, steps
+from experiments.speedup.arms import Documents, Feed, PeerLM, Scheme, feed
+from experiments.speedup.breakdown import Breakdown, by_family
+from experiments.speedup.config import TOLERANCES, SpeedupBenchConfig, check
 from packmamba.config import Config as RunConfig
 from packmamba.config import load_config
 from packmamba.data.batching import PackedBatch

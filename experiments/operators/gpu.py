@@ -12,9 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from packmamba.bench.gpu_arms import HEAD_CHANNELS, STATES
-from packmamba.bench.gpu_turns import INDEXED, SLOW_ARMS, Elsewhere, Turns, clock_hz, copy_bytes_per_second, elsewhere
-from packmamba.bench.positions import position_bytes
+from experiments.operators.gpu_arms import HEAD_CHANNELS, STATES
+from experiments.operators.gpu_turns import (
+    INDEXED,
+    SLOW_ARMS,
+    Elsewhere,
+    Turns,
+    clock_hz,
+    copy_bytes_per_second,
+    elsewhere,
+)
+from experiments.operators.positions import position_bytes
 from packmamba.config import ConfigError
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.records import append_record, make_record, provenance

@@ -9,7 +9,7 @@ from typing import Optional
 import numpy as np
 import torch
 
-from packmamba.bench.arms import GRAPH, Documents, Scheme, feed
+from experiments.speedup.arms import GRAPH, Documents, Scheme, feed
 from packmamba.config import ConfigError, load_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS
 from packmamba.ops.backends import choose
@@ -38,7 +38,7 @@ class SpeedupBenchConfig:
     parts: list[str] = field(default_factory=lambda: list(PARTS))
     """forward_backward: the bare loop; breakdown: its kernels; steps: optimizer steps through Lightning; growth."""
     arms: list[str] = field(default_factory=list)
-    """Of the bare loop: see packmamba.bench.arms.Scheme. Those of peers that are not installed are left out."""
+    """Of the bare loop: see experiments.speedup.arms.Scheme. Those of peers that are not installed are left out."""
     breakdown_arms: list[str] = field(default_factory=list)
     """Of the breakdown; some of arms."""
     step_arms: list[str] = field(default_factory=list)

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from packmamba.bench.arms import Feed, Scheme, feed
-from packmamba.bench.breakdown import Breakdown, sort_kernels
+from experiments.speedup.arms import Feed, Scheme, feed
+from experiments.speedup.breakdown import Breakdown, sort_kernels
 from packmamba.config import Config, load_config
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
@@ -29,7 +29,7 @@ from packmamba.training.module import MambaLitModule
 from packmamba.training.strategy import make_strategy, stop_together
 
 if TYPE_CHECKING:
-    from packmamba.bench.speedup import Bench
+    from experiments.speedup.whole_models import Bench
 
 STEPS = 4
 """Of a turn: the device waits for the host at its start, as it does not in training."""

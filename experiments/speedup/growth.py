@@ -16,7 +16,7 @@ from packmamba.training.graphs import BatchGraphs
 from packmamba.training.module import MambaLitModule
 
 if TYPE_CHECKING:
-    from packmamba.bench.speedup import Bench
+    from experiments.speedup.whole_models import Bench
 
 
 def measure(bench: Bench, module: MambaLitModule) -> None:

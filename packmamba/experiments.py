@@ -1,4 +1,4 @@
-"""Measurements: ``python run.py bench configs/bench/<what>.yaml`` writes records that packmamba.results tabulates."""
+"""Measurements: ``python run.py bench experiments/<question>/<bench>.yaml`` writes records that packmamba.report tabulates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from packmamba.config import ConfigError, check_command, parse_override, read_ya
 from packmamba.records import check_writable
 
 BENCHES = {
-    "packing": "packmamba.bench.packing",
-    "operators": "packmamba.bench.operators",
-    "gpu_operators": "packmamba.bench.gpu_operators",
-    "speedup": "packmamba.bench.speedup",
-    "multi_gpu": "packmamba.bench.multi_gpu",
+    "packing": "experiments.packing.bench",
+    "operators": "experiments.operators.cpu",
+    "gpu_operators": "experiments.operators.gpu",
+    "speedup": "experiments.speedup.whole_models",
+    "multi_gpu": "experiments.speedup.multi_gpu",
 }
 
 
