@@ -18,7 +18,7 @@ _HOMES = {"SequenceLayout": "packmamba.layout", "MambaLM": "packmamba.nn", "Pack
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that packmamba.data and packmamba.results are usable without importing torch.
+    # Lazy, so that packmamba.data and packmamba.report are usable without importing torch.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "ops":

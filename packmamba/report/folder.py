@@ -14,7 +14,6 @@ from packmamba.report.figures import Figure
 from packmamba.report.page import render
 from packmamba.report.summary import Record
 from packmamba.report.tables import Table
-from packmamba.results import packing
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "training": Kind(tables.training_tables, plots.training_figures),
     "throughput": Kind(tables.throughput_tables, plots.throughput_figures),
-    "packing": Kind(packing.packing_tables, packing.packing_figures, packing.packing_label),
 }
 """What the library knows; an experiment's own kinds are in its report.py. See ``records.METRICS`` too."""
 

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 
 from packmamba.report import summary
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
+from packmamba.report.folder import Kind
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
@@ -175,3 +176,6 @@ def _latest(records: Sequence[Record], row_length: int) -> list[dict[str, Any]]:
 def _mean(values: Sequence[float | None]) -> float | None:
     finite = [value for value in values if value is not None]
     return statistics.fmean(finite) if finite else None
+
+
+KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label)}
