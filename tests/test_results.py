@@ -28,6 +28,8 @@ from packmamba.records import (
 from packmamba.report import figures as plots
 from packmamba.report import summary
 from packmamba.report.folder import build_sections, format_table, table_files, write_report
+from packmamba.report.kinds import Kind
+from packmamba.report.tables import Column, Table
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = sorted({path.parents[1] for path in ROOT.glob("experiments/*/records/*.jsonl")})
@@ -105,7 +107,7 @@ def test_a_record_says_where_it_comes_from_and_survives_the_disk(tmp_path):
     [
         ({"seed": "0"}, "seed must be int"),
         ({"seed": True}, "seed must be int"),
-        ({"kind": "trainin"}, "kind 'trainin' is unknown; known: training"),
+        ({"kind": ""}, "kind is empty"),
         ({"corpus_hash": ""}, "corpus_hash is empty"),
         ({"metrics": {"val_loss": 1.0}}, "lack steps, real_tokens"),
         ({"metrics": dict.fromkeys(METRICS["training"], "2.0")}, "metrics.steps must be a number or null"),
@@ -118,6 +120,17 @@ def test_a_record_says_where_it_comes_from_and_survives_the_disk(tmp_path):
 def test_a_wrong_record_is_refused_by_key(change, message):
     with pytest.raises(ValueError, match=message):
         validate_record(training("single") | change)
+
+
+def test_records_of_an_unknown_kind_are_read_and_not_reported(tmp_path):
+    record = make_record("mine", "question", "arm", {}, 0, "corpus", {"anything": 1.0}, 1.0)
+    assert read_records(write(tmp_path, [record])) == [record]
+    with pytest.raises(ValueError, match="kind 'mine' is unknown; known: training, throughput"):
+        format_table([record], kinds={})
+    shown = {"mine": Kind(lambda records: [Table("mine", "Mine", [Column("a", ("a",))])], metrics=("anything",))}
+    assert format_table([record], shown).startswith("Mine\n")
+    with pytest.raises(ValueError, match="metrics of the mine record of arm lack anything"):
+        format_table([record | {"metrics": {}}], shown)
 
 
 def test_a_record_that_lacks_a_key_is_refused():

@@ -8,7 +8,7 @@ from experiments.operators.gpu_figures import gpu_operators_figures
 from experiments.operators.gpu_tables import gpu_operators_tables
 from packmamba.report import summary
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.report.folder import Kind
+from packmamba.report.kinds import Kind
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, word
 

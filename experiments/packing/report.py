@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 
 from packmamba.report import summary
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.report.folder import Kind
+from packmamba.report.kinds import Kind
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experiments.speedup.report_growth import growth_figures, growth_tables, multi_gpu_figures, multi_gpu_tables
 from experiments.speedup.report_models import breakdown_figures, breakdown_tables, speedup_figures, speedup_tables
-from packmamba.report.folder import Kind
+from packmamba.report.kinds import Kind
 
 KINDS = {
     "speedup": Kind(speedup_tables, speedup_figures),

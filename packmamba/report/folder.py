@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packmamba.records import read_records
 from packmamba.report import figures as plots
-from packmamba.report import summary, tables
+from packmamba.report import summary
 from packmamba.report.figures import Figure
+from packmamba.report.kinds import KINDS, Kind
 from packmamba.report.page import render
 from packmamba.report.summary import Record
 from packmamba.report.tables import Table
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What is made of the records of one kind. Every function is given all records of one corpus."""
-
-    tables: Callable[[Sequence[Record]], list[Table]]
-    figures: Callable[[Sequence[Record]], list[Figure]]
-    label: Callable[[Sequence[Record]], str] = lambda records: records[0]["corpus_hash"][:12]
-    """Tells corpora apart in the names of files."""
-
-
-KINDS: dict[str, Kind] = {
-    "training": Kind(tables.training_tables, plots.training_figures),
-    "throughput": Kind(tables.throughput_tables, plots.throughput_figures),
-}
-"""What the library knows; an experiment's own kinds are in its report.py. See ``records.METRICS`` too."""
 
 
 @dataclass
@@ -43,11 +27,24 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
 
 
-def build_sections(records: Iterable[Record], figures: bool = True) -> list[Section]:
-    """Tables and figures of the records, by corpus: records of different corpora never meet in one."""
+def build_sections(
+    records: Iterable[Record], figures: bool = True, kinds: Mapping[str, Kind] | None = None
+) -> list[Section]:
+    """Tables and figures of the records, by corpus: records of different corpora never meet in one.
+
+    ``kinds`` are further kinds of records, or other tables and figures of those that the library knows. Raises ValueError
+    if a record lacks a metric of its kind.
+    """
     groups = summary.by_corpus(records)
     sections = [Section(corpus, group) for corpus, group in groups.items()]
-    for name, kind in _kinds(record for section in sections for record in section.records).items():
+    every = [record for group in groups.values() for record in group]
+    known = _kinds(every) if kinds is None else {**KINDS, **kinds}
+    if unknown := sorted({record["kind"] for record in every} - known.keys()):
+        raise ValueError(f"record's kind '{unknown[0]}' is unknown; known: {', '.join(known)}")
+    for name, kind in known.items():
+        for record in summary.of_kind(every, name):
+            if missing := [metric for metric in kind.metrics if metric not in record["metrics"]]:
+                raise ValueError(f"metrics of the {name} record of {record['arm']} lack {', '.join(missing)}")
         having = [section for section in sections if summary.of_kind(section.records, name)]
         for section in having:
             label = f"-{kind.label(section.records)}" if len(having) > 1 else ""
@@ -65,26 +62,28 @@ def build_sections(records: Iterable[Record], figures: bool = True) -> list[Sect
 def _kinds(records: Iterable[Record]) -> dict[str, Kind]:
     """The library's kinds and those of every experiment that the records name."""
     kinds = dict(KINDS)
-    for experiment in sorted({record["experiment"] for record in records if record["kind"] not in KINDS}):
+    for experiment in sorted({record["experiment"] for record in records if record["kind"] not in kinds}):
         kinds |= importlib.import_module(f"experiments.{experiment}.report").KINDS
     return kinds
 
 
-def format_table(records: Iterable[Record]) -> str:
+def format_table(records: Iterable[Record], kinds: Mapping[str, Kind] | None = None) -> str:
     """The headline table of every corpus, for a terminal."""
-    return "\n".join(section.tables[0].text() for section in build_sections(records, figures=False) if section.tables)
+    return "\n".join(
+        section.tables[0].text() for section in build_sections(records, figures=False, kinds=kinds) if section.tables
+    )
 
 
-def table_files(records: Iterable[Record]) -> dict[str, str]:
+def table_files(records: Iterable[Record], kinds: Mapping[str, Kind] | None = None) -> dict[str, str]:
     """The text of every file in tables/, by file name."""
     files: dict[str, str] = {}
-    for section in build_sections(records, figures=False):
+    for section in build_sections(records, figures=False, kinds=kinds):
         for table in section.tables:
             files |= {f"{table.name}.md": table.markdown(), f"{table.name}.csv": table.csv()}
     return files
 
 
-def write_report(folder: str | Path) -> Path:
+def write_report(folder: str | Path, kinds: Mapping[str, Kind] | None = None) -> Path:
     """Writes folder/tables, folder/figures and folder/report.html from folder/records, and returns the page's path.
 
     Files of an earlier report that are not made any more are removed. Raises ValueError if the folder or its records
@@ -92,9 +91,9 @@ def write_report(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     records = read_records(folder)
-    sections = build_sections(records)
+    sections = build_sections(records, kinds=kinds)
     figures = {f"{figure.name}.png": figure.png for section in sections for figure in section.figures}
-    texts = {name: text.encode() for name, text in table_files(records).items()}
+    texts = {name: text.encode() for name, text in table_files(records, kinds).items()}
     _replace_files(folder / "tables", texts, (".md", ".csv"))
     _replace_files(folder / "figures", figures, (".png",))
     readme = folder / "README.md"

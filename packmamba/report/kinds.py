@@ -1,0 +1,46 @@
+"""What is made of the records of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from packmamba.records import METRICS
+from packmamba.report import figures, tables
+from packmamba.report.figures import Figure
+from packmamba.report.summary import Record
+from packmamba.report.tables import Table
+
+MakeTables = Callable[[Sequence[Record]], list[Table]]
+MakeFigures = Callable[[Sequence[Record]], list[Figure]]
+
+
+def _nothing(records: Sequence[Record]) -> list:
+    return []
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The tables and figures of one kind of record. Every function is given all records of one corpus."""
+
+    tables: MakeTables = _nothing
+    figures: MakeFigures = _nothing
+    label: Callable[[Sequence[Record]], str] = lambda records: records[0]["corpus_hash"][:12]
+    """Tells corpora apart in the names of files."""
+    metrics: tuple[str, ...] = ()
+    """What the metrics of a record of this kind must hold, a number or null each."""
+
+    def extended(self, tables: MakeTables = _nothing, figures: MakeFigures = _nothing) -> Kind:
+        """This kind with further tables and figures after its own."""
+        return replace(
+            self,
+            tables=lambda records: [*self.tables(records), *tables(records)],
+            figures=lambda records: [*self.figures(records), *figures(records)],
+        )
+
+
+KINDS: dict[str, Kind] = {
+    "training": Kind(tables.training_tables, figures.training_figures, metrics=METRICS["training"]),
+    "throughput": Kind(tables.throughput_tables, figures.throughput_figures, metrics=METRICS["throughput"]),
+}
+"""What the library knows. An experiment's own kinds are in its report.py."""
