@@ -1,51 +1,157 @@
-"""Measurements: ``python run.py bench experiments/<question>/<bench>.yaml`` writes records that packmamba.report tabulates."""
+"""Experiments: the folders below ``experiments/``, found by their names. None is imported before it is asked for.
+
+A folder holds a README, YAML files, ``bench.py`` (``BENCHES``: what it measures), ``report.py`` (``KINDS``: tables and figures
+of its records), and the records, tables and figures themselves.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from packmamba.config import ConfigError, check_command, parse_override, read_yaml, suggest, wrong_value
 from packmamba.records import check_writable
+from packmamba.report.folder import Kind
 
-BENCHES = {
-    "packing": "experiments.packing.bench",
-    "operators": "experiments.operators.cpu",
-    "gpu_operators": "experiments.operators.gpu",
-    "speedup": "experiments.speedup.whole_models",
-    "multi_gpu": "experiments.speedup.multi_gpu",
-}
+CHECKOUT = Path(__file__).resolve().parents[1]
+RUNS = Path("runs")
 
 
-def run_bench(path: str | Path, overrides: list[str] | None = None) -> Path:
-    """Runs the bench that the file names and appends its records; returns the experiment's folder."""
-    bench, module, config = load_bench(path, overrides)
-    folder = Path("experiments") / config.experiment
-    check_writable(folder / "records", "experiment")
-    module.run(config, folder / "records" / f"{bench}.jsonl")
-    return folder
+class Bench(NamedTuple):
+    """A measurement of an experiment, ``experiments/<question>/<its name>.yaml`` configures it."""
+
+    config: type
+    """A dataclass: its keys and their defaults."""
+    run: Callable[[Any, Path, bool], None]
+    """run(config, records_path, progress) checks the configuration, measures and appends records."""
 
 
-def load_bench(path: str | Path, overrides: list[str] | None = None) -> tuple[str, ModuleType, Any]:
-    """The bench that the file's key ``bench`` names: its name, module and configuration. ConfigError names a wrong key."""
+class LoadedBench(NamedTuple):
+    question: str
+    name: str
+    run: Callable[[Any, Path, bool], None]
+    config: Any
+    output: Path
+    """The folder whose records/ it writes."""
+
+
+def roots() -> list[Path]:
+    """The folders that hold an ``experiments/``: the current one, then the checkout that this package lies in."""
+    return [root for root in dict.fromkeys((Path.cwd(), CHECKOUT)) if (root / "experiments").is_dir()]
+
+
+def names() -> list[str]:
+    """All experiments."""
+    files = (path for root in roots() for path in (root / "experiments").glob("*/*"))
+    return sorted(
+        {path.parent.name for path in files if path.name in ("bench.py", "report.py") or path.suffix == ".yaml"}
+    )
+
+
+def find(name: str) -> Path:
+    """The folder of an experiment. Raises ConfigError for a name that is none."""
+    if name in (known := names()):
+        return next(folder for root in roots() if (folder := root / "experiments" / name).is_dir())
+    if not known:
+        raise ConfigError(f"unknown experiment '{name}': there is no folder experiments/ in {Path.cwd()}")
+    raise ConfigError(f"unknown experiment '{name}'{suggest(name, known)}")
+
+
+def folder_of(name: str | Path) -> Path:
+    """A folder as it is named, else the experiment of that name."""
+    return Path(name) if Path(name).is_dir() or len(Path(name).parts) != 1 else find(str(name))
+
+
+def module(folder: Path, part: str) -> ModuleType | None:
+    """A folder's ``<part>.py``, imported; None if it has none. Below ``experiments/`` it is ``experiments.<question>.<part>``."""
+    file = (folder / f"{part}.py").resolve()
+    if not file.is_file():
+        return None
+    for root in map(str, roots()):
+        if root not in sys.path:
+            sys.path.append(root)
+    name = f"experiments.{file.parent.name}.{part}"
+    if file.parent.parent in [root.resolve() / "experiments" for root in roots()]:
+        found = importlib.import_module(name)
+        if found.__file__ and Path(found.__file__).resolve() == file:
+            return found
+    spec = importlib.util.spec_from_file_location(f"{name}_of_{abs(hash(file))}", file)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded  # dataclasses look their module up
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Kind]:
+    """What is made of records: by the folder's own report.py, else by those of the experiments that the records name."""
+    known = set(names())
+    modules = [module(folder, "report")]
+    if modules == [None]:
+        modules = [module(find(name), "report") for name in sorted({r["experiment"] for r in records}) if name in known]
+    return {kind: made for found in modules if found is not None for kind, made in found.KINDS.items()}
+
+
+def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBench:
+    """The bench ``<question>``, ``<question>/<name>`` or of a YAML file. Raises ConfigError that names a wrong key or name."""
+    path = Path(what)
+    if path.suffix not in (".yaml", ".yml"):
+        question, _, name = str(what).partition("/")
+        folder = find(question)
+        path = folder / f"{name or question}.yaml"
+        if not path.is_file():
+            raise ConfigError(
+                f"experiment '{question}' has no bench '{name or question}'{suggest(name, _benches(folder))}"
+            )
     loaded = OmegaConf.merge(read_yaml(path), *map(parse_override, overrides or []))
     assert isinstance(loaded, DictConfig)
     if "bench" not in loaded:
         check_command("bench", path, loaded)
-    bench = loaded.get("bench")
-    if bench not in BENCHES:
-        raise ConfigError(f"{path}: bench: expected one of {', '.join(BENCHES)}, got {bench!r}")
-    module = importlib.import_module(BENCHES[bench])
-    schema = OmegaConf.structured(module.Config)
+    folder, name = _named(path, str(loaded.pop("bench", "")))
+    benches = _benches(folder)
+    if name not in benches:
+        raise ConfigError(f"{path}: bench: expected one of {', '.join(benches)}, got '{name}'")
+    bench = benches[name]
+    output = Path(loaded.pop("output", None) or RUNS / name)
+    schema = OmegaConf.structured(bench.config)
     for key in map(str, loaded):
         if key not in schema:
-            raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, schema)}")
+            raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, ['output', *schema])}")
+    own = {"experiment": folder.name} if "experiment" in schema else {}
     try:
-        return bench, module, OmegaConf.to_object(OmegaConf.merge(schema, loaded))
+        config = OmegaConf.to_object(OmegaConf.merge(schema, own, loaded))
     except OmegaConfBaseException as error:
         raise wrong_value(error, path) from None
+    return LoadedBench(folder.name, name, bench.run, config, output)
+
+
+def run_bench(what: str | Path, overrides: list[str] | None = None) -> Path:
+    """Runs a bench and appends its records; returns the folder whose records/ holds them."""
+    bench = load_bench(what, overrides)
+    check_writable(bench.output / "records", "output")
+    bench.run(bench.config, bench.output / "records" / f"{bench.name}.jsonl", True)
+    return bench.output
+
+
+def _named(path: Path, bench: str) -> tuple[Path, str]:
+    """The folder and the name of a YAML file's ``bench``: ``<question>/<name>``, or a name, whose file lies in the folder."""
+    question, slash, name = bench.partition("/")
+    if slash:
+        return find(question), name
+    if (path.parent / "bench.py").is_file():
+        return path.parent, bench
+    beside = (find(name) for name in names())
+    return next((folder for folder in beside if (folder / f"{bench}.yaml").is_file()), None) or find(bench), bench
+
+
+def _benches(folder: Path) -> dict[str, Bench]:
+    found = module(folder, "bench")
+    return {} if found is None else found.BENCHES

@@ -85,8 +85,8 @@ def test_what_goes_on_after_an_interruption(arguments, monkeypatch, capsys):
 
 def test_a_bench_into_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="^experiment: .* cannot be written"):
-        run_bench("experiments/packing/packing.yaml", [f"experiment={tmp_path}/file", "num_documents=100"])
+    with pytest.raises(ConfigError, match="^output: .* cannot be written"):
+        run_bench("experiments/packing/packing.yaml", [f"output={tmp_path}/file", "num_documents=100"])
 
 
 def test_configs_are_read_strictly(tmp_path):

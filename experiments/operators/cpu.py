@@ -37,7 +37,7 @@ class OperatorsBenchConfig:
     bench: str = "operators"
     """Which benchmark this is."""
     experiment: str = "operators"
-    """Records go to experiments/<experiment>/records."""
+    """The question, which the records name."""
     arms: list[str] = field(default_factory=lambda: list(ARMS))
     """cpu: compiled, through the public operators; cpu-kernels: the same into memory that is there; reference; transformers."""
     tokens: int = 4096

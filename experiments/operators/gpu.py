@@ -33,7 +33,7 @@ class OperatorBenchConfig:
     bench: str = "gpu_operators"
     """Which benchmark this is."""
     experiment: str = "operators"
-    """Records go to experiments/<experiment>/records."""
+    """The question, which the records name."""
     shapes: list[str] = field(default_factory=lambda: ["16384,4096,documents-2k"])
     """tokens,channels,documents each; documents: documents-2k, short, heavy, one, or the length of every document."""
     layouts: int = 20

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from packmamba.config import ConfigError
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
+from packmamba.experiments import Bench
 from packmamba.records import append_record, make_record, provenance
 
 
@@ -23,7 +24,7 @@ class PackingBenchConfig:
     bench: str = "packing"
     """Which benchmark this is."""
     experiment: str = "packing"
-    """Records go to experiments/<experiment>/records."""
+    """The question, which the records name."""
     distribution: str = "documents-2k"
     """Distribution of the documents' lengths: documents-2k, short or heavy."""
     num_documents: int = 200_000
@@ -142,3 +143,6 @@ def _check_config(c: PackingBenchConfig, arms: list[Arm]) -> None:
                 plan_rows([longest], row_length, strategy, c.overlong, 1 if buffer is None else buffer)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from None
+
+
+BENCHES = {"packing": Bench(Config, run)}

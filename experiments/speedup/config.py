@@ -30,7 +30,7 @@ class SpeedupBenchConfig:
     bench: str = "speedup"
     """Which benchmark this is."""
     experiment: str = "speedup"
-    """Records go to experiments/<experiment>/records."""
+    """The question, which the records name."""
     models: list[str] = field(default_factory=lambda: ["130m", "1.4b", "2.8b"])
     """Sizes in configs/model."""
     overrides: list[str] = field(default_factory=list)

@@ -35,7 +35,7 @@ class MultiGpuBenchConfig:
     bench: str = "multi_gpu"
     """Which benchmark this is."""
     experiment: str = "speedup"
-    """Records go to experiments/<experiment>/records."""
+    """The question, which the records name."""
     model: str = "1.4b"
     """A size in configs/model."""
     overrides: list[str] = field(default_factory=list)

@@ -66,14 +66,16 @@ def bench(arguments: argparse.Namespace) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     from packmamba.errors import ConfigError
+    from packmamba.experiments import folder_of
     from packmamba.records import read_records
     from packmamba.report.folder import format_table, write_report
 
+    folder = folder_of(arguments.folder)
     try:
-        path = write_report(arguments.folder)
+        path = write_report(folder)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    print(f"\n{format_table(read_records(arguments.folder))}\n\nReport, with figures: {path}")
+    print(f"\n{format_table(read_records(folder))}\n\nReport, with figures: {path}")
 
 
 def kernels(arguments: argparse.Namespace) -> None:
@@ -126,8 +128,10 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         ("doctor", doctor, "what runs here and what is missing"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        if name in ("train", "sweep", "bench"):
+        if name in ("train", "sweep"):
             command.add_argument("config", help="a YAML file below configs/")
+        if name == "bench":
+            command.add_argument("config", help="an experiment, <experiment>/<bench>, or a YAML file")
         if name in ("demo", "train", "sweep", "bench"):
             command.add_argument(
                 "overrides", nargs="*", default=[], metavar="key=value", help="keys, such as data.strategy=best_fit"
@@ -135,7 +139,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         if name == "kernels":
             command.add_argument("action", choices=("build", "info"), help="build, or only look")
         if name == "report":
-            command.add_argument("folder", help="experiments/<question>, or a run's or sweep's folder")
+            command.add_argument("folder", help="an experiment, or a folder with records/")
         command.set_defaults(function=function)
     arguments = parser.parse_args(argv)
 
