@@ -2,7 +2,7 @@
 
 Passes over tokens are what a block can save besides its operators. So the addition to the residual stream and the next norm
 are one step (``add_norm``), which keeps the normalised activations for its backward instead of the residual stream; and a
-norm's weight scales the columns of the projection behind it, once a call, instead of every token.
+norm's weight is the mixer's, which scales the columns of its first projection by it, once a call, instead of every token.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from packmamba.layout import SequenceLayout
-from packmamba.nn.mixers.mamba1 import PackedMamba, State
+from packmamba.nn.mixers import State
 
 RECOMPUTE = ("none", "inner", "block")
 
@@ -24,12 +23,12 @@ class Block(nn.Module):
     """``residual + mixer(norm(residual))``, the residual stream in float32 or wider.
 
     Args:
-        mixer: the block's mixer.
+        mixer: the block's, see ``packmamba.nn.mixers``.
         norm_epsilon: RMSNorm's epsilon.
         recompute: whether the backward computes the whole mixer again from its input, instead of keeping what is inside.
     """
 
-    def __init__(self, mixer: PackedMamba, norm_epsilon: float, recompute: bool = False) -> None:
+    def __init__(self, mixer: Any, norm_epsilon: float, recompute: bool = False) -> None:
         super().__init__()
         self.mixer = mixer
         self.norm = nn.RMSNorm(mixer.d_model, eps=norm_epsilon)
@@ -45,17 +44,13 @@ class Block(nn.Module):
         return_state: bool,
     ) -> tuple[Tensor, Tensor, State | None]:
         """residual (B, L, d_model) and the same normalised, without weight -> both after this block, and its state."""
-        arguments = (normed, conv_layout, ssm_layout, state, return_state)
+        arguments = (normed, self.norm.weight, conv_layout, ssm_layout, state, return_state)
         if self.recompute and torch.is_grad_enabled():
-            mixed, state = checkpoint(self._mix, *arguments, use_reentrant=False, preserve_rng_state=False)
+            mixed, state = checkpoint(self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            mixed, state = self._mix(*arguments)
+            mixed, state = self.mixer.mix(*arguments)
         residual, normed = add_norm(residual, mixed, self.norm.eps)
         return residual, normed, state
-
-    def _mix(self, normed: Tensor, *others: Any) -> tuple[Tensor, State | None]:
-        in_proj = self.mixer.in_proj
-        return self.mixer.mix(F.linear(normed, in_proj.weight * self.norm.weight, in_proj.bias), *others)
 
 
 def add_norm(residual: Tensor, mixed: Tensor, epsilon: float | None) -> tuple[Tensor, Tensor]:

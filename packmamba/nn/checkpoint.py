@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from packmamba.nn.lm import MambaLM
+from packmamba.nn.mixers import MIXERS
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+FIRST_LAYER = "Mamba1"
+"""ssm_cfg.layer where config.json has none."""
 
 
-def load_pretrained(cls: type[MambaLM], directory: str | Path, **overrides: Any) -> MambaLM:
-    """Builds ``cls`` from the folder's config.json and loads its weights, in one file or in shards.
-
-    Args:
-        overrides: arguments of ``MambaLM`` that the published configuration does not decide, such as ``backend``.
-
-    Raises:
-        FileNotFoundError: no such folder, configuration or weights.
-        ValueError: a configuration that is not Mamba-1's, or weights that do not fit it, naming the first that differs.
-    """
+def read_pretrained(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A checkpoint folder's arguments of MambaLM and its weights by our names. Errors: ``MambaLM.from_pretrained``'s."""
     folder = Path(directory)
     path = folder / "config.json"
     if not path.is_file():
@@ -44,63 +38,74 @@ def load_pretrained(cls: type[MambaLM], directory: str | Path, **overrides: Any)
         arguments["vocab_size"] = embedding.shape[0]
     if arguments["tie_embeddings"] and not torch.equal(weights.setdefault("lm_head.weight", embedding), embedding):
         raise ValueError(f"{folder}: 'lm_head.weight' differs from the embedding that config.json ties it to")
-    model = cls(**(arguments | overrides))
+    return arguments, weights
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], directory: str | Path) -> None:
+    """Raises ValueError naming the first that the model of the folder's config.json lacks, or has in another shape."""
     expected = model.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights or name not in expected:
             side = "lack" if name in expected else "hold an unknown"
-            raise ValueError(f"{folder}: the weights {side} '{name}'")
+            raise ValueError(f"{directory}: the weights {side} '{name}'")
         if weights[name].shape != expected[name].shape:
             wanted, got = tuple(expected[name].shape), tuple(weights[name].shape)
-            raise ValueError(f"{folder}: '{name}': expected shape {wanted} from config.json, got {got}")
+            raise ValueError(f"{directory}: '{name}': expected shape {wanted} from config.json, got {got}")
     model.load_state_dict(weights)
-    return model
 
 
-def save_pretrained(model: MambaLM, directory: str | Path) -> None:
-    """Writes the folder as state-spaces' mamba-ssm reads it, unless the model has what only we know: a learned initial
-    state, or an unusual norm_epsilon."""
+def write_pretrained(directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Writes the folder in state-spaces' format; ``config`` is a MambaLM's."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    mixer = {key: value for key, value in model.config.items() if key not in _OUTER | {"backend", "recompute"}}
-    published = {
-        "d_model": model.config["d_model"],
-        "n_layer": model.config["n_layer"],
-        "vocab_size": model.config["vocab_size"],
-        "ssm_cfg": mixer,
+    outer = ("d_model", "n_layer", "vocab_size", "tie_embeddings")
+    ours = {*outer, "norm_epsilon", "mixer", "recompute", "backend"}
+    layer = _layer(config["mixer"])
+    published = {key: config[key] for key in outer} | {
+        "ssm_cfg": ({} if layer == FIRST_LAYER else {"layer": layer})
+        | {k: v for k, v in config.items() if k not in ours},
         "rms_norm": True,
         "residual_in_fp32": True,
         "fused_add_norm": True,
         "pad_vocab_size_multiple": 1,
-        "tie_embeddings": model.config["tie_embeddings"],
     }
-    if model.config["norm_epsilon"] != 1e-5:
-        published["norm_epsilon"] = model.config["norm_epsilon"]
+    if config["norm_epsilon"] != 1e-5:
+        published["norm_epsilon"] = config["norm_epsilon"]
     (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(weights, folder / "pytorch_model.bin")
 
 
-_OUTER = {"d_model", "n_layer", "vocab_size", "tie_embeddings", "norm_epsilon"}
-_SSM_KEYS = {"d_state", "d_conv", "expand", "dt_rank", "dt_min", "dt_max", "dt_init_floor", "bias", "conv_bias"}
-_WITHOUT_EFFECT = {"dt_init", "dt_scale", "use_fast_path"}  # on a model whose weights are given
+def _layer(mixer: str) -> str:
+    """What ssm_cfg.layer calls it."""
+    return getattr(MIXERS[mixer], "PUBLISHED", {}).get("state_spaces", mixer)
+
+
+def _mixer(name: Any, mixers: dict[str, str], key: str) -> str:
+    if name not in mixers:
+        raise ValueError(f"{key}: expected {' or '.join(map(repr, mixers))}, got {name!r}")
+    return mixers[name]
 
 
 def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
     if not {"d_model", "n_layer"} <= published.keys():
         raise ValueError(f"{path}: expected d_model and n_layer, or Hugging Face's hidden_size, got neither")
-    mixer = {key: value for key, value in (published.get("ssm_cfg") or {}).items() if key not in _WITHOUT_EFFECT}
-    layer = mixer.pop("layer", "Mamba1")
-    if layer != "Mamba1":
-        raise ValueError(f"{path}: ssm_cfg.layer: expected 'Mamba1', got {layer!r}")
+    options = dict(published.get("ssm_cfg") or {})
+    layers = {_layer(name): name for name in MIXERS}
+    mixer = _mixer(options.pop("layer", FIRST_LAYER), layers, f"{path}: ssm_cfg.layer")
+    for key in getattr(MIXERS[mixer], "WITHOUT_EFFECT", ()):
+        options.pop(key, None)
     for key in ("attn_layer_idx", "d_intermediate"):
         if published.get(key):
             raise ValueError(f"{path}: {key}: expected none (Mamba blocks only), got {published[key]!r}")
     if not published.get("rms_norm", True):
         raise ValueError(f"{path}: rms_norm: expected true, got false")
-    unknown = mixer.keys() - _SSM_KEYS - {"learned_initial_state"}
+    unknown = options.keys() - (
+        inspect.signature(MIXERS[mixer]).parameters.keys() - {"d_model", "recompute", "backend"}
+    )
     if unknown:
         raise ValueError(f"{path}: ssm_cfg: unknown keys {', '.join(sorted(unknown))}")
-    return mixer | {
+    return options | {
+        "mixer": mixer,
         "vocab_size": _integer(published, "vocab_size", path, default=50277),
         "d_model": _integer(published, "d_model", path),
         "n_layer": _integer(published, "n_layer", path),
@@ -110,21 +115,17 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
-    if published.get("model_type") != "mamba":
-        raise ValueError(f"{path}: model_type: expected 'mamba', got {published.get('model_type')!r}")
-    hidden_act = published.get("hidden_act", "silu")
-    if hidden_act not in ("silu", "swish"):
-        raise ValueError(f"{path}: hidden_act: expected 'silu', got {hidden_act!r}")
-    return {
+    types = {mixer.PUBLISHED["hugging_face"]: name for name, mixer in MIXERS.items() if hasattr(mixer, "PUBLISHED")}
+    mixer = _mixer(published.get("model_type"), types, f"{path}: model_type")
+    try:
+        options = MIXERS[mixer].from_hugging_face(published)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return options | {
+        "mixer": mixer,
         "vocab_size": _integer(published, "vocab_size", path, default=50280),
         "d_model": _integer(published, "hidden_size", path),
         "n_layer": _integer(published, "num_hidden_layers", path, default=32),
-        "d_state": _integer(published, "state_size", path, default=16),
-        "d_conv": _integer(published, "conv_kernel", path, default=4),
-        "expand": _integer(published, "expand", path, default=2),
-        "dt_rank": published.get("time_step_rank", "auto"),
-        "bias": published.get("use_bias", False),
-        "conv_bias": published.get("use_conv_bias", True),
         "tie_embeddings": published.get("tie_word_embeddings", True),
         "norm_epsilon": published.get("layer_norm_epsilon", 1e-5),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 
 from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
-from packmamba.nn.mixers.mamba1 import PackedMamba, State
+from packmamba.nn.checkpoint import load_weights, read_pretrained, write_pretrained
+from packmamba.nn.mixers import MIXERS, State
 from packmamba.ops import cuda
 from packmamba.ops.checks import check_layout
 
@@ -27,7 +27,7 @@ class Backbone(nn.Module):
 
 
 class MambaLM(nn.Module):
-    """A stack of ``PackedMamba`` blocks between an embedding and a head (Mamba, arXiv 2312.00752).
+    """A stack of blocks between an embedding and a head (Mamba, arXiv 2312.00752).
 
     Args:
         vocab_size: rows of the embedding and of the head.
@@ -37,7 +37,8 @@ class MambaLM(nn.Module):
         norm_epsilon: RMSNorm's epsilon.
         recompute: what the backward computes again instead of keeping it: "none"; "inner", the convolution's output and delta
             (as mamba-ssm does; compiled kernels only); "block", all but each block's input (activation checkpointing).
-        mixer: PackedMamba's other arguments: d_state, d_conv, expand, dt_rank, learned_initial_state, backend, ...
+        mixer: what the blocks do with their tokens, a name in ``packmamba.nn.mixers.MIXERS``.
+        options: the mixer's; PackedMamba's are d_state, d_conv, expand, dt_rank, learned_initial_state, backend, ...
 
     Raises:
         ValueError, TypeError: naming the argument.
@@ -51,32 +52,27 @@ class MambaLM(nn.Module):
         tie_embeddings: bool = True,
         norm_epsilon: float = 1e-5,
         recompute: str = "none",
-        **mixer: Any,
+        mixer: str = "mamba1",
+        **options: Any,
     ) -> None:
         super().__init__()
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute: expected one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+        if mixer not in MIXERS:
+            raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer!r}")
         for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
         self.config = dict(
             vocab_size=vocab_size, d_model=d_model, n_layer=n_layer, tie_embeddings=tie_embeddings,
-            norm_epsilon=norm_epsilon, **mixer,
+            norm_epsilon=norm_epsilon, mixer=mixer, **options,
         )  # fmt: skip
         embedding = nn.Embedding(vocab_size, d_model)
         nn.init.normal_(embedding.weight, std=0.02)
-        inner = recompute == "inner"
-        layers = [
-            Block(PackedMamba(d_model, recompute=inner, **mixer), norm_epsilon, recompute == "block")
-            for _ in range(n_layer)
-        ]
-        for projection in (p for layer in layers for p in (layer.mixer.in_proj, layer.mixer.out_proj)):
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        with torch.no_grad():
-            for layer in layers:
-                # Residual branches add up: their last projections start smaller (Mamba follows GPT-2).
-                layer.mixer.out_proj.weight.div_(math.sqrt(n_layer))
+        mixers = [MIXERS[mixer](d_model, recompute=recompute == "inner", **options) for _ in range(n_layer)]
+        layers = [Block(mixer, norm_epsilon, recompute == "block") for mixer in mixers]
+        for layer in layers:
+            layer.mixer.initialise_in_stack(n_layer)
         self.backbone = Backbone(embedding, layers, nn.RMSNorm(d_model, eps=norm_epsilon))
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
@@ -86,16 +82,24 @@ class MambaLM(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, **overrides: Any) -> MambaLM:
-        """From a published checkpoint's folder, state-spaces' or Hugging Face's; see ``packmamba.nn.checkpoint``."""
-        from packmamba.nn.checkpoint import load_pretrained
+        """From a published checkpoint's folder, state-spaces' or Hugging Face's, in one file or in shards.
 
-        return load_pretrained(cls, directory, **overrides)
+        Args:
+            overrides: arguments that the published configuration does not decide, such as ``backend``.
+
+        Raises:
+            FileNotFoundError: no such folder, configuration or weights.
+            ValueError: a configuration that is not ours, or weights that do not fit it, naming the first that differs.
+        """
+        arguments, weights = read_pretrained(directory)
+        model = cls(**(arguments | overrides))
+        load_weights(model, weights, directory)
+        return model
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes config.json and pytorch_model.bin as state-spaces' do; see ``packmamba.nn.checkpoint``."""
-        from packmamba.nn.checkpoint import save_pretrained
-
-        save_pretrained(self, directory)
+        """Writes config.json and pytorch_model.bin as state-spaces' mamba-ssm reads them, unless the model has what only we
+        know: a learned initial state, an unusual norm_epsilon, or a mixer of its own."""
+        write_pretrained(directory, self.config, self.state_dict())
 
     def forward(
         self,
@@ -113,8 +117,9 @@ class MambaLM(nn.Module):
             tokens: ids; at padding any valid id, whose logits are finite and meaningless.
             layout: where documents lie; None: each row is one.
             conv_layout, ssm_layout: instead of ``layout`` in the convolutions or the scans; ``layout.flow()`` leaks.
-            states: one (conv_state (S, D, W-1), ssm_state (S, D, N)) per layer to start from, indexed by the documents
-                of conv_layout and ssm_layout (by rows under flow); None: zero, or the learned states.
+            states: one tuple per layer to start from, as the mixer has it: of PackedMamba (conv_state (S, D, W-1), ssm_state
+                (S, D, N)), indexed by the documents of conv_layout and ssm_layout (by rows under flow); None: zero, or the
+                learned states.
             return_hidden: instead of logits, what the head makes them from (B, L, d_model): for ``linear_cross_entropy``.
 
         Raises:
@@ -169,14 +174,16 @@ class MambaLM(nn.Module):
 
     def start_states(self, documents: int) -> list[State]:
         """The states that this many fresh documents start from."""
-        return [module.start_state(documents) for module in self.modules() if isinstance(module, PackedMamba)]
+        layers: Any = self.backbone.layers
+        return [layer.mixer.start_state(documents) for layer in layers]
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups: matrices decay; biases, norms, and what Mamba exempts (A_log, D, learned states) do not."""
+        """Optimizer groups: matrices decay; biases, norms, and what mixers exempt do not."""
         decayed: list[nn.Parameter] = []
         exempt: list[nn.Parameter] = []
+        names = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)
         for name, parameter in self.named_parameters():
             # By name: copies and shards of a parameter lose its _no_weight_decay.
-            matrix = parameter.dim() > 1 and not name.endswith(("A_log", "initial_state"))
+            matrix = parameter.dim() > 1 and not name.endswith(names)
             (decayed if matrix else exempt).append(parameter)
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packmamba import ops
@@ -34,6 +35,10 @@ class PackedMamba(nn.Module):
         recompute: see ``ops.inner_pack``.
         backend: see ``ops.BACKENDS``.
     """
+
+    NO_WEIGHT_DECAY = ("A_log", "D", "initial_state")
+    PUBLISHED = {"state_spaces": "Mamba1", "hugging_face": "mamba"}
+    WITHOUT_EFFECT = ("dt_init", "dt_scale", "use_fast_path")
 
     def __init__(
         self,
@@ -83,9 +88,9 @@ class PackedMamba(nn.Module):
         self.D = nn.Parameter(torch.ones(self.d_inner))
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias)
         self.initial_state = nn.Parameter(torch.zeros(self.d_inner, d_state)) if learned_initial_state else None
-        for parameter in (self.A_log, self.D, self.initial_state):
-            if parameter is not None:
-                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        for name in self.NO_WEIGHT_DECAY:
+            if (parameter := getattr(self, name)) is not None:
+                parameter._no_weight_decay = True
 
     def forward(
         self,
@@ -120,10 +125,14 @@ class PackedMamba(nn.Module):
             conv_layout = layout
         if ssm_layout is None:
             ssm_layout = layout
-        mixed, state = self.mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
+        mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
         return (mixed, state) if return_state else mixed
 
-    def mix(
+    def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
+        """As ``forward`` of normed * weight, all arguments given and unchecked; see ``packmamba.nn.mixers``."""
+        return self._mix(F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias), *others)
+
+    def _mix(
         self,
         xz: Tensor,
         conv_layout: SequenceLayout | None,
@@ -167,3 +176,26 @@ class PackedMamba(nn.Module):
         if self.initial_state is None:
             return conv_state, weight.new_zeros(documents, self.d_inner, self.d_state, dtype=wide)
         return conv_state, self.initial_state.to(wide).expand(documents, -1, -1).contiguous()
+
+    def initialise_in_stack(self, n_layer: int) -> None:
+        """Biases at zero and the last projection divided by sqrt(n_layer) (Mamba follows GPT-2)."""
+        with torch.no_grad():
+            for projection in (self.in_proj, self.out_proj):
+                if projection.bias is not None:
+                    projection.bias.zero_()
+            self.out_proj.weight.div_(math.sqrt(n_layer))
+
+    @staticmethod
+    def from_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
+        """This mixer's arguments in ``MambaConfig``'s words."""
+        hidden_act = config.get("hidden_act", "silu")
+        if hidden_act not in ("silu", "swish"):
+            raise ValueError(f"hidden_act: expected 'silu', got {hidden_act!r}")
+        return {
+            "d_state": config.get("state_size", 16),
+            "d_conv": config.get("conv_kernel", 4),
+            "expand": config.get("expand", 2),
+            "dt_rank": config.get("time_step_rank", "auto"),
+            "bias": config.get("use_bias", False),
+            "conv_bias": config.get("use_conv_bias", True),
+        }
