@@ -1,0 +1,197 @@
+"""The README and docs/ hold what they promise: commands run, links lead somewhere, numbers are the records'."""
+
+import ast
+import csv
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from packmamba import cli
+from packmamba.config import load_config
+from packmamba.training.sweep import load_sweep
+from processes import fork_ranks, statuses
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10; pytest brings tomli there
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- (?P<note>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+
+# What makes a command of the pages small. `<!-- needs ... -->` before a block: its configurations are loaded, and nothing runs.
+TINY_RUN = [
+    *("model.d_model=8", "model.n_layer=1", "model.d_state=4", "trainer.max_steps=2", "trainer.validate_every=2"),
+    *("trainer.checkpoint_every=2", "trainer.log_every=1", "trainer.threads=1", "optimizer.warmup_steps=1"),
+    *("data.row_length=64", "data.tokens_per_step=128", "data.slots_per_batch=128", "data.validation_documents=4"),
+]
+TINY_BENCH = {"packing": ["num_documents=100", "seeds=[0]", "row_lengths=[2048]"]}
+
+
+def blocks(page):
+    return list(BLOCK.finditer(page.read_text(encoding="utf-8")))
+
+
+def commands(text):
+    """The words of each line of a shell block, comments left out."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder that has what the pages' commands name: configurations, and documents of one's own."""
+    for name in ("configs", "experiments"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    mine = tmp_path / "my"
+    (mine / "folder").mkdir(parents=True)
+    for number in range(20):
+        (mine / "folder" / f"{number}.txt").write_text("a few words of my own, " * (number % 4 + 1))
+    (mine / "documents.jsonl").write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def own_keys(words):
+    """The ``key=value`` arguments of a command."""
+    return [word for word in words if "=" in word and not word.startswith("-")]
+
+
+def run(words, folder):
+    """Runs a command of run.py on little data; the exit statuses of its processes."""
+    command, *arguments = words
+    if command == "train":
+        if not any(word.startswith("data.source=") for word in arguments):
+            arguments += ["data.source=text", "data.path=my/folder"]
+        arguments += TINY_RUN
+    elif command == "sweep":
+        arguments += [*TINY_RUN, "data.source=text", "data.path=my/folder", "grid.seed=[0,1]"]
+    elif command == "bench":
+        arguments += TINY_BENCH[arguments[0]]
+    if "trainer.devices=2" not in arguments:
+        return [cli.main([command, *arguments], prog="run.py")]
+    return statuses(*fork_ranks(2, run_in, folder, [command, *arguments], output=folder / "output.txt"))
+
+
+def run_in(folder, arguments):
+    os.chdir(folder)
+    return cli.main(arguments, prog="run.py")
+
+
+def check(words):
+    """Loads what a command that cannot run here is told to do."""
+    if words[0] == "train":
+        load_config(words[1], own_keys(words))
+    elif words[0] == "sweep":
+        load_sweep(words[1], own_keys(words))
+    elif words[0] == "bench":
+        assert words[1].partition("/")[0] in {path.name for path in (ROOT / "experiments").iterdir()}
+    else:
+        raise AssertionError(f"{words[0]} is not for this machine: say how to check it")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_runs(page, folder, capsys):
+    names = {}
+    for block in blocks(page):
+        note, language, text = block["note"] or "", block["language"], block["text"]
+        if note.startswith("file: "):
+            path = folder / note.removeprefix("file: ")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        elif language == "python":
+            exec(compile(text, page.name, "exec"), names)
+        elif language == "sh":
+            for words in commands(text):
+                if words[0] == "make":
+                    assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
+                elif words[0] == "pip":
+                    extra = re.search(r"packmamba\[(\w+)\]", words[-1])[1]
+                    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+                    assert extra in project["optional-dependencies"]
+                elif words[0] in ("python", "torchrun"):
+                    arguments = words[words.index("run.py") + 1 :]
+                    if note.startswith("needs "):
+                        check(arguments)
+                    else:
+                        assert not any(run(arguments, folder)), f"{shlex.join(words)}\n{capsys.readouterr().err}"
+                else:
+                    raise AssertionError(f"{page.name}: {shlex.join(words)} is not checked")
+        else:
+            assert language in ("bibtex", "yaml", "text", ""), f"{page.name}: a block of {language} is not checked"
+
+
+def anchors(page):
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "experiments").glob("*/README.md"))], ids=str)
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if not link.startswith(("http://", "https://")):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_the_readme_is_a_front_door():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 100
+
+
+def cell(table, column, **row):
+    """A number of a committed table, which another test holds to the records."""
+    with (ROOT / "experiments" / table).open(newline="") as file:
+        (found,) = (line for line in csv.DictReader(file) if all(line[key] == value for key, value in row.items()))
+    return float(found[column])
+
+
+def numbers():
+    """What the README says, by the table that says it."""
+    headline = {"table": "speedup/tables/headline.csv", "model": "1.4b", "arm": "packed-16384-best_fit"}
+    schemes, scan = "schemes/tables/training.csv", {"tokens": "16384", "channels": "4096", "documents": "documents-2k"}
+    yield f"{cell(column='real_tokens_per_second', **headline) / 1000:.1f}k real tokens/s"
+    yield f"**{cell(column='over_mamba_ssm_single', **headline):.1f}x** mamba-ssm on one document at a time"
+    yield f"the paper: {cell(column='paper', **headline)}x"
+    yield f"{cell(column='over_mamba_ssm_single_kernels', **headline):.1f}x if the GPU never waited"
+    yield f"{cell(column='over_single', **headline | {'arm': 'packed-16384-best_fit-graph'}):.1f}x over our own single as CUDA"
+    yield f"{cell(column='over_mamba_ssm_packed', **headline):.2f}x mamba-ssm on the same rows"
+    yield f"four GPUs: {cell('speedup/tables/multi-gpu-1.4b.csv', 'over_one', strategy='ddp', devices='4'):.2f}x one"
+    for strategy, text in (("in_order", "{:.1%} in received"), ("greedy, buffer 4096", "**{:.3%}** in greedy"),
+                           ("the paper, received order", "{:.1%} and"), ("the paper, local greedy", "{:.2%})")):  # fmt: skip
+        column = "row_length_unknown" if strategy.startswith("the paper") else "row_length_2048"
+        padding = cell("packing/tables/packing-padding.csv", column, strategy=strategy)
+        yield text.format(padding).replace("%", " %")
+    for arm, text in (("packed-reset", "**{:.1e}** nats, 95 % interval [{:+.1e}, {:+.1e}]"),
+                      ("packed-leak", "{:.4f} [{:+.4f}, {:+.4f}]")):  # fmt: skip
+        yield text.format(*(cell(schemes, f"difference{end}", arm=arm) for end in ("", "_low", "_high")))
+    yield f"**{cell('operators/tables/gpu-scan.csv', 'mamba_ssm_unpacked', **scan):.2f}x** mamba-ssm's speed"
+    yield f"{cell('operators/tables/gpu-scan.csv', 'mamba_ssm_by_document', **scan):.2f}x its speed document by document"
+
+
+@pytest.mark.parametrize("said", list(numbers()))
+def test_the_readme_s_numbers_are_the_records(said):
+    assert said in README.read_text(encoding="utf-8")
+
+
+def test_every_room_has_a_line():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rooms = {path.relative_to(ROOT) for path in (ROOT / "packmamba").iterdir() if path.name[0] not in "_."}
+    rooms -= {Path("packmamba/bench"), Path("packmamba/results")}  # on their way into experiments/
+    for room in rooms:
+        assert f"`{room.name}{'' if room.suffix else '/'}`" in text, f"{room} has no line in CONTRIBUTING.md"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "packmamba").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_says_what_it_holds(path):
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    assert not module.body or ast.get_docstring(module)
