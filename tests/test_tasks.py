@@ -1,0 +1,224 @@
+"""Tasks are pure functions whose answers follow from their documents: a solver that only reads finds every one."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from packmamba.evaluation.tasks import TASKS
+from packmamba.evaluation.tasks.contradiction import INTRUDING, OWN, UNWRITTEN
+
+DOCUMENTS = [
+    ("one", "\n".join(f"    value_{i % 7}{i} = compute({i * 37 % 101}, name_{i % 5})" for i in range(300))),
+    ("two", "\n".join(f"def function_{i}(argument):\n    return argument + {i * 13 % 97}\n" for i in range(200))),
+]
+OPTIONS = {"passkey": {"documents": DOCUMENTS}, "next_line": {"documents": DOCUMENTS}}
+CASES = sorted(TASKS)
+
+
+def make(name, **options):
+    return TASKS[name](**OPTIONS.get(name, {}) | options)
+
+
+def solve_mqar(task, tokens):
+    held, answers, place = {}, {}, 0
+    while tokens[place] not in held and tokens[place] < task.vocab_size // 2:
+        held[tokens[place]] = tokens[place + 1]
+        place += 2
+    return {t: held[token] for t, token in enumerate(tokens) if t >= place and token in held} | answers
+
+
+def solve_selective_copying(task, tokens):
+    data = [token for token in tokens if token < task.vocab_size - 2]
+    first = int(np.argmax(tokens == task.vocab_size - 1))
+    return {first + i: value for i, value in enumerate(data)}
+
+
+def solve_induction(task, tokens):
+    first = list(tokens).index(task.vocab_size - 1)
+    return {len(tokens) - 1: tokens[first + 1]}
+
+
+def solve_parity(task, tokens):
+    return {len(tokens) - 1: sum(tokens[:-1]) % 2}
+
+
+def solve_noisy_recall(task, tokens):
+    held, answers, t = {}, {}, 0
+    while t < len(tokens):
+        if tokens[t] < task.keys:
+            if tokens[t] in held:
+                answers[t] = held[tokens[t]]
+            held[tokens[t]] = tokens[t + 1]
+            t += 1
+        t += 1
+    return answers
+
+
+def solve_fuzzy_recall(task, tokens):
+    half, held, answers, t = task.vocab_size // 2, {}, {}, 0
+    while t < len(tokens):
+        start = t
+        while tokens[t] < half:
+            t += 1
+        key, start = tuple(tokens[start:t]), t
+        while t < len(tokens) and tokens[t] >= half:
+            t += 1
+        if key in held:
+            answers |= {start - 1 + i: value for i, value in enumerate(held[key])}
+        held[key] = tokens[start:t]
+    return answers
+
+
+def solve_contradiction(task, tokens):
+    held, answers = {}, {}
+    for t in range(0, len(tokens), 3):
+        event, key, value = tokens[t : t + 3]
+        if event == task.READ:
+            answers[t + 1] = held.get(key, task.NONE)
+        else:
+            held[key] = value
+    return answers
+
+
+def solve_passkey(task, tokens):
+    text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
+    asked = re.search(r"print\(KEY_(\w+)\) # ", text)
+    value = re.search(rf"^KEY_{asked[1]} = (\d+)$", text, re.MULTILINE)[1]
+    at = len(text[: asked.end()].encode(errors="replace")) - 1
+    return {at + i: ord(digit) for i, digit in enumerate(value)}
+
+
+SOLVERS = {name.removeprefix("solve_"): solver for name, solver in list(globals().items()) if name.startswith("solve_")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_example_is_a_pure_function(name):
+    task, again = make(name), make(name)
+    examples = [task.example(0, index) for index in range(30)]
+    for index in reversed(range(30)):
+        other = again.example(0, index)
+        for part in ("tokens", "targets", "mask"):
+            assert np.array_equal(getattr(examples[index], part), getattr(other, part))
+    for example in examples:
+        n = len(example.tokens)
+        assert example.tokens.dtype == example.targets.dtype == np.int64 and example.mask.dtype == bool
+        assert example.targets.shape == example.mask.shape == (n,) and example.mask.any() and example.load > 0
+        assert 0 <= min(example.tokens.min(), example.targets.min())
+        assert max(example.tokens.max(), example.targets.max()) < task.vocab_size
+    assert len({example.tokens.tobytes() for example in examples}) > 25
+    assert len({len(example.tokens) for example in examples}) > 3, "lengths vary, so that packing matters"
+    assert any(
+        not np.array_equal(task.example(1, i).tokens, e.tokens) or task.num_examples for i, e in enumerate(examples)
+    )
+
+
+@pytest.mark.parametrize("name", sorted(SOLVERS))
+def test_a_solver_that_only_reads_finds_every_answer(name):
+    task = make(name)
+    for index in range(100):
+        example = task.example(2, index)
+        found = SOLVERS[name](task, example.tokens)
+        answers = {int(t): int(example.targets[t]) for t in np.flatnonzero(example.mask)}
+        assert {int(t): int(value) for t, value in found.items()} == answers
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("next_line", "passkey")])
+def test_chance_is_the_accuracy_of_a_guess(name):
+    """Of uniform guesses among the answers that can occur."""
+    task = make(name)
+    answers = np.concatenate([e.targets[e.mask] for e in (task.example(3, i) for i in range(400))])
+    possible = round(1 / task.chance)
+    assert len(np.unique(answers)) <= possible
+    if possible < 100:
+        assert len(np.unique(answers)) == possible
+    guesses = np.random.default_rng(0).choice(np.unique(answers), len(answers))
+    assert abs((guesses == answers).mean() - task.chance) < 4 * (task.chance / len(answers)) ** 0.5 + 0.01
+
+
+def test_passkey_s_digits_are_a_tenth_each_and_its_control_asks_for_what_is_not_there():
+    task = make("passkey", length=(400, 600))
+    digits = []
+    for index in range(60):
+        example, control = task.example(0, index), task.control(0, index)
+        digits += example.targets[example.mask].tolist()
+        assert np.array_equal(example.targets[example.mask], control.targets[control.mask])
+        text = bytes(control.tokens.astype(np.uint8)).decode(errors="replace")
+        asked = re.search(r"print\(KEY_(\w+)\)", text)[1]
+        assert f"KEY_{asked} =" not in text
+        assert 400 <= len(example.tokens) + 1 <= 600
+        assert example.load < len(example.tokens)
+    assert set(digits) == set(b"0123456789") and task.chance == 0.1
+
+
+def test_next_line_s_choices_are_alike_and_none_but_the_right_one_follows():
+    task = make("next_line", context=500, per_package=15)
+    assert 4 <= task.num_examples <= 30
+    places = []
+    for index in range(task.num_examples):
+        example = task.example(0, index)
+        context = bytes(example.tokens[: example.load].astype(np.uint8))
+        right = bytes(example.choices[example.answer])
+        assert any(context + right in text.encode() + b"\n" for _, text in DOCUMENTS)
+        assert bytes(example.targets[example.mask].astype(np.uint8)) == right
+        assert example.load <= 500 and len(set(map(bytes, example.choices))) == 4
+        for choice in map(bytes, example.choices):
+            assert choice not in context
+            assert len(choice) - len(choice.lstrip()) == len(right) - len(right.lstrip())
+            assert abs(len(choice) - len(right)) <= len(right) / 3
+        places.append(example.answer)
+    assert len(set(places)) == 4
+    assert [task.example(5, 3).choices[task.example(5, 3).answer]] == [
+        task.example(0, 3).choices[task.example(0, 3).answer]
+    ]
+
+
+def test_contradiction_tells_whose_value_a_read_would_say():
+    task = make("contradiction")
+    kinds = []
+    for index in range(1, 200):
+        example, before = task.example(0, index), task.example(0, index - 1)
+        kind, left = task.reads(example, before)
+        assert np.array_equal(kind == OWN, example.targets[example.mask] != task.NONE)
+        keys = example.tokens[example.mask]
+        for k, value, key in zip(kind, left, keys):
+            assert value == before.notes["held"].get(int(key), -1)
+            assert (k == INTRUDING) == (value >= 0 and k != OWN)
+        kinds += kind.tolist()
+        alone, none = task.reads(example, None)
+        assert (none == -1).all() and INTRUDING not in alone
+    assert min(kinds.count(kind) for kind in (OWN, UNWRITTEN, INTRUDING)) > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "mqar",
+            {"num_pairs": 0},
+            "num_pairs: expected an integer of at least 1, or the smallest and the largest, got 0",
+        ),
+        ("mqar", {"num_pairs": 8, "length": 31}, "length: expected an integer of at least 32"),
+        ("mqar", {"power_a": 0}, "power_a: expected above 0, got 0"),
+        ("selective_copying", {"vocab_size": 3}, "vocab_size: expected an integer of at least 4, got 3"),
+        ("induction", {"length": (9, 8)}, r"length: expected .* got \(9, 8\)"),
+        ("parity", {"length": "long"}, "length: expected .* got 'long'"),
+        ("noisy_recall", {"noise": 1.0}, "noise: expected at least 0 and below 1, got 1.0"),
+        ("fuzzy_recall", {"num_keys": 9}, "num_keys: expected at most the 8 tokens of keys, got 9"),
+        ("contradiction", {"read_fraction": 0}, "read_fraction: expected above 0 and below 1, got 0"),
+        ("passkey", {"depth": 2}, "depth: expected 0 to 1 or None, got 2"),
+        ("passkey", {"documents": ["short"]}, "documents: expected at least 4096 bytes of text, got 5"),
+        ("next_line", {"documents": ["a\nb\n"]}, "documents: expected files in which a line has 3 others like it"),
+        ("next_line", {"documents": "text"}, "documents: expected a sequence of texts, got one text"),
+    ],
+)
+def test_refuses_in_one_sentence(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, **options)
+
+
+def test_a_seed_and_an_index_are_integers():
+    with pytest.raises(ValueError, match="index: expected an integer of at least 0, got -1"):
+        make("parity").example(0, -1)
