@@ -1,0 +1,123 @@
+"""Generation: prompts are read packed, then all go on together, one token a step, from their states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packmamba.evaluation.passes import Segment, States, log_probabilities, run_passes
+from packmamba.evaluation.scoring import _ids
+from packmamba.layout import SequenceLayout
+from packmamba.nn import MambaLM
+
+
+def generate(
+    model: MambaLM,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop_token: int | None = None,
+    seed: int = 0,
+    max_slots: int = 16384,
+) -> list[list[int]]:
+    """Continues each prompt; returns the new tokens, without the stop token.
+
+    A step is ``model(tokens, layout, states, return_states=True)`` on one row of as many documents of one token as there are
+    prompts: no second code path.
+
+    Args:
+        prompts: token ids, each prompt at least one.
+        max_new_tokens: most tokens that are added to a prompt.
+        temperature: 0: the most likely token; else logits are divided by it and a token is drawn.
+        top_p: draw among the most likely tokens whose probabilities reach this sum.
+        stop_token: ends a prompt's continuation.
+        seed: of the draws. Each prompt draws its own numbers: they depend on the seed and on its place alone.
+        max_slots: slots of a pass over the prompts, which bound the memory.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    vocab_size = len(model.lm_head.weight)
+    texts = [_ids(prompt, f"prompts[{i}]", vocab_size) for i, prompt in enumerate(prompts)]
+    for i, text in enumerate(texts):
+        if not text:
+            raise ValueError(f"prompts[{i}]: expected at least one token, got none")
+    for name, value, right, words in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("temperature", temperature, temperature >= 0 and temperature < float("inf"), "at least 0 and finite"),
+        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        ("max_slots", max_slots, max_slots >= 1, "at least 1"),
+    ):
+        if not right:
+            raise ValueError(f"{name}: expected {words}, got {value!r}")
+    if not texts:
+        return []
+    draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]
+    hidden, states = _read(model, texts, max_slots)
+    new: list[list[int]] = [[] for _ in texts]
+    going = list(range(len(texts)))
+    while True:
+        uniform = torch.tensor([draws[i].random() for i in going], dtype=torch.float64)
+        chosen = _choose(model, hidden, temperature, top_p, uniform).tolist()
+        rows = []
+        for row, token in enumerate(chosen):
+            i = going[row]
+            if token == stop_token:
+                continue
+            new[i].append(token)
+            if len(new[i]) < max_new_tokens:
+                rows.append(row)
+        if not rows:
+            return new
+        if len(rows) < len(going):
+            index = torch.tensor(rows, device=hidden.device)
+            states = [tuple(part.index_select(0, index) for part in layer) for layer in states]
+            going = [going[row] for row in rows]
+        tokens = torch.tensor([[chosen[row] for row in rows]], device=hidden.device)
+        layout = SequenceLayout.from_lengths([[1] * len(rows)], row_length=len(rows)).to(hidden.device)
+        with torch.inference_mode():
+            out, states = model(tokens, layout=layout, states=states, return_states=True, return_hidden=True)
+        hidden = out[0]
+
+
+def _read(model: MambaLM, texts: list[tuple[int, ...]], max_slots: int) -> tuple[Tensor, States]:
+    """Each prompt's last hidden activations (S, d_model) and final states."""
+    last: dict[int, tuple[Tensor, States]] = {}
+
+    def piece(i: int, first: int, start: States | None) -> Segment:
+        end = min(first + max_slots, len(texts[i]))
+
+        def done(hidden: Tensor, final: States | None) -> list[Segment]:
+            assert final is not None
+            if end < len(texts[i]):
+                return [piece(i, end, final)]
+            last[i] = hidden[-1], final
+            return []
+
+        return Segment(texts[i][first:end], done, start, keep=True)
+
+    for _ in run_passes(model, [piece(i, 0, None) for i in range(len(texts))], max_slots):
+        pass
+    found = [last[i] for i in range(len(texts))]
+    states = [tuple(map(torch.cat, zip(*layers))) for layers in zip(*(final for _, final in found))]
+    return torch.stack([hidden for hidden, _ in found]), states
+
+
+def _choose(model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:
+    """(S,) the next token of each prompt."""
+    chosen = []
+    for rows, log_p in log_probabilities(model, hidden):
+        if temperature == 0:
+            chosen.append(log_p.argmax(dim=1))
+            continue
+        p, order = torch.softmax(log_p.double() / temperature, dim=1).sort(dim=1, descending=True, stable=True)
+        before = p.cumsum(dim=1) - p
+        p = torch.where(before < top_p, p, 0)
+        upto = p.cumsum(dim=1)
+        place = torch.searchsorted(upto, uniform[rows, None].to(upto.device) * upto[:, -1:], right=True)
+        chosen.append(order.gather(1, place.clamp(max=(p > 0).sum(dim=1, keepdim=True) - 1)).squeeze(1))
+    return torch.cat(chosen)

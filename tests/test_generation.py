@@ -1,0 +1,87 @@
+"""Generated tokens are those of the whole text computed again at each step, and of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packmamba import MambaLM
+from packmamba.evaluation import generate
+
+PROMPTS = [[1, 2, 3], [4], list(range(20)), [7] * 90]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(1)
+    return MambaLM(vocab_size=40, d_model=24, n_layer=2).double()
+
+
+def greedily(model, prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_is_the_most_likely_token_of_the_whole_text(model):
+    expected = [greedily(model, prompt, 12) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, max_new_tokens=12, max_slots=64) == expected
+    assert generate(model, PROMPTS[::-1], max_new_tokens=12) == expected[::-1]
+
+
+def test_stops_before_the_stop_token(model):
+    whole = generate(model, PROMPTS, max_new_tokens=12)
+    stop = whole[2][4]
+    expected = [text[: text.index(stop)] if stop in text else text for text in whole]
+    assert generate(model, PROMPTS, max_new_tokens=12, stop_token=stop) == expected
+
+
+def test_draws_are_those_of_the_seed(model):
+    first = generate(model, PROMPTS, max_new_tokens=8, temperature=1.0, seed=3)
+    assert first == generate(model, PROMPTS, max_new_tokens=8, temperature=1.0, seed=3)
+    assert first != generate(model, PROMPTS, max_new_tokens=8, temperature=1.0, seed=4)
+    assert first[:2] == generate(model, PROMPTS[:2], max_new_tokens=8, temperature=1.0, seed=3)
+
+
+def test_draws_follow_the_probabilities(model):
+    with torch.no_grad():
+        p = model(torch.tensor([[5, 6]]))[0, -1].softmax(-1)
+    drawn = torch.tensor(generate(model, [[5, 6]] * 4000, max_new_tokens=1, temperature=1.0, max_slots=2048)).flatten()
+    found = torch.bincount(drawn, minlength=40) / 4000
+    assert (found - p).abs().max() < 5 * (0.25 / 4000) ** 0.5
+    top = torch.tensor(generate(model, [[5, 6]] * 500, max_new_tokens=1, temperature=1.0, top_p=0.2)).unique()
+    ordered = p.argsort(descending=True)
+    count = int((p[ordered].cumsum(0) < 0.2).sum()) + 1
+    assert set(top.tolist()) <= set(ordered[:count].tolist()) and len(top) > 1
+    assert generate(model, [[5, 6]], max_new_tokens=3, temperature=1.0, top_p=1e-9) == [greedily(model, [5, 6], 3)]
+
+
+def test_greedy_is_what_transformers_generates(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=16)
+    theirs = transformers.MambaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = MambaLM.from_pretrained(tmp_path)
+    for prompt, new in zip(PROMPTS, generate(ours, PROMPTS, max_new_tokens=16)):
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=-1
+        )
+        assert new == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], []], {}, r"prompts\[1\]: expected at least one token, got none"),
+        ([[40]], {}, r"prompts\[0\]: expected ids from 0 to 39, got 40"),
+        ([[1]], {"temperature": -1.0}, "temperature: expected at least 0 and finite, got -1.0"),
+        ([[1]], {"top_p": 0.0}, "top_p: expected above 0 and at most 1, got 0.0"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+    ],
+)
+def test_refuses_in_one_sentence(model, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompts, **options)
