@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packmamba.config import ConfigError, check_command, parse_override, read_yaml, suggest, wrong_value
 from packmamba.records import check_writable
-from packmamba.report.folder import Kind
+from packmamba.report.kinds import Kind
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")

@@ -43,18 +43,6 @@ from packmamba.errors import ConfigError
 
 SCHEMA = 1
 
-BREAKDOWN = (
-    "matrix products",
-    "scan",
-    "conv",
-    "norm and elementwise",
-    "loss",
-    "optimizer",
-    "communication",
-    "other",
-    "idle",
-)
-
 METRICS: dict[str, tuple[str, ...]] = {
     # Losses are nats per real target; validation runs one document at a time from zero state. val_loss_start is over
     # the first 32 tokens of a document; val_loss_as_trained is null unless the arm trains with leak or carry.
@@ -82,69 +70,8 @@ METRICS: dict[str, tuple[str, ...]] = {
         "padding_fraction",
         "rounds",
     ),
-    # config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
-    # One implementation of one operator (config["operator"]), forward and backward; arms of one config["operator"] were timed
-    # in turns. bound_seconds is what the machine's rates, measured in the same run, allow. The spread is the interquartile range.
-    "operators": ("seconds_median", "seconds_spread", "bound_seconds", "rounds"),
-    "packing": ("padding_fraction", "planning_seconds", "num_rows", "num_documents"),
-    # config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved
-    # rounds, spreads interquartile ranges, activations bfloat16 tensors of tokens x channels, errors relative to float64,
-    # position bytes what all warps read together; null where it was not measured or has no meaning.
-    "gpu_operators": (
-        "forward_seconds",
-        "forward_spread",
-        "backward_seconds",
-        "backward_spread",
-        "total_seconds",
-        "total_spread",
-        "kept_activations",
-        "workspace_activations",
-        "output_error",
-        "gradient_error",
-        "position_bytes_forward",
-        "position_bytes_backward",
-        "copy_bytes_per_second",
-        "multiprocessors",
-        "clock_hz",
-    ),
-    # A whole model. config: model, part (forward_backward: the bare loop; steps: whole optimizer steps through Lightning) and its
-    # sizes. A batch stands for the mean of all the arm's batches of the same documents. Spreads are interquartile ranges;
-    # peak_memory_bytes is null off a GPU, position_bytes (of one batch) and the gate's errors are null in steps.
-    "speedup": (
-        "seconds_per_batch",
-        "seconds_spread",
-        "real_tokens_per_batch",
-        "real_tokens_per_second",
-        "slots_per_second",
-        "padding_fraction",
-        "model_flops_utilisation",
-        "peak_memory_bytes",
-        "position_bytes",
-        "loss_error",
-        "leak_error",
-    ),
-    # Seconds of one call by family of kernels (experiments.speedup.breakdown); their sum is seconds.
-    "breakdown": (*BREAKDOWN, "seconds"),
-    # config: axis (row_length or mean_length) and its value.
-    "growth": (
-        "seconds_per_batch",
-        "seconds_spread",
-        "num_documents",
-        "real_tokens_per_second",
-        "model_flops_utilisation",
-    ),
-    # config: model, strategy, devices. Whole optimizer steps; losses of the first steps, which all arms take on the same
-    # documents, are in curves["loss"].
-    "multi_gpu": (
-        "seconds_per_step",
-        "seconds_spread",
-        "real_tokens_per_second",
-        "slots_per_second",
-        "peak_memory_bytes",
-        "loss_error",
-    ),
 }
-"""The metrics that a record of each kind must have. Another kind is one more entry."""
+"""The metrics that a record of the library's own kinds must have. Those of an experiment are in its report.py."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "schema": (int,),

@@ -8,7 +8,7 @@ import torch
 
 from experiments.speedup import whole_models as bench
 from experiments.speedup.breakdown import Breakdown, exclusive, family_of, sort_kernels
-from packmamba.records import BREAKDOWN
+from experiments.speedup.report_breakdown import FAMILIES as BREAKDOWN
 
 
 @pytest.mark.parametrize(("profiled_idle", "timed", "idle"), [(3.0, 20.0, 1.5), (9.0, 18.0, 3.0), (3.0, 11.0, 0.25)])

@@ -27,7 +27,7 @@ def run(config, path, progress):
 BENCHES = {"toy": Bench(Config, run)}
 """
 REPORT = """
-from packmamba.report.folder import Kind
+from packmamba.report.kinds import Kind
 
 KINDS = {"packing": Kind(lambda records: [], lambda records: [])}
 """

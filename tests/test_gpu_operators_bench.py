@@ -10,9 +10,10 @@ import torch
 from experiments.operators import gpu as gpu_operators
 from experiments.operators import gpu_arms, gpu_turns, positions
 from experiments.operators import gpu_tables as results
+from experiments.operators.report import KINDS
 from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError
-from packmamba.records import METRICS, make_record, read_records
+from packmamba.records import make_record, read_records
 from packmamba.report.folder import build_sections, table_files
 
 LAYOUT = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100)
@@ -182,7 +183,7 @@ def test_a_run_records_every_arm_that_is_ours(tmp_path, monkeypatch):
 
 def record(arm, milliseconds, tokens=16384, channels=4096, documents="documents-2k", **metrics):
     forward, backward = (None if ms is None else ms / 1e3 for ms in milliseconds)
-    values = dict.fromkeys(METRICS["gpu_operators"]) | {
+    values = dict.fromkeys(KINDS["gpu_operators"].metrics) | {
         "forward_seconds": forward, "forward_spread": 1e-6, "backward_seconds": backward,
         "backward_spread": None if backward is None else 1e-6, "total_seconds": forward + (backward or 0), "total_spread": 2e-6,
         "copy_bytes_per_second": 4e12, "multiprocessors": 132, "clock_hz": 1.98e9,
@@ -215,7 +216,7 @@ def every_record():
 
 
 def rows_of(records, name):
-    return list(csv.DictReader(io.StringIO(table_files(records)[f"{name}.csv"])))
+    return list(csv.DictReader(io.StringIO(table_files(records, KINDS)[f"{name}.csv"])))
 
 
 def test_bars_against_numbers_worked_out_here():
@@ -253,7 +254,7 @@ def test_the_limit_is_that_of_the_unit_that_binds():
 
 
 def test_tables_and_figures_of_one_folder_with_every_arm():
-    (section,) = build_sections(every_record())
+    (section,) = build_sections(every_record(), kinds=KINDS)
     assert [t.name for t in section.tables] == [
         "gpu-bars", "gpu-scan", "gpu-conv", "gpu-bottleneck", "gpu-positions", "gpu-times"
     ]  # fmt: skip

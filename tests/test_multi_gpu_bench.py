@@ -9,6 +9,7 @@ import pytest
 from whole_models import TINY
 
 from experiments.speedup import multi_gpu
+from experiments.speedup.report import KINDS
 from packmamba.errors import ConfigError
 from packmamba.records import read_records
 from packmamba.report.folder import build_sections
@@ -55,7 +56,7 @@ def test_every_strategy_has_the_loss_of_one_device(tmp_path, monkeypatch):
         assert [point["loss"] for point in record["curves"]["loss"]] == pytest.approx(alone, rel=1e-5)
         slots = record["metrics"]["slots_per_second"] * record["metrics"]["seconds_per_step"]
         assert slots == pytest.approx(512 * record["config"]["devices"])
-    (section,) = build_sections(records)
+    (section,) = build_sections(records, kinds=KINDS)
     (table,) = section.tables
     assert [(row[0].text, row[1].text) for row in table.rows] == [("ddp", "1"), ("ddp", "2"), ("fsdp2", "2")]
     assert [figure.name for figure in section.figures] == ["multi-gpu-130m"]

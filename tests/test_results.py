@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.packing.report import KINDS as PACKING
 from packmamba import records as records_module
+from packmamba.experiments import kinds_of
 from packmamba.records import (
     METRICS,
     append_record,
@@ -88,7 +90,7 @@ def write(folder, records):
 
 def table(records, name):
     """Rows of a generated CSV, as mappings."""
-    return list(csv.DictReader(io.StringIO(table_files(records)[f"{name}.csv"])))
+    return list(csv.DictReader(io.StringIO(table_files(records, PACKING)[f"{name}.csv"])))
 
 
 def test_a_record_says_where_it_comes_from_and_survives_the_disk(tmp_path):
@@ -344,7 +346,7 @@ def test_packing_tables():
     assert float(planning["in_order"]["row_length_2048"]) == pytest.approx(statistics.fmean([1.0, 3.0]) / 2000 * 1e6)
     buffers = {row["buffer"]: row for row in table(records, "packing-buffer")}
     assert (buffers["512"]["row_length_2048"], buffers["4096"]["row_length_2048"]) == ("0.01", "0.001")
-    assert "| greedy, buffer 4096 | 0.100 % | 0.200 % | - |" in table_files(records)["packing-padding.md"]
+    assert "| greedy, buffer 4096 | 0.100 % | 0.200 % | - |" in table_files(records, PACKING)["packing-padding.md"]
 
 
 def test_report_is_one_file_that_asks_nobody(tmp_path):
@@ -359,7 +361,7 @@ def test_report_is_one_file_that_asks_nobody(tmp_path):
     for stale in ("tables/old.md", "figures/old.png"):
         (tmp_path / stale).parent.mkdir(exist_ok=True)
         (tmp_path / stale).write_text("stale")
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    page = write_report(tmp_path, PACKING).read_text(encoding="utf-8")
     assert "<h1>A &lt;title&gt;</h1>" in page and "What does <code>packing</code> change?" in page
     assert "2 seeds: differences carry their intervals; parity claims need at least five seeds." in page
     assert not re.search(r"https?:|//\w|<script|<link|<iframe|@import|url\(", re.sub(r"base64,[\w+/=]+", "", page))
@@ -371,7 +373,7 @@ def test_report_is_one_file_that_asks_nobody(tmp_path):
     assert sorted(base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources) == pictures
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     written = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}
-    assert written == table_files(reversed(records)), "the order of records must not matter"
+    assert written == table_files(reversed(records), PACKING), "the order of records must not matter"
 
 
 def test_time_in_learning_curves_is_that_of_arms_timed_in_turns(monkeypatch):
@@ -424,4 +426,5 @@ def test_results_need_no_torch():
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda folder: folder.name)
 def test_committed_tables_are_what_the_committed_records_give(folder):
     committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.*")}
-    assert committed == table_files(read_records(folder))
+    records = read_records(folder)
+    assert committed == table_files(records, kinds_of(folder, records))

@@ -11,10 +11,11 @@ from whole_models import ARMS, TINY, run
 
 from experiments.speedup import whole_models as bench
 from experiments.speedup.arms import Documents, PeerLM, Scheme, feed
+from experiments.speedup.report import KINDS
+from experiments.speedup.report_breakdown import FAMILIES as BREAKDOWN
 from packmamba.data.lengths import draw_lengths
 from packmamba.errors import ConfigError
 from packmamba.ops.mamba_ssm import _peer
-from packmamba.records import BREAKDOWN
 from packmamba.report.folder import build_sections
 
 
@@ -43,7 +44,7 @@ def test_every_part_is_recorded(tmp_path):
             assert sum(metrics[family] for family in BREAKDOWN) == pytest.approx(metrics["seconds"])
     assert [r["config"]["value"] for r in by_kind["growth", "row_length"]] == [256, 512]
     assert [r["config"]["value"] for r in by_kind["growth", "mean_length"]] == [16, 64]
-    (section,) = build_sections(records)
+    (section,) = build_sections(records, kinds=KINDS)
     tables = {table.name: table for table in section.tables}
     assert section.tables[0].name == "headline" and len(tables["headline"].rows) == 1
     assert [row[1].text for row in tables["arms-130m"].rows] == ARMS
@@ -55,7 +56,7 @@ def test_every_part_is_recorded(tmp_path):
     assert {figure.name for figure in section.figures} == {"speedup", "breakdown", "growth"}
     assert not any("apart" in note for table in section.tables for note in table.notes)
     by_kind["speedup", "steps"][0]["commit"] = "0" * 40
-    tables = {table.name: table for table in build_sections(records)[0].tables}
+    tables = {table.name: table for table in build_sections(records, kinds=KINDS)[0].tables}
     for name, arms in (("headline", "130m single"), ("arms-130m", "single")):
         assert f"Steps and bare loop were run at different commits, apart: {arms}." in tables[name].notes
 
@@ -121,11 +122,11 @@ def test_what_was_not_measured_alike_is_not_compared(tmp_path):
     """The latest counts, and those that were measured as it was."""
     records = run(tmp_path, parts=["forward_backward"], arms=ARMS[:2], breakdown_arms=[])
     again = json.loads(json.dumps(records[0]))
-    assert [row[1].text for row in build_sections([*records, again])[0].tables[1].rows] == ARMS[:2]
+    assert [row[1].text for row in build_sections([*records, again], kinds=KINDS)[0].tables[1].rows] == ARMS[:2]
     elsewhere = again | {"hardware": again["hardware"] | {"gpus": ["another"]}}
-    assert [row[1].text for row in build_sections([*records, elsewhere])[0].tables[1].rows] == ARMS[:1]
+    assert [row[1].text for row in build_sections([*records, elsewhere], kinds=KINDS)[0].tables[1].rows] == ARMS[:1]
     again["config"]["documents"] += 1
-    assert [row[1].text for row in build_sections([*records, again])[0].tables[1].rows] == ARMS[:1]
+    assert [row[1].text for row in build_sections([*records, again], kinds=KINDS)[0].tables[1].rows] == ARMS[:1]
 
 
 def test_few_batches_stand_for_all():

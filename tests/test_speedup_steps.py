@@ -12,7 +12,7 @@ from experiments.speedup import steps
 from experiments.speedup import whole_models as bench
 from experiments.speedup.arms import Scheme
 from experiments.speedup.breakdown import Breakdown
-from packmamba.records import BREAKDOWN
+from experiments.speedup.report_breakdown import FAMILIES as BREAKDOWN
 
 
 def test_arms_take_their_turns_as_they_are_named(tmp_path, monkeypatch):

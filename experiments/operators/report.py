@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.operators.gpu_figures import gpu_operators_figures
+from experiments.operators.gpu_tables import METRICS as GPU_METRICS
 from experiments.operators.gpu_tables import gpu_operators_tables
 from packmamba.report import summary
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
@@ -118,7 +119,10 @@ def _limit(operator: str, rates: dict[str, float]) -> str:
     )
 
 
+# config: operator, implementation and sizes. One implementation of one operator, forward and backward; arms of one operator were
+# timed in turns. bound_seconds is what the machine's rates, measured in the same run, allow. Spreads are interquartile ranges.
+_METRICS = ("seconds_median", "seconds_spread", "bound_seconds", "rounds")
 KINDS = {
-    "operators": Kind(operators_tables, operators_figures),
-    "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures),
+    "operators": Kind(operators_tables, operators_figures, metrics=_METRICS),
+    "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures, metrics=GPU_METRICS),
 }

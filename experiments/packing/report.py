@@ -178,4 +178,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(finite) if finite else None
 
 
-KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label)}
+# config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
+_METRICS = ("padding_fraction", "planning_seconds", "num_rows", "num_documents")
+KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label, _METRICS)}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from packmamba.records import BREAKDOWN
 from packmamba.report import summary
 from packmamba.report.figures import INK, Figure, axes, finish, legend_below
 from packmamba.report.summary import Record
@@ -16,8 +15,6 @@ PEER, GRAPH = "mamba-ssm-", "-graph"
 TODAY = f"{PEER}single"
 # Times single, packed, on an A100: arXiv 2408.03865.
 PAPER = {"1.4b": 3.06, "2.8b": 2.62}
-_PALETTE = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#7A4B9A", "#8C6D1F", "#9aa0a8", "#e6e8eb")
-_COLOURS = dict(zip(BREAKDOWN, _PALETTE))
 _THEIRS, _OURS = "#E69F00", "#0072B2"
 Arms = dict[str, Record]
 
@@ -47,7 +44,7 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
             y = places[name]
             ax.barh(y, rate, color=_THEIRS if name.startswith(PEER) else _OURS, height=0.66)
             ax.text(rate, y, f" {rate / 1e3:.3g}k", va="center", color=INK, fontsize=8)
-        _name_bars(ax, list(places), ax is panels[0])
+        name_bars(ax, list(places), ax is panels[0])
         ax.set_xlim(0, 1.2 * max(rates.values()))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
         ax.set(title=model, xlabel="real tokens per second")
@@ -61,67 +58,7 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "speedup", caption)]
 
 
-def breakdown_tables(records: Sequence[Record]) -> list[Table]:
-    """Where the time goes, for each model size, part and arm."""
-    table = Table(
-        "breakdown",
-        "Time by family of kernels",
-        [
-            Column("model", ("model",), False),
-            Column("arm", ("arm",), False),
-            Column("what", ("part",), False),
-            Column("ms", ("ms",)),
-            *(Column(f"{family} (%)", (family.replace(" ", "_"),)) for family in BREAKDOWN),
-            Column("outside matrix products, scan and conv", ("outside",)),
-        ],
-        notes=[
-            "One batch, or one optimizer step, by torch.profiler, kernels that overlap counted once; idle: no kernel runs (no "
-            "more than the time without the profiler, which slows the host, leaves, but all gaps below 10 us)."
-        ],
-    )
-    for model, part, arm, record in _breakdowns(records):
-        metrics = record["metrics"]
-        shares = {family: metrics[family] / metrics["seconds"] for family in BREAKDOWN}
-        inside = sum(shares[family] for family in ("matrix products", "scan", "conv"))
-        cells = [Cell(f"{100 * share:.1f}", (share,)) for share in shares.values()]
-        head = [word(model), word(arm), word(_PARTS[part]), number(1e3 * metrics["seconds"], ".4g")]
-        table.rows.append([*head, *cells, percent(1 - inside)])
-    return [table] if table.rows else []
-
-
-def breakdown_figures(records: Sequence[Record]) -> list[Figure]:
-    """Stacked bars: microseconds for each real token, a panel for each model size."""
-    tokens = {(model, part, arm): record["metrics"]["real_tokens_per_batch"] for part in _PARTS
-              for model, arms in by_model(records, "speedup", part).items() for arm, record in arms.items()}  # fmt: skip
-    found = [breakdown for breakdown in _breakdowns(records) if breakdown[:3] in tokens]
-    if not found:
-        return []
-    models = list(dict.fromkeys(model for model, *_ in found))
-    places = {key: y for y, key in enumerate(dict.fromkeys((part, arm) for _, part, arm, _ in found))}
-    fig, panels = axes(len(models), width=3.6 * len(models) + 3.2, height=1.9 + 0.36 * len(places))
-    for ax, name in zip(panels, models):
-        for model, part, arm, record in found:
-            if model != name:
-                continue
-            left, scale = 0.0, 1e6 / tokens[name, part, arm]
-            for family in BREAKDOWN:
-                width = scale * record["metrics"][family]
-                ax.barh(places[part, arm], width, left=left, color=_COLOURS[family], height=0.7)
-                left += width
-        labels = [f"{arm}, step" if part == "steps" else arm for part, arm in places]
-        _name_bars(ax, labels, ax is panels[0])
-        ax.set(title=name, xlabel="microseconds per real token")
-    for family in BREAKDOWN:
-        panels[0].barh(0, 0, color=_COLOURS[family], label=family)
-    legend_below(fig, panels[0])
-    caption = (
-        "Device time of a batch (forward and backward, bare loop; 'step': whole optimizer step through Lightning) over its real "
-        "tokens, by family of kernels; idle, in light grey, is waiting for the host."
-    )
-    return [finish(fig, "breakdown", caption)]
-
-
-def _name_bars(ax: Axes, labels: list[str], shown: bool) -> None:
+def name_bars(ax: Axes, labels: list[str], shown: bool) -> None:
     """Names of horizontal bars, from above; panels share those of the first."""
     ax.set_yticks(range(len(labels)), labels if shown else [""] * len(labels))
     ax.set_ylim(len(labels) - 0.5, -0.5)
@@ -145,7 +82,6 @@ def by_model(records: Sequence[Record], kind: str, part: str) -> dict[str, Arms]
     return dict(sorted(found.items(), key=width))
 
 
-_PARTS = {"forward_backward": "forward, backward", "steps": "optimizer step"}
 _ALIKE = (
     "distribution", "documents", "slots", "dtype", "precision", "d_model", "n_layer", "expand", "d_state", "vocab_size",
     "compile", "recompute",
@@ -155,15 +91,6 @@ _ALIKE = (
 def _settings(record: Record) -> list[object]:
     hardware = record["hardware"]
     return [hardware["gpus"] or hardware["cpu"], *(record["config"].get(key) for key in _ALIKE)]
-
-
-def _breakdowns(records: Sequence[Record]) -> list[tuple[str, str, str, Record]]:
-    parts = {part: by_model(records, "breakdown", part) for part in _PARTS}
-    models = list(dict.fromkeys(model for found in parts.values() for model in found))
-    return [
-        (model, part, arm, record)
-        for model in models for part, found in parts.items() for arm, record in found.get(model, {}).items()
-    ]  # fmt: skip
 
 
 def _best_packed(arms: Arms) -> str | None:

@@ -37,7 +37,7 @@ Config = SpeedupBenchConfig
 
 
 def run(config: SpeedupBenchConfig | Mapping[str, Any], records_path: Path, progress: bool = True) -> None:
-    """Appends records of kinds speedup, breakdown and growth; see packmamba.records.METRICS.
+    """Appends records of kinds speedup, breakdown and growth; see experiments.speedup.report.
 
     All arms of a model share one set of weights and take turns. Every arm arranges the same documents; its time for all of
     them is estimated from some of its batches, evenly spread over their sizes.

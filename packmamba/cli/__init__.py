@@ -66,16 +66,18 @@ def bench(arguments: argparse.Namespace) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     from packmamba.errors import ConfigError
-    from packmamba.experiments import folder_of
+    from packmamba.experiments import folder_of, kinds_of
     from packmamba.records import read_records
     from packmamba.report.folder import format_table, write_report
 
     folder = folder_of(arguments.folder)
     try:
-        path = write_report(folder)
+        records = read_records(folder)
+        kinds = kinds_of(folder, records)
+        path = write_report(folder, kinds)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    print(f"\n{format_table(read_records(folder))}\n\nReport, with figures: {path}")
+    print(f"\n{format_table(records, kinds)}\n\nReport, with figures: {path}")
 
 
 def kernels(arguments: argparse.Namespace) -> None:

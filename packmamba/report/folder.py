@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +37,7 @@ def build_sections(
     groups = summary.by_corpus(records)
     sections = [Section(corpus, group) for corpus, group in groups.items()]
     every = [record for group in groups.values() for record in group]
-    known = _kinds(every) if kinds is None else {**KINDS, **kinds}
+    known = {**KINDS, **(kinds or {})}
     if unknown := sorted({record["kind"] for record in every} - known.keys()):
         raise ValueError(f"record's kind '{unknown[0]}' is unknown; known: {', '.join(known)}")
     for name, kind in known.items():
@@ -57,14 +56,6 @@ def build_sections(
                 drawn = kind.figures(section.records) if figures else []
             section.figures += [replace(figure, name=figure.name + label) for figure in drawn]
     return sections
-
-
-def _kinds(records: Iterable[Record]) -> dict[str, Kind]:
-    """The library's kinds and those of every experiment that the records name."""
-    kinds = dict(KINDS)
-    for experiment in sorted({record["experiment"] for record in records if record["kind"] not in kinds}):
-        kinds |= importlib.import_module(f"experiments.{experiment}.report").KINDS
-    return kinds
 
 
 def format_table(records: Iterable[Record], kinds: Mapping[str, Kind] | None = None) -> str:
