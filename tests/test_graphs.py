@@ -13,9 +13,10 @@ from packmamba.data.batching import PackedBatch
 from packmamba.layout import SequenceLayout
 from packmamba.report.summary import training_arms
 from packmamba.training import graphs
-from packmamba.training.fit import decisive, fit
+from packmamba.training.fit import fit
 from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static
 from packmamba.training.module import MambaLitModule
+from packmamba.training.runs import decisive
 from runs import tiny_config
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

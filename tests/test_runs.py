@@ -12,8 +12,9 @@ from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.records import read_records
 from packmamba.training.callbacks import History, checkpoints
-from packmamba.training.fit import decisive, fit, run_folder, run_id
+from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
+from packmamba.training.runs import decisive, run_folder, run_id
 from runs import final_state, tiny_config
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,7 +10,7 @@ from packmamba.config import ConfigError
 from packmamba.records import read_records
 from packmamba.report.folder import build_sections
 from packmamba.training import throughput
-from packmamba.training.fit import run_id
+from packmamba.training.runs import run_id
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.throughput import _check_agreement, measure_throughput
 from runs import tiny_config, write_config

@@ -24,9 +24,9 @@ from packmamba.config import Config, load_config
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
 from packmamba.training.callbacks import History
-from packmamba.training.fit import quieten
 from packmamba.training.module import MambaLitModule
 from packmamba.training.strategy import make_strategy, stop_together
+from packmamba.training.trainer import quieten
 
 if TYPE_CHECKING:
     from experiments.speedup.whole_models import Bench

@@ -43,7 +43,8 @@ def train(arguments: argparse.Namespace) -> None:
     from packmamba.report.folder import format_table
 
     config = load_config(arguments.config, arguments.overrides)  # first: what follows takes seconds to import
-    from packmamba.training.fit import fit, record_path, run_folder
+    from packmamba.training.fit import fit
+    from packmamba.training.runs import record_path, run_folder
 
     record = fit(config)
     print(f"\n{format_table([record])}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}")

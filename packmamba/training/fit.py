@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
-import logging
-import re
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from packmamba.config import Config, ConfigError, to_dict
+from packmamba.config import Config, ConfigError
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import IMPLEMENTATIONS
 from packmamba.records import append_record, check_writable, make_record, provenance, read_records
-from packmamba.training.callbacks import Checkpoints, History, Progress, checkpoints
+from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.module import MambaLitModule
-from packmamba.training.strategy import check_strategy, leave_process_group, make_strategy, stop_together
+from packmamba.training.runs import alone, decisive, record_path, run_folder, run_id
+from packmamba.training.strategy import check_strategy, leave_process_group
+from packmamba.training.trainer import make_trainer, quieten
 
 MOST_THREADS = 1024
 """More end the process where the system gives no more."""
-
-
-def run_id(config: Config) -> str:
-    """The run's name: its arm and a hash of everything that decides its result."""
-    digest = hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', config.name)}-{digest[:10]}"
-
-
-def decisive(config: Config) -> dict[str, Any]:
-    """The configuration without where files are kept: what a record holds and a run is named after."""
-    values = to_dict(config)
-    for key in ("runs_dir", "experiment"):
-        del values[key]
-    del values["data"]["cache_dir"]
-    if not values["trainer"]["cuda_graphs"]:  # a key that came later: without it names are what they were
-        del values["trainer"]["cuda_graphs"]
-    return values
-
-
-def run_folder(config: Config) -> Path:
-    return Path(config.runs_dir) / run_id(config)
-
-
-def record_path(config: Config) -> Path:
-    """Where the run's record goes: its experiment's folder, or its own."""
-    folder = run_folder(config) if config.experiment is None else Path(config.experiment)
-    return folder / "records" / f"{run_id(config)}.jsonl"
 
 
 def check_trainer(config: Config) -> None:
@@ -185,49 +151,6 @@ def _train(trainer: lightning.Trainer, module: MambaLitModule, data: PackingData
         raise KeyboardInterrupt from None
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Keeps the run's folder to this process. Raises ConfigError if another has it, or if it cannot be written."""
-    check_writable(folder, "runs_dir")
-    with open(folder / "lock", "w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of loaders' workers that outlive it
-        except BlockingIOError:
-            raise ConfigError(f"another process trains this run, in {folder}; wait for it, or stop it") from None
-        yield
-
-
-def make_trainer(config: Config, folder: Path, history: History, progress: bool) -> lightning.Trainer:
-    """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches."""
-    options = config.trainer
-    callbacks = [
-        history,
-        Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history),
-    ]
-    try:
-        trainer = lightning.Trainer(
-            accelerator=options.accelerator,
-            devices=options.devices,
-            num_nodes=options.num_nodes,
-            strategy=make_strategy(options),
-            precision=options.precision,  # type: ignore[arg-type]
-            max_steps=options.max_steps,
-            val_check_interval=options.validate_every,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            log_every_n_steps=min(options.log_every, options.max_steps),
-            logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="tensorboard", version="")],
-            callbacks=[*callbacks, Progress(config.name, options.max_steps, history)] if progress else callbacks,
-            enable_progress_bar=progress,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
-    except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
-        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
-    stop_together(trainer, options.log_every)
-    return trainer
-
-
 def training_record(
     config: Config, corpus_hash: str, module: MambaLitModule, history: History, wall_seconds: float
 ) -> dict[str, Any]:
@@ -259,17 +182,3 @@ def training_record(
         wall_seconds=wall_seconds,
         curves={"train": history.train, "validation": history.validation, "loss_by_position": history.by_position},
     )
-
-
-def quieten() -> None:
-    """Silences Lightning's advice about what is meant here: loader workers, our own resuming, where logs go, the
-    accelerator."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for message in (
-        ".*does not have many workers.*",
-        ".*dataloader is not resumable.*",
-        ".*litlogger.*",
-        ".*LeafSpec.*",
-        ".*GPU available but not used.*",  # doctor shows it; a run may ask for the CPU
-    ):
-        warnings.filterwarnings("ignore", message=message)

@@ -23,7 +23,8 @@ from packmamba.config import (
 )
 from packmamba.data.schedule import check_data
 from packmamba.records import append_record, check_writable
-from packmamba.training.fit import check_run, fit, record_path
+from packmamba.training.fit import check_run, fit
+from packmamba.training.runs import record_path
 from packmamba.training.throughput import measure_throughput
 
 

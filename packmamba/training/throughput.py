@@ -18,8 +18,8 @@ from packmamba.config import Config
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule, StepDataset
 from packmamba.records import make_record
-from packmamba.training.fit import decisive
 from packmamba.training.module import MambaLitModule
+from packmamba.training.runs import decisive
 
 WARMUP_ROUNDS = 2
 

@@ -1,0 +1,54 @@
+"""A run's name, its folder and record, and that one process at a time trains it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from packmamba.config import Config, ConfigError, to_dict
+from packmamba.records import check_writable
+
+
+def run_id(config: Config) -> str:
+    """The run's name: its arm and a hash of everything that decides its result."""
+    digest = hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', config.name)}-{digest[:10]}"
+
+
+def decisive(config: Config) -> dict[str, Any]:
+    """The configuration without where files are kept: what a record holds and a run is named after."""
+    values = to_dict(config)
+    for key in ("runs_dir", "experiment"):
+        del values[key]
+    del values["data"]["cache_dir"]
+    if not values["trainer"]["cuda_graphs"]:  # a key that came later: without it names are what they were
+        del values["trainer"]["cuda_graphs"]
+    return values
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.runs_dir) / run_id(config)
+
+
+def record_path(config: Config) -> Path:
+    """Where the run's record goes: its experiment's folder, or its own."""
+    folder = run_folder(config) if config.experiment is None else Path(config.experiment)
+    return folder / "records" / f"{run_id(config)}.jsonl"
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps the run's folder to this process. Raises ConfigError if another has it, or if it cannot be written."""
+    check_writable(folder, "runs_dir")
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of loaders' workers that outlive it
+        except BlockingIOError:
+            raise ConfigError(f"another process trains this run, in {folder}; wait for it, or stop it") from None
+        yield

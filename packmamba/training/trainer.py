@@ -1,0 +1,60 @@
+"""Lightning's trainer for one run."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import lightning
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from packmamba.config import Config, ConfigError
+from packmamba.training.callbacks import Checkpoints, History, Progress
+from packmamba.training.strategy import make_strategy, stop_together
+
+
+def make_trainer(config: Config, folder: Path, history: History, progress: bool) -> lightning.Trainer:
+    """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches."""
+    options = config.trainer
+    callbacks = [
+        history,
+        Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history),
+    ]
+    try:
+        trainer = lightning.Trainer(
+            accelerator=options.accelerator,
+            devices=options.devices,
+            num_nodes=options.num_nodes,
+            strategy=make_strategy(options),
+            precision=options.precision,  # type: ignore[arg-type]
+            max_steps=options.max_steps,
+            val_check_interval=options.validate_every,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            log_every_n_steps=min(options.log_every, options.max_steps),
+            logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="tensorboard", version="")],
+            callbacks=[*callbacks, Progress(config.name, options.max_steps, history)] if progress else callbacks,
+            enable_progress_bar=progress,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
+        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
+    stop_together(trainer, options.log_every)
+    return trainer
+
+
+def quieten() -> None:
+    """Silences Lightning's advice about what is meant here: loader workers, our own resuming, where logs go, the
+    accelerator."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for message in (
+        ".*does not have many workers.*",
+        ".*dataloader is not resumable.*",
+        ".*litlogger.*",
+        ".*LeafSpec.*",
+        ".*GPU available but not used.*",  # doctor shows it; a run may ask for the CPU
+    ):
+        warnings.filterwarnings("ignore", message=message)
