@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packmamba.evaluation.passes import Segment, States, log_probabilities, run_passes
+from packmamba.evaluation.passes import States, log_probabilities, read
 from packmamba.evaluation.scoring import _ids
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -86,25 +86,17 @@ def generate(
 
 def _read(model: MambaLM, texts: list[tuple[int, ...]], max_slots: int) -> tuple[Tensor, States]:
     """Each prompt's last hidden activations (S, d_model) and final states."""
-    last: dict[int, tuple[Tensor, States]] = {}
+    last: dict[int, Tensor] = {}
+    finals: dict[int, States] = {}
 
-    def piece(i: int, first: int, start: States | None) -> Segment:
-        end = min(first + max_slots, len(texts[i]))
+    def see(i: int, first: int, hidden: Tensor) -> None:
+        last[i] = hidden[-1]
 
-        def done(hidden: Tensor, final: States | None) -> list[Segment]:
-            assert final is not None
-            if end < len(texts[i]):
-                return [piece(i, end, final)]
-            last[i] = hidden[-1], final
-            return []
-
-        return Segment(texts[i][first:end], done, start, keep=True)
-
-    for _ in run_passes(model, [piece(i, 0, None) for i in range(len(texts))], max_slots):
+    for _ in read(model, texts, max_slots, see, finals):
         pass
-    found = [last[i] for i in range(len(texts))]
-    states = [tuple(map(torch.cat, zip(*layers))) for layers in zip(*(final for _, final in found))]
-    return torch.stack([hidden for hidden, _ in found]), states
+    places = range(len(texts))
+    states = [tuple(map(torch.cat, zip(*layers))) for layers in zip(*(finals[i] for i in places))]
+    return torch.stack([last[i] for i in places]), states
 
 
 def _choose(model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:

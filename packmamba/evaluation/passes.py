@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,36 @@ def run_passes(model: MambaLM, segments: list[Segment], max_slots: int) -> Itera
             holders += segment.keep
         following += _one_pass(model, chosen, max_slots, device)
         yield max_slots - room
+
+
+def read(
+    model: MambaLM,
+    documents: Sequence[Any],
+    max_slots: int,
+    see: Callable[[int, int, Tensor], None],
+    finals: dict[int, States] | None = None,
+) -> Iterator[int]:
+    """Reads documents from fresh states, those longer than a pass piece by piece; yields the tokens of each pass.
+
+    Before a pass is yielded, ``see(i, first, hidden)`` got the activations (n, d_model) of each piece in it: of document i from
+    token ``first`` on. ``finals`` is filled with each document's final state, where it is given.
+    """
+
+    def piece(i: int, first: int, start: States | None) -> Segment:
+        end = min(first + max_slots, len(documents[i]))
+        whole = end == len(documents[i])
+
+        def done(hidden: Tensor, final: States | None) -> list[Segment]:
+            see(i, first, hidden)
+            if not whole:
+                return [piece(i, end, final)]
+            if finals is not None and final is not None:
+                finals[i] = final
+            return []
+
+        return Segment(list(map(int, documents[i][first:end])), done, start, keep=not whole or finals is not None)
+
+    return run_passes(model, [piece(i, 0, None) for i in range(len(documents)) if len(documents[i])], max_slots)
 
 
 def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int, device: torch.device) -> list[Segment]:

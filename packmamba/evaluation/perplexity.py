@@ -1,0 +1,135 @@
+"""Losses of documents' tokens, far beyond a training row: by position, per byte, and what long contexts are worth.
+
+A document is always read from a fresh state, packed with others, and piece by piece with exact states where it is longer than a
+pass. Losses are nats per target token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from packmamba.evaluation.passes import log_probabilities, read
+from packmamba.nn import MambaLM
+
+Losses = list[NDArray[np.float64]]
+
+
+def token_losses(model: MambaLM, documents: Sequence[Sequence[int]], max_slots: int = 16384) -> Losses:
+    """Of each document of n tokens the (n - 1,) losses of tokens 1 to n - 1, each given all before it.
+
+    Args:
+        model: on any device, in any dtype.
+        documents: token ids; one of a single token has no losses.
+        max_slots: slots of a pass, which bound the memory.
+    """
+    parts: list[list[NDArray[np.float64]]] = [[] for _ in documents]
+    made: list[tuple[int, Tensor, Sequence[int]]] = []
+
+    def see(i: int, first: int, hidden: Tensor) -> None:
+        made.append((i, hidden, documents[i][first + 1 : first + 1 + len(hidden)]))
+
+    for _ in read(model, [document[:-1] for document in documents], max_slots, see):
+        hidden = torch.cat([part for _, part, _ in made])
+        targets = torch.tensor([int(token) for _, _, some in made for token in some], device=hidden.device)
+        losses = torch.cat(
+            [
+                -log_p.gather(1, targets[rows, None]).squeeze(1).double()
+                for rows, log_p in log_probabilities(model, hidden)
+            ]
+        )
+        ends = np.cumsum([len(part) for _, part, _ in made])[:-1]
+        for (i, _, _), some in zip(made, np.split(losses.cpu().numpy(), ends)):
+            parts[i].append(some)
+        made.clear()
+    return [np.concatenate(some) if some else np.zeros(0) for some in parts]
+
+
+def bits_per_byte(losses: Losses, num_bytes: int) -> float:
+    """Bits that the model needs for each byte of the documents' text: comparable across tokenizers."""
+    return sum(float(some.sum()) for some in losses) / math.log(2) / num_bytes
+
+
+def by_position(losses: Losses) -> list[dict[str, float]]:
+    """Mean loss by the target's place in its document: [1, 2), [2, 4), [4, 8), ..."""
+    longest = max((len(some) for some in losses), default=0)
+    rows = []
+    start = 1
+    while start <= longest:
+        here = [some[start - 1 : 2 * start - 1] for some in losses if len(some) >= start]
+        count = sum(map(len, here))
+        rows.append(
+            {"start": start, "end": 2 * start, "loss": sum(float(h.sum()) for h in here) / count, "count": count,
+             "documents": len(here)}
+        )  # fmt: skip
+        start *= 2
+    return rows
+
+
+def context_gain(
+    model: MambaLM, documents: Sequence[Sequence[int]], window: int, most: int = 64, max_slots: int = 16384
+) -> list[dict[str, float]]:
+    """What context before the last ``window`` tokens is worth, at 2, 4, ... ``most`` windows from a document's start.
+
+    At k windows: the loss of tokens (k - 1) * window + 1 to k * window - 1 of a document that the model reads from token
+    (k - 1) * window, minus their loss when it reads from the start: the same targets. Positive: it uses what came before.
+    Each entry has ``windows``, ``gain``, ``loss``, ``documents``, and ``gains`` by document for paired comparisons.
+    """
+    if window < 2:
+        raise ValueError(f"window: expected at least 2, got {window}")
+    whole = token_losses(model, [document[: most * window] for document in documents], max_slots)
+    entries = []
+    k = 2
+    while k <= most:
+        reach = [i for i, document in enumerate(documents) if len(document) >= k * window]
+        if not reach:
+            break
+        cut = [list(documents[i][(k - 1) * window : k * window]) for i in reach]
+        alone = [float(some.mean()) for some in token_losses(model, cut, max_slots)]
+        full = [float(whole[i][(k - 1) * window : k * window - 1].mean()) for i in reach]
+        gains = {i: a - b for i, a, b in zip(reach, alone, full)}
+        entries.append(
+            {"windows": k, "gain": float(np.mean(list(gains.values()))), "loss": float(np.mean(full)),
+             "documents": len(reach), "gains": gains}
+        )  # fmt: skip
+        k *= 2
+    return entries  # type: ignore[return-value]
+
+
+def effective_remembrance(
+    model: MambaLM, documents: Sequence[Sequence[int]], length: int, starts: Sequence[int], max_slots: int = 16384
+) -> dict[int, float]:
+    """EffRem (arXiv 2507.02782): how much what came before token t still matters after ``length`` tokens.
+
+    For each t of ``starts`` the total variation between the next-token distributions after document[:length] and after
+    document[t:length], averaged over the documents that are long enough; 0: nothing, 1: everything.
+    """
+    long = [document[:length] for document in documents if len(document) >= length]
+    if not long:
+        raise ValueError(f"documents: expected some of at least length={length} tokens, got none")
+    for t in starts:
+        if not 0 < t < length:
+            raise ValueError(f"starts: expected places from 1 to {length - 1}, got {t}")
+    whole = _last_distributions(model, long, max_slots)
+    return {
+        t: float((whole - _last_distributions(model, [d[t:] for d in long], max_slots)).abs().sum(dim=1).mean() / 2)
+        for t in starts
+    }
+
+
+def _last_distributions(model: MambaLM, documents: Sequence[Sequence[int]], max_slots: int) -> Tensor:
+    """(documents, vocabulary), after each document's last token."""
+    last: dict[int, Tensor] = {}
+
+    def see(i: int, first: int, hidden: Tensor) -> None:
+        last[i] = hidden[-1]
+
+    for _ in read(model, documents, max_slots, see):
+        pass
+    hidden = torch.stack([last[i] for i in range(len(documents))])
+    return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])

@@ -1,0 +1,147 @@
+"""Losses, gains and answers of packed evaluation are those of the definition, one document at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from packmamba import MambaLM
+from packmamba.evaluation.answers import Accuracy, answer, choose
+from packmamba.evaluation.perplexity import (
+    bits_per_byte,
+    by_position,
+    context_gain,
+    effective_remembrance,
+    token_losses,
+)
+from packmamba.evaluation.tasks import TASKS
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return MambaLM(vocab_size=256, d_model=24, n_layer=2).double()
+
+
+@pytest.fixture(scope="module")
+def documents():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, n) for n in (1, 2, 70, 33, 300, 128, 5, 64)]
+
+
+def log_probabilities(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(np.array([tokens])))[0].log_softmax(-1)
+
+
+def losses_alone(model, document):
+    if len(document) < 2:
+        return np.zeros(0)
+    log_p = log_probabilities(model, document)[:-1]
+    return -log_p.gather(1, torch.tensor(document[1:, None])).squeeze(1).numpy()
+
+
+def test_losses_are_those_of_documents_alone(model, documents):
+    for found, document in zip(token_losses(model, documents, max_slots=48), documents):
+        np.testing.assert_allclose(found, losses_alone(model, document), rtol=0, atol=1e-10)
+
+
+def test_by_position_and_per_byte(model, documents):
+    losses = token_losses(model, documents, max_slots=128)
+    rows = by_position(losses)
+    assert [row["start"] for row in rows] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert sum(row["count"] for row in rows) == sum(map(len, losses))
+    fourth = [some[7:15] for some in losses if len(some) >= 8]
+    assert rows[3]["loss"] == pytest.approx(np.concatenate(fourth).mean()) and rows[3]["documents"] == len(fourth)
+    assert bits_per_byte(losses, 100) == pytest.approx(sum(some.sum() for some in losses) / math.log(2) / 100)
+
+
+def test_context_gain_compares_the_same_targets(model, documents):
+    entries = context_gain(model, documents, window=32, max_slots=100)
+    assert [entry["windows"] for entry in entries] == [2, 4, 8]
+    assert [entry["documents"] for entry in entries] == [4, 2, 1]
+    for entry in entries:
+        end = entry["windows"] * 32
+        for i, gain in entry["gains"].items():
+            alone = losses_alone(model, documents[i][end - 32 : end]).mean()
+            whole = losses_alone(model, documents[i])[end - 32 : end - 1].mean()
+            assert gain == pytest.approx(alone - whole, abs=1e-10)
+        assert entry["gain"] == pytest.approx(np.mean(list(entry["gains"].values())))
+
+
+def test_effective_remembrance_is_total_variation(model, documents):
+    found = effective_remembrance(model, documents, 64, [1, 32, 63], max_slots=50)
+    for t, value in found.items():
+        expected = [
+            (log_probabilities(model, d[:64])[-1].exp() - log_probabilities(model, d[t:64])[-1].exp()).abs().sum() / 2
+            for d in documents
+            if len(d) >= 64
+        ]
+        assert value == pytest.approx(float(torch.stack(expected).mean()), abs=1e-10) and 0 <= value <= 1
+    with pytest.raises(ValueError, match="documents: expected some of at least length=999 tokens, got none"):
+        effective_remembrance(model, documents, 999, [1])
+
+
+@pytest.mark.parametrize("name", ["mqar", "contradiction", "next_line"])
+def test_answers_are_those_of_examples_alone(model, name):
+    options = {"mqar": {"vocab_size": 256}, "next_line": {"context": 60, "documents": [LINES]}}.get(name, {})
+    task = TASKS[name](**options)
+    examples = [task.example(0, index) for index in range(12)]
+    metric = Accuracy()
+    for some in (answer(model, examples, max_slots=90), answer(model, examples[::-1], max_slots=90)[::-1]):
+        for said, example in zip(some, examples):
+            log_p = log_probabilities(model, example.tokens)[example.mask]
+            targets = torch.tensor(example.targets[example.mask])
+            assert np.array_equal(said.said, log_p.argmax(-1).numpy())
+            assert np.array_equal(said.right, (log_p.argmax(-1) == targets).numpy())
+            np.testing.assert_allclose(said.nats, -log_p.gather(1, targets[:, None]).squeeze(1).numpy(), atol=1e-10)
+            if example.choices:
+                context = example.tokens[: example.load]
+                values = [
+                    -losses_alone(model, np.concatenate([context, choice]))[len(context) - 1 :].sum()
+                    for choice in example.choices
+                ]
+                assert said.choice == int(np.argmax(values))
+                assert said.by_bytes == int(np.argmax(np.array(values) / [len(c) for c in example.choices]))
+    metric.update(some[:5], examples[:5])
+    metric.update(some[5:], examples[5:])
+    result = metric.compute()
+    right = np.concatenate([said.right for said in some])
+    assert result["accuracy"] == pytest.approx(right.mean()) and result["answers"] == len(right)
+    for table in (result["by_length"], result["by_load"]):
+        assert sum(row["answers"] for row in table) == len(right)
+    assert math.isnan(result["choice_accuracy"]) == (name != "next_line")
+
+
+LINES = "\n".join(f"    value_{i % 7}{i} = compute({i * 37 % 101}, name_{i % 5})" for i in range(200))
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_an_untrained_model_is_at_chance_or_below(name):
+    """Tasks do not give their answers away."""
+    options = {
+        "passkey": {"length": (300, 400), "documents": [LINES]},
+        "next_line": {"documents": [LINES], "per_package": 100},
+    }
+    task = TASKS[name](**options.get(name, {}))
+    examples = [task.example(1, index) for index in range(100)]
+    accuracies = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        lm = MambaLM(vocab_size=task.vocab_size, d_model=16, n_layer=1)
+        metric = Accuracy()
+        metric.update(answer(lm, examples, max_slots=4096), examples)
+        result = metric.compute()
+        accuracies.append(result["choice_accuracy" if task.num_examples else "accuracy"])
+    count = 4 * len(examples)
+    assert np.mean(accuracies) < task.chance + 4 * (task.chance * (1 - task.chance) / count) ** 0.5 + 0.01
+
+
+def test_ids_outside_of_the_vocabulary_are_refused():
+    lm = MambaLM(vocab_size=10, d_model=8, n_layer=1)
+    with pytest.raises(ValueError, match=r"examples\[0\]: expected ids below the model's vocab_size 10, got"):
+        answer(lm, [TASKS["mqar"]().example(0, 0)])
+    assert choose(lm, []) == []
