@@ -6,6 +6,7 @@ of its records), and the records, tables and figures themselves.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -15,9 +16,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from packmamba.config import ConfigError, check_command, parse_override, read_yaml, suggest, wrong_value
+from packmamba.config import ConfigError, check_command, import_plugins, parse_override, read_yaml, resolve, suggest
 from packmamba.records import check_writable
 from packmamba.report.kinds import Kind
 
@@ -121,15 +121,12 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
         raise ConfigError(f"{path}: bench: expected one of {', '.join(benches)}, got '{name}'")
     bench = benches[name]
     output = Path(loaded.pop("output", None) or RUNS / name)
-    schema = OmegaConf.structured(bench.config)
-    for key in map(str, loaded):
-        if key not in schema:
-            raise ConfigError(f"unknown key '{key}' in {path}{suggest(key, ['output', *schema])}")
-    own = {"experiment": folder.name} if "experiment" in schema else {}
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(schema, own, loaded))
-    except OmegaConfBaseException as error:
-        raise wrong_value(error, path) from None
+    names = {key.name for key in dataclasses.fields(bench.config)}
+    import_plugins(loaded.get("plugins") or [])
+    if "plugins" not in names:
+        loaded.pop("plugins", None)
+    own = {"experiment": folder.name} if "experiment" in names else {}
+    config: Any = resolve(bench.config, [(OmegaConf.create(own), ""), (loaded, str(path))])
     return LoadedBench(folder.name, name, bench.run, config, output)
 
 

@@ -14,7 +14,7 @@ import pytest
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources import open_source
-from packmamba.data.tokenization import ByteTokenizer, load_tokenizer, token_dtype
+from packmamba.data.tokenization import ByteTokenizer, TokenIds, load_tokenizer, token_dtype
 
 
 def read(data):
@@ -249,12 +249,15 @@ def test_synthetic_lengths_are_the_distribution_to_the_bit(name):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"source": "txet"}, "data.source 'txet' is unknown; known: stdlib, text"),
-        ({"validation_fraction": 1.0}, "data.validation_fraction must be"),
-        ({"validation_fraction": -0.1}, "data.validation_fraction must be"),
-        ({"validation_fraction": float("nan")}, "data.validation_fraction must be"),
-        ({"corpus_seed": -1}, "data.corpus_seed must not be negative"),
-        ({"bad_lines": "ignore"}, "data.bad_lines must be error or skip"),
+        (
+            {"source": "txet"},
+            "data.source: expected one of stdlib, text, jsonl, synthetic, got 'txet'; did you mean 'text'?",
+        ),
+        ({"validation_fraction": 1.0}, "data.validation_fraction: expected at least 0 and below 1, got "),
+        ({"validation_fraction": -0.1}, "data.validation_fraction: expected at least 0 and below 1, got "),
+        ({"validation_fraction": float("nan")}, "data.validation_fraction: expected at least 0 and below 1, got "),
+        ({"corpus_seed": -1}, "data.corpus_seed: expected at least 0, got -1"),
+        ({"bad_lines": "ignore"}, "data.bad_lines: expected one of error, skip, got 'ignore'"),
         ({"path": "corpus"}, "data.source=stdlib reads no path"),
         ({"source": "text"}, "data.source=text needs data.path"),
         ({"source": "jsonl"}, "data.source=jsonl needs data.path"),
@@ -263,10 +266,13 @@ def test_synthetic_lengths_are_the_distribution_to_the_bit(name):
         ({"source": "text", "path": "a.txt"}, "data.path 'a.txt' is not a folder"),
         ({"source": "text", "path": "empty"}, "data.path 'empty' holds no text"),
         ({"source": "jsonl", "path": "empty"}, "data.path 'empty' has no .jsonl file"),
-        ({"source": "synthetic", "distribution": "long"}, "data.distribution 'long' is unknown; known: documents-2k"),
-        ({"source": "synthetic", "num_documents": 0}, "data.num_documents must be"),
+        (
+            {"source": "synthetic", "distribution": "long"},
+            "data.distribution: expected one of documents-2k, short, heavy, got",
+        ),
+        ({"source": "synthetic", "num_documents": 0}, "data.num_documents: expected at least 1"),
         ({"source": "synthetic", "num_documents": 1}, "data.validation_fraction=0.05 holds out 1 of 1 documents"),
-        ({"source": "synthetic", "vocab_size": 0}, "data.vocab_size must be"),
+        ({"source": "synthetic", "vocab_size": 0}, "data.vocab_size: expected 1 to 2**32"),
     ],
     ids=str,
 )
@@ -369,13 +375,13 @@ def test_tokenizer_file_errors_are_one_sentence(tokenizer_file, tmp_path, monkey
     assert "its special tokens: <|end|>" in error(tokenizer=str(tokenizer_file))
     assert "data.begin_token '<s>' is not a token of" in error(tokenizer=str(tokenizer_file))
     assert "data.end_token '</s>' is not a token of" in error(tokenizer=str(tokenizer_file), begin_token=None)
-    assert "data.begin_token is an empty string" in error(begin_token="")
+    assert "data.begin_token: expected a token or null, got ''" in error(begin_token="")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "needs the package tokenizers" in error(tokenizer=str(tokenizer_file))
 
 
 def test_synthetic_documents_get_no_begin_and_end_tokens():
-    tokenizer = load_tokenizer(DataConfig(source="synthetic", vocab_size=70_000))
+    tokenizer = TokenIds(open_source(DataConfig(source="synthetic", vocab_size=70_000)).vocab_size)
     assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.vocab_size) == (None, None, 70_000)
     assert tokenizer.encode([1, 2]).dtype == np.uint32
 

@@ -1,15 +1,19 @@
 """Configuration: one dataclass per section, YAML files and ``key=value`` overrides, unknown keys are errors."""
 
+from packmamba.config.check import check
 from packmamba.config.load import (
     MODEL_DIRECTORY,
     check_command,
+    load,
     load_config,
     parse_override,
     read_yaml,
+    resolve,
     suggest,
     to_dict,
-    wrong_value,
 )
+from packmamba.config.plugins import import_plugins
+from packmamba.config.rules import Holds, above, at_least, between, chosen, each, key, named, one_of, some, unique
 from packmamba.config.schema import Config, DataConfig, ModelConfig, OpsConfig, OptimizerConfig, TrainerConfig
 from packmamba.errors import ConfigError
 
@@ -18,15 +22,29 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "Holds",
     "ModelConfig",
     "OpsConfig",
     "OptimizerConfig",
     "TrainerConfig",
+    "above",
+    "at_least",
+    "between",
+    "check",
     "check_command",
+    "chosen",
+    "each",
+    "import_plugins",
+    "key",
+    "load",
     "load_config",
+    "named",
+    "one_of",
     "parse_override",
     "read_yaml",
+    "resolve",
+    "some",
     "suggest",
     "to_dict",
-    "wrong_value",
+    "unique",
 ]

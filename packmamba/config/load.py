@@ -6,32 +6,54 @@ import dataclasses
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from packmamba.config.check import check
 from packmamba.config.schema import Config
 from packmamba.errors import ConfigError
 
 MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "configs" / "model"
 
 
-def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:
-    """Defaults, then the YAML file, then ``key=value`` overrides, checked against the dataclasses.
+Schema = TypeVar("Schema")
 
-    ``model`` may be the name of a file in configs/model (``model=130m``). Raises ConfigError naming the key.
+
+def load(
+    schema: type[Schema], path: str | Path | None = None, overrides: Iterable[str] = (), command: str | None = None
+) -> Schema:
+    """The dataclass ``schema`` from its defaults, then a YAML file, then ``key=value`` overrides, all rules checked.
+
+    Where the schema has a section ``model``, this may be the name of a file in configs/model (``model=130m``).
+
+    Args:
+        command: what ``path`` is a file for: train, sweep or bench.
+
+    Raises:
+        ConfigError: naming the key: unknown, of the wrong type, or against a rule; or a plugin that cannot be imported.
     """
-    config = OmegaConf.structured(Config)
+    layers = []
     if path is not None:
         loaded = read_yaml(path)
-        check_command("train", path, loaded)
-        config = _merge(config, loaded, str(path))
-    for override in overrides or []:
-        config = _merge(config, parse_override(override), f"'{override}'")
-    resolved = OmegaConf.to_object(config)
-    assert isinstance(resolved, Config)
-    return resolved
+        if command is not None:
+            check_command(command, path, loaded)
+        layers.append((loaded, str(path)))
+    return resolve(schema, [*layers, *((parse_override(override), f"'{override}'") for override in overrides)])
+
+
+def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> Schema:
+    """The dataclass ``schema`` from its defaults, then each layer, named in errors by where it comes from; see ``load``."""
+    config = OmegaConf.structured(schema)
+    for update, origin in layers:
+        config = _merge(config, update, origin)
+    return check(cast(Schema, OmegaConf.to_object(config)))
+
+
+def load_config(path: str | Path | None = None, overrides: Iterable[str] | None = None) -> Config:
+    """A training configuration; see ``load``."""
+    return load(Config, path, overrides or (), "train")
 
 
 def check_command(command: str, path: str | Path, loaded: DictConfig) -> None:
@@ -74,7 +96,7 @@ def parse_override(override: str) -> DictConfig:
 
 
 def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
-    if isinstance(update.get("model"), str):
+    if isinstance(update.get("model"), str) and isinstance(config.get("model"), DictConfig):
         name = update.model
         path = MODEL_DIRECTORY / f"{name}.yaml"
         if not path.is_file():
@@ -85,12 +107,12 @@ def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
     try:
         merged = OmegaConf.merge(config, update)
     except OmegaConfBaseException as error:
-        raise wrong_value(error, origin) from None
+        raise _wrong_value(error, origin) from None
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def wrong_value(error: OmegaConfBaseException, origin: str | Path) -> ConfigError:
+def _wrong_value(error: OmegaConfBaseException, origin: str | Path) -> ConfigError:
     """What a value of the wrong type is refused with."""
     text = str(error).splitlines()[0]
     for kind, words in (
@@ -103,12 +125,18 @@ def wrong_value(error: OmegaConfBaseException, origin: str | Path) -> ConfigErro
 
 
 def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str) -> None:
-    for key in map(str, update):
+    """Refuses unknown keys and gives those with old names their new ones."""
+    keys = {key.name: key for key in dataclasses.fields(cast(Any, OmegaConf.get_type(known)))}
+    old_names = {key.metadata["old_name"]: name for name, key in keys.items() if key.metadata.get("old_name")}
+    for given in map(str, list(update)):
+        key = old_names.get(given, given)
         name = f"{prefix}{key}"
-        if key not in known:
-            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(key, known, prefix)}")
+        if key not in keys:
+            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(key, keys, prefix)}")
+        if key != given:
+            update[key] = update.pop(given)
         section = known.get(key)
-        if isinstance(section, DictConfig):
+        if dataclasses.is_dataclass(OmegaConf.get_type(section)):
             value = update.get(key)
             if not isinstance(value, DictConfig):
                 raise ConfigError(f"'{name}' in {origin} is a section of keys, got '{value}'")

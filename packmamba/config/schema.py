@@ -1,152 +1,237 @@
-"""Every key of a training configuration: one dataclass per section."""
+"""Every key of a training configuration, one dataclass per section: default, sentence, rules; below them, rules between keys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
+
+from packmamba.config.rules import Holds, above, at_least, between, chosen, key, named, one_of
+
+LENGTH = Holds("1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
+SIZE = Holds("an integer of at least 1", lambda value: value >= 1)
+TOKEN = Holds("a token", bool)
 
 
 @dataclass
 class DataConfig:
-    source: str = "stdlib"
-    """Where documents come from: stdlib, text, jsonl or synthetic."""
-    path: Optional[str] = None
-    """A folder whose every visible file is a document (text), or a JSON-lines file or folder of them (jsonl)."""
-    text_key: str = "text"
-    """The field of a JSON line that holds the document (jsonl)."""
-    bad_lines: str = "error"
-    """What a JSON line that cannot be read does: error, or skip (counted and reported)."""
-    tokenizer: str = "bytes"
-    """bytes, or the path of a `tokenizers` JSON file."""
-    begin_token: Optional[str] = "<s>"
-    """Token put before every document; null for none. A tokenizer file must know it; bytes give it a new id."""
-    end_token: Optional[str] = "</s>"
-    """Token put after every document; null for none."""
-    validation_fraction: float = 0.05
-    """Share of source files (synthetic, jsonl: of documents) held out for validation."""
-    distribution: str = "documents-2k"
-    """Length distribution of synthetic documents: documents-2k, short or heavy."""
-    num_documents: int = 10000
-    """How many synthetic documents."""
-    vocab_size: int = 256
-    """Vocabulary of synthetic documents, which get no begin and end tokens."""
-    corpus_seed: int = 0
-    """Seed of synthetic documents and of the validation split."""
-    cache_dir: str = "runs/corpora"
-    """Where tokenised corpora are kept."""
+    source: str = key(
+        "stdlib",
+        "Where documents come from: stdlib, text, jsonl or synthetic.",
+        named("packmamba.data.sources:SOURCES"),
+    )
+    path: Optional[str] = key(
+        None, "A folder whose every visible file is a document (text), or a JSON-lines file or folder of them (jsonl)."
+    )
+    text_key: str = key("text", "The field of a JSON line that holds the document (jsonl).")
+    bad_lines: str = key(
+        "error",
+        "What a JSON line that cannot be read does: error, or skip (counted and reported).",
+        one_of("error", "skip"),
+    )
+    tokenizer: str = key("bytes", "bytes, or the path of a `tokenizers` JSON file.")
+    begin_token: Optional[str] = key(
+        "<s>",
+        "Token put before every document; null for none. A tokenizer file must know it; bytes give it a new id.",
+        TOKEN,
+    )
+    end_token: Optional[str] = key("</s>", "Token put after every document; null for none.", TOKEN)
+    validation_fraction: float = key(
+        0.05,
+        "Share of source files (synthetic, jsonl: of documents) held out for validation.",
+        Holds("at least 0 and below 1", lambda value: 0 <= value < 1),
+    )
+    distribution: str = key(
+        "documents-2k",
+        "Length distribution of synthetic documents: documents-2k, short or heavy.",
+        named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS"),
+    )
+    num_documents: int = key(10000, "How many synthetic documents.", at_least(1))
+    vocab_size: int = key(
+        256,
+        "Vocabulary of synthetic documents, which get no begin and end tokens.",
+        Holds("1 to 2**32", lambda value: 1 <= value <= 2**32),
+    )
+    corpus_seed: int = key(0, "Seed of synthetic documents and of the validation split.", at_least(0))
+    cache_dir: str = key("runs/corpora", "Where tokenised corpora are kept.")
 
-    mode: str = "matched"
-    """matched: the documents of a step are drawn first, then arranged; stream: the strategy fills rows as documents come."""
-    strategy: str = "greedy"
-    """How documents become rows: single, padded, in_order, greedy, first_fit, best_fit, histogram or split."""
-    row_length: Optional[int] = 1024
-    """Slots of a row. With strategy padded, null pads to the longest document of each batch."""
-    overlong: str = "error"
-    """What a document longer than a row does: error, truncate, or pieces (each restarts from zero). split cuts anyway."""
-    buffer: int = 4096
-    """Documents that greedy sorts at a time."""
-    streams: int = 1
-    """Parallel streams of split: row b of the next batch continues row b of this one."""
-    tokens_per_step: int = 4096
-    """What one optimizer step consumes on all ranks: real tokens (matched) or slots (stream)."""
-    slots_per_batch: int = 4096
-    """Most slots of one forward pass; a step that needs more accumulates gradients."""
-    validation_documents: Optional[int] = None
-    """Evaluate on this many validation documents; null for all."""
-    num_workers: int = 0
-    """Processes that prepare batches; 0 prepares them in the training process."""
+    mode: str = key(
+        "matched",
+        "matched: the documents of a step are drawn first, then arranged; stream: the strategy fills rows as documents come.",
+        one_of("matched", "stream"),
+    )
+    strategy: str = key(
+        "greedy",
+        "How documents become rows: single, padded, in_order, greedy, first_fit, best_fit, histogram or split.",
+        named("packmamba.data.packing:STRATEGIES"),
+    )
+    row_length: Optional[int] = key(
+        1024, "Slots of a row. With strategy padded, null pads to the longest document of each batch.", LENGTH
+    )
+    overlong: str = key(
+        "error",
+        "What a document longer than a row does: error, truncate, or pieces (each restarts from zero). split cuts anyway.",
+        one_of("error", "truncate", "pieces"),
+    )
+    buffer: int = key(4096, "Documents that greedy sorts at a time.", LENGTH)
+    streams: int = key(1, "Parallel streams of split: row b of the next batch continues row b of this one.", LENGTH)
+    tokens_per_step: int = key(
+        4096, "What one optimizer step consumes on all ranks: real tokens (matched) or slots (stream).", at_least(1)
+    )
+    slots_per_batch: int = key(
+        4096, "Most slots of one forward pass; a step that needs more accumulates gradients.", at_least(1)
+    )
+    validation_documents: Optional[int] = key(
+        None, "Evaluate on this many validation documents; null for all.", at_least(1)
+    )
+    num_workers: int = key(0, "Processes that prepare batches; 0 prepares them in the training process.", at_least(0))
+
+    def problems(self) -> Iterator[str]:
+        strategy = chosen(self, "strategy")
+        if self.streams > 1 and not strategy.splits_documents:
+            yield f"data.streams: only strategy split has streams, got {self.streams} with '{self.strategy}'"
+        if self.row_length is None and strategy.needs_row_length:
+            yield f"data.row_length: strategy '{self.strategy}' needs one, got null"
 
 
 @dataclass
 class ModelConfig:
-    vocab_size: Optional[int] = None
-    """Rows of the embedding; null takes the corpus's vocabulary."""
-    d_model: int = 128
-    """Width of the residual stream."""
-    n_layer: int = 2
-    """Number of Mamba blocks."""
-    d_state: int = 16
-    """States per channel of the scan."""
-    d_conv: int = 4
-    """Width of the causal convolution, 2 to 4."""
-    expand: int = 2
-    """d_inner = expand * d_model."""
-    dt_rank: Any = "auto"
-    """Rank of the projection to delta; auto is ceil(d_model / 16)."""
-    tie_embeddings: bool = True
-    """The head shares the embedding's weight."""
-    learned_initial_state: bool = False
-    """Each layer learns the scan state that documents start from, instead of zero."""
-    compile: bool = False
-    """torch.compile fuses what lies between operators and matrix products, block by block, and in the loss."""
-    recompute: str = "none"
-    """What the backward computes again to save memory: none; inner, the convolution's output and delta; block, each block."""
+    vocab_size: Optional[int] = key(None, "Rows of the embedding; null takes the corpus's vocabulary.", SIZE)
+    d_model: int = key(128, "Width of the residual stream.", SIZE)
+    n_layer: int = key(2, "Number of Mamba blocks.", SIZE)
+    d_state: int = key(16, "States per channel of the scan.", SIZE)
+    d_conv: int = key(
+        4, "Width of the causal convolution, 2 to 4.", Holds("2, 3 or 4", lambda value: value in (2, 3, 4))
+    )
+    expand: int = key(2, "d_inner = expand * d_model.", SIZE)
+    dt_rank: Any = key(
+        "auto",
+        "Rank of the projection to delta; auto is ceil(d_model / 16).",
+        Holds(
+            "'auto' or an integer of at least 1", lambda value: value == "auto" or (type(value) is int and value >= 1)
+        ),
+    )
+    tie_embeddings: bool = key(True, "The head shares the embedding's weight.")
+    learned_initial_state: bool = key(
+        False, "Each layer learns the scan state that documents start from, instead of zero."
+    )
+    compile: bool = key(
+        False, "torch.compile fuses what lies between operators and matrix products, block by block, and in the loss."
+    )
+    recompute: str = key(
+        "none",
+        "What the backward computes again to save memory: none; inner, the convolution's output and delta; block, each block.",
+        one_of("none", "inner", "block"),
+    )
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 2e-3
-    """Peak learning rate of AdamW."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's decay rates."""
-    weight_decay: float = 0.1
-    """Decay of matrices; biases, norms, A_log, D and initial states have none."""
-    warmup_steps: int = 20
-    """Steps of linear warm-up."""
-    final_lr_fraction: float = 0.1
-    """The cosine ends at this share of the peak."""
-    grad_clip: Optional[float] = 1.0
-    """Largest gradient norm; null for no clipping."""
+    lr: float = key(2e-3, "Peak learning rate of AdamW.", above(0))
+    betas: list[float] = key(
+        [0.9, 0.95],
+        "AdamW's decay rates.",
+        Holds("two numbers in [0, 1)", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value)),
+    )
+    weight_decay: float = key(
+        0.1, "Decay of matrices; biases, norms, A_log, D and initial states have none.", at_least(0)
+    )
+    warmup_steps: int = key(20, "Steps of linear warm-up.", at_least(0))
+    final_lr_fraction: float = key(0.1, "The cosine ends at this share of the peak.", between(0, 1))
+    grad_clip: Optional[float] = key(
+        1.0, "Largest gradient norm; null for no clipping.", Holds("above 0", lambda value: value > 0)
+    )
 
 
 @dataclass
 class TrainerConfig:
-    boundary: str = "reset"
-    """What crosses a document boundary: reset (nothing), leak, leak_conv, leak_scan, or carry (reset, and a document cut by
-    a row's end goes on from its state in the next batch)."""
-    max_steps: int = 200
-    """Optimizer steps."""
-    validate_every: int = 50
-    """Steps between evaluations; the last step is always evaluated."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints."""
-    log_every: int = 10
-    """Steps between logged points."""
-    precision: str = "32-true"
-    """Lightning's precision."""
-    accelerator: str = "auto"
-    """Lightning's accelerator."""
-    devices: int = 1
-    """Devices of each machine."""
-    num_nodes: int = 1
-    """Machines."""
-    strategy: str = "auto"
-    """Several devices: ddp (each has all parameters), fsdp2 (each keeps a share), or auto: ddp where there are several."""
-    cuda_graphs: bool = False
-    """Replay a batch's forward and backward as one CUDA graph, captured once for each shape: for models that a GPU computes
-    faster than a host launches their kernels. One GPU."""
-    threads: Optional[int] = None
-    """CPU threads; null for PyTorch's choice."""
+    boundary: str = key(
+        "reset",
+        "What crosses a document boundary: reset (nothing), leak, leak_conv, leak_scan, or carry (reset, and a document cut by "
+        "a row's end goes on from its state in the next batch).",
+        named("packmamba.training.module:BOUNDARIES"),
+    )
+    max_steps: int = key(200, "Optimizer steps.", at_least(1))
+    validate_every: int = key(50, "Steps between evaluations; the last step is always evaluated.", at_least(1))
+    checkpoint_every: int = key(50, "Steps between checkpoints.", at_least(1))
+    log_every: int = key(10, "Steps between logged points.", at_least(1))
+    precision: str = key("32-true", "Lightning's precision.")
+    accelerator: str = key("auto", "Lightning's accelerator.")
+    devices: int = key(1, "Devices of each machine.", at_least(1))
+    num_nodes: int = key(1, "Machines.", at_least(1))
+    strategy: str = key(
+        "auto",
+        "Several devices: ddp (each has all parameters), fsdp2 (each keeps a share), or auto: ddp where there are several.",
+        one_of("auto", "ddp", "fsdp2"),
+    )
+    cuda_graphs: bool = key(
+        False,
+        "Replay a batch's forward and backward as one CUDA graph, captured once for each shape: for models that a GPU computes "
+        "faster than a host launches their kernels. One GPU.",
+    )
+    threads: Optional[int] = key(
+        None, "CPU threads; null for PyTorch's choice.", between(1, 1024)
+    )  # more end the process where the system gives no more
 
 
 @dataclass
 class OpsConfig:
-    backend: str = "auto"
-    """Operators' backend: auto, reference, cpu, cuda or mamba_ssm."""
+    backend: str = key(
+        "auto", "Operators' backend: auto, reference, cpu, cuda or mamba_ssm.", named("packmamba.ops.backends:BACKENDS")
+    )
 
 
 @dataclass
 class Config:
-    name: str = "train"
-    """Names the run's folder and its arm in tables."""
-    experiment: Optional[str] = None
-    """Folder whose records/ gets the run's record, such as experiments/mine; null keeps it in the run's own folder."""
-    seed: int = 0
-    """Seed of initial weights and of the order of documents."""
-    runs_dir: str = "runs"
-    """Where runs keep checkpoints, logs and records."""
+    name: str = key("train", "Names the run's folder and its arm in tables.")
+    experiment: Optional[str] = key(
+        None,
+        "Folder whose records/ gets the run's record, such as experiments/mine; null keeps it in the run's own folder.",
+    )
+    plugins: list[str] = key(
+        [], "Python modules to import first, here or installed: what they register, keys may name."
+    )
+    seed: int = key(
+        0,
+        "Seed of initial weights and of the order of documents.",
+        Holds("0 to 2**32 - 1", lambda value: 0 <= value < 2**32),
+    )
+    runs_dir: str = key("runs", "Where runs keep checkpoints, logs and records.")
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
+
+    def problems(self) -> Iterator[str]:
+        data, trainer = self.data, self.trainer
+        if trainer.boundary == "carry":
+            devices = trainer.devices * trainer.num_nodes
+            if not chosen(data, "strategy").splits_documents:
+                yield (
+                    "trainer.boundary=carry needs data.strategy=split, whose rows go on in the next batch, got "
+                    f"'{data.strategy}'"
+                )
+            if data.streams % devices:
+                yield f"data.streams: expected a multiple of the {devices} devices, got {data.streams}"
+            slots = data.streams * (data.row_length or 1)
+            if data.mode == "stream" and data.tokens_per_step % slots:
+                yield (
+                    f"data.tokens_per_step: expected a multiple of data.streams * data.row_length = {slots}, so that steps "
+                    f"hold whole batches, got {data.tokens_per_step}"
+                )
+        if trainer.strategy == "fsdp2" and trainer.boundary == "carry":
+            yield "trainer.strategy=fsdp2 cannot carry states, which live outside its shards; use ddp"
+        if trainer.strategy == "fsdp2" and trainer.precision in ("16-mixed", "64-true"):
+            yield f"trainer.strategy=fsdp2 needs trainer.precision=bf16-mixed or 32-true, got '{trainer.precision}'"
+        for name, value, known in (
+            ("trainer.accelerator", trainer.accelerator, ("auto", "gpu", "cuda")),
+            ("trainer.strategy", trainer.strategy, ("auto",)),
+            ("trainer.devices", trainer.devices, (1,)),
+            ("trainer.num_nodes", trainer.num_nodes, (1,)),
+            ("trainer.precision", trainer.precision, ("32-true", "bf16-mixed", "bf16-true")),
+            ("trainer.boundary", trainer.boundary, ("reset", "leak", "leak_conv", "leak_scan")),
+            ("ops.backend", self.ops.backend, ("auto", "cuda")),
+        ):
+            if trainer.cuda_graphs and value not in known:
+                yield f"trainer.cuda_graphs needs {name} to be {' or '.join(map(str, known))}, got {value}"

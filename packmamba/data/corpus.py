@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources import Document, Source, open_source
-from packmamba.data.tokenization import Tokenizer, load_tokenizer, token_dtype
+from packmamba.data.tokenization import TokenIds, Tokenizer, load_tokenizer, token_dtype
 
 FORMAT = 1  # part of every key: raise it when the same keys and files shall give other tokens or another folder
 BATCH_CHARACTERS = 1 << 20
@@ -112,8 +112,8 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
 
     Raises ConfigError naming the key, before any work except for what only reading can show.
     """
-    tokenizer = load_tokenizer(data)
     source = open_source(data)
+    tokenizer = load_tokenizer(data) if source.vocab_size is None else TokenIds(source.vocab_size)
     identity = {
         "format": FORMAT,
         "source": [data.source, *source.fingerprint],

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from packmamba.config import Config, ConfigError, DataConfig
+from packmamba.config import Config, ConfigError, DataConfig, check
 from packmamba.data.batching import Arrangement, PackedBatch, StepBatch, empty_batch
 from packmamba.data.corpus import Corpora, Corpus, load_corpora
-from packmamba.data.schedule import Schedule, arrange, check_data, group
+from packmamba.data.schedule import Schedule, arrange, group
 
 
 class StepDataset(Dataset):
@@ -86,8 +86,8 @@ class PackingDataModule(lightning.LightningDataModule):
     def __init__(self, config: Config, progress: bool = True) -> None:
         super().__init__()
         self.config = config
+        check(config)
         self.carry = config.trainer.boundary == "carry"
-        check_data(config.data, self.carry, config.trainer.devices * config.trainer.num_nodes)
         self.progress = progress
         self._corpora: Corpora | None = None
 

@@ -13,38 +13,6 @@ from packmamba.data.corpus import Corpus
 from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
 
 WINDOW_DOCUMENTS = 1_000_000
-MODES = ("matched", "stream")
-
-
-def check_data(data: DataConfig, carry: bool, world_size: int = 1) -> None:
-    """Refuses arrangements that cannot work, before a corpus is read. Raises ConfigError naming the key."""
-    if data.mode not in MODES:
-        raise ConfigError(f"data.mode: expected one of {', '.join(MODES)}, got '{data.mode}'")
-    for key in ("tokens_per_step", "slots_per_batch"):
-        if getattr(data, key) < 1:
-            raise ConfigError(f"data.{key}: expected at least 1, got {getattr(data, key)}")
-    if data.num_workers < 0:
-        raise ConfigError(f"data.num_workers: expected at least 0, got {data.num_workers}")
-    if data.validation_documents is not None and data.validation_documents < 1:
-        raise ConfigError(f"data.validation_documents: expected at least 1 or null, got {data.validation_documents}")
-    try:
-        _plan(data, np.ones(1, np.int64))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if not carry:
-        return
-    if data.strategy != "split":
-        raise ConfigError(
-            f"trainer.boundary=carry needs data.strategy=split, whose rows go on in the next batch, got '{data.strategy}'"
-        )
-    if data.streams % world_size:
-        raise ConfigError(f"data.streams: expected a multiple of the {world_size} devices, got {data.streams}")
-    assert data.row_length is not None
-    if data.mode == "stream" and data.tokens_per_step % (data.streams * data.row_length):
-        raise ConfigError(
-            "data.tokens_per_step: expected a multiple of data.streams * data.row_length = "
-            f"{data.streams * data.row_length}, so that steps hold whole batches, got {data.tokens_per_step}"
-        )
 
 
 def arrange(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Arrangement:

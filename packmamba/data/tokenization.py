@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, check
 
 
 class Tokenizer(Protocol):
@@ -39,14 +39,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def load_tokenizer(data: DataConfig) -> Tokenizer:
     """The tokenizer that ``data.tokenizer``, ``begin_token`` and ``end_token`` ask for.
 
-    Synthetic documents are token ids already and get no begin or end token, whatever these keys say.
     Raises ConfigError: no such file, not a tokenizer, package missing, a begin or end token that the file lacks.
     """
-    if data.source == "synthetic":
-        return TokenIds(data.vocab_size)
-    for key, token in (("begin_token", data.begin_token), ("end_token", data.end_token)):
-        if token == "":
-            raise ConfigError(f"data.{key} is an empty string; name a token, or null for none")
+    check(data, "data.")
     if data.tokenizer == "bytes":
         return ByteTokenizer(data.begin_token, data.end_token)
     return FileTokenizer(data.tokenizer, data.begin_token, data.end_token)

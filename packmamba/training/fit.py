@@ -10,7 +10,7 @@ from typing import Any
 import lightning
 import torch
 
-from packmamba.config import Config, ConfigError
+from packmamba.config import Config, ConfigError, check
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import IMPLEMENTATIONS
@@ -18,62 +18,17 @@ from packmamba.records import append_record, check_writable, make_record, proven
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import alone, decisive, record_path, run_folder, run_id
-from packmamba.training.strategy import check_strategy, leave_process_group
+from packmamba.training.strategy import leave_process_group
 from packmamba.training.trainer import make_trainer, quieten
-
-MOST_THREADS = 1024
-"""More end the process where the system gives no more."""
-
-
-def check_trainer(config: Config) -> None:
-    """Refuses numbers that no run can use. Raises ConfigError naming the key."""
-    trainer, optimizer = config.trainer, config.optimizer
-    for key in ("max_steps", "validate_every", "checkpoint_every", "log_every", "devices", "num_nodes"):
-        if getattr(trainer, key) < 1:
-            raise ConfigError(f"trainer.{key}: expected at least 1, got {getattr(trainer, key)}")
-    check_strategy(config)
-    if trainer.cuda_graphs:
-        check_graphs(config)
-    if trainer.threads is not None and not 1 <= trainer.threads <= MOST_THREADS:
-        raise ConfigError(f"trainer.threads: expected 1 to {MOST_THREADS} or null, got {trainer.threads}")
-    if not 0 <= config.seed < 2**32:
-        raise ConfigError(f"seed: expected 0 to 2**32 - 1, got {config.seed}")
-    if not 0 < optimizer.lr < float("inf"):
-        raise ConfigError(f"optimizer.lr: expected above 0 and finite, got {optimizer.lr}")
-    if not 0 <= optimizer.final_lr_fraction <= 1:
-        raise ConfigError(f"optimizer.final_lr_fraction: expected 0 to 1, got {optimizer.final_lr_fraction}")
-    for key in ("weight_decay", "warmup_steps"):
-        if not 0 <= getattr(optimizer, key) < float("inf"):
-            raise ConfigError(f"optimizer.{key}: expected at least 0, got {getattr(optimizer, key)}")
-    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
-        raise ConfigError(f"optimizer.betas: expected two numbers in [0, 1), got {optimizer.betas}")
-    if optimizer.grad_clip is not None and not optimizer.grad_clip > 0:
-        raise ConfigError(f"optimizer.grad_clip: expected above 0 or null, got {optimizer.grad_clip}")
 
 
 def check_run(config: Config) -> None:
     """Refuses, before any work, what the trainer and the model cannot be. Raises ConfigError naming the key."""
-    check_trainer(config)
+    check(config)
+    if config.trainer.cuda_graphs and not torch.cuda.is_available():
+        raise ConfigError("trainer.cuda_graphs needs a GPU that PyTorch can use")
     with torch.device("meta"):
         MambaLitModule(config, 1)
-
-
-def check_graphs(config: Config) -> None:
-    """Refuses what cannot be captured. Raises ConfigError naming the key."""
-    trainer = config.trainer
-    for key, value, known in (
-        ("trainer.accelerator", trainer.accelerator, ("auto", "gpu", "cuda")),
-        ("trainer.strategy", trainer.strategy, ("auto",)),
-        ("trainer.devices", trainer.devices, (1,)),
-        ("trainer.num_nodes", trainer.num_nodes, (1,)),
-        ("trainer.precision", trainer.precision, ("32-true", "bf16-mixed", "bf16-true")),
-        ("trainer.boundary", trainer.boundary, ("reset", "leak", "leak_conv", "leak_scan")),
-        ("ops.backend", config.ops.backend, ("auto", "cuda")),
-    ):
-        if value not in known:
-            raise ConfigError(f"trainer.cuda_graphs needs {key} to be {' or '.join(map(str, known))}, got {value}")
-    if not torch.cuda.is_available():
-        raise ConfigError("trainer.cuda_graphs needs a GPU that PyTorch can use")
 
 
 def fit(config: Config, progress: bool = True) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from packmamba.config import Config, ConfigError
+from packmamba.config import Config, ConfigError, check
 from packmamba.data.batching import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
@@ -44,9 +44,8 @@ class MambaLitModule(lightning.LightningModule):
     def __init__(self, config: Config, vocab_size: int) -> None:
         super().__init__()
         self.automatic_optimization = False
+        check(config)
         self.boundary = config.trainer.boundary
-        if self.boundary not in BOUNDARIES:
-            raise ConfigError(f"trainer.boundary: expected one of {', '.join(BOUNDARIES)}, got '{self.boundary}'")
         if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
             raise ConfigError(f"model.vocab_size: the corpus has {vocab_size} tokens, got {config.model.vocab_size}")
         self.optimizer_config = config.optimizer

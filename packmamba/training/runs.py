@@ -29,6 +29,8 @@ def decisive(config: Config) -> dict[str, Any]:
     del values["data"]["cache_dir"]
     if not values["trainer"]["cuda_graphs"]:  # a key that came later: without it names are what they were
         del values["trainer"]["cuda_graphs"]
+    if not values["plugins"]:  # the same; else their names decide
+        del values["plugins"]
     return values
 
 

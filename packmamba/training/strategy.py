@@ -13,23 +13,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from packmamba.config import Config, ConfigError, TrainerConfig
+from packmamba.config import TrainerConfig
 from packmamba.nn import MambaLM
 
 STRATEGIES = ("auto", "ddp", "fsdp2")
-
-
-def check_strategy(config: Config) -> None:
-    """Refuses what several devices cannot do together. Raises ConfigError naming the key."""
-    trainer = config.trainer
-    if trainer.strategy not in STRATEGIES:
-        raise ConfigError(f"trainer.strategy: expected one of {', '.join(STRATEGIES)}, got '{trainer.strategy}'")
-    if trainer.strategy == "fsdp2" and trainer.boundary == "carry":
-        raise ConfigError("trainer.strategy=fsdp2 cannot carry states, which live outside its shards; use ddp")
-    if trainer.strategy == "fsdp2" and trainer.precision in ("16-mixed", "64-true"):
-        raise ConfigError(
-            f"trainer.strategy=fsdp2 needs trainer.precision=bf16-mixed or 32-true, got '{trainer.precision}'"
-        )
 
 
 class FSDP2(ModelParallelStrategy):

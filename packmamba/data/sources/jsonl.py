@@ -13,6 +13,13 @@ from packmamba.data.sources.source import Document, Source, list_files, share_of
 
 
 def open_jsonl(data: DataConfig) -> Source:
+    """``data.text_key`` of every line of the file ``data.path``, or of every ``*.jsonl`` file below the folder
+    ``data.path``. Lines of white space are no documents. A broken line is an error that names file and line, unless
+    ``data.bad_lines`` is skip: then it is counted (``bad_lines``).
+
+    Held out by a hash of the document's text, so that equal documents are in one split; the share is met on average,
+    with at least one document.
+    """
     path = source_path(data)
     root, files = path.parent, [path.name]
     if path.is_dir():

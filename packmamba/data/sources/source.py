@@ -17,7 +17,7 @@ class Document(NamedTuple):
     held_out: bool
     """Belongs to the validation split."""
     content: Any
-    """str; from the synthetic source token ids, (length,) uint32."""
+    """str; token ids, (length,) integers, where the source has a vocab_size."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Source:
     """B (bytes of source files) or documents."""
     read: Callable[[Callable[[int], object], Counter[str]], Iterator[Document]]
     """read(advance, skipped) yields every document, calls advance(n) on its way, counts in `skipped` what it skips."""
+    vocab_size: int | None = None
+    """Documents are token ids below it, which get no begin and end tokens; None: documents are text."""
 
 
 def source_path(data: DataConfig) -> Path:
@@ -41,6 +43,11 @@ def source_path(data: DataConfig) -> Path:
     if not path.exists():
         raise ConfigError(f"data.path '{data.path}' does not exist")
     return path
+
+
+def reads_no_path(data: DataConfig) -> None:
+    if data.path is not None:
+        raise ConfigError(f"data.path is '{data.path}', but data.source={data.source} reads no path: set text or jsonl")
 
 
 def list_files(root: Path, keep: Callable[[str], bool], skipped_folders: Iterable[str] = ()) -> list[str]:

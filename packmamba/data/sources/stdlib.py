@@ -12,15 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources.source import Document, Source, held_out_files, list_files, stat_files
+from packmamba.data.sources.source import Document, Source, held_out_files, list_files, reads_no_path, stat_files
 
 # Tests are not typical functions, lib2to3's hold broken files, and installed packages are not the standard library.
-STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
 def open_stdlib(data: DataConfig) -> Source:
+    """Every function and method of the running Python's standard library that is not nested in another function, as it
+    stands in its file, decorators included. Held out by file. A file that does not parse is skipped and counted
+    (``unparsable_files``).
+    """
+    reads_no_path(data)
     root = Path(sysconfig.get_path("stdlib"))
-    files = list_files(root, lambda name: name.endswith(".py"), STDLIB_SKIPPED_FOLDERS)
+    files = list_files(root, lambda name: name.endswith(".py"), SKIPPED_FOLDERS)
     if not files:
         raise ConfigError(f"data.source=stdlib finds no Python files in {root}; set data.source to text or jsonl")
     fingerprint, total = stat_files(root, files)

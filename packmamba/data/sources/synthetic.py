@@ -7,21 +7,19 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig
-from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
-from packmamba.data.sources.source import Document, Source, held_out_count
+from packmamba.config import DataConfig
+from packmamba.data.lengths import draw_lengths
+from packmamba.data.sources.source import Document, Source, held_out_count, reads_no_path
 
 CHUNK = 1024
 
 
 def open_synthetic(data: DataConfig) -> Source:
-    if data.distribution not in LENGTH_DISTRIBUTIONS:
-        known = ", ".join(LENGTH_DISTRIBUTIONS)
-        raise ConfigError(f"data.distribution '{data.distribution}' is unknown; known: {known}")
-    if data.num_documents < 1:
-        raise ConfigError(f"data.num_documents must be at least 1, got {data.num_documents}")
-    if not 1 <= data.vocab_size <= 2**32:
-        raise ConfigError(f"data.vocab_size must be from 1 to 2**32, got {data.vocab_size}")
+    """Lengths are ``draw_lengths(data.distribution, data.num_documents, data.corpus_seed)`` exactly, ids uniform below
+    ``data.vocab_size``. Held out by document. ``data.tokenizer``, ``data.begin_token`` and ``data.end_token`` do not
+    apply: tokens put around the documents would change their lengths.
+    """
+    reads_no_path(data)
     count = held_out_count(data.num_documents, "documents", data)
 
     def read(advance: Callable[[int], object], skipped: Counter[str]) -> Iterator[Document]:
@@ -38,4 +36,5 @@ def open_synthetic(data: DataConfig) -> Source:
                 yield Document(bool(held_out[index]), document)
             advance(len(chunk))
 
-    return Source([data.distribution, data.num_documents, data.vocab_size], data.num_documents, " documents", read)
+    fingerprint = [data.distribution, data.num_documents, data.vocab_size]
+    return Source(fingerprint, data.num_documents, " documents", read, vocab_size=data.vocab_size)

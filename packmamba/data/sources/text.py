@@ -10,6 +10,9 @@ from packmamba.data.sources.source import Document, Source, held_out_files, list
 
 
 def open_text(data: DataConfig) -> Source:
+    """Every file below the folder ``data.path`` whatever its suffix, each file a document; hidden files and folders
+    (leading dot) are not read, links to folders not followed. Held out by file. A file that is not UTF-8 is an error.
+    """
     root = source_path(data)
     if not root.is_dir():
         raise ConfigError(f"data.path '{data.path}' is not a folder; data.source=text reads a folder of text files")

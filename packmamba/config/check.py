@@ -1,0 +1,54 @@
+"""A configuration's values against the rules beside its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from packmamba.config.plugins import import_plugins
+from packmamba.config.rules import Rule
+from packmamba.errors import ConfigError
+
+Checked = TypeVar("Checked")
+
+
+def check(config: Checked, prefix: str = "") -> Checked:
+    """The configuration, after its plugins are imported and all its rules hold; first of each key, then between keys.
+
+    Rules between keys are a method ``problems`` of the dataclass, which yields a sentence for each that does not hold.
+    ``prefix`` stands before keys in errors, such as ``data.`` for a section that is checked alone.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    import_plugins(getattr(config, "plugins", ()))
+    keys = sorted(_rules(config, prefix), key=lambda entry: entry[2].imports)
+    for name, value, rule, null in keys:
+        if problem := rule.problem(value, null):
+            raise ConfigError(f"{name}: {problem}")
+    for problem in _problems(config):
+        raise ConfigError(problem)
+    return config
+
+
+def _rules(config: Any, prefix: str) -> Iterator[tuple[str, Any, Rule, str]]:
+    """(key, value, rule, what may be said of null) of every rule that applies."""
+    hints = get_type_hints(type(config))
+    for key in fields(config):
+        value = getattr(config, key.name)
+        if is_dataclass(value):
+            yield from _rules(value, f"{prefix}{key.name}.")
+            continue
+        optional = NoneType in get_args(hints[key.name])
+        for rule in key.metadata.get("rules", ()) if value is not None or not optional else ():
+            yield prefix + key.name, value, rule, " or null" if optional else ""
+
+
+def _problems(config: Any) -> Iterator[str]:
+    for key in fields(config):
+        if is_dataclass(value := getattr(config, key.name)):
+            yield from _problems(value)
+    if hasattr(config, "problems"):
+        yield from config.problems()
