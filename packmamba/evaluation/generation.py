@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from packmamba.evaluation.passes import States, log_probabilities, read
-from packmamba.evaluation.scoring import _ids
+from packmamba.evaluation.scoring import check_ids
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
@@ -42,7 +42,7 @@ def generate(
         TypeError, ValueError: naming the argument.
     """
     vocab_size = len(model.lm_head.weight)
-    texts = [_ids(prompt, f"prompts[{i}]", vocab_size) for i, prompt in enumerate(prompts)]
+    texts = [check_ids(prompt, f"prompts[{i}]", vocab_size) for i, prompt in enumerate(prompts)]
     for i, text in enumerate(texts):
         if not text:
             raise ValueError(f"prompts[{i}]: expected at least one token, got none")
@@ -56,6 +56,23 @@ def generate(
             raise ValueError(f"{name}: expected {words}, got {value!r}")
     if not texts:
         return []
+    new = go_on(
+        model, texts, max_new_tokens, temperature, top_p, lambda i, tokens: tokens[-1] == stop_token, seed, max_slots
+    )
+    return [tokens[:-1] if tokens[-1] == stop_token else tokens for tokens in new]
+
+
+def go_on(
+    model: MambaLM,
+    texts: list[tuple[int, ...]],
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    ended: Callable[[int, list[int]], bool],
+    seed: int,
+    max_slots: int,
+) -> list[list[int]]:
+    """The new tokens of each text, up to the first after which ``ended(i, tokens)``; arguments as ``generate``."""
     draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]
     hidden, states = _read(model, texts, max_slots)
     new: list[list[int]] = [[] for _ in texts]
@@ -64,12 +81,9 @@ def generate(
         uniform = torch.tensor([draws[i].random() for i in going], dtype=torch.float64)
         chosen = _choose(model, hidden, temperature, top_p, uniform).tolist()
         rows = []
-        for row, token in enumerate(chosen):
-            i = going[row]
-            if token == stop_token:
-                continue
+        for row, (i, token) in enumerate(zip(going, chosen)):
             new[i].append(token)
-            if len(new[i]) < max_new_tokens:
+            if len(new[i]) < max_new_tokens and not ended(i, new[i]):
                 rows.append(row)
         if not rows:
             return new

@@ -142,13 +142,13 @@ class _Answers:
 
 def _check(requests: Any, vocab_size: int, begin_token: int | None) -> list[Request]:
     if begin_token is not None:
-        _ids([begin_token], "begin_token", vocab_size)
+        check_ids([begin_token], "begin_token", vocab_size)
     checked = []
     for number, request in enumerate(requests):
         if not isinstance(request, (tuple, list)) or len(request) != 2:
             raise TypeError(f"requests[{number}]: expected a pair (context, continuation), got {request!r:.60}")
-        context = _ids(request[0], f"requests[{number}]: context", vocab_size)
-        continuation = _ids(request[1], f"requests[{number}]: continuation", vocab_size)
+        context = check_ids(request[0], f"requests[{number}]: context", vocab_size)
+        continuation = check_ids(request[1], f"requests[{number}]: continuation", vocab_size)
         if not continuation:
             raise ValueError(f"requests[{number}]: continuation: expected at least one token, got none")
         if not context and begin_token is None:
@@ -157,7 +157,8 @@ def _check(requests: Any, vocab_size: int, begin_token: int | None) -> list[Requ
     return checked
 
 
-def _ids(tokens: Any, name: str, vocab_size: int) -> tuple[int, ...]:
+def check_ids(tokens: Any, name: str, vocab_size: int) -> tuple[int, ...]:
+    """The ids as integers. Raises TypeError or ValueError naming the argument."""
     if isinstance(tokens, Tensor) or hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):

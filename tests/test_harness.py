@@ -1,0 +1,130 @@
+"""lm-evaluation-harness says the same of our class and of its own for transformers, offline, on a random checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from packmamba import MambaLM  # noqa: E402
+from packmamba.evaluation.harness import PackMambaLM  # noqa: E402
+
+WORDS = "the a cat dog sees likes green small house tree and runs under over old new bird".split()
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
+        "doc_to_choice": "{{choices}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "generation": {
+        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["cat", "\n"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(["<|end|>", "?", *WORDS])}, "?")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<|end|>", unk_token="?", pad_token="<|end|>"
+    ).save_pretrained(folder)
+    config = transformers.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, initializer_range=0.5)
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = 0
+    transformers.MambaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    rng = random.Random(0)
+
+    def sentence(most):
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
+
+    lines = [
+        {"question": sentence(20), "choices": [sentence(4) for _ in range(4)], "answer": rng.randrange(4)}
+        for _ in range(10)
+    ]
+    lines.append({"question": "", "choices": [sentence(3) for _ in range(4)], "answer": 1})
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, task in TASKS.items():
+        if name != "choices":
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+        data = folder / ("data.jsonl" if name == "choices" else f"{name}.jsonl")
+        (folder / f"{name}.yaml").write_text(
+            json.dumps({
+                "task": f"ours_{name}", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
+                "test_split": "test", **task,
+            })
+        )  # fmt: skip
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def evaluate(model, tasks, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    names = [f"ours_{name}" for name in TASKS]
+    return lm_eval.simple_evaluate(model, tasks=names, task_manager=tasks, bootstrap_iters=0, log_samples=True)
+
+
+def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, tmp_path):
+    theirs = evaluate(HFLM(str(checkpoint), batch_size=1, device="cpu"), tasks, monkeypatch, tmp_path)
+    ours = evaluate(PackMambaLM(str(checkpoint), max_slots=256, device="cpu"), tasks, monkeypatch, tmp_path)
+    compared = 0
+    for name, samples in theirs["samples"].items():
+        for expected, found in zip(samples, ours["samples"][name]):
+            for a, b in zip(expected["filtered_resps"], found["filtered_resps"]):
+                if isinstance(a, str):
+                    assert a == b
+                elif isinstance(a, float):
+                    assert abs(a - b) < 1e-3
+                else:
+                    assert abs(a[0] - b[0]) < 1e-3 and a[1] == b[1]
+                compared += 1
+    assert compared == 11 * 4 + 10 + 10
+    generated = [sample["filtered_resps"][0] for sample in ours["samples"]["ours_generation"]]
+    assert len(set(generated)) > 3 and any(len(text.split()) > 5 for text in generated)
+    assert any(len(text.split()) < 5 for text in generated), "a stop string ends some"
+    for name, values in theirs["results"].items():
+        for metric, value in values.items():
+            if isinstance(value, float):
+                assert ours["results"][name][metric] == pytest.approx(value, rel=1e-4, abs=1e-3), (name, metric)
+
+
+def test_the_harness_finds_the_model_by_its_name(checkpoint, tasks, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    results = lm_eval.simple_evaluate(
+        "packmamba", model_args=f"pretrained={checkpoint},max_slots=256", tasks=["ours_choices"], task_manager=tasks,
+        batch_size=8, device="cpu", bootstrap_iters=0,
+    )  # fmt: skip
+    assert 0 <= results["results"]["ours_choices"]["acc,none"] <= 1
+
+
+def test_refuses_in_one_sentence(tmp_path):
+    model = MambaLM(vocab_size=32, d_model=8, n_layer=1)
+    with pytest.raises(ValueError, match="tokenizer: expected one beside a MambaLM, got None"):
+        PackMambaLM(model)
+    with pytest.raises(ValueError, match="tokenizer: .* holds none that transformers can load"):
+        PackMambaLM(model, tokenizer=str(tmp_path))
