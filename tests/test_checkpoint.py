@@ -262,3 +262,29 @@ def test_refuses_in_one_sentence(tmp_path, name):
 def test_a_missing_folder_is_named():
     with pytest.raises(FileNotFoundError, match="directory: expected .*, got 'state-spaces/mamba-130m'"):
         MambaLM.from_pretrained("state-spaces/mamba-130m")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_transformers_loads_what_is_saved_in_its_format(tmp_path, tied, dtype):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=50, d_model=24, n_layer=2, d_state=8, expand=3, tie_embeddings=tied, norm_epsilon=1e-6)
+    model.to(dtype).save_pretrained(tmp_path, format="huggingface")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.dtype == dtype
+    ours = MambaLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), model.state_dict().values()))
+    tokens = torch.randint(50, (2, 30))
+    with torch.no_grad():
+        expected = theirs.float()(tokens).logits
+        torch.testing.assert_close(ours.float()(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_hugging_face_s_format_cannot_hold_is_refused(tmp_path):
+    model = MambaLM(vocab_size=50, d_model=8, n_layer=1, learned_initial_state=True)
+    with pytest.raises(ValueError, match="learned_initial_state: Hugging Face's format has no learned initial states"):
+        model.save_pretrained(tmp_path / "new", format="huggingface")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="format: expected state_spaces or huggingface, got 'onnx'"):
+        model.save_pretrained(tmp_path, format="onnx")

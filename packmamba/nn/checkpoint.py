@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from packmamba.nn.mixers import MIXERS
@@ -54,9 +54,43 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], directory: str | 
     model.load_state_dict(weights)
 
 
-def write_pretrained(directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Writes the folder in state-spaces' format; ``config`` is a MambaLM's."""
-    folder = Path(directory)
+def write_pretrained(
+    directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor], format: str = "state_spaces"
+) -> None:
+    """Writes a folder in one of ``FORMATS``; ``config`` is a MambaLM's. Raises ValueError for what the format cannot hold."""
+    if format not in FORMATS:
+        raise ValueError(f"format: expected {' or '.join(FORMATS)}, got {format!r}")
+    FORMATS[format](Path(directory), config, weights)
+
+
+def _write_hugging_face(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    mixer = MIXERS[config["mixer"]]
+    if not hasattr(mixer, "to_hugging_face"):
+        raise ValueError(f"mixer: Hugging Face's format has no model of mixer {config['mixer']!r}")
+    tied = config["tie_embeddings"]
+    dtype = next(iter(weights.values())).dtype
+    published = {
+        "model_type": mixer.PUBLISHED["hugging_face"],
+        "architectures": ["MambaForCausalLM"],
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["d_model"],
+        "intermediate_size": config.get("expand", 2) * config["d_model"],
+        "num_hidden_layers": config["n_layer"],
+        "layer_norm_epsilon": config["norm_epsilon"],
+        "tie_word_embeddings": tied,
+        "residual_in_fp32": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        **mixer.to_hugging_face(config),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
+    named = {_their_name(name): tensor.contiguous() for name, tensor in weights.items()}
+    if tied:
+        del named["lm_head.weight"]  # one tensor under two names is no safetensors file
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_state_spaces(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     outer = ("d_model", "n_layer", "vocab_size", "tie_embeddings")
     ours = {*outer, "norm_epsilon", "mixer", "recompute", "backend"}
@@ -73,6 +107,9 @@ def write_pretrained(directory: str | Path, config: dict[str, Any], weights: dic
         published["norm_epsilon"] = config["norm_epsilon"]
     (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
     torch.save(weights, folder / "pytorch_model.bin")
+
+
+FORMATS = {"state_spaces": _write_state_spaces, "huggingface": _write_hugging_face}
 
 
 def _layer(mixer: str) -> str:
@@ -150,6 +187,10 @@ def _integer(published: dict[str, Any], key: str, path: Path, default: int | Non
 
 def _our_name(name: str) -> str:
     return name.replace("backbone.embeddings.", "backbone.embedding.")
+
+
+def _their_name(name: str) -> str:
+    return name.replace("backbone.embedding.", "backbone.embeddings.")
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -96,10 +96,19 @@ class MambaLM(nn.Module):
         load_weights(model, weights, directory)
         return model
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Writes config.json and pytorch_model.bin as state-spaces' mamba-ssm reads them, unless the model has what only we
-        know: a learned initial state, an unusual norm_epsilon, or a mixer of its own."""
-        write_pretrained(directory, self.config, self.state_dict())
+    def save_pretrained(self, directory: str | Path, format: str = "state_spaces") -> None:
+        """Writes a folder that ``from_pretrained`` reads.
+
+        Args:
+            directory: made if it is not there.
+            format: "state_spaces": config.json and pytorch_model.bin as mamba-ssm reads them, unless the model has what only we
+                know (a learned initial state, an unusual norm_epsilon, a mixer of its own); "huggingface": config.json and
+                model.safetensors as transformers' AutoModelForCausalLM reads them.
+
+        Raises:
+            ValueError: an unknown format, or what the format cannot hold.
+        """
+        write_pretrained(directory, self.config, self.state_dict(), format)
 
     def forward(
         self,

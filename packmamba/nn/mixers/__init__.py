@@ -28,8 +28,8 @@ And where published checkpoints have this mixer:
     {"state_spaces": config.json's ssm_cfg.layer, "hugging_face": its model_type}; ssm_cfg's other keys are the options.
 ``Mixer.WITHOUT_EFFECT``
     Keys of ssm_cfg that decide only initial weights we do not draw.
-``Mixer.from_hugging_face(config) -> options``
-    From Hugging Face's config.json.
+``Mixer.from_hugging_face(config) -> options``, ``Mixer.to_hugging_face(options) -> config``
+    From and to the keys of Hugging Face's config.json; what that cannot hold is a ValueError.
 """
 
 from __future__ import annotations

@@ -199,3 +199,18 @@ class PackedMamba(nn.Module):
             "bias": config.get("use_bias", False),
             "conv_bias": config.get("use_conv_bias", True),
         }
+
+    @staticmethod
+    def to_hugging_face(options: dict[str, Any]) -> dict[str, Any]:
+        """``MambaConfig``'s words for this mixer's arguments. Raises ValueError for what it cannot hold."""
+        if options.get("learned_initial_state"):
+            raise ValueError("learned_initial_state: Hugging Face's format has no learned initial states, got True")
+        return {
+            "state_size": options.get("d_state", 16),
+            "conv_kernel": options.get("d_conv", 4),
+            "expand": options.get("expand", 2),
+            "time_step_rank": options.get("dt_rank", "auto"),
+            "use_bias": options.get("bias", False),
+            "use_conv_bias": options.get("conv_bias", True),
+            "hidden_act": "silu",
+        }
