@@ -1,16 +1,14 @@
-"""Kernel sources lie at the top of a checkout and travel as package data, which pyproject.toml says by no pattern."""
+"""Kernel sources and configurations lie at the top of a checkout and travel as package data, which pyproject.toml cannot say."""
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-folders = sorted(path.name for path in Path("kernels").iterdir() if path.is_dir())
+outside = {"kernels": ["*.h", "*.cpp", "*.cu", "*.cuh"], "configs": ["*.yaml"]}
+folders = [name for top in outside for name in (top, *(f"{top}/{p.name}" for p in Path(top).iterdir() if p.is_dir()))]
+packages = {f"packmamba.{name.replace('/', '.')}": outside[name.split("/")[0]] for name in sorted(folders)}
 setup(
-    packages=[
-        *find_packages(include=["packmamba*"]),
-        "packmamba.kernels",
-        *(f"packmamba.kernels.{name}" for name in folders),
-    ],
-    package_dir={"packmamba.kernels": "kernels"},
-    package_data={"": ["*.h", "*.cpp", "*.cu", "*.cuh"]},
+    packages=[*find_packages(include=["packmamba*"]), *packages],
+    package_dir={f"packmamba.{name}": name for name in outside},
+    package_data=packages,
 )

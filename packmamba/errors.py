@@ -1,6 +1,11 @@
-"""Errors whose message is meant for the person at the keyboard: one sentence, which run.py prints without a traceback."""
+"""Errors whose message is meant for the person at the keyboard: one sentence, which a command prints without a traceback."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+COMMAND = "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is_file() else "packmamba"
+"""How a command line begins: in a checkout, or where the package is installed."""
 
 
 class UserError(Exception):

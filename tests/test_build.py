@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -160,32 +159,3 @@ def test_without_a_compiler_an_explicit_backend_raises(tmp_path):
     code = "try:\n" + textwrap.indent(code, "    ") + "except Exception as error: print(type(error), error)"
     printed = run_python(code, tmp_path, CXX="no-such-compiler", PATH="/nowhere", PACKMAMBA_CACHE=str(tmp_path))
     assert "KernelError" in printed and "install g++" in printed and "UserWarning" not in printed
-
-
-def test_an_installed_wheel_builds_and_runs(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "packmamba", "kernels"):
-        if (ROOT / name).exists():
-            subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
-    (source / "README.md").touch()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    wheel = [*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), str(source)]
-    subprocess.run(wheel, check=True, capture_output=True)
-    built = next(tmp_path.glob("*.whl"))
-    files = zipfile.ZipFile(built).namelist()
-    sources = {
-        p.relative_to(ROOT).as_posix()
-        for p in (ROOT / "kernels").rglob("*")
-        if p.suffix in (".cpp", ".h", ".cu", ".cuh")
-    }
-    assert {f"packmamba/{path}" for path in sources} <= set(files)
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "packmamba").rglob("*.py")}
-    assert modules <= set(files)
-    target = tmp_path / "elsewhere"
-    zipfile.ZipFile(built).extractall(target)  # which is all that pip does with pure Python
-    code = (
-        FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
-        + "import packmamba; print(packmamba.__file__)"
-    )
-    assert str(target) in run_python(code, tmp_path, path=target)

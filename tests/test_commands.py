@@ -78,7 +78,7 @@ def test_what_goes_on_after_an_interruption(arguments, monkeypatch, capsys):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, arguments[0], interrupted)
+    monkeypatch.setitem(cli.COMMANDS, arguments[0], interrupted)
     assert run.main(arguments) == 130
     assert ("goes on from the last checkpoint" in capsys.readouterr().err) is (arguments[0] == "train")
 

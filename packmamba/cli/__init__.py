@@ -11,9 +11,6 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "configs" / "demo.yaml"
-
 
 class Parser(argparse.ArgumentParser):
     """argparse, whose refusal is one sentence that guesses what was meant."""
@@ -30,19 +27,24 @@ class Parser(argparse.ArgumentParser):
 
 
 def demo(arguments: argparse.Namespace) -> None:
+    """Train one small model under five batching schemes and compare them (minutes on a CPU)."""
     print(
         "PackMamba's demo: one small Mamba, five ways to batch documents, on the Python standard library's functions."
     )
     print("Loading PyTorch ...", flush=True)
-    arguments.config = str(DEMO)
+    from packmamba.config import CONFIGS
+
+    arguments.config = str(CONFIGS / "demo.yaml")
     sweep(arguments)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    from packmamba.config import load_config
+    """Train one model. The same command again resumes it."""
+    from packmamba.config import CONFIGS, load_config
     from packmamba.report.folder import format_table
 
-    config = load_config(arguments.config, arguments.overrides)  # first: what follows takes seconds to import
+    # Before the other imports, which take seconds.
+    config = load_config(arguments.config or CONFIGS / "train.yaml", arguments.overrides)
     from packmamba.training.fit import fit
     from packmamba.training.runs import record_path, run_folder
 
@@ -51,6 +53,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> None:
+    """Train every run of a grid and report on them. The same command again resumes it."""
     from packmamba.training.sweep import load_sweep, run_sweep
 
     plan, configs = load_sweep(arguments.config, arguments.overrides)
@@ -59,18 +62,29 @@ def sweep(arguments: argparse.Namespace) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    from packmamba.experiments import run_bench
+    """Measure time or memory, and report. Without a name: list the benches."""
+    from packmamba.config import read_yaml
+    from packmamba.experiments import find, names, run_bench
 
+    if arguments.config is None:
+        files = [path for name in names() for path in sorted(find(name).glob("*.yaml")) if "bench" in read_yaml(path)]
+        folders = {path: path.parent.name for path in files}
+        _list({name if path.stem == name else f"{name}/{path.stem}": path for path, name in folders.items()}, "bench")
+        return
     arguments.folder = str(run_bench(arguments.config, arguments.overrides))
     report(arguments)
 
 
 def report(arguments: argparse.Namespace) -> None:
+    """Make tables, figures and report.html from records. Without a name: list the experiments."""
     from packmamba.errors import ConfigError
-    from packmamba.experiments import folder_of, kinds_of
+    from packmamba.experiments import find, folder_of, kinds_of, names
     from packmamba.records import read_records
     from packmamba.report.folder import format_table, write_report
 
+    if arguments.folder is None:
+        _list({name: find(name) / "README.md" for name in names()}, "report")
+        return
     folder = folder_of(arguments.folder)
     try:
         records = read_records(folder)
@@ -81,7 +95,19 @@ def report(arguments: argparse.Namespace) -> None:
     print(f"\n{format_table(records, kinds)}\n\nReport, with figures: {path}")
 
 
+def _list(named: dict[str, Path], command: str) -> None:
+    """What the command takes, each beside the first line of its file."""
+    from packmamba.errors import COMMAND, ConfigError
+
+    if not named:
+        raise ConfigError(f"there is no folder experiments/ in {Path.cwd()}: name a file or a folder")
+    for name, file in sorted(named.items()):
+        line = file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") if file.is_file() else ""
+        print(f"{COMMAND} {command} {name:{max(map(len, named))}}  {line}")
+
+
 def kernels(arguments: argparse.Namespace) -> None:
+    """Build the compiled kernels for this machine, or show which are built."""
     from packmamba.ops import build
 
     if arguments.action == "build":
@@ -97,9 +123,13 @@ def kernels(arguments: argparse.Namespace) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> None:
+    """Show what is installed, what runs here and what is missing."""
     from packmamba.cli.doctor import diagnose
 
     print("\n".join(diagnose()))
+
+
+COMMANDS = {f.__name__: f for f in (demo, train, sweep, bench, report, kernels, doctor)}
 
 
 def keep_freed_memory() -> None:
@@ -121,35 +151,29 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         keep_freed_memory()
     parser = Parser(prog=prog, description="Train Mamba on documents of different lengths, packed without leaks.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
-    for name, function, text in (
-        ("demo", demo, "train a small model under every scheme and show the report"),
-        ("train", train, "train one model; the same command again goes on where it stopped"),
-        ("sweep", sweep, "train a grid of runs and report on them"),
-        ("bench", bench, "measure: packing, ..."),
-        ("report", report, "tables, figures and report.html from a folder's records"),
-        ("kernels", kernels, "build the compiled kernels for this machine, or say which are built"),
-        ("doctor", doctor, "what runs here and what is missing"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        if name in ("train", "sweep"):
-            command.add_argument("config", help="a YAML file below configs/")
+    for name, function in COMMANDS.items():
+        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+        if name == "train":
+            command.add_argument("config", nargs="?", help="a YAML file; without one, configs/train.yaml")
+        if name == "sweep":
+            command.add_argument("config", help="a YAML file")
         if name == "bench":
-            command.add_argument("config", help="an experiment, <experiment>/<bench>, or a YAML file")
+            command.add_argument("config", nargs="?", help="an experiment, <experiment>/<bench>, or a YAML file")
         if name in ("demo", "train", "sweep", "bench"):
-            command.add_argument(
-                "overrides", nargs="*", default=[], metavar="key=value", help="keys, such as data.strategy=best_fit"
-            )
-        if name == "kernels":
-            command.add_argument("action", choices=("build", "info"), help="build, or only look")
+            text = "settings, such as data.strategy=best_fit"
+            command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
         if name == "report":
-            command.add_argument("folder", help="an experiment, or a folder with records/")
-        command.set_defaults(function=function)
+            command.add_argument("folder", nargs="?", help="an experiment, or a folder that holds records/")
+        if name == "kernels":
+            command.add_argument("action", choices=("build", "info"), help="build them, or only show them")
     arguments = parser.parse_args(argv)
+    if arguments.command == "train" and arguments.config and "=" in arguments.config:
+        arguments.config, arguments.overrides = None, [arguments.config, *arguments.overrides]
 
     from packmamba.errors import UserError
 
     try:
-        arguments.function(arguments)
+        COMMANDS[arguments.command](arguments)
     except UserError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from packmamba.config.check import check
 from packmamba.config.load import (
+    CONFIGS,
     MODEL_DIRECTORY,
     check_command,
     load,
@@ -18,6 +19,7 @@ from packmamba.config.schema import Config, DataConfig, ModelConfig, OpsConfig, 
 from packmamba.errors import ConfigError
 
 __all__ = [
+    "CONFIGS",
     "MODEL_DIRECTORY",
     "Config",
     "ConfigError",

@@ -13,9 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packmamba.config.check import check
 from packmamba.config.schema import Config
-from packmamba.errors import ConfigError
+from packmamba.errors import COMMAND, ConfigError
 
-MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "configs" / "model"
+PACKAGE = Path(__file__).resolve().parents[1]
+CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+"""The configurations that come with PackMamba: package data of an installed wheel, or the top of a checkout."""
+MODEL_DIRECTORY = CONFIGS / "model"
 
 
 Schema = TypeVar("Schema")
@@ -61,7 +64,7 @@ def check_command(command: str, path: str | Path, loaded: DictConfig) -> None:
     keys = {"bench": {"bench"}, "sweep": {"arms"}, "train": {"data", "model", "optimizer", "trainer"}}
     meant = next((name for name, some in keys.items() if some & set(loaded)), command)
     if meant != command:
-        raise ConfigError(f"{path} is for another command: python run.py {meant} {path}")
+        raise ConfigError(f"{path} is for another command: {COMMAND} {meant} {path}")
 
 
 def to_dict(config: Config) -> dict[str, Any]:

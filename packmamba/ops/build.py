@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 
+from packmamba.errors import COMMAND
 from packmamba.errors import KernelError as KernelError
 
 KINDS = ("cpu", "cuda")
-BUILD_COMMAND = "python run.py kernels build"
+BUILD_COMMAND = f"{COMMAND} kernels build"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # Libraries built for this version of the stable ABI load on it and on later ones.
 TORCH_TARGET_VERSION = 0x020B000000000000
