@@ -7,15 +7,16 @@ import types
 import pytest
 import torch
 
+from experiments import old_arms
 from experiments.operators import gpu as gpu_operators
-from experiments.operators import gpu_arms, gpu_turns, positions
-from experiments.operators import gpu_tables as results
+from experiments.operators import gpu_arms, gpu_bars, gpu_shapes, gpu_turns, positions
 from experiments.operators.report import KINDS
 from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError
 from packmamba.records import make_record, read_records
 from packmamba.report.folder import build_sections, table_files
 
+OLD_NAMES = {arm for _, kind, arm, _ in old_arms._fields() if kind == "gpu_operators"}
 LAYOUT = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100)
 SOME = torch.tensor([0, 7, 63])
 
@@ -71,7 +72,7 @@ def arms(inputs):
 
 def test_every_arm_computes_what_it_is_held_against(arms):
     errors = gpu_turns.check(*arms, LAYOUT, SOME)
-    assert errors.keys() == results.NAMES.keys() - {"projections", "schedule", "scan-indices", "conv1d-indices"}
+    assert errors.keys() == OLD_NAMES - {"projections", "schedule", "scan-indices", "conv1d-indices"}
     assert all(0 < output < 1e-2 for output, _ in errors.values())
     assert {name for name, (_, gradients) in errors.items() if gradients} == {"scan", "scan-states", "conv1d"}
 
@@ -169,7 +170,7 @@ def test_a_run_records_every_arm_that_is_ours(tmp_path, monkeypatch):
         {"shapes": shapes, "layouts": 2, "rounds": 2, "slow_rounds": 1}, tmp_path / "records" / "r.jsonl", False
     )
     records = read_records(tmp_path)
-    ours = [name for name in results.NAMES if name.split("-")[0] in ("scan", "conv1d", "projections", "schedule")]
+    ours = [name for name in OLD_NAMES if name.split("-")[0] in ("scan", "conv1d", "projections", "schedule")]
     assert sorted(record["arm"] for record in records) == sorted(2 * ours)
     for made in records:
         metrics = made["metrics"]
@@ -221,7 +222,7 @@ def rows_of(records, name):
 
 def test_bars_against_numbers_worked_out_here():
     rows = {row["what"]: row for row in rows_of(every_record(), "gpu-bars")}
-    assert len(rows) == len(results.BARS) + 1
+    assert len(rows) == len(gpu_bars.BARS) + 1
 
     def says(start, value, verdict):
         (row,) = (row for what, row in rows.items() if what.startswith(start))
@@ -247,10 +248,10 @@ def test_the_limit_is_that_of_the_unit_that_binds():
     elements = 16384 * 4096
     few = record("scan", (0.4, 1.2), multiprocessors=132)
     many = record("scan", (0.4, 1.2), multiprocessors=10**6)
-    forward, backward = results.scan_limit(few)
+    forward, backward = gpu_shapes.scan_limit(few)
     assert forward == pytest.approx(0.75 * elements * 16 / (132 * 16 * 1.98e9))
     assert backward == pytest.approx(21.5 * elements * 16 / (132 * 128 * 1.98e9))
-    assert results.scan_limit(many) == pytest.approx((10 * elements / 4e12, 14 * elements / 4e12))
+    assert gpu_shapes.scan_limit(many) == pytest.approx((10 * elements / 4e12, 14 * elements / 4e12))
 
 
 def test_tables_and_figures_of_one_folder_with_every_arm():

@@ -9,22 +9,41 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 
-from experiments.operators.gpu_tables import NAMES, Arms, Shape, Shapes, by_shape, copy_shares, scan_limit, seconds
+from experiments.operators.gpu_shapes import (
+    BY_DOCUMENT,
+    CAUSAL_CONV,
+    CONV,
+    NAMES,
+    PADDED,
+    SCAN,
+    SCAN_INDICES,
+    SCAN_STATES,
+    SSD,
+    UNPACKED,
+    Arm,
+    Arms,
+    Shape,
+    Shapes,
+    by_shape,
+    copy_shares,
+    scan_limit,
+    seconds,
+)
 from packmamba.report.figures import MUTED, Figure, axes, finish
 from packmamba.report.summary import Record
 
-_SCANS: dict[str, dict[str, Any]] = {
-    "mamba-ssm-padded": {"color": "#E69F00", "marker": "v"},
-    "mamba-ssm-by-document": {"color": "#7A4B9A", "marker": "^"},
-    "mamba-ssm-unpacked": {"color": "#D55E00", "marker": "s"},
-    "mamba2-ssd": {"color": "#009E73", "marker": "D"},
-    "scan-indices": {"color": "#56B4E9", "marker": "x"},
-    "scan-states": {"color": "#9aa0a8", "linewidth": 5.0},
-    "scan": {"color": "#0072B2", "marker": "o"},
+_SCANS: dict[Arm, dict[str, Any]] = {
+    PADDED: {"color": "#E69F00", "marker": "v"},
+    BY_DOCUMENT: {"color": "#7A4B9A", "marker": "^"},
+    UNPACKED: {"color": "#D55E00", "marker": "s"},
+    SSD: {"color": "#009E73", "marker": "D"},
+    SCAN_INDICES: {"color": "#56B4E9", "marker": "x"},
+    SCAN_STATES: {"color": "#9aa0a8", "linewidth": 5.0},
+    SCAN: {"color": "#0072B2", "marker": "o"},
 }
-_CONVS: dict[str, dict[str, Any]] = {
-    "conv1d": {"color": "#0072B2", "marker": "o"},
-    "causal-conv1d": {"color": "#D55E00", "marker": "s"},
+_CONVS: dict[Arm, dict[str, Any]] = {
+    CONV: {"color": "#0072B2", "marker": "o"},
+    CAUSAL_CONV: {"color": "#D55E00", "marker": "s"},
 }
 Points = Sequence[tuple[float, Arms]]
 
@@ -71,7 +90,7 @@ def _figure(name: str, label: str, where: str, points: Points, apart: Points = (
     fig, (left, right) = axes(2, width=11.0, height=5.4)
     for arm, style in _SCANS.items():
         _draw(left, points, apart, partial(_per_token, arm), NAMES[arm], style)
-    limits = [(x, 1e9 * sum(scan_limit(arms["scan"])) / _tokens(arms)) for x, arms in points if "scan" in arms]
+    limits = [(x, 1e9 * sum(scan_limit(arms[SCAN])) / _tokens(arms)) for x, arms in points if SCAN in arms]
     left.plot(*zip(*limits), color=MUTED, linestyle=(0, (2, 1.5)), linewidth=1.6, label="the hardware's limit")
     for arm, style in _CONVS.items():
         for direction, dashes in ((0, "-"), (1, (0, (4, 1.5)))):
@@ -123,12 +142,12 @@ def _draw(
         )
 
 
-def _per_token(arm: str, arms: Arms) -> float | None:
+def _per_token(arm: Arm, arms: Arms) -> float | None:
     time = seconds(arms, arm)
     return None if time is None else 1e9 * time / _tokens(arms)
 
 
-def _share(arm: str, direction: int, arms: Arms) -> float | None:
+def _share(arm: Arm, direction: int, arms: Arms) -> float | None:
     return 100 * copy_shares(arms[arm])[direction] if arm in arms else None
 
 

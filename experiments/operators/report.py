@@ -1,123 +1,12 @@
-"""Table and figure of the packed operators: time of each implementation beside what the machine's rates allow."""
+"""Tables and figures of the experiment, by kind of record."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from experiments.operators.cpu_tables import operators_figures, operators_tables
 from experiments.operators.gpu_figures import gpu_operators_figures
-from experiments.operators.gpu_tables import METRICS as GPU_METRICS
+from experiments.operators.gpu_shapes import METRICS as GPU_METRICS
 from experiments.operators.gpu_tables import gpu_operators_tables
-from packmamba.report import summary
-from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record
-from packmamba.report.tables import Cell, Column, Table, number, word
-
-_NAMES = {
-    "cpu": "compiled, public operator",
-    "cpu-kernels": "compiled, memory at hand",
-    "reference": "vectorised reference",
-    "transformers": "transformers, slow path",
-}
-
-
-def operators_tables(records: Sequence[Record]) -> list[Table]:
-    """One table for each operator: of equal arms the latest record counts."""
-    tables = []
-    for operator, arms in _by_operator(records).items():
-        slowest = arms.get("transformers")
-        config = next(iter(arms.values()))["config"]
-        table = Table(
-            f"operators-{operator.replace('_', '-')}",
-            f"{operator}, forward and backward ({_shape(operator, config)}, {config['threads']} threads)",
-            [
-                Column("implementation", ("implementation",), False),
-                Column("ms (median, spread)", ("ms_median", "ms_spread")),
-                Column("limit (ms)", ("limit_ms",)),
-                Column("times the limit", ("times_limit",)),
-                Column("fastest turn (ms)", ("ms_fastest",)),
-                Column("times the limit", ("times_limit_fastest",)),
-                Column("against transformers", ("speedup",)),
-            ],
-        )
-        for name, record in arms.items():
-            metrics = record["metrics"]
-            median, spread, bound, fastest = (
-                1e3 * metrics[key] for key in ("seconds_median", "seconds_spread", "bound_seconds", "seconds_fastest")
-            )
-            speedup = slowest["metrics"]["seconds_median"] / metrics["seconds_median"] if slowest else None
-            table.rows.append(
-                [
-                    word(_NAMES.get(name, name)),
-                    Cell(f"{median:.3g} ± {spread:.2g}", (median, spread)),
-                    number(bound, ".3g"),
-                    number(median / bound, ".3g"),
-                    number(fastest, ".3g"),
-                    number(fastest / bound, ".3g"),
-                    number(speedup, ".3g"),
-                ]
-            )
-        rates = next(iter(arms.values()))["metrics"]
-        table.notes = [
-            _limit(operator, rates),
-            "In one process, in turns; spread is the interquartile range. Limits are of the rates' best turns.",
-        ]
-        tables.append(table)
-    return tables
-
-
-def operators_figures(records: Sequence[Record]) -> list[Figure]:
-    """Time of each implementation, and its limit, one panel for each operator."""
-    operators = _by_operator(records)
-    if not operators:
-        return []
-    fig, panels = axes(len(operators), height=3.2)
-    for ax, (operator, arms) in zip(panels, operators.items()):
-        for rank, (name, record) in enumerate(arms.items()):
-            metrics = record["metrics"]
-            ax.barh(rank, 1e3 * metrics["seconds_median"], color=style_of(name, rank)["color"], height=0.6)
-            limit = 1e3 * metrics["bound_seconds"]
-            what = "what the machine's rates allow" if rank == 0 else None
-            ax.plot([limit, limit], [rank - 0.4, rank + 0.4], color=MUTED, linewidth=1.6, label=what)
-        ax.set_yticks(range(len(arms)), [_NAMES.get(name, name) for name in arms])
-        ax.invert_yaxis()
-        ax.set_xscale("log")
-        ax.set_xlim(left=1)
-        ax.set_xlabel("milliseconds, forward and backward")
-        ax.set_title(operator)
-    legend_below(fig, panels[0])
-    caption = (
-        "Median time of the packed operators, forward and backward; the strokes are what the machine's rates allow."
-    )
-    return [finish(fig, "operators", caption)]
-
-
-def _by_operator(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    found: dict[str, dict[str, Record]] = {}
-    for record in summary.of_kind(records, "operators"):
-        found.setdefault(record["config"]["operator"], {})[record["arm"]] = record
-    return found
-
-
-def _shape(operator: str, config: dict) -> str:
-    if operator == "ssm_pack":
-        return f"{config['tokens']} tokens, {config['channels']} channels, {config['states']} states, {config['dtype']}"
-    return f"{config['conv_tokens']} tokens, {config['conv_channels']} channels, {config['dtype']}"
-
-
-def _limit(operator: str, rates: dict[str, float]) -> str:
-    if operator == "ssm_pack":
-        return (
-            "The limit is what the scan's multiply-adds and exponentials take at the rates measured in the same run: "
-            f"{rates['multiply_adds_per_second'] / 1e9:.0f} and {rates['exponentials_per_second'] / 1e9:.1f} billion "
-            "float32 a second."
-        )
-    return (
-        "The limit is what the bytes that must move take at the rate of copying in the same run: "
-        f"{rates['copy_bytes_per_second'] / 1e9:.1f} GB/s (read and written) into memory at hand, "
-        f"{rates['copy_to_new_bytes_per_second'] / 1e9:.1f} GB/s into new memory, which all but the second row write."
-    )
-
 
 # config: operator, implementation and sizes. One implementation of one operator, forward and backward; arms of one operator were
 # timed in turns. bound_seconds is what the machine's rates, measured in the same run, allow. Spreads are interquartile ranges.

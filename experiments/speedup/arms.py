@@ -66,6 +66,14 @@ class Scheme:
     def leaks(self) -> bool:
         return self.peer and self.packs
 
+    def fields(self) -> dict[str, Any]:
+        """What a record's configuration says of the arm."""
+        layers = "mamba-ssm" if self.peer else "packmamba"
+        return {
+            "strategy": self.strategy, "row_length": self.row_length, "sorted_by_length": self.buckets, "layers": layers,
+            "graphs": self.graph,
+        }  # fmt: skip
+
     def data(self, **others: Any) -> DataConfig:
         """The configuration that arranges so."""
         return DataConfig(mode="stream", strategy=self.strategy, row_length=self.row_length, **others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.speedup.report_models import by_model, name_bars
+from experiments.speedup.report_models import Arm, by_model, name_bars
 from packmamba.report.figures import Figure, axes, finish, legend_below
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
@@ -49,7 +49,7 @@ def breakdown_tables(records: Sequence[Record]) -> list[Table]:
         shares = {family: metrics[family] / metrics["seconds"] for family in FAMILIES}
         inside = sum(shares[family] for family in ("matrix products", "scan", "conv"))
         cells = [Cell(f"{100 * share:.1f}", (share,)) for share in shares.values()]
-        head = [word(model), word(arm), word(_PARTS[part]), number(1e3 * metrics["seconds"], ".4g")]
+        head = [word(model), word(str(arm)), word(_PARTS[part]), number(1e3 * metrics["seconds"], ".4g")]
         table.rows.append([*head, *cells, percent(1 - inside)])
     return [table] if table.rows else []
 
@@ -73,7 +73,7 @@ def breakdown_figures(records: Sequence[Record]) -> list[Figure]:
                 width = scale * record["metrics"][family]
                 ax.barh(places[part, arm], width, left=left, color=_COLOURS[family], height=0.7)
                 left += width
-        labels = [f"{arm}, step" if part == "steps" else arm for part, arm in places]
+        labels = [f"{arm}, step" if part == "steps" else str(arm) for part, arm in places]
         name_bars(ax, labels, ax is panels[0])
         ax.set(title=name, xlabel="microseconds per real token")
     for family in FAMILIES:
@@ -86,7 +86,7 @@ def breakdown_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "breakdown", caption)]
 
 
-def _breakdowns(records: Sequence[Record]) -> list[tuple[str, str, str, Record]]:
+def _breakdowns(records: Sequence[Record]) -> list[tuple[str, str, Arm, Record]]:
     parts = {part: by_model(records, "breakdown", part) for part in _PARTS}
     models = list(dict.fromkeys(model for found in parts.values() for model in found))
     return [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from experiments.speedup.report_models import GRAPH, by_model
-from packmamba.report import summary
+from experiments.old_arms import records_of
+from experiments.speedup.report_models import OURS, Arm, by_model
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.report.summary import Record
+from packmamba.report.summary import Record, of_kind
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
 _AXES = {"row_length": "row length (tokens)", "mean_length": "mean document length (tokens)"}
@@ -47,7 +48,7 @@ def growth_tables(records: Sequence[Record]) -> list[Table]:
             if base:
                 cells.append(number(rate / base["metrics"]["real_tokens_per_second"], ".3f"))
             table.rows.append(cells)
-        graphs = ", as CUDA graphs" if some.get("cuda_graphs") else ""
+        graphs = ", as CUDA graphs" if _graphs(some) else ""
         table.notes = [
             f"Forward and backward of one row, {some['dtype']} weights, compile={some['compile']}, "
             f"recompute={some['recompute']}{graphs}; documents in order, the last cut to fit; points in turns, medians and "
@@ -69,7 +70,7 @@ def growth_figures(records: Sequence[Record]) -> list[Figure]:
         return []
     sizes: dict[int, float] = {}
     for arms in by_model(records, "speedup", "forward_backward").values():
-        packed = [r["metrics"] for name, r in arms.items() if name.startswith("packed-") and not name.endswith(GRAPH)]
+        packed = [r["metrics"] for arm, r in arms.items() if arm.packs and arm.layers == OURS and not arm.graphs]
         if packed:
             sizes[int(packed[0]["flop_parameters"])] = max(metrics["real_tokens_per_second"] for metrics in packed)
     if len(sizes) > 1:
@@ -88,7 +89,7 @@ def growth_figures(records: Sequence[Record]) -> list[Figure]:
 
 def _measured(points: dict[int, Record]) -> str:
     config = next(iter(points.values()))["config"]
-    return f"{config['model']}" + " as CUDA graphs" * bool(config.get("cuda_graphs"))
+    return f"{config['model']}" + " as CUDA graphs" * _graphs(config)
 
 
 def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
@@ -120,7 +121,7 @@ def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
             )
             table.rows.append(
                 [
-                    word(c["strategy"]),
+                    word(c["parallel"]),
                     number(c["devices"], "d"),
                     Cell(f"{ms:.4g} ± {spread:.2g}", (ms, spread)),
                     number(metrics["real_tokens_per_second"], ",.0f"),
@@ -131,11 +132,11 @@ def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
                     number(metrics["loss_error"], ".1e"),
                 ]
             )
-        c = next(iter(arms.values()))["config"]
-        hardware = next(iter(arms.values()))["hardware"]
+        first = next(iter(arms.values()))
+        c, hardware = first["config"], first["hardware"]
         table.notes = [
-            f"{c['scheme']}, {c['slots']} slots a step and device, {c['precision']}, {c['rounds']} turns of steps after a "
-            "warm-up, medians and interquartile ranges. Efficiency is that of slots: the last rows of a plan hold padding, and "
+            f"{Arm.of(first).label}, {c['slots']} slots a step and device, {c['precision']}, {c['rounds']} turns of steps after "
+            "a warm-up, medians and interquartile ranges. Efficiency is that of slots: the last rows of a plan hold padding, and "
             f"more devices reach them sooner. The losses are of each arm's first {c['same_steps']} steps, on the same documents "
             "for every number of devices.",
             f"{', '.join(dict.fromkeys(hardware['gpus'])) or hardware['cpu']}.",
@@ -151,14 +152,14 @@ def multi_gpu_figures(records: Sequence[Record]) -> list[Figure]:
         lines: dict[str, dict[int, float]] = {}
         for record in arms.values():
             rate = record["metrics"]["slots_per_second"]
-            lines.setdefault(record["config"]["strategy"], {})[record["config"]["devices"]] = rate
+            lines.setdefault(record["config"]["parallel"], {})[record["config"]["devices"]] = rate
         fig, (ax,) = axes(1, width=5.4, height=3.8)
         most = max(devices for points in lines.values() for devices in points)
         if alone := next((points[1] for points in lines.values() if 1 in points), None):
             ax.plot([1, most], [alone, most * alone], color=MUTED, linewidth=1, linestyle=(0, (4, 2)), label="linear")
-        for rank, (strategy, points) in enumerate(lines.items()):
-            colour = style_of(strategy, rank)["color"]
-            ax.plot(list(points), list(points.values()), marker="o", color=colour, linewidth=1.8, label=strategy)
+        for rank, (parallel, points) in enumerate(lines.items()):
+            colour = style_of(parallel, rank)["color"]
+            ax.plot(list(points), list(points.values()), marker="o", color=colour, linewidth=1.8, label=parallel)
         ax.set(xlabel="devices", ylabel="slots per second", title=model, ylim=(0, None))
         ax.set_xticks(sorted({devices for points in lines.values() for devices in points}))
         ax.yaxis.set_major_formatter(lambda y, _: f"{y / 1e3:g}k")
@@ -170,17 +171,23 @@ def multi_gpu_figures(records: Sequence[Record]) -> list[Figure]:
 def _points(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
     """By axis and value, of those measured as the latest were: as CUDA graphs, or not."""
     found: dict[str, dict[int, Record]] = {}
-    growth = summary.of_kind(records, "growth")
+    growth = of_kind(records, "growth")
     for record in growth:
-        if record["config"].get("cuda_graphs", False) == growth[-1]["config"].get("cuda_graphs", False):
+        if _graphs(record["config"]) == _graphs(growth[-1]["config"]):
             found.setdefault(record["config"]["axis"], {})[record["config"]["value"]] = record
     return {axis: dict(sorted(points.items())) for axis, points in sorted(found.items(), reverse=True)}
 
 
-def _devices(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    found: dict[str, dict[str, Record]] = {}
-    for record in summary.of_kind(records, "multi_gpu"):
-        found.setdefault(record["config"]["model"], {})[record["arm"]] = record
+def _graphs(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("graphs", config.get("cuda_graphs")))  # as records of before call it
+
+
+def _devices(records: Sequence[Record]) -> dict[str, dict[tuple[str, int], Record]]:
+    """By model, then by what shares the work and the number of devices."""
+    found: dict[str, dict[tuple[str, int], Record]] = {}
+    for record in records_of(records, "multi_gpu"):
+        config = record["config"]
+        found.setdefault(config["model"], {})[config["parallel"], config["devices"]] = record
     return found
 
 

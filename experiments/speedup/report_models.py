@@ -3,20 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
-from packmamba.report import summary
+from experiments.old_arms import records_of
 from packmamba.report.figures import INK, Figure, axes, finish, legend_below
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
-PEER, GRAPH = "mamba-ssm-", "-graph"
-TODAY = f"{PEER}single"
+OURS, PEER = "packmamba", "mamba-ssm"
 # Times single, packed, on an A100: arXiv 2408.03865.
 PAPER = {"1.4b": 3.06, "2.8b": 2.62}
 _THEIRS, _OURS = "#E69F00", "#0072B2"
-Arms = dict[str, Record]
+
+
+class Arm(NamedTuple):
+    """What a table compares, by the fields of a record's configuration."""
+
+    strategy: str
+    row_length: int | None = None
+    """None: padded to each batch's longest document."""
+    sorted_by_length: bool = False
+    layers: str = OURS
+    graphs: bool = False
+
+    @classmethod
+    def of(cls, record: Record) -> Arm:
+        config = record["config"]
+        if "strategy" not in config:
+            raise ValueError(f"config of the record of {record['arm']} lacks strategy")
+        return cls(*(config.get(name, cls._field_defaults.get(name)) for name in cls._fields))
+
+    @property
+    def packs(self) -> bool:
+        return self.strategy not in ("single", "padded")
+
+    @property
+    def leaks(self) -> bool:
+        return self.packs and self.layers == PEER
+
+    @property
+    def single(self) -> Arm:
+        """The same layers and graphs, one document at a time."""
+        return Arm("single", layers=self.layers, graphs=self.graphs)
+
+    @property
+    def label(self) -> str:
+        length = self.row_length or ("buckets" if self.sorted_by_length else "longest")
+        scheme = {"single": "single", "padded": f"padded-{length}"}.get(
+            self.strategy, f"packed-{length}-{self.strategy}"
+        )
+        return scheme + "-graph" * self.graphs
+
+    def __str__(self) -> str:
+        return self.label if self.layers == OURS else f"{self.layers}-{self.label}"
+
+
+TODAY = Arm("single", layers=PEER)
+Arms = dict[Arm, Record]
 
 
 def speedup_tables(records: Sequence[Record]) -> list[Table]:
@@ -36,15 +81,15 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
     bare = by_model(records, "speedup", "forward_backward")
     if not bare:
         return []
-    places = {name: y for y, name in enumerate(dict.fromkeys(name for arms in bare.values() for name in arms))}
+    places = {arm: y for y, arm in enumerate(dict.fromkeys(arm for arms in bare.values() for arm in arms))}
     fig, panels = axes(len(bare), width=4.2 * len(bare) + 1.6, height=1.4 + 0.36 * len(places))
     for ax, (model, arms) in zip(panels, bare.items()):
-        rates = {name: record["metrics"]["real_tokens_per_second"] for name, record in arms.items()}
-        for name, rate in rates.items():
-            y = places[name]
-            ax.barh(y, rate, color=_THEIRS if name.startswith(PEER) else _OURS, height=0.66)
+        rates = {arm: record["metrics"]["real_tokens_per_second"] for arm, record in arms.items()}
+        for arm, rate in rates.items():
+            y = places[arm]
+            ax.barh(y, rate, color=_THEIRS if arm.layers == PEER else _OURS, height=0.66)
             ax.text(rate, y, f" {rate / 1e3:.3g}k", va="center", color=INK, fontsize=8)
-        name_bars(ax, list(places), ax is panels[0])
+        name_bars(ax, list(map(str, places)), ax is panels[0])
         ax.set_xlim(0, 1.2 * max(rates.values()))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
         ax.set(title=model, xlabel="real tokens per second")
@@ -67,13 +112,13 @@ def name_bars(ax: Axes, labels: list[str], shown: bool) -> None:
 
 def by_model(records: Sequence[Record], kind: str, part: str) -> dict[str, Arms]:
     """Records of a kind and part by model size, smallest first, then by arm: the latest, and those that were measured alike."""
-    of_kind = summary.of_kind(records, kind)
+    of_kind = records_of(records, kind)
     latest = {record["config"]["model"]: _settings(record) for record in of_kind}
     found: dict[str, Arms] = {}
     for record in of_kind:
         model = record["config"]["model"]
         if record["config"]["part"] == part and _settings(record) == latest[model]:
-            found.setdefault(model, {})[record["arm"]] = record
+            found.setdefault(model, {})[Arm.of(record)] = record
 
     def width(item: tuple[str, Arms]) -> tuple[int, int]:
         config = next(iter(item[1].values()))["config"]
@@ -93,11 +138,11 @@ def _settings(record: Record) -> list[object]:
     return [hardware["gpus"] or hardware["cpu"], *(record["config"].get(key) for key in _ALIKE)]
 
 
-def _best_packed(arms: Arms) -> str | None:
-    own = [name for name in arms if name.startswith("packed-") and not name.endswith(GRAPH)]
+def _best_packed(arms: Arms) -> Arm | None:
+    own = [arm for arm in arms if arm.packs and arm.layers == OURS and not arm.graphs]
     # Where the peers ran some of the same rows, one of those: it has every comparison.
-    own = [name for name in own if PEER + name in arms] or own
-    return max(own, key=lambda name: _rate(arms[name]) or 0.0, default=None)
+    own = [arm for arm in own if arm._replace(layers=PEER) in arms] or own
+    return max(own, key=lambda arm: _rate(arms[arm]) or 0.0, default=None)
 
 
 def _rate(record: Record | None) -> float | None:
@@ -138,23 +183,23 @@ def _headline(bare: dict[str, Arms], steps: dict[str, Arms], idle: dict[str, flo
         best = _best_packed(arms)
         if best is None:
             continue
-        padded = next((name for name in arms if name.startswith("padded-") and name[7:].isdecimal()), "")
-        for name, suffix in ((best, ""), (best + GRAPH, GRAPH)):
-            record, step = arms.get(name), steps.get(model, {}).get(name)
+        padded = next((arm for arm in arms if arm.strategy == "padded" and arm.row_length and arm.layers == OURS), None)
+        for arm in (best, best._replace(graphs=True)):
+            record, step = arms.get(arm), steps.get(model, {}).get(arm)
             if record is None:
                 continue
             table.rows.append(
                 [
                     word(model),
-                    word(name),
+                    word(arm.label),
                     number(_rate(record), ",.0f"),
                     percent(record["metrics"]["model_flops_utilisation"]),
                     _over(record, arms.get(TODAY)),
                     number(PAPER.get(model), ".2f", "x"),
                     number(_over_kernels(record, arms.get(TODAY), idle.get(model)), ".2f", "x"),
-                    _over(record, arms.get(PEER + best)),
-                    _over(record, arms.get("single" + suffix)),
-                    _over(record, arms.get(padded + suffix)),
+                    _over(record, arms.get(best._replace(layers=PEER))),
+                    _over(record, arms.get(arm.single)),
+                    _over(record, padded and arms.get(padded._replace(graphs=arm.graphs))),
                     number(_rate(step), ",.0f"),
                     _over(step, record),
                     gibibytes(record["metrics"]["peak_memory_bytes"]),
@@ -165,14 +210,14 @@ def _headline(bare: dict[str, Arms], steps: dict[str, Arms], idle: dict[str, flo
         "masters and AdamW. The paper's column is packed over single on an A100 (arXiv 2408.03865), on its own documents. "
         "Single waits for the host, so its speed is the host's; kernels alone: as if the device never waited. -graph: a batch's "
         "forward and backward replayed as one CUDA graph; on equal terms against single and padded as graphs too.",
-        *_apart({f"{model} {name}": record for model, arms in bare.items() for name, record in arms.items()},
-                {f"{model} {name}": record for model, arms in steps.items() for name, record in arms.items()}),
+        *_apart({f"{model} {arm}": record for model, arms in bare.items() for arm, record in arms.items()},
+                {f"{model} {arm}": record for model, arms in steps.items() for arm, record in arms.items()}),
         _hardware(bare),
     ]  # fmt: skip
     return table
 
 
-def _apart(bare: Arms, steps: Arms) -> list[str]:
+def _apart(bare: dict[str, Record], steps: dict[str, Record]) -> list[str]:
     """A note on arms whose ratio of steps to loop may be that of two machines."""
     names = [name for name, step in steps.items() if name in bare and bare[name]["commit"] != step["commit"]]
     return [f"Steps and bare loop were run at different commits, apart: {', '.join(names)}."] if names else []
@@ -199,16 +244,16 @@ def _arms(model: str, bare: Arms, steps: Arms) -> Table:
             Column("steps' peak memory", ("steps_peak_memory_bytes",)),
         ],
     )
-    for name in [*bare, *(name for name in steps if name not in bare)]:
-        record, step = bare.get(name), steps.get(name)
-        single = "single" + (GRAPH if name.endswith(GRAPH) else "")
+    for arm in dict.fromkeys([*bare, *steps]):
+        record, step = bare.get(arm), steps.get(arm)
+        single = Arm("single", graphs=arm.graphs)
         metrics = (record or step or {})["metrics"]
         mine = metrics if record else {}
         ms, spread = (None if not mine else 1e3 * mine[key] for key in ("seconds_per_batch", "seconds_spread"))
         table.rows.append(
             [
-                word("mamba-ssm, today" if name.startswith(PEER) else "ours, equal terms"),
-                word(name.removeprefix(PEER) + (" (leaks)" if name.startswith(f"{PEER}packed") else "")),
+                word("mamba-ssm, today" if arm.layers == PEER else "ours, equal terms"),
+                word(arm.label + " (leaks)" * arm.leaks),
                 number(_rate(record), ",.0f"),
                 Cell("-" if ms is None else f"{ms:.4g} ± {spread:.2g}", (ms, spread)),
                 _over(record, bare.get(TODAY)),
@@ -225,9 +270,9 @@ def _arms(model: str, bare: Arms, steps: Arms) -> Table:
         )
     c = next(iter((bare or steps).values()))["config"]
     bounds = [
-        f"{name}: {1 / (1 - record['metrics']['padding_fraction']):.2f}x"
-        for name, record in bare.items()
-        if name.startswith("padded") and not name.endswith(GRAPH)
+        f"{arm}: {1 / (1 - record['metrics']['padding_fraction']):.2f}x"
+        for arm, record in bare.items()
+        if arm.strategy == "padded" and arm.layers == OURS and not arm.graphs
     ]
     table.notes = [
         f"Every arm arranges the same {c['documents']} documents in batches of at most {c['slots']} slots (single: one "
@@ -236,7 +281,7 @@ def _arms(model: str, bare: Arms, steps: Arms) -> Table:
         f"Bare loop: {c['dtype']} weights, forward and backward; ours: compile={c['compile']}, recompute={c['recompute']}. "
         f"Optimizer steps: Lightning, {c['precision']}, float32 masters, fused AdamW, about {c['slots']} real tokens a step.",
     ]
-    table.notes += _apart(bare, steps)
+    table.notes += _apart(*({str(arm): record for arm, record in part.items()} for part in (bare, steps)))
     if bounds:
         table.notes.append(f"What padding alone can cost, slots over real tokens: {', '.join(bounds)}.")
     errors, leaks = (
@@ -276,8 +321,8 @@ def _positions(bare: dict[str, Arms]) -> list[Table]:
     )
     for model, arms in bare.items():
         best = _best_packed(arms)
-        for name, record in arms.items():
-            own = name.startswith("padded-") and not name.endswith(GRAPH)
+        for arm, record in arms.items():
+            own = arm.strategy == "padded" and arm.layers == OURS and not arm.graphs
             if best is None or not own or arms[best]["metrics"]["position_bytes"] is None:
                 continue
             c, metrics = arms[best]["config"], arms[best]["metrics"]
@@ -288,9 +333,19 @@ def _positions(bare: dict[str, Arms]) -> list[Table]:
             saved *= (2 + 3 + 4 + 8) * 2 * c["expand"] * c["d_model"] * c["n_layer"]
             schedule, index = kernels * metrics["position_bytes"], kernels * 4 * slots
             shares = (schedule / saved, index / saved)
-            cells = [number(schedule / 1e6, ".3g"), number(index / 1e6, ".3g"), word(name), number(saved / 1e6, ",.0f")]
+            cells = [
+                number(schedule / 1e6, ".3g"),
+                number(index / 1e6, ".3g"),
+                word(arm.label),
+                number(saved / 1e6, ",.0f"),
+            ]
             table.rows.append(
-                [word(model), word(best), *cells, Cell(f"{100 * shares[0]:.2g} %, {100 * shares[1]:.2g} %", shares)]
+                [
+                    word(model),
+                    word(best.label),
+                    *cells,
+                    Cell(f"{100 * shares[0]:.2g} %, {100 * shares[1]:.2g} %", shares),
+                ]
             )
     return [table] if table.rows else []
 

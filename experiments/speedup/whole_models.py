@@ -257,6 +257,8 @@ class Bench:
             key: getattr(c, key) for key in ("distribution", "documents", "slots", "dtype", "precision", "rounds")
         }
         settings = {"model": self.name, "part": part, **shared, **self.sizes(), **(config or {})}
+        if kind != "growth":
+            settings |= Scheme.parse(arm).fields()
         settings["peak_flops_per_second"] = c.peak_flops_per_second
         if self.progress:
             shown = {name: None if v is None else float(f"{v:.4g}") for name, v in metrics.items()}
