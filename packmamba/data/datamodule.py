@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from packmamba.config import Config, ConfigError, DataConfig, check
+from packmamba.config import Config, ConfigError, DataConfig, check, import_plugins
 from packmamba.data.batching import Arrangement, PackedBatch, StepBatch, empty_batch
 from packmamba.data.corpus import Corpora, Corpus, load_corpora
 from packmamba.data.schedule import Schedule, arrange, group
@@ -62,6 +63,10 @@ class EvaluationDataset(Dataset):
 
     def __len__(self) -> int:
         return max(len(self.groups), 1)
+
+
+def _start_worker(plugins: list[str], worker: int) -> None:
+    import_plugins(plugins)  # a worker that is not forked has imported nothing
 
 
 def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
@@ -152,4 +157,5 @@ class PackingDataModule(lightning.LightningDataModule):
             pin_memory=on_gpu,
             # Its own generator: a loader that is made again on resuming must not move the global one.
             generator=torch.Generator(),
+            worker_init_fn=partial(_start_worker, self.config.plugins),
         )

@@ -123,9 +123,10 @@ def _edges(sizes: np.ndarray, budget: int) -> list[int]:
 def group(
     arrangement: Arrangement, rows: np.ndarray, data: DataConfig, carry: bool, world_size: int = 1
 ) -> list[np.ndarray]:
-    """The rows as batches. Carrying, a batch is one row of each stream; with several ranks, of each of a rank's streams."""
+    """The rows as batches. A row that is never padded is a batch of its own. Carrying, a batch is one row of each stream;
+    with several ranks, of each of a rank's streams."""
     rows_per_batch = None
-    if data.strategy == "single":
+    if not STRATEGIES[data.strategy].pads:
         rows_per_batch = 1
     elif carry:
         rows_per_batch = data.streams // world_size

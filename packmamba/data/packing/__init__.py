@@ -1,4 +1,4 @@
-"""Packing: from document lengths to rows of pieces, by one of eight strategies (numpy only)."""
+"""Packing: from document lengths to rows of pieces, by a strategy (numpy only)."""
 
 from packmamba.data.packing.plan import OVERLONG, PackingPlan, Piece, Row, plan_rows
 from packmamba.data.packing.strategies import STRATEGIES, Integers, Strategy

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from packmamba.data.packing.strategies import LONGEST, STRATEGIES, Integers, enumerate_parts, split
+from packmamba.data.packing.strategies import LONGEST, STRATEGIES, Integers, enumerate_parts
 
 OVERLONG = ("error", "truncate", "pieces")
 
@@ -124,7 +124,7 @@ def plan_rows(
     _one_of(overlong, OVERLONG, "overlong (data.overlong)")
     buffer = _positive(buffer, "buffer (data.buffer)")
     streams = _positive(streams, "streams (data.streams)")
-    if streams > 1 and strategy != "split":
+    if streams > 1 and not chosen.splits_documents:
         raise ValueError(f"streams (data.streams): only strategy split has streams, got {streams} with '{strategy}'")
     if row_length is not None:
         row_length = _positive(row_length, "row_length (data.row_length)")
@@ -133,9 +133,10 @@ def plan_rows(
     checked = _checked_lengths(lengths)
 
     limit = row_length or LONGEST
-    if chosen.assign is None:
-        document, start, length, row = split(checked, limit, streams)
+    if chosen.cut is not None:
+        document, start, length, row = chosen.cut(checked, limit, streams)
     else:
+        assert chosen.assign is not None, f"strategy '{strategy}' has neither assign nor cut"
         document, start, length = _fit(checked, limit, overlong)
         row = chosen.assign(length, limit, buffer)
     num_rows = -(-(int(row.max(initial=-1)) + 1) // streams) * streams
@@ -143,7 +144,10 @@ def plan_rows(
     np.cumsum(np.bincount(row, minlength=num_rows), out=row_offsets[1:])
     by_row = np.argsort(row, kind="stable")
     document, start, length = document[by_row], start[by_row], length[by_row]
-    slots = np.full(num_rows, row_length, np.int64) if chosen.pads and row_length is not None else length
+    filled = np.diff(np.concatenate([[0], np.cumsum(length)])[row_offsets])
+    if (filled > limit).any():
+        raise RuntimeError(f"strategy '{strategy}' puts {filled.max()} tokens into a row of {limit} slots")
+    slots = np.full(num_rows, row_length, np.int64) if chosen.pads and row_length is not None else filled
     return PackingPlan(document, start, length, row_offsets, slots)
 
 

@@ -1,4 +1,4 @@
-"""Eight packing strategies: each says, from lengths alone, which piece goes to which row."""
+"""Packing strategies: each says, from lengths alone, which piece goes to which row."""
 
 from __future__ import annotations
 
@@ -17,27 +17,35 @@ LONGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a strategy does to documents that fit a row, and how it assigns them.
+    """How a strategy fills rows, and what it does to documents that fit one.
+
+    A strategy either assigns whole pieces to rows or cuts documents itself.
 
     Attributes:
-        splits_documents: a document may be cut at a row's end.
+        assign: (lengths, row_length, buffer) -> (P,) the row of each piece, counted from 0. Documents longer than a row have
+            been dealt with; ``buffer`` is how many pieces it may look at together.
+        cut: (lengths, row_length, streams) -> (document, start, length, row) of pieces, (P,) each. Rows b, b + streams,
+            b + 2 * streams, ... are stream b and go on where the one before ended.
         drops_tokens: a token may be in no row. No strategy does; ``overlong="truncate"`` drops tails for them all.
-        pads: a row may have slots without a token. split pads only where a stream ends.
-        keeps_order: rows hold the documents as they came (split: inside each stream).
+        pads: a row may have slots without a token. One that does not has rows as long as what they hold.
+        keeps_order: rows hold the documents as they came (in each stream).
         needs_row_length: ``row_length=None`` is refused; without it a row has its document's length.
-        assign: (lengths, row_length, buffer) -> (P,) the row of each piece, counted from 0. None for split, which makes
-            its own pieces.
     """
 
-    splits_documents: bool
-    drops_tokens: bool
-    pads: bool
-    keeps_order: bool
-    needs_row_length: bool
-    assign: Callable[[Integers, int, int], Integers] | None
+    assign: Callable[[Integers, int, int], Integers] | None = None
+    cut: Callable[[Integers, int, int], tuple[Integers, Integers, Integers, Integers]] | None = None
+    drops_tokens: bool = False
+    pads: bool = True
+    keeps_order: bool = True
+    needs_row_length: bool = True
+
+    @property
+    def splits_documents(self) -> bool:
+        """A document may be cut at a row's end, and goes on in its stream's next row."""
+        return self.cut is not None
 
 
-def split(lengths: Integers, row_length: int, streams: int) -> tuple[Integers, Integers, Integers, Integers]:
+def _split(lengths: Integers, row_length: int, streams: int) -> tuple[Integers, Integers, Integers, Integers]:
     """(document, start, length, row) of the pieces of documents cut at row ends."""
     stream = _balance(lengths, streams)
     documents = np.argsort(stream, kind="stable")
@@ -206,14 +214,14 @@ def _place(
     return num_rows
 
 
-#                      splits, drops, pads, keeps order, needs a row length
 STRATEGIES = {
-    "single": Strategy(False, False, False, True, False, _one_each),
-    "padded": Strategy(False, False, True, True, False, _one_each),
-    "in_order": Strategy(False, False, True, True, True, _in_order),
-    "greedy": Strategy(False, False, True, False, True, _greedy),
-    "first_fit": Strategy(False, False, True, False, True, _first_fit),
-    "best_fit": Strategy(False, False, True, False, True, _best_fit),
-    "histogram": Strategy(False, False, True, False, True, _histogram),
-    "split": Strategy(True, False, True, True, True, None),
+    "single": Strategy(_one_each, pads=False, needs_row_length=False),
+    "padded": Strategy(_one_each, needs_row_length=False),
+    "in_order": Strategy(_in_order),
+    "greedy": Strategy(_greedy, keeps_order=False),
+    "first_fit": Strategy(_first_fit, keeps_order=False),
+    "best_fit": Strategy(_best_fit, keeps_order=False),
+    "histogram": Strategy(_histogram, keeps_order=False),
+    "split": Strategy(cut=_split),
 }
+"""What ``data.strategy`` may name. Plugins may add to it."""
