@@ -5,11 +5,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from experiments.packing import bench
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import DataConfig
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
-from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
-from packmamba.records import read_records
+from packmamba.data.packing import STRATEGIES, PackingPlan, Strategy, plan_rows
 
 PACKERS = ["in_order", "greedy", "first_fit", "best_fit", "histogram"]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -314,6 +312,13 @@ def test_errors_name_the_argument(name):
     assert "\n" not in str(raised.value)
 
 
+def test_a_strategy_that_overfills_a_row_is_refused(monkeypatch):
+    monkeypatch.setitem(STRATEGIES, "all", Strategy(lambda lengths, row_length, buffer: np.zeros_like(lengths)))
+    assert plan_rows([3, 5], 8, "all").num_rows == 1
+    with pytest.raises(RuntimeError, match="strategy 'all' puts 9 tokens into a row of 8 slots"):
+        plan_rows([3, 5, 1], 8, "all")
+
+
 def test_configuration_has_the_keys_that_errors_cite():
     defaults = DataConfig()
     assert defaults.strategy in STRATEGIES
@@ -334,51 +339,6 @@ def test_length_distributions():
         draw_lengths("documents2k", 1, 0)
     with pytest.raises(ValueError, match="at least 0, got -1"):
         draw_lengths("short", -1, 0)
-
-
-# --- the bench
-
-
-def test_bench_records_every_point_of_the_grid(tmp_path):
-    grid = {"num_documents": 50, "row_lengths": [1024, 2048], "buffers": [8, 16], "seeds": [4], "rounds": 2}
-    bench.run(grid, tmp_path / "records" / "packing.jsonl", progress=False)
-    records = read_records(tmp_path)
-    assert len(records) == 2 * (len(STRATEGIES) - 1 + 2)
-    lengths = draw_lengths("documents-2k", 50, 4)
-    for record in records:
-        config, metrics = record["config"], record["metrics"]
-        plan = plan_rows(lengths, config["row_length"], config["strategy"], "pieces", config["buffer"] or 1)
-        assert (metrics["padding_fraction"], metrics["num_rows"]) == (plan.padding_fraction, plan.num_rows)
-        assert (config["buffer"] is None) == (config["strategy"] != "greedy")
-        assert metrics["planning_seconds"] > 0
-
-
-@pytest.mark.parametrize(
-    "key, value, message",
-    [
-        ("strategies", ["bestfit"], "did you mean 'best_fit'"),
-        ("distribution", "heavi", "did you mean 'heavy'"),
-        ("overlong", "error", "document 0 has 2048 tokens"),
-        ("row_lengths", [0], "row_length"),
-        ("buffers", [0], "buffer"),
-        ("rounds", 0, "rounds: expected at least 1, got 0"),
-        ("seeds", [-1], "seeds: expected at least 0"),
-    ],
-)
-def test_bench_refuses_before_it_measures(tmp_path, key, value, message):
-    with pytest.raises(ConfigError, match=message):
-        bench.run({key: value}, tmp_path / "records.jsonl", progress=False)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("array, value", [("document", 0), ("start", 2), ("length", 3), ("slots", 1)])
-def test_bench_notices_a_wrong_plan(array, value):
-    lengths = np.array([3, 5, 2, 7])
-    plan = plan_rows(lengths, 4, "split")
-    bench.check_plan(plan, lengths)
-    getattr(plan, array)[2] = value
-    with pytest.raises(RuntimeError, match="loses or repeats"):
-        bench.check_plan(plan, lengths)
 
 
 # --- bars

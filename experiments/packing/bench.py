@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from packmamba.config import ConfigError
+from packmamba.config import at_least, check, each, key, named, one_of
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
-from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
-from packmamba.experiments import Bench
+from packmamba.data.packing import OVERLONG, STRATEGIES, PackingPlan, plan_rows
 from packmamba.records import append_record, make_record, provenance
 
 
 @dataclass
 class PackingBenchConfig:
-    bench: str = "packing"
-    """Which benchmark this is."""
-    experiment: str = "packing"
-    """The question, which the records name."""
-    distribution: str = "documents-2k"
-    """Distribution of the documents' lengths: documents-2k, short or heavy."""
-    num_documents: int = 200_000
-    """Documents of one plan."""
-    strategies: list[str] = field(default_factory=lambda: list(STRATEGIES))
-    """Strategies to compare."""
-    row_lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192, 16384])
-    """Slots of a row, for every strategy."""
-    buffers: list[int] = field(default_factory=lambda: [64, 256, 1024, 4096, 16384, 65536])
-    """Documents that greedy sorts at a time; the other strategies have no buffer."""
-    overlong: str = "pieces"
-    """What a document longer than a row does: error, truncate or pieces; split cuts anyway."""
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    """Seeds of the draws of lengths."""
-    rounds: int = 5
-    """How often each plan is timed."""
+    bench: str = key("packing", "Which benchmark this is.")
+    experiment: str = key("packing", "The question, which the records name.")
+    distribution: str = key(
+        "documents-2k", "Distribution of the documents' lengths.", named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS")
+    )
+    num_documents: int = key(200_000, "Documents of one plan.", at_least(1))
+    strategies: list[str] = key(
+        list(STRATEGIES), "Strategies to compare.", each(named("packmamba.data.packing:STRATEGIES"))
+    )
+    row_lengths: list[int] = key(
+        [1024, 2048, 4096, 8192, 16384], "Slots of a row, for every strategy.", each(at_least(1))
+    )
+    buffers: list[int] = key(
+        [64, 256, 1024, 4096, 16384, 65536],
+        "Documents that greedy sorts at a time; the other strategies have no buffer.",
+        each(at_least(1)),
+    )
+    overlong: str = key(
+        "pieces",
+        "What a document longer than a row does: error, truncate or pieces; split cuts anyway.",
+        one_of(*OVERLONG),
+    )
+    seeds: list[int] = key([0, 1, 2], "Seeds of the draws of lengths.", each(at_least(0)))
+    rounds: int = key(5, "How often each plan is timed.", at_least(1))
+
+    def problems(self) -> Iterator[str]:
+        longest = LENGTH_DISTRIBUTIONS[self.distribution].longest
+        for strategy, row_length in itertools.product(self.strategies, self.row_lengths):
+            try:
+                plan_rows([longest], row_length, strategy, self.overlong)
+            except ValueError as error:
+                yield str(error)
 
 
 Config = PackingBenchConfig
@@ -58,11 +70,10 @@ def run(config: PackingBenchConfig | Mapping[str, Any], records_path: Path, prog
         ConfigError: a value is refused; nothing has been measured.
         RuntimeError: a plan is wrong; nothing of that seed and row length is recorded.
     """
-    c = config if isinstance(config, PackingBenchConfig) else PackingBenchConfig(**config)
+    c = check(config if isinstance(config, PackingBenchConfig) else PackingBenchConfig(**config))
     arms: list[Arm] = []
     for strategy in c.strategies:
         arms += [(strategy, buffer) for buffer in (c.buffers if strategy == "greedy" else [None])]
-    _check_config(c, arms)
     corpus = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]}), {c.num_documents} documents"
     shared = {key: getattr(c, key) for key in ("distribution", "num_documents", "overlong", "rounds")}
     provenance()  # of the code as it is now, not as it may be after minutes
@@ -125,24 +136,3 @@ def check_plan(plan: PackingPlan, lengths: np.ndarray) -> None:
     filled = np.diff(np.concatenate([[0], np.cumsum(plan.length)])[plan.row_offsets])
     if not whole or (filled > plan.slots).any():
         raise RuntimeError("a plan loses or repeats tokens or overfills a row; nothing is timed")
-
-
-def _check_config(c: PackingBenchConfig, arms: list[Arm]) -> None:
-    for name, least, values in [
-        ("rounds", 1, [c.rounds]),
-        ("num_documents", 1, [c.num_documents]),
-        ("seeds", 0, c.seeds),
-    ]:
-        if min(values, default=least) < least:
-            raise ConfigError(f"{name}: expected at least {least}, got {min(values)}")
-    try:
-        draw_lengths(c.distribution, 1, 0)
-        longest = LENGTH_DISTRIBUTIONS[c.distribution].longest
-        for row_length in c.row_lengths:
-            for strategy, buffer in arms:
-                plan_rows([longest], row_length, strategy, c.overlong, 1 if buffer is None else buffer)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from None
-
-
-BENCHES = {"packing": Bench(Config, run)}

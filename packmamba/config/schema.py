@@ -17,7 +17,7 @@ TOKEN = Holds("a token", bool)
 class DataConfig:
     source: str = key(
         "stdlib",
-        "Where documents come from: stdlib, text, jsonl or synthetic.",
+        "Where documents come from, such as stdlib (its functions), text or jsonl (files of yours), synthetic (random).",
         named("packmamba.data.sources:SOURCES"),
     )
     path: Optional[str] = key(
@@ -43,7 +43,7 @@ class DataConfig:
     )
     distribution: str = key(
         "documents-2k",
-        "Length distribution of synthetic documents: documents-2k, short or heavy.",
+        "Length distribution of synthetic documents.",
         named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS"),
     )
     num_documents: int = key(10000, "How many synthetic documents.", at_least(1))
@@ -62,7 +62,7 @@ class DataConfig:
     )
     strategy: str = key(
         "greedy",
-        "How documents become rows: single, padded, in_order, greedy, first_fit, best_fit, histogram or split.",
+        "How documents become rows, such as single (a row each), padded, greedy (packed) or split (cut at row ends).",
         named("packmamba.data.packing:STRATEGIES"),
     )
     row_length: Optional[int] = key(
