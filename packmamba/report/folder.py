@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from packmamba.records import read_records
-from packmamba.report import figures as plots
 from packmamba.report import summary
-from packmamba.report.figures import Figure
+from packmamba.report.figures import Figure, house_style
 from packmamba.report.kinds import KINDS, Kind
-from packmamba.report.page import render
+from packmamba.report.page import Section, render
 from packmamba.report.summary import Record
-from packmamba.report.tables import Table
-
-
-@dataclass
-class Section:
-    """All that is made of the records of one corpus. The first table is the headline."""
-
-    corpus: str
-    records: list[Record]
-    tables: list[Table] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
+from packmamba.report.tables import FORMS, write_table
 
 
 def build_sections(
@@ -50,10 +39,10 @@ def build_sections(
             note = f"Corpus {section.corpus}."
             if len(having) > 1:
                 note += f" The other corpora of this folder ({len(having) - 1}) have tables of their own."
+            section.arms |= kind.arms(section.records)
             for table in kind.tables(section.records):
                 section.tables.append(replace(table, name=table.name + label, notes=[*table.notes, note]))
-            with plots.house_style():
-                drawn = kind.figures(section.records) if figures else []
+            drawn = _drawn(kind, section.records) if figures else []
             section.figures += [replace(figure, name=figure.name + label) for figure in drawn]
     return sections
 
@@ -67,11 +56,7 @@ def format_table(records: Iterable[Record], kinds: Mapping[str, Kind] | None = N
 
 def table_files(records: Iterable[Record], kinds: Mapping[str, Kind] | None = None) -> dict[str, str]:
     """The text of every file in tables/, by file name."""
-    files: dict[str, str] = {}
-    for section in build_sections(records, figures=False, kinds=kinds):
-        for table in section.tables:
-            files |= {f"{table.name}.md": table.markdown(), f"{table.name}.csv": table.csv()}
-    return files
+    return _texts(build_sections(records, figures=False, kinds=kinds))
 
 
 def write_report(folder: str | Path, kinds: Mapping[str, Kind] | None = None) -> Path:
@@ -81,17 +66,30 @@ def write_report(folder: str | Path, kinds: Mapping[str, Kind] | None = None) ->
     are missing or broken.
     """
     folder = Path(folder)
-    records = read_records(folder)
-    sections = build_sections(records, kinds=kinds)
-    figures = {f"{figure.name}.png": figure.png for section in sections for figure in section.figures}
-    texts = {name: text.encode() for name, text in table_files(records, kinds).items()}
-    _replace_files(folder / "tables", texts, (".md", ".csv"))
-    _replace_files(folder / "figures", figures, (".png",))
+    sections = build_sections(read_records(folder), kinds=kinds)
+    figures = [figure for section in sections for figure in section.figures]
+    pictures = {f"{f.name}.png": f.png for f in figures} | {f"{f.name}.pdf": f.pdf for f in figures}
+    texts = {name: text.encode() for name, text in _texts(sections).items()}
+    _replace_files(folder / "tables", texts, tuple(f".{form}" for form in FORMS))
+    _replace_files(folder / "figures", pictures, (".png", ".pdf"))
     readme = folder / "README.md"
     page = folder / "report.html"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    page.write_text(render(text, [(s.corpus, s.records, s.tables, s.figures) for s in sections]), encoding="utf-8")
+    page.write_text(render(text, sections), encoding="utf-8")
     return page
+
+
+def _drawn(kind: Kind, records: list[Record]) -> list[Figure]:
+    with house_style():
+        wide = kind.figures(records)
+    with house_style(narrow=True):
+        narrow = kind.figures(records)
+    return [replace(figure, narrow=other.png) for figure, other in zip(wide, narrow)]
+
+
+def _texts(sections: Iterable[Section]) -> dict[str, str]:
+    tables = [table for section in sections for table in section.tables]
+    return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in FORMS}
 
 
 def _replace_files(folder: Path, files: dict[str, bytes], suffixes: tuple[str, ...]) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from packmamba.records import METRICS
-from packmamba.report import figures, tables
 from packmamba.report.figures import Figure
 from packmamba.report.summary import Record
 from packmamba.report.tables import Table
+from packmamba.report.training import throughput_legend, throughput_tables, training_legend, training_tables
+from packmamba.report.training_figures import throughput_figures, training_figures
 
 MakeTables = Callable[[Sequence[Record]], list[Table]]
 MakeFigures = Callable[[Sequence[Record]], list[Figure]]
@@ -17,6 +18,10 @@ MakeFigures = Callable[[Sequence[Record]], list[Figure]]
 
 def _nothing(records: Sequence[Record]) -> list:
     return []
+
+
+def _no_arms(records: Sequence[Record]) -> dict[str, str]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,9 @@ class Kind:
     metrics: tuple[str, ...] = ()
     """What the metrics of a record of this kind must hold, a number or null each."""
 
+    arms: Callable[[Sequence[Record]], dict[str, str]] = _no_arms
+    """What each arm of the tables does, by its name there: the page's legend."""
+
     def extended(self, tables: MakeTables = _nothing, figures: MakeFigures = _nothing) -> Kind:
         """This kind with further tables and figures after its own."""
         return replace(
@@ -40,7 +48,7 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "training": Kind(tables.training_tables, figures.training_figures, metrics=METRICS["training"]),
-    "throughput": Kind(tables.throughput_tables, figures.throughput_figures, metrics=METRICS["throughput"]),
+    "training": Kind(training_tables, training_figures, metrics=METRICS["training"], arms=training_legend),
+    "throughput": Kind(throughput_tables, throughput_figures, metrics=METRICS["throughput"], arms=throughput_legend),
 }
 """What the library knows. An experiment's own kinds are in its report.py."""

@@ -3,175 +3,127 @@
 from __future__ import annotations
 
 import base64
-import html
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from packmamba.report import summary, tables
+import jinja2
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from markupsafe import Markup
+
+from packmamba.report import summary
 from packmamba.report.figures import Figure
 from packmamba.report.summary import Record, flatten
 from packmamba.report.tables import Table
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --muted: #59636e; --line: #d9dee3; --page: #ffffff; --card: #f6f8fa;
-        --accent: #0072b2; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ec; --muted: #9aa4ae; --line: #343b43; --page: #14181d; --card: #1c2128; --accent: #6cb6e8; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); line-height: 1.55;
-       font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "Helvetica Neue", "DejaVu Sans", sans-serif; }
-main { max-width: 74rem; margin: 0 auto; padding: 3rem 1.5rem 5rem; }
-h1 { font-size: 2rem; line-height: 1.2; letter-spacing: -0.01em; margin: 0 0 0.6rem; text-wrap: balance; }
-h2 { font-size: 1.25rem; margin: 3rem 0 0.4rem; padding-top: 1.2rem; border-top: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 2rem 0 0.4rem; }
-p { max-width: 46rem; margin: 0.5rem 0; }
-.lead { font-size: 1.1rem; color: var(--muted); }
-.callout { max-width: 46rem; margin: 1.4rem 0; padding: 0.7rem 1rem; border-left: 4px solid var(--accent);
-           background: var(--card); border-radius: 0 6px 6px 0; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: 0.8rem; margin: 1.6rem 0 0; }
-.facts div { background: var(--card); border-radius: 8px; padding: 0.7rem 0.9rem; }
-.facts dt { font-size: 0.78rem; color: var(--muted); }
-.facts dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-.arms { max-width: 60rem; margin: 1.4rem 0 0; padding-left: 1.1rem; font-size: 0.95rem; }
-.scroll { overflow-x: auto; margin: 0.8rem 0 0.4rem; }
-table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; min-width: 60%; }
-th { font-weight: 600; color: var(--muted); font-size: 0.8rem; vertical-align: bottom; }
-th, td { padding: 0.45rem 0 0.45rem 1rem; text-align: right; border-bottom: 1px solid var(--line); }
-td { white-space: nowrap; }
-th.text, td.text { text-align: left; }
-th:first-child, td:first-child { padding-left: 0; }
-td.text:first-child { font-weight: 600; }
-.note { color: var(--muted); font-size: 0.86rem; margin: 0.2rem 0; max-width: 60rem; }
-figure { margin: 1.6rem 0 2.4rem; }
-figure img { width: 100%; height: auto; padding: 0.8rem; background: #fff; border: 1px solid var(--line);
-             border-radius: 8px; }
-figcaption { color: var(--muted); font-size: 0.88rem; max-width: 60rem; margin-top: 0.4rem; }
-code { font: 0.88em ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-details { margin: 1rem 0; }
-summary { cursor: pointer; font-weight: 600; }
-.keys td { text-align: left; white-space: normal; vertical-align: top; }
-.keys td:first-child { color: var(--muted); font-weight: 400; white-space: nowrap; }
-footer { margin-top: 3rem; color: var(--muted); font-size: 0.86rem; }
-@media print { main { padding: 0; } figure { break-inside: avoid; } }
-"""
 
-_ARMS = {
-    "single": "one document at a time",
-    "padded": "documents side by side, each filled up to the longest of its batch",
-    "packed-reset": "documents one after another in rows, convolution and state starting afresh in each",
-    "packed-leak": "the same rows as if each were one document: convolution and state run on from one into the next",
-    "packed-leak-conv": "the same, leaking through the convolution alone",
-    "packed-leak-scan": "the same, leaking through the state alone",
-    "packed-carry": "rows filled to the end, cut documents going on from their own state in a later row",
-}
+@dataclass
+class Section:
+    """All that is made of the records of one corpus. The first table is the headline."""
 
-Part = tuple[str, Sequence[Record], Sequence[Table], Sequence[Figure]]
-"""A corpus, its records, their tables (the headline first) and figures."""
+    corpus: str
+    records: list[Record]
+    tables: list[Table] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    arms: dict[str, str] = field(default_factory=dict)
+    """What each arm of the tables does."""
+
+    @property
+    def heading(self) -> str:
+        """The corpus by its name, or by the start of a hash."""
+        return f"Corpus {self.corpus[:12] if re.fullmatch('[0-9a-f]{16,}', self.corpus) else self.corpus}"
 
 
-def render(readme: str, parts: Sequence[Part]) -> str:
-    """The page. ``readme`` is the experiment's README.md, from which title and question are taken, or empty."""
-    records = [record for _, group, _, _ in parts for record in group]
-    title, question = _title_and_question(readme, records[0]["experiment"])
-    statement = tables.seeds_statement(records)
-    body = [f"<h1>{_inline(title)}</h1>"]
-    body += [f'<p class="lead">{_inline(question)}</p>'] if question else []
-    body.append(_facts(records))
-    body.append(_arms(records))
-    body += [f'<p class="callout">{html.escape(statement)}</p>'] if statement else []
-    for corpus, _, made, figures in parts:
-        heading = "Result" if len(parts) == 1 else f"Corpus {html.escape(corpus[:12])}"
-        body.append(f"<h2>{heading}</h2>")
-        body += [_table(made[0], statement)] if made else []
-        body += [_figure(figure) for figure in figures]
-        body += [_table(table, statement) for table in made[1:]]
-    body += ["<h2>Where this comes from</h2>", _provenance(records), _configuration(records)]
-    body.append(
-        f"<footer>Generated from {len(records)} records in <code>records/</code> by <code>python run.py report</code>; "
-        "every number here is also in <code>tables/</code>.</footer>"
+def render(readme: str, sections: Sequence[Section]) -> str:
+    """The page. ``readme`` is the README.md beside the records, or empty: its title and question come first, what it says
+    under a heading with "finding" before the tables, the rest behind them."""
+    records = [record for section in sections for record in section.records]
+    text = _read(readme)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(body)
-        + "\n</main>\n</body>\n</html>\n"
+    environment.filters |= {
+        "typeset": _typeset,
+        "base64": lambda content: base64.b64encode(content).decode(),
+    }
+    arms = {arm: what for section in sections for arm, what in section.arms.items()}
+    return environment.get_template("page.html").render(
+        title=text.title or f"PackMamba: {Path(records[0]['experiment']).name}",
+        question=text.question,
+        findings=[part for part in text.parts if "finding" in part.heading.lower()],
+        others=[part for part in text.parts if "finding" not in part.heading.lower()],
+        facts=_facts(records),
+        arms=arms,
+        sections=sections,
+        provenance=_provenance(records),
+        configuration=_configuration(records),
+        count=len(records),
     )
 
 
-def _title_and_question(readme: str, experiment: str) -> tuple[str, str]:
-    """The first heading, and the first paragraph under a heading that says question, else of the README."""
-    title, heading, new = "", "", True
-    paragraphs: list[tuple[str, str]] = []
-    for line in map(str.strip, readme.splitlines()):
-        if line.startswith("#"):
-            heading = line.lstrip("# ")
-            title = title or heading
-        elif line and new:
-            paragraphs.append((heading, line))
-        elif line:
-            paragraphs[-1] = (heading, f"{paragraphs[-1][1]} {line}")
-        new = not line or line.startswith("#")
-    asked = [text for under, text in paragraphs if "question" in under.lower()] or [text for _, text in paragraphs]
-    return title or f"PackMamba: {Path(experiment).name}", asked[0] if asked else ""
+class _Part(NamedTuple):
+    heading: str
+    html: Markup
 
 
-def _inline(text: str) -> str:
-    """Markdown's code, emphasis and links in one paragraph; links keep their text only."""
-    text = html.escape(text, quote=False)
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
-    return re.sub(r"\*\*([^*]*)\*\*", r"<strong>\1</strong>", text)
+class _Readme(NamedTuple):
+    title: Markup
+    question: Markup
+    parts: list[_Part]
 
 
-def _facts(records: Sequence[Record]) -> str:
-    training = summary.of_kind(records, "training")
-    facts: dict[str, Any] = {"Arms": len({record["arm"] for record in records})}
-    facts["Seeds"] = len({record["seed"] for record in records})
-    if training:
-        facts["Parameters"] = _range(training, "parameters")
-        facts["Real tokens per run"] = _range(training, "real_tokens")
-        facts["Optimizer steps"] = _range(training, "steps")
-    facts["Hardware"] = " / ".join(_unique(_hardware(record) for record in records))
-    items = (f"<div><dt>{name}</dt><dd>{html.escape(str(value))}</dd></div>" for name, value in facts.items())
-    return f'<dl class="facts">{"".join(items)}</dl>'
+def _read(readme: str) -> _Readme:
+    """The README in parts, by its second-level headings. What is HTML there is shown as it is written; links keep their text
+    and pictures go: a page asks nobody for them, and the figures are on it."""
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    for rule in ("link_open", "link_close", "image"):
+        markdown.add_render_rule(rule, lambda *_: "")
+    markdown.add_render_rule("softbreak", lambda *_: " ")
 
+    def render_tokens(tokens: Sequence[Token]) -> Markup:
+        return Markup(markdown.renderer.render(tokens, markdown.options, {}).strip())
 
-def _arms(records: Sequence[Record]) -> str:
-    """What the schemes among the arms do."""
-    present = {record["arm"].partition(" ")[0] for record in records}
-    lines = [f"<li><strong>{name}</strong>: {text}</li>" for name, text in _ARMS.items() if name in present]
-    return f'<ul class="arms">{"".join(lines)}</ul>' if lines else ""
-
-
-def _table(table: Table, shown: str | None) -> str:
-    """``shown`` is a note that stands elsewhere on the page already."""
-    kinds = ["" if column.numeric else ' class="text"' for column in table.columns]
-    head = "".join(f"<th{kind}>{html.escape(column.title)}</th>" for kind, column in zip(kinds, table.columns))
-    rows = "".join(
-        "<tr>" + "".join(f"<td{kind}>{_typeset(cell.text)}</td>" for kind, cell in zip(kinds, row)) + "</tr>\n"
-        for row in table.rows
+    title, heading, asked = Markup(""), "", None
+    parts: dict[str, list[Token]] = {}
+    tokens = markdown.parse(readme)
+    paragraphs = []
+    for i, token in enumerate(tokens):
+        inside = tokens[i - 1].tag if i and tokens[i - 1].type == "heading_open" else ""
+        if inside == "h1" and not title:
+            title = render_tokens([token])
+        elif inside == "h2":
+            heading = token.content
+        elif token.tag not in ("h1", "h2"):
+            parts.setdefault(heading, []).append(token)
+        if i and tokens[i - 1].type == "paragraph_open" and token.level == 1:
+            paragraphs.append((heading, i))
+    asked = next(
+        (i for under, i in paragraphs if "question" in under.lower()), paragraphs[0][1] if paragraphs else None
     )
-    notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in table.notes if note != shown)
-    return (
-        f"<h3>{html.escape(table.title)}</h3>\n"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n{notes}'
-    )
+    lead = tokens[asked - 1 : asked + 2] if asked else []
+    kept = {name: [token for token in each if token not in lead] for name, each in parts.items()}
+    question = render_tokens(lead[1:2])
+    return _Readme(title, question, [_Part(name, render_tokens(each)) for name, each in kept.items() if each])
 
 
-def _figure(figure: Figure) -> str:
-    data = base64.b64encode(figure.png).decode()
-    caption = html.escape(figure.caption)
-    return (
-        f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
-    )
+def _facts(records: Sequence[Record]) -> dict[str, str]:
+    facts = {"Arms": str(len({record["arm"] for record in records}))}
+    facts["Seeds"] = str(len({record["seed"] for record in records}))
+    training = summary.frame(records, "training")
+    if not training.empty:
+        for title, metric in (("Parameters", "parameters"), ("Real tokens per run", "real_tokens"), ("Steps", "steps")):
+            low, high = training[metric].min(), training[metric].max()
+            facts[title] = f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+    return facts | {"Hardware": " / ".join(_unique(_hardware(record) for record in records))}
 
 
-def _provenance(records: Sequence[Record]) -> str:
+def _provenance(records: Sequence[Record]) -> dict[str, list[str]]:
     times = sorted(record["time"] for record in records)
-    rows = {
+    return {
         "Commit": _unique(_commit(record) for record in records),
         "Hardware": _unique(_hardware(record, full=True) for record in records),
         "Versions": _unique(
@@ -181,34 +133,16 @@ def _provenance(records: Sequence[Record]) -> str:
         "Corpus": _unique(record["corpus_hash"] for record in records),
         "Recorded": [times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"],
     }
-    body = "".join(
-        f"<tr><td>{name}</td><td>{'<br>'.join(f'<code>{html.escape(value)}</code>' for value in values)}</td></tr>\n"
-        for name, values in rows.items()
-    )
-    return f'<div class="scroll"><table class="keys"><tbody>{body}</tbody></table></div>'
 
 
-def _configuration(records: Sequence[Record]) -> str:
-    """What all records share, and what each arm sets differently."""
-    flat = [(record["kind"], record["arm"], flatten(record["config"])) for record in records]
-    keys = sorted({key for _, _, config in flat for key in config})
-    values = {key: _unique(_shown(config[key]) for _, _, config in flat if key in config) for key in keys}
-    rows = "".join(
-        f"<tr><td><code>{html.escape(key)}</code></td><td><code>{html.escape(', '.join(found))}</code></td></tr>\n"
-        for key, found in values.items()
-    )
-    return (
-        "<details><summary>Configuration (every key; several values where records differ)</summary>\n"
-        f'<div class="scroll"><table class="keys"><tbody>{rows}</tbody></table></div></details>'
-    )
-
-
-def _range(records: Sequence[Record], metric: str) -> str:
-    values = [record["metrics"][metric] for record in records if record["metrics"][metric] is not None]
-    if not values:
-        return "-"
-    low, high = min(values), max(values)
-    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+def _configuration(records: Sequence[Record]) -> dict[str, list[str]]:
+    """Each key with its values in all records."""
+    configs = [flatten(record["config"]) for record in records]
+    keys = sorted({key for config in configs for key in config})
+    return {
+        key: _unique("null" if config[key] is None else str(config[key]) for config in configs if key in config)
+        for key in keys
+    }
 
 
 def _commit(record: Record) -> str:
@@ -230,14 +164,10 @@ def _hardware(record: Record, full: bool = False) -> str:
     return ", ".join(names)
 
 
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
-
-
 def _typeset(text: str) -> str:
-    """Escaped, with a true minus sign before digits and a multiplication sign for speedups."""
-    return re.sub(r"(?<=\d)x$", "×", re.sub(r"(?<![\w.])-(?=\d)", "−", html.escape(text)))
+    """With a true minus sign before digits and a multiplication sign for speedups."""
+    return re.sub(r"(?<=\d)x$", "×", re.sub(r"(?<![\w.])-(?=\d)", "−", text))
 
 
-def _unique(values: Iterable[str]) -> list[str]:
+def _unique(values: Iterable[Any]) -> list[str]:
     return sorted(set(values))

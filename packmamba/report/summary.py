@@ -1,95 +1,30 @@
-"""What records say when they are put together: arms, seeds, paired differences, speedups.
+"""What records say when they are put together: a data frame, arms, intervals, speedups.
 
 Tables and figures take every number from here, so that both show the same.
 """
 
 from __future__ import annotations
 
+import math
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy import stats
 
 Record = Mapping[str, Any]
 
-ARM_ORDER = ("single", "padded", "packed-reset", "packed-leak", "packed-leak-conv", "packed-leak-scan", "packed-carry")
-BASELINES = ("padded", "single")
+SCHEMES = ("single", "padded", "packed-reset", "packed-leak", "packed-leak-conv", "packed-leak-scan", "packed-carry")
+BASELINES = ("padded", "single", "packed-reset")
+"""The scheme that the others of the same setting are compared with: the first of these that is there, else the first arm."""
 PARITY_SEEDS = 5
 """A claim of parity needs at least this many seeds (three for other claims on accuracy)."""
 
 # Differences in these keys do not make another experiment of the same arm.
-_BOOKKEEPING = {"name", "experiment", "seed", "runs_dir", "run", "data.cache_dir", "trainer.checkpoint_every"}
-# Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom from 1.
-_T95 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
-    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-
-
-@dataclass
-class Arm:
-    """The records of one arm under one configuration, by seed; of a repeated run the latest.
-
-    What follows the first space of an arm's name is its setting, a point of a sweep's grid: ``padded d_model=64``.
-    """
-
-    name: str
-    variant: tuple[tuple[str, Any], ...] = ()
-    """The configuration keys, with their values, in which records of one arm differ."""
-    by_seed: dict[int, Record] = field(default_factory=dict)
-
-    @property
-    def scheme(self) -> str:
-        return self.name.partition(" ")[0]
-
-    @property
-    def setting(self) -> str:
-        return self.name.partition(" ")[2]
-
-    @property
-    def label(self) -> str:
-        settings = ", ".join(f"{key}={value}" for key, value in self.variant)
-        return f"{self.name} ({settings})" if settings else self.name
-
-    def values(self, metric: str) -> list[float]:
-        """The metric of every seed in which it is finite, by seed."""
-        found = (self.by_seed[seed]["metrics"].get(metric) for seed in sorted(self.by_seed))
-        return [value for value in found if value is not None]
-
-    def mean(self, metric: str) -> float | None:
-        """Over seeds; None if no seed has the metric."""
-        values = self.values(metric)
-        return statistics.fmean(values) if values else None
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean of one arm's metric minus another's over the seeds they share, with its 95 % confidence interval."""
-
-    mean: float
-    half_width: float | None
-    """None with one seed: no interval, no claim."""
-    seeds: int
-
-    @property
-    def low(self) -> float | None:
-        return None if self.half_width is None else self.mean - self.half_width
-
-    @property
-    def high(self) -> float | None:
-        return None if self.half_width is None else self.mean + self.half_width
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast an arm goes. ``speedup`` compares real tokens per second with ``single`` timed in the same run."""
-
-    real_tokens_per_second: float | None
-    slots_per_second: float | None
-    padding_fraction: float | None
-    speedup: float | None
-    interleaved: bool
+_BOOKKEEPING = ("name", "experiment", "output", "seed", "runs_dir", "run", "data.cache_dir", "trainer.checkpoint_every")
 
 
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
@@ -104,88 +39,162 @@ def by_corpus(records: Iterable[Record]) -> dict[str, list[Record]]:
     return groups
 
 
-def arm_rank(name: str) -> tuple[list[tuple[int, str]], int, str]:
-    """Sorts arms: by setting, then the known ones as ARM_ORDER has them, then others by name."""
-    scheme, _, setting = name.partition(" ")
-    return (natural(setting), ARM_ORDER.index(scheme) if scheme in ARM_ORDER else len(ARM_ORDER), name)
+def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
+    """One row for each record of the kind, by time. Columns: the record's own keys, ``config.<key>`` for every key of the
+    flattened configuration, ``curves.<name>``, and the metrics by their names: floats, NaN where they are null."""
+    chosen = of_kind(records, kind)
+    rows = pd.DataFrame(
+        [
+            {key: value for key, value in record.items() if key not in ("config", "curves", "metrics")}
+            | {f"config.{key}": value for key, value in flatten(record["config"]).items()}
+            | {f"curves.{name}": points for name, points in record["curves"].items()}
+            for record in chosen
+        ],
+        dtype=object,
+    )
+    metrics = pd.DataFrame([record["metrics"] for record in chosen], dtype=float)
+    joined = pd.concat([rows.where(rows.notna(), None), metrics], axis=1)
+    return joined.sort_values("time", kind="stable", ignore_index=True) if chosen else joined
+
+
+class Interval(NamedTuple):
+    """A mean with its 95 % confidence interval by Student's t; ``low`` and ``high`` are NaN with one value: no claim."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+def interval(values: pd.Series) -> Interval | None:
+    """Over the values that are not NaN; None without any. The difference of two arms' metrics is paired by seed."""
+    values = values.dropna()
+    if values.empty:
+        return None
+    # The quantile to three decimals, as books print it, so that intervals published before scipy made them stay.
+    half = round(stats.t.ppf(0.975, len(values) - 1), 3) * values.sem() if len(values) > 1 else math.nan
+    return Interval(values.mean(), values.mean() - half, values.mean() + half, len(values))
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """The runs of one arm under one configuration.
+
+    What follows the first space of an arm's name is its setting, a point of a sweep's grid: ``padded d_model=64``.
+    """
+
+    name: str
+    variant: tuple[tuple[str, Any], ...]
+    """The configuration keys, with their values, in which records of one arm differ."""
+    runs: pd.DataFrame
+    """Rows of ``frame`` by seed; of a repeated run the latest."""
+
+    @property
+    def scheme(self) -> str:
+        """What the arm does with documents, by its configuration: one of ``SCHEMES`` unless its boundary is another."""
+        config = self.runs.iloc[0]
+        strategy, boundary = config.get("config.data.strategy"), config.get("config.trainer.boundary") or "reset"
+        return strategy if strategy in SCHEMES else f"packed-{boundary.replace('_', '-')}"
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        """Arms that differ in it are not compared."""
+        return repr(self.variant), self.name.partition(" ")[2]
+
+    @property
+    def title(self) -> str:
+        return self.name.partition(" ")[0]
+
+    @property
+    def label(self) -> str:
+        settings = ", ".join(f"{key}={value}" for key, value in self.variant)
+        return f"{self.name} ({settings})" if settings else self.name
+
+    def __getitem__(self, metric: str) -> pd.Series:
+        """By seed; NaN where it was null or is missing."""
+        return self.runs[metric] if metric in self.runs else pd.Series(math.nan, self.runs.index)
+
+    def has(self, settings: Iterable[tuple[str, Any]]) -> bool:
+        """Whether these configuration keys have these values."""
+        return all(self.runs.iloc[0].get(f"config.{key}") == value for key, value in settings)
+
+    def points(self, curve: str) -> pd.DataFrame:
+        """The curve's points with a finite loss, of all seeds, with a column ``seed``."""
+        curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
+        points = pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
+        return points if points.empty else points[points["loss"].notna()]
+
+
+class Speed(NamedTuple):
+    """How fast an arm goes. ``speedup`` compares real tokens per second with single timed in the same run; NaN if unknown."""
+
+    real_tokens_per_second: float
+    slots_per_second: float
+    padding_fraction: float
+    speedup: float
+    interleaved: bool
 
 
 def training_arms(records: Iterable[Record]) -> list[Arm]:
-    """The arms of training records of one corpus; an arm run under several configurations appears once for each."""
-    training = sorted(of_kind(records, "training"), key=lambda record: record["time"])
-    keys = _varying_keys(training)
-    arms: dict[tuple[str, str], Arm] = {}
-    for record in training:
-        flat = flatten(record["config"])
-        variant = tuple((key, flat.get(key)) for key in keys)
-        arm = arms.setdefault((record["arm"], repr(variant)), Arm(record["arm"], variant))
-        arm.by_seed[record["seed"]] = record
-    return sorted(arms.values(), key=lambda arm: (natural(repr(arm.variant)), arm_rank(arm.name)))
+    """All arms that were trained, as tables show them."""
+    runs = frame(records, "training")
+    if runs.empty:
+        return []
+    settings = [key for key in runs if key.startswith("config.") and key.removeprefix("config.") not in _BOOKKEEPING]
+    differ = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
+    keys = sorted(differ.index[differ])
+    runs["variant"] = [tuple((key.removeprefix("config."), run[key]) for key in keys) for _, run in runs.iterrows()]
+    arms = []
+    for (name, _), group in runs.groupby(["arm", runs["variant"].map(repr)]):
+        latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
+        arms.append(Arm(name, group["variant"].iloc[0], latest))
+    return _in_order(arms)
 
 
-def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
-    """The arm that the others of the same setting are compared with: padded, else single."""
-    peers = {peer.scheme: peer for peer in arms if (peer.setting, peer.variant) == (arm.setting, arm.variant)}
-    return next((peers[name] for name in BASELINES if name in peers), None)
+def timed_arms(records: Iterable[Record]) -> list[Arm]:
+    """All arms whose steps were timed; arms of one ``config["run"]`` were timed together, and only those are one setting."""
+    runs = frame(records, "throughput")
+    if runs.empty:
+        return []
+    arms = [
+        Arm(name, (("run", run),), group.tail(1).set_index("seed"))
+        for (name, run), group in runs.groupby(["arm", runs["config.run"].map(str)])
+    ]
+    return _in_order(arms)
 
 
-def paired_difference(arm: Arm, baseline: Arm, metric: str) -> Difference | None:
-    """Seed by seed; None if they share no seed in which both are finite."""
-    differences = []
-    for seed in sorted(arm.by_seed.keys() & baseline.by_seed.keys()):
-        a, b = (side.by_seed[seed]["metrics"].get(metric) for side in (arm, baseline))
-        if a is not None and b is not None:
-            differences.append(a - b)
-    n = len(differences)
-    if n == 0:
-        return None
-    half_width = t95(n - 1) * statistics.stdev(differences) / n**0.5 if n > 1 else None
-    return Difference(statistics.fmean(differences), half_width, n)
+def _in_order(arms: Sequence[Arm]) -> list[Arm]:
+    """By setting, then the first arm of each scheme as in SCHEMES, then further arms of these schemes; first is by time."""
+    by_time = sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name))
+    places = [(arm.setting, arm.scheme) for arm in by_time]
+    keyed = [
+        (tuple(map(natural, arm.setting)), places[:i].count(places[i]), (*SCHEMES, arm.scheme).index(arm.scheme), i)
+        for i, arm in enumerate(by_time)
+    ]
+    return [by_time[i] for *_, i in sorted(keyed)]
 
 
-def t95(degrees: int) -> float:
-    """Half width of a 95 % interval in standard errors (Student's t)."""
-    return _T95[degrees - 1] if degrees <= len(_T95) else 1.95996 + 2.3722 / degrees + 2.8225 / degrees**2
+def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
+    """The arm that the others of the same setting are compared with."""
+    peers = [peer for peer in arms if peer.setting == arm.setting]
+    return next((peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), peers[0])
 
 
-def throughput_runs(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
-    """Throughput records by config["run"], then arm: only arms of one run were timed together."""
-    runs: dict[str, dict[str, Record]] = {}
-    for record in sorted(of_kind(records, "throughput"), key=lambda record: record["time"]):
-        runs.setdefault(str(record["config"].get("run")), {})[record["arm"]] = record
-    return {run: dict(sorted(runs[run].items(), key=lambda item: arm_rank(item[0]))) for run in sorted(runs)}
+def speedup(arm: Arm, timed: Sequence[Arm]) -> float:
+    """Real tokens per second of a timed arm over those of single in the same setting; NaN without one."""
+    single = [peer for peer in timed if peer.setting == arm.setting and peer.scheme == "single"]
+    rate = "real_tokens_per_second"
+    return arm[rate].mean() / single[0][rate].mean() if single else math.nan
 
 
-def speedup(arms: Mapping[str, Record], name: str) -> float | None:
-    """Real tokens per second of an arm over those of single of the same setting, both timed in one run."""
-    single = " ".join(["single", *name.split(" ")[1:]])
-    rates = [arms[arm]["metrics"]["real_tokens_per_second"] if arm in arms else None for arm in (name, single)]
-    return rates[0] / rates[1] if rates[0] and rates[1] else None
-
-
-def speed_of(arm: Arm, records: Iterable[Record]) -> Speed:
-    """From interleaved timings of the same configuration if there are any (the median run), else from the training."""
-    timed = []
-    for arms in throughput_runs(records).values():
-        if arm.name in arms:
-            flat = flatten(arms[arm.name]["config"])
-            if all(flat.get(key) == value for key, value in arm.variant):
-                timed.append((speedup(arms, arm.name), arms[arm.name]["metrics"]))
-    if not timed:
-        names = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
-        real, slots, padding = (arm.mean(name) for name in names)
-        return Speed(real, slots, padding, None, interleaved=False)
-    timed.sort(key=lambda item: item[0] or 0.0)
-    ratio, metrics = timed[(len(timed) - 1) // 2]
-    return Speed(
-        metrics["real_tokens_per_second"], metrics["slots_per_second"], metrics["padding_fraction"], ratio, True
-    )
-
-
-def fewest_seeds(records: Iterable[Record]) -> int | None:
-    """Seeds of the training arm that has the fewest; None without training records."""
-    counts = [len(arm.by_seed) for group in by_corpus(records).values() for arm in training_arms(group)]
-    return min(counts, default=None)
+def speed_of(arm: Arm, timed: Sequence[Arm]) -> Speed:
+    """From timed steps of the same configuration if there are any (of several runs the median), else from the training."""
+    same = [peer for peer in timed if peer.name == arm.name and peer.has(arm.variant)]
+    same.sort(key=lambda peer: np.nan_to_num(speedup(peer, timed)))
+    chosen = same[(len(same) - 1) // 2] if same else arm
+    names = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
+    real, slots, padding = (chosen[name].mean() for name in names)
+    return Speed(real, slots, padding, speedup(chosen, timed) if same else math.nan, bool(same))
 
 
 def natural(text: str) -> list[tuple[int, str]]:
@@ -197,18 +206,5 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
-
-
-def _varying_keys(records: Sequence[Record]) -> list[str]:
-    seen: dict[tuple[str, str], set[str]] = {}
-    flat = [(record["arm"], flatten(record["config"])) for record in records]
-    keys = {key for _, config in flat for key in config if key not in _BOOKKEEPING}
-    for arm, config in flat:
-        for key in keys:  # one that a record does not have differs too
-            seen.setdefault((key, arm), set()).add(repr(config.get(key)))
-    return sorted({key for (key, _), values in seen.items() if len(values) > 1})

@@ -1,0 +1,233 @@
+"""Tables of trained arms and of timed optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pandas as pd
+
+from packmamba.report import summary
+from packmamba.report.summary import PARITY_SEEDS, Arm, Interval, Record, Speed
+from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
+
+_DIFFERENCE = ("difference", "difference_low", "difference_high", "pairs")
+_SAID = {f"config.{key}" for key in ("data.strategy", "trainer.boundary", "name", "seed", "run")}
+_PAIRED = {"val_loss": "validation loss", "val_loss_start": "loss, first 32 tokens"}
+
+
+_SCHEMES = {
+    "single": "one document at a time",
+    "padded": "each document in a row of its own, filled up to the longest of its batch",
+    "packed-reset": "documents one after another in rows; convolution and state start afresh in each",
+    "packed-leak": "documents one after another in rows; convolution and state run on from one into the next",
+    "packed-leak-conv": "documents one after another in rows; the convolution runs on from one into the next, the state does not",
+    "packed-leak-scan": "documents one after another in rows; the state runs on from one into the next, the convolution does not",
+    "packed-carry": "rows filled to the end; a document that a row cuts goes on from its own state in a later row",
+}
+
+
+def training_tables(records: Sequence[Record]) -> list[Table]:
+    """Quality and speed of every arm, then paired differences with their intervals; ``records`` are of one corpus."""
+    arms = summary.training_arms(records)
+    if not arms:
+        return []
+    timed = summary.timed_arms(records)
+    speeds = [summary.speed_of(arm, timed) for arm in arms]
+    tables = [_arms(arms, speeds), _differences(arms), _positions(arms)]
+    if statement := seeds_statement(records):
+        tables[0].notes.append(statement)
+    return [table for table in tables if table.rows]
+
+
+def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
+    seeds = sorted({seed for arm in arms for seed in arm.runs.index})
+    columns: list[tuple[Column, Callable[[Arm, Speed], Cell]]] = [
+        (Column("arm", ("arm",), False), lambda arm, _: word(arm.label)),
+        (Column("seeds", ("seeds",)), lambda arm, _: _seeds(arm, len(seeds))),
+        (Column("real tokens", ("real_tokens",)), lambda arm, _: number(arm["real_tokens"].mean(), ",.0f")),
+        (Column("validation loss", _with_sd("val_loss")), lambda arm, _: mean_sd(arm["val_loss"])),
+        (
+            Column(f"minus {versus(arms)} [95% CI]", _DIFFERENCE),
+            lambda arm, _: _difference(difference(arm, arms, "val_loss")),
+        ),
+        (Column("loss, first 32 tokens", _with_sd("val_loss_start")), lambda arm, _: mean_sd(arm["val_loss_start"])),
+        (
+            Column("loss, evaluated as trained", _with_sd("val_loss_as_trained")),
+            lambda arm, _: mean_sd(arm["val_loss_as_trained"]),
+        ),
+        (
+            Column("real tokens/s", ("real_tokens_per_second",)),
+            lambda _, speed: number(speed.real_tokens_per_second, ",.0f"),
+        ),
+        (Column("padding", ("padding_fraction",)), lambda _, speed: percent(speed.padding_fraction)),
+        (Column("speedup over single", ("speedup",)), lambda _, speed: number(speed.speedup, ".2f", "x")),
+        (Column("peak memory", ("peak_memory_bytes",)), lambda arm, _: gibibytes(arm["peak_memory_bytes"].mean())),
+    ]
+    for metric in ("val_loss_as_trained", "peak_memory_bytes"):  # columns that may have nothing to show
+        if not any(arm[metric].notna().any() for arm in arms):
+            columns = [pair for pair in columns if metric not in pair[0].names]
+    table = Table("training", "Validation loss and speed by arm", [column for column, _ in columns])
+    table.rows = [[cell(arm, speed) for _, cell in columns] for arm, speed in zip(arms, speeds)]
+    table.notes = [
+        "Losses are nats per real target. Validation runs one document at a time from zero state, for every arm alike.",
+        "Real tokens/s, padding and speedup: whole optimizer steps, arms interleaved in one process, medians."
+        if all(speed.interleaved for speed in speeds)
+        else "Real tokens/s and padding of arms without a speedup are of their own training runs: not a comparison.",
+    ]
+    if any(arm["val_loss"].count() < len(seeds) for arm in arms):
+        table.notes.append("Seeds: 4 of 5 means that one run diverged or is missing. Means are over the others.")
+    return table
+
+
+def _differences(arms: Sequence[Arm]) -> Table:
+    """Only with intervals: from two seeds on."""
+    columns = [Column("arm", ("arm",), False), Column("minus", ("baseline",), False)]
+    columns += [
+        Column(f"{title} [95% CI]", tuple(name.replace("difference", metric) for name in _DIFFERENCE))
+        for metric, title in _PAIRED.items()
+    ]
+    table = Table("differences", "Paired differences over seeds, in nats per target", columns)
+    for arm in arms:
+        found = [difference(arm, arms, metric) for metric in _PAIRED]
+        if any(one and one.n > 1 for one in found):
+            baseline = summary.baseline_of(arm, arms)
+            table.rows.append([word(arm.label), word(baseline.label), *map(_difference, found)])
+    table.notes = ["Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."]
+    return table
+
+
+def _positions(arms: Sequence[Arm]) -> Table:
+    paired = {arm.label: by_position(arm, arms) for arm in arms}
+    paired = {label: found for label, found in paired.items() if any(one.n > 1 for *_, one in found)}
+    table = Table(
+        "loss-by-position",
+        f"Loss by position in the document, minus {versus(arms)}, in nats per target",
+        [Column("from token", ("start",)), Column("to token", ("end",))]
+        + [Column(f"{label} [95% CI]", tuple(f"{label}_{name}" for name in _DIFFERENCE)) for label in paired],
+    )
+    places = sorted({(start, end) for found in paired.values() for start, end, _ in found})
+    for place in places:
+        cells = [next((one for *where, one in found if (*where,) == place), None) for found in paired.values()]
+        table.rows.append([number(place[0], ",.0f"), number(place[1] - 1, ",.0f"), *map(_difference, cells)])
+    every = [one for found in paired.values() for *_, one in found]
+    excluding = sum(one.low > 0 or one.high < 0 for one in every)
+    table.notes = [
+        f"Paired over seeds. {excluding} of {len(every)} intervals exclude zero; one in twenty would by chance."
+    ]
+    return table
+
+
+def throughput_tables(records: Sequence[Record]) -> list[Table]:
+    """Interleaved timings, arms of one run together; ``records`` are of one corpus."""
+    timed = summary.timed_arms(records)
+    columns: list[tuple[Column, Callable[[Arm], Cell]]] = [
+        (Column("arm", ("arm",), False), lambda arm: word(arm.name)),
+        (Column("rounds", ("rounds",)), lambda arm: number(arm["rounds"].mean(), ".0f")),
+        (
+            Column("seconds/step, median", ("seconds_per_step_median",)),
+            lambda arm: number(arm["seconds_per_step_median"].mean(), ".4g"),
+        ),
+        (
+            Column("interquartile range", ("seconds_per_step_spread",)),
+            lambda arm: number(arm["seconds_per_step_spread"].mean(), ".2g"),
+        ),
+        (
+            Column("real tokens/s", ("real_tokens_per_second",)),
+            lambda arm: number(arm["real_tokens_per_second"].mean(), ",.0f"),
+        ),
+        (Column("slots/s", ("slots_per_second",)), lambda arm: number(arm["slots_per_second"].mean(), ",.0f")),
+        (Column("padding", ("padding_fraction",)), lambda arm: percent(arm["padding_fraction"].mean())),
+        (Column("speedup over single", ("speedup",)), lambda arm: number(summary.speedup(arm, timed), ".2f", "x")),
+        (Column("run", ("run",)), lambda arm: word(dict(arm.variant)["run"])),
+    ]
+    table = Table(
+        "throughput",
+        "Time of optimizer steps, arms interleaved in one process",
+        [column for column, _ in columns],
+        [[cell(arm) for _, cell in columns] for arm in timed],
+        ["Only arms of one run are compared. Speedup is the ratio of real tokens per second."],
+    )
+    return [table] if timed else []
+
+
+def training_legend(records: Sequence[Record]) -> dict[str, str]:
+    """What each trained arm does."""
+    return _legend(summary.training_arms(records))
+
+
+def throughput_legend(records: Sequence[Record]) -> dict[str, str]:
+    """What each timed arm does."""
+    return _legend(summary.timed_arms(records))
+
+
+def _legend(arms: Sequence[Arm]) -> dict[str, str]:
+    """By name without a setting: the scheme, and the keys whose values are not those of most arms of the same setting."""
+    legend: dict[str, str] = {}
+    for arm in arms:
+        peers = [peer.runs.iloc[0].filter(like="config.").map(repr) for peer in arms if peer.setting == arm.setting]
+        usual = pd.DataFrame(peers).mode().iloc[0]
+        config = arm.runs.iloc[0]
+        keys = [key for key in usual.index if key not in _SAID and repr(config[key]) != usual[key]]
+        keys = ["config.data.strategy"] * (arm.scheme not in ("single", "padded")) + keys
+        own = ", ".join(f"{key.removeprefix('config.')}={config[key]}" for key in keys if key in config)
+        what = _SCHEMES.get(arm.scheme, f"documents in rows, boundary {arm.scheme.removeprefix('packed-')}")
+        legend.setdefault(arm.title, f"{what} ({own})" if own else what)
+    return legend
+
+
+def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Interval | None:
+    """The arm's metric minus its baseline's, paired by seed; None for the baseline, or without shared seeds."""
+    baseline = summary.baseline_of(arm, arms)
+    return None if baseline is arm else summary.interval(arm[metric] - baseline[metric])
+
+
+def by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Interval]]:
+    """Of each stretch of positions, from and up to: the arm's loss minus its baseline's, paired by seed."""
+    baseline = summary.baseline_of(arm, arms)
+    if baseline is arm:
+        return []
+    sides = [side.points("loss_by_position") for side in (arm, baseline)]
+    if any(points.empty for points in sides):
+        return []
+    keys = ["start", "end", "seed"]
+    ours, theirs = (points.set_index(keys)["loss"].astype(float) for points in sides)
+    paired = (ours - theirs).dropna().groupby(level=["start", "end"])
+    return [(start, end, one) for (start, end), values in paired if (one := summary.interval(values))]
+
+
+def versus(arms: Sequence[Arm]) -> str:
+    """The names, without their settings, of the arms that others are compared with."""
+    return " or ".join(sorted({summary.baseline_of(arm, arms).title for arm in arms}))
+
+
+def seeds_statement(records: Iterable[Record]) -> str | None:
+    """What the number of seeds allows to be claimed; None without training records or with seeds enough."""
+    groups = summary.by_corpus(records).values()
+    fewest = min((len(arm.runs) for group in groups for arm in summary.training_arms(group)), default=PARITY_SEEDS)
+    if fewest >= PARITY_SEEDS:
+        return None
+    if fewest == 1:
+        return (
+            "One seed: this shows speed, padding and learning curves; parity claims need the longer run with at least "
+            "five seeds."
+        )
+    return f"{fewest} seeds: differences carry their intervals; parity claims need at least five seeds."
+
+
+def _seeds(arm: Arm, expected: int) -> Cell:
+    finite = int(arm["val_loss"].count())
+    return Cell(str(finite) if finite == expected else f"{finite} of {expected}", (len(arm.runs),))
+
+
+def _difference(found: Interval | None) -> Cell:
+    if found is None:
+        return Cell("-", (None, None, None, None))
+    # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
+    values = pd.Series(found[:3]).dropna()
+    form = "+.4f" if values.abs().max() >= 1e-4 else "+.1e"
+    mean, *bounds = (f"{value:{form}}" for value in values)
+    return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else f"{mean} (no claim)", tuple(found))
+
+
+def _with_sd(metric: str) -> tuple[str, str]:
+    return metric, f"{metric}_sd"

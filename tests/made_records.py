@@ -1,0 +1,80 @@
+"""Invented records, and the tables made of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from experiments.packing.report import KINDS as PACKING
+from packmamba.records import METRICS, append_record, make_record
+from packmamba.report.folder import table_files
+
+TIME = "2030-01-01T00:00:00+00:00"
+SCHEMES = {
+    arm: {"data": {"strategy": strategy}, "trainer": {"boundary": boundary}}
+    for arm, strategy, boundary in (
+        ("single", "single", "reset"),
+        ("padded", "padded", "reset"),
+        ("packed-reset", "greedy", "reset"),
+        ("packed-leak", "greedy", "leak"),
+        ("mine", "best_fit", "reset"),
+    )
+}
+
+
+def training(arm, seed=0, loss=2.0, corpus="corpus-a", config=None, time=TIME, **metrics):
+    values = dict.fromkeys(METRICS["training"]) | {
+        "steps": 10,
+        "real_tokens": 1000,
+        "val_loss": loss,
+        "val_loss_start": loss + 1,
+        "real_tokens_per_second": 100.0,
+        "slots_per_second": 125.0,
+        "padding_fraction": 0.2,
+    }
+    curves = {
+        "train": [],
+        "validation": [
+            {"step": step, "real_tokens": 100 * step, "seconds": step / 7, "loss": loss + 1 / (1 + step)}
+            for step in (0, 5, 10)
+        ],
+        "loss_by_position": [
+            {"start": 0, "end": 8, "loss": loss + 1, "count": 80},
+            {"start": 8, "end": 64, "loss": loss, "count": 500},
+        ],
+    }
+    config = {"name": arm, "seed": seed, **SCHEMES[arm.split(" ")[0]], **(config or {})}
+    made = make_record("training", "question", arm, config, seed, corpus, values | metrics, 1.5, curves)
+    return made | {"time": time}
+
+
+def throughput(arm, rate, run="one", corpus="corpus-a"):
+    metrics = {
+        "seconds_per_step_median": 1000 / rate,
+        "seconds_per_step_spread": 0.01,
+        "real_tokens_per_second": rate,
+        "slots_per_second": rate / 0.8,
+        "padding_fraction": 0.2,
+        "rounds": 7,
+    }
+    return make_record(
+        "throughput", "question", arm, {"run": run, **SCHEMES[arm.split(" ")[0]]}, 0, corpus, metrics, 1.0
+    )
+
+
+def packing(strategy, row_length, padding, seconds=0.5, buffer=None, seed=0):
+    config = {"strategy": strategy, "row_length": row_length, "buffer": buffer, "distribution": "documents-2k"}
+    metrics = {"padding_fraction": padding, "planning_seconds": seconds, "num_rows": 10, "num_documents": 2000}
+    config["num_documents"] = 2000
+    return make_record("packing", "packing", strategy, config, seed, "documents-2k-2000", metrics, 1.0)
+
+
+def write(folder, records):
+    for record in records:
+        append_record(folder / "records" / "runs.jsonl", record)
+    return folder
+
+
+def table(records, name):
+    """Rows of a generated CSV, as mappings."""
+    return list(csv.DictReader(io.StringIO(table_files(records, PACKING)[f"{name}.csv"])))
