@@ -1,0 +1,135 @@
+"""Keys: a sentence and rules beside each; rules between them; what is refused, in which words, and before which imports."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Optional
+
+import pytest
+
+from packmamba.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    above,
+    at_least,
+    between,
+    check,
+    chosen,
+    each,
+    key,
+    load,
+    named,
+    one_of,
+    some,
+    unique,
+)
+from packmamba.data.lengths import LENGTH_DISTRIBUTIONS
+from packmamba.training.sweep import SweepConfig
+
+
+@dataclass
+class Toy:
+    rounds: int = key(3, "How often.", at_least(1))
+    most: Optional[float] = key(None, "At most; null for no limit.", above(0))
+    share: float = key(0.5, "A share.", between(0, 1))
+    kind: str = key("plain", "Which.", one_of("plain", "bold"), old_name="type")
+    names: list[str] = key(["a"], "Each once.", some("name"), unique)
+    sizes: list[int] = key([1], "Rows.", each(at_least(1)))
+    lengths: str = key("short", "A distribution.", named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS"))
+
+    def problems(self) -> Iterator[str]:
+        if self.kind == "bold" and self.rounds < 2:
+            yield f"rounds: expected at least 2 with kind=bold, got {self.rounds}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rounds=0", "rounds: expected at least 1, got 0"),
+        ("most=.inf", "most: expected above 0 and finite or null, got inf"),
+        ("share=.nan", "share: expected 0 to 1, got nan"),
+        ("kind=bald", "kind: expected one of plain, bold, got 'bald'; did you mean 'bold'?"),
+        ("names=[]", "names: expected at least one name, got none"),
+        ("names=[a,b,a]", "names: duplicate 'a'"),
+        ("sizes=[3,0]", "sizes: expected at least 1, got 0"),
+        ("lengths=shirt", "lengths: expected one of documents-2k, short, heavy, got 'shirt'; did you mean 'short'?"),
+        ("rounds=many", "rounds in 'rounds=many': Value 'many' of type 'str' could not be converted to Integer"),
+        ("sizes=3", "sizes in 'sizes=3': expected a list, such as [a,b]"),
+        ("round=3", "unknown key 'round' in 'round=3'; did you mean 'rounds'?"),
+        ("rounds", "expected key=value, got 'rounds'"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load(Toy, overrides=[override])
+    assert str(caught.value) == message
+
+
+def test_rules_between_keys_come_after_those_of_keys():
+    with pytest.raises(ConfigError, match="^rounds: expected at least 2 with kind=bold, got 1$"):
+        load(Toy, overrides=["kind=bold", "rounds=1"])
+    with pytest.raises(ConfigError, match="^rounds: expected at least 1, got 0$"):
+        load(Toy, overrides=["kind=bold", "rounds=0"])
+
+
+def test_null_is_right_where_the_type_says_so():
+    assert load(Toy, overrides=["most=null"]).most is None
+    with pytest.raises(ConfigError, match="^rounds in 'rounds=null'"):
+        load(Toy, overrides=["rounds=null"])
+    with pytest.raises(ConfigError, match="^rounds: expected at least 1, got None$"):
+        check(Toy(rounds=None))
+
+
+def test_a_key_s_old_name_is_read(tmp_path):
+    (tmp_path / "toy.yaml").write_text("type: bold\n")
+    assert load(Toy, tmp_path / "toy.yaml").kind == "bold"
+    assert load(Toy, tmp_path / "toy.yaml", ["type=plain"]).kind == "plain"
+
+
+def test_defaults_are_not_shared():
+    Toy().names.append("b")
+    assert Toy().names == ["a"]
+
+
+def test_a_name_registered_later_is_known(monkeypatch):
+    monkeypatch.setitem(LENGTH_DISTRIBUTIONS, "mine", "anything")
+    assert chosen(load(Toy, overrides=["lengths=mine"]), "lengths") == "anything"
+    with pytest.raises(ConfigError, match="^lengths: expected one of .*, mine, got 'yours'"):
+        chosen(Toy(lengths="yours"), "lengths")
+
+
+def schemas(schema):
+    yield schema
+    for field in fields(schema):
+        if is_dataclass(value := getattr(schema(), field.name)):
+            yield from schemas(type(value))
+
+
+@pytest.mark.parametrize("schema", [*schemas(Config), SweepConfig], ids=lambda s: s.__name__)
+def test_every_key_has_a_sentence(schema):
+    for field in fields(schema):
+        if not is_dataclass(getattr(schema(), field.name)):
+            assert field.metadata["sentence"].endswith("."), field.name
+
+
+def test_defaults_keep_their_rules():
+    check(Config())
+
+
+def test_a_section_alone_names_its_keys():
+    with pytest.raises(ConfigError, match="^data.num_documents: expected at least 1, got 0$"):
+        check(DataConfig(num_documents=0), "data.")
+
+
+@pytest.mark.parametrize("override", ["trainer.max_steps=0", "data.strategy=best-fit", "model.d_conv=5", "a=1"])
+def test_what_can_be_is_refused_before_torch_is_imported(override):
+    code = (
+        "import sys; from packmamba.config import ConfigError, load_config\n"
+        f"try: load_config(None, [{override!r}])\n"
+        "except ConfigError: sys.exit('torch' in sys.modules)\n"
+        "sys.exit('accepted')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
