@@ -1,7 +1,8 @@
 """Experiments: the folders below ``experiments/``, found by their names. None is imported before it is asked for.
 
 A folder holds a README, YAML files, ``bench.py`` (``BENCHES``: what it measures), ``report.py`` (``KINDS``: tables and figures
-of its records), and the records, tables and figures themselves.
+of its records), ``reproduce.py`` (``STEPS`` that make its records, ``HEADLINES`` that its README rests on), and the records,
+tables and figures themselves.
 """
 
 from __future__ import annotations
@@ -32,6 +33,35 @@ class Bench(NamedTuple):
     """A dataclass: its keys and their defaults."""
     run: Callable[[Any, Path, bool], None]
     """run(config, records_path, progress) checks the configuration, measures and appends records."""
+
+
+class Step(NamedTuple):
+    """A bench or sweep that makes some of an experiment's records, and what it needs."""
+
+    file: str
+    """The folder's YAML file."""
+    overrides: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    """Further overrides under scale=small: about a minute on two cores, or on one GPU."""
+    gpus: int = 0
+    gpu_gib: int = 0
+    """Memory of each GPU."""
+    packages: tuple[str, ...] = ()
+    """Without one of them its arms are left out."""
+
+
+class Headline(NamedTuple):
+    """A number that an experiment's README rests on: a cell of its tables."""
+
+    name: str
+    table: str
+    row: Mapping[str, Any]
+    """The row's values in some of the table's CSV columns."""
+    column: str
+    over: Mapping[str, Any] | None = None
+    """Another row's values: the number is the ratio to that row's."""
+    paper: str = ""
+    """What the paper has."""
 
 
 class LoadedBench(NamedTuple):

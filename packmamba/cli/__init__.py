@@ -106,6 +106,17 @@ def _list(named: dict[str, Path], command: str) -> None:
         print(f"{COMMAND} {command} {name:{max(map(len, named))}}  {line}")
 
 
+def reproduce(arguments: argparse.Namespace) -> None:
+    """Run an experiment from nothing and compare its headline numbers with the committed ones. Without a name: list them."""
+    from packmamba.cli.reproduction import reproduce
+    from packmamba.experiments import find, names
+
+    if arguments.experiment is None:
+        _list({name: find(name) / "README.md" for name in names()}, "reproduce")
+        return
+    reproduce(arguments.experiment, arguments.overrides)
+
+
 def kernels(arguments: argparse.Namespace) -> None:
     """Build the compiled kernels for this machine, or show which are built."""
     from packmamba.ops import build
@@ -129,7 +140,7 @@ def doctor(arguments: argparse.Namespace) -> None:
     print("\n".join(diagnose()))
 
 
-COMMANDS = {f.__name__: f for f in (demo, train, sweep, bench, report, kernels, doctor)}
+COMMANDS = {f.__name__: f for f in (demo, train, sweep, bench, report, reproduce, kernels, doctor)}
 
 
 def keep_freed_memory() -> None:
@@ -159,7 +170,9 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
             command.add_argument("config", help="a YAML file")
         if name == "bench":
             command.add_argument("config", nargs="?", help="an experiment, <experiment>/<bench>, or a YAML file")
-        if name in ("demo", "train", "sweep", "bench"):
+        if name == "reproduce":
+            command.add_argument("experiment", nargs="?", help="an experiment, <experiment>/<step>, or all")
+        if name in ("demo", "train", "sweep", "bench", "reproduce"):
             text = "settings, such as data.strategy=best_fit"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
         if name == "report":
@@ -185,7 +198,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         return 2
     except KeyboardInterrupt:
         goes_on = "; the same command goes on from the last checkpoint, if there is one" * (
-            arguments.command in ("demo", "train", "sweep")
+            arguments.command in ("demo", "train", "sweep", "reproduce")
         )
         print(f"\n{prog}: stopped{goes_on}", file=sys.stderr)
         return 130

@@ -1,0 +1,20 @@
+"""What makes the experiment's records, and the numbers that its README rests on."""
+
+from packmamba.experiments import Headline, Step
+
+STEPS = [
+    Step(
+        "schemes.yaml",
+        small=("grid.seed=[0,1]", "trainer.max_steps=20", "trainer.validate_every=10", "optimizer.warmup_steps=5"),
+    )
+]
+
+HEADLINES = [
+    Headline(f"{name} minus padded, validation loss (nats)", "training", {"arm": arm}, "difference")
+    for name, arm in (
+        ("packed with reset", "packed-reset"),
+        ("packed with reset, sums in another order,", "packed-control"),
+        ("packed with leak", "packed-leak"),
+        ("packed with carry", "packed-carry"),
+    )
+]

@@ -1,0 +1,180 @@
+"""Runs an experiment from nothing and compares its headline numbers with the committed ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packmamba.config import read_yaml
+from packmamba.errors import ConfigError
+from packmamba.experiments import Headline, Step, find, kinds_of, module, names, run_bench
+from packmamba.records import check_writable, read_records
+from packmamba.report.folder import build_sections, write_report
+from packmamba.report.tables import Cell, Column, Table, number, word
+
+SCALES = ("full", "small")
+OUTPUT = Path("runs") / "reproduce"
+
+
+class Plan(NamedTuple):
+    """What of an experiment is run, and where to."""
+
+    experiment: str
+    steps: list[Step]
+    left_out: list[str]
+    """One sentence for each step that this machine cannot do."""
+    headlines: Sequence[Headline]
+    overrides: list[str]
+    output: Path
+
+
+def reproduce(what: str, arguments: list[str]) -> None:
+    """``what`` is an experiment, one of its steps (``speedup/multi_gpu``) or ``all``; ``arguments`` are scale, output and keys.
+
+    Raises ConfigError in one sentence if the machine can do none of it.
+    """
+    plans = load_plans(what, arguments)
+    for sentence in dict.fromkeys(sentence for plan in plans for sentence in plan.left_out):
+        print(f"Left out: {sentence}.", flush=True)
+    for plan in plans:
+        run(plan)
+        print(f"\n{comparison(plan).text()}\nReport, with figures: {plan.output / 'report.html'}")
+
+
+def load_plans(what: str, arguments: list[str]) -> list[Plan]:
+    """The plan of each experiment of which this machine can do a step."""
+    own = {key: value for key, _, value in (a.partition("=") for a in arguments) if key in ("scale", "output")}
+    overrides = [argument for argument in arguments if argument.partition("=")[0] not in own]
+    if (scale := own.get("scale", "full")) not in SCALES:
+        raise ConfigError(f"scale: expected one of {', '.join(SCALES)}, got '{scale}'")
+    plans, refused = [], []
+    chosen = names() if what == "all" else [what]
+    for name in chosen:
+        question, _, step = name.partition("/")
+        declared = module(find(question), "reproduce")
+        if declared is None:
+            raise ConfigError(f"experiment '{question}' has no reproduce.py")
+        steps = [s for s in declared.STEPS if not step or Path(s.file).stem == step]
+        if not steps:
+            known = dict.fromkeys(f"{question}/{Path(s.file).stem}" for s in declared.STEPS)
+            raise ConfigError(f"experiment '{question}' has no step '{step}'; known: {', '.join(known)}")
+        if overrides and len(steps) > 1:
+            known = dict.fromkeys(f"{question}/{Path(s.file).stem}" for s in steps)
+            raise ConfigError(f"'{overrides[0]}' is a key of one step; name it, one of {', '.join(known)}")
+        lacking = {s: problem for s in steps if (problem := lacks(s, question))}
+        able = [s for s in steps if s not in lacking]
+        if not able:
+            refused += list(lacking.values())
+            continue
+        extra = [(s, [*s.overrides, *(s.small if scale == "small" else ()), *overrides]) for s in able]
+        folder = question if scale == "full" else f"{question}-{scale}"
+        output = Path(own["output"]) if "output" in own else OUTPUT / folder
+        output = output / question if "output" in own and len(chosen) > 1 else output
+        able = [s._replace(overrides=tuple(keys)) for s, keys in extra]
+        plans.append(Plan(question, able, list(lacking.values()), declared.HEADLINES, overrides, output))
+    if not plans:
+        raise ConfigError("; ".join(dict.fromkeys(refused)))
+    if refused:
+        plans[0].left_out.extend(refused)
+    return plans
+
+
+def lacks(step: Step, question: str) -> str | None:
+    """Why this machine cannot do the step."""
+    if not step.gpus:
+        return None
+    import torch
+
+    found = [torch.cuda.get_device_properties(i).total_memory / 2**30 for i in range(torch.cuda.device_count())]
+    what = f"{question}/{Path(step.file).stem}"
+    if len(found) < step.gpus:
+        gpus = "a GPU" if step.gpus == 1 else f"{step.gpus} GPUs"
+        return f"{what} needs {gpus} that PyTorch can use, this machine has {len(found) or 'none'}"
+    if min(found) < step.gpu_gib:
+        keys = " ".join(["", *step.overrides])
+        return f"{what}{keys} needs {step.gpu_gib} GiB of GPU memory, this machine has {min(found):.0f}"
+    return None
+
+
+def run(plan: Plan) -> None:
+    """Runs the steps that this folder has no results of yet and writes its tables and figures."""
+    check_writable(plan.output, "output")
+    marks = plan.output / "done.json"
+    done: list[str] = json.loads(marks.read_text()) if marks.is_file() else []
+    for count, step in enumerate(plan.steps, start=1):
+        title = " ".join([f"{plan.experiment}/{step.file}", *step.overrides])
+        print(f"[{count}/{len(plan.steps)}] {title}{': done before' if title in done else ''}", flush=True)
+        if title in done:
+            continue
+        for package in (name for name in step.packages if importlib.util.find_spec(name) is None):
+            print(f"Without {package}, which is not installed: its arms are left out.", flush=True)
+        path = find(plan.experiment) / step.file
+        keys = [*step.overrides, f"output={plan.output}"]
+        if "bench" in read_yaml(path):
+            run_bench(path, keys)
+        else:
+            from packmamba.training.sweep import load_sweep, run_sweep
+
+            run_sweep(*load_sweep(path, keys))
+        done.append(title)
+        marks.write_text(json.dumps(done, indent=1))
+    write_report(plan.output, kinds_of(find(plan.experiment), read_records(plan.output)))
+
+
+def comparison(plan: Plan) -> Table:
+    """Each headline number, committed and now; also written beside the report."""
+    table = Table(
+        "headlines",
+        f"{plan.experiment}: committed and now",
+        [
+            Column("headline", ("headline",), False),
+            Column("the paper", ("paper",)),
+            Column("committed", ("committed",)),
+            Column("now", ("now",)),
+            Column("now over committed", ("ratio",)),
+        ],
+    )
+    then, now = (cells(plan.headlines, folder) for folder in (find(plan.experiment), plan.output))
+    for headline in plan.headlines:
+        a, b = then[headline.name], now[headline.name]
+        ratio = b.values[0] / a.values[0] if a.values[0] and b.values[0] is not None else None
+        table.rows.append([word(headline.name), word(headline.paper or "-"), a, b, number(ratio, ".2f")])
+    table.notes = [
+        f"Now: {' and '.join(' '.join([step.file, *step.overrides]) for step in plan.steps)}. Numbers of steps that were left "
+        "out, or whose keys differ from the committed run's, are missing or differ."
+    ]
+    (plan.output / "headlines.md").write_text(table.markdown(), encoding="utf-8")
+    return table
+
+
+def cells(headlines: Sequence[Headline], folder: Path) -> dict[str, Cell]:
+    """The number behind each headline, from a folder's records; a dash where they have none."""
+    records = read_records(folder)
+    sections = build_sections(records, figures=False, kinds=kinds_of(folder, records))
+    tables = {table.name: table for section in sections for table in section.tables}
+    return {headline.name: _cell(headline, tables) for headline in headlines}
+
+
+def _cell(headline: Headline, tables: Mapping[str, Table]) -> Cell:
+    nothing = number(None, "")
+    if headline.table not in tables:
+        return nothing
+    cell = _look_up(tables[headline.table], headline.row, headline.column)
+    if headline.over is None or cell is None:
+        return cell or nothing
+    other = _look_up(tables[headline.table], headline.over, headline.column)
+    if other is None or cell.values[0] is None or not other.values[0]:
+        return nothing
+    return number(cell.values[0] / other.values[0], ".2f", "x")
+
+
+def _look_up(table: Table, row: Mapping[str, Any], column: str) -> Cell | None:
+    names = [name for c in table.columns for name in c.names]
+    for cells in table.rows:
+        values = dict(zip(names, (value for cell in cells for value in cell.values)))
+        if all(values.get(key) == value for key, value in row.items()):
+            return next(cell for c, cell in zip(table.columns, cells) if column in c.names)
+    return None

@@ -1,0 +1,126 @@
+"""``run.py reproduce``: an experiment from nothing, its headline numbers beside the committed ones."""
+
+import hashlib
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import run
+from packmamba import experiments
+from packmamba.cli import reproduction as reproduce
+from packmamba.config import ConfigError
+from packmamba.experiments import Step
+from packmamba.records import read_records
+from processes import ROOT
+
+TINY = ["num_documents=400", "strategies=[in_order,greedy]", "row_lengths=[2048]", "buffers=[4096]"]
+
+
+def headlines_of(name):
+    return experiments.module(experiments.find(name), "reproduce").HEADLINES
+
+
+def gpus(monkeypatch, count, gib):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    properties = types.SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+
+
+def committed():
+    files = sorted(
+        path for path in (ROOT / "experiments").rglob("*") if path.suffix in (".jsonl", ".csv", ".md", ".png")
+    )
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def test_packing_from_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = committed()
+    assert run.main(["reproduce", "packing", "scale=small", *TINY]) == 0
+    folder = tmp_path / "runs" / "reproduce" / "packing-small"
+    assert len(read_records(folder)) == 2
+    assert {path.name for path in folder.iterdir()} >= {"tables", "figures", "report.html", "headlines.md"}
+    lines = capsys.readouterr().out.splitlines()
+    (greedy,) = (line for line in lines if line.startswith("padding in rows of 2048, greedy"))
+    assert "0.41 %" in greedy and "0.139 %" in greedy, "the paper's and the committed number"
+    (best,) = (line for line in lines if line.startswith("padding in rows of 2048, best fit"))
+    assert best.split()[-2:] == ["-", "-"], "it was not run"
+    assert run.main(["reproduce", "packing", "scale=small", *TINY]) == 0
+    assert "done before" in capsys.readouterr().out and len(read_records(folder)) == 2
+    assert committed() == before
+
+
+def test_every_headline_has_a_committed_number():
+    for name in experiments.names():
+        headlines = headlines_of(name)
+        cells = reproduce.cells(headlines, experiments.find(name))
+        assert len(cells) == len(headlines) > 3, "two headlines of one name"
+        assert [name for name, cell in cells.items() if cell.values[0] is None] == []
+
+
+def test_a_headline_is_a_cell_or_a_ratio_of_two():
+    cells = reproduce.cells(headlines_of("speedup"), experiments.find("speedup"))
+    assert cells["1.4b: packed over mamba-ssm one document at a time"].text == "11.29x"
+    assert cells["1.4b: sorted into batches over packed"].values[0] == pytest.approx(48545.1 / 49916.7, rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_what_the_machine_cannot_do_is_refused_in_one_sentence(capsys):
+    assert run.main(["reproduce", "speedup"]) == 2
+    assert capsys.readouterr().err.strip() == (
+        "run.py: error: speedup/speedup needs a GPU that PyTorch can use, this machine has none; "
+        "speedup/multi_gpu needs 4 GPUs that PyTorch can use, this machine has none"
+    )
+
+
+def test_what_a_machine_can_do(monkeypatch):
+    step = Step("speedup.yaml", ("models=[2.8b]",), gpus=1, gpu_gib=130)
+    gpus(monkeypatch, 1, 80)
+    assert reproduce.lacks(step, "speedup") == (
+        "speedup/speedup models=[2.8b] needs 130 GiB of GPU memory, this machine has 80"
+    )
+    (plan,) = reproduce.load_plans("speedup", [])
+    assert [step.overrides[0] for step in plan.steps] == ["models=[130m]", "models=[1.4b]"] and len(plan.left_out) == 2
+    gpus(monkeypatch, 4, 140)
+    (plan,) = reproduce.load_plans("speedup", ["output=mine"])
+    assert len(plan.steps) == 4 and plan.left_out == [] and plan.output == Path("mine")
+
+
+def test_all_of_what_this_machine_can_do(monkeypatch):
+    gpus(monkeypatch, 0, 0)
+    plans = reproduce.load_plans("all", ["scale=small", "output=mine"])
+    assert [plan.experiment for plan in plans] == ["operators", "packing", "schemes"]
+    assert [plan.output.parts for plan in plans] == [("mine", name) for name in ("operators", "packing", "schemes")]
+    left_out = " ".join(sentence for plan in plans for sentence in plan.left_out)
+    assert "operators/gpu_operators needs a GPU" in left_out and "speedup/multi_gpu needs 4 GPUs" in left_out
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments", "message"),
+    [
+        ("paking", [], "^unknown experiment 'paking'; did you mean 'packing'[?]$"),
+        ("packing/x", [], "^experiment 'packing' has no step 'x'; known: packing/packing$"),
+        ("packing", ["scale=tiny"], "^scale: expected one of full, small, got 'tiny'$"),
+        ("operators", ["rounds=3"], "^'rounds=3' is a key of one step; name it, one of operators/operators, "),
+    ],
+)
+def test_a_typo_is_one_sentence(what, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        reproduce.load_plans(what, arguments)
+
+
+def test_the_keys_of_every_step_are_its_file_s():
+    """Those that scale=small adds too."""
+    from packmamba.training.sweep import load_sweep
+
+    for name in experiments.names():
+        folder = experiments.find(name)
+        for step in experiments.module(folder, "reproduce").STEPS:
+            keys = [*step.overrides, *step.small, "output=mine"]
+            path = folder / step.file
+            if "\nbench:" in "\n" + path.read_text():
+                assert experiments.load_bench(path, keys).output == Path("mine")
+            else:
+                assert load_sweep(path, keys)[0].output == "mine"
