@@ -6,12 +6,14 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from packmamba import cli
 from packmamba.config import load_config
+from packmamba.config.rules import named
 from packmamba.experiments import load_bench
 from packmamba.training.sweep import load_sweep
 from processes import fork_ranks, statuses
@@ -33,6 +35,11 @@ TINY_RUN = [
     *("data.row_length=64", "data.tokens_per_step=128", "data.slots_per_batch=128", "data.validation_documents=4"),
 ]
 TINY_BENCH = {"packing": ["num_documents=100", "seeds=[0]", "row_lengths=[2048]"]}
+WRITES = {"own_sweep.md": "runs/my_sweep/report.html", "extend.md": "runs/with_my_table/tables/slots.md"}
+REGISTRIES = [  # what the plugin of a page adds to, put back after its test
+    *("packmamba.data.packing:STRATEGIES", "packmamba.data.sources:SOURCES", "packmamba.nn.mixers:MIXERS"),
+    *("packmamba.report.kinds:KINDS",),
+]
 
 
 def blocks(page):
@@ -55,9 +62,17 @@ def folder(tmp_path, monkeypatch):
     (mine / "folder").mkdir(parents=True)
     for number in range(20):
         (mine / "folder" / f"{number}.txt").write_text("a few words of my own, " * (number % 4 + 1))
+    (mine / "lines.txt").write_text("".join(f"line {number} of many\n" for number in range(200)))
     (mine / "documents.jsonl").write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    registries = [named(place).registry() for place in REGISTRIES]
+    before = [dict(registry) for registry in registries]
+    yield tmp_path
+    sys.modules.pop("my_plugin", None)
+    for registry, names in zip(registries, before):
+        registry.clear()
+        registry.update(names)
 
 
 def own_keys(words):
@@ -73,7 +88,8 @@ def run(words, folder):
             arguments += ["data.source=text", "data.path=my/folder"]
         arguments += TINY_RUN
     elif command == "sweep":
-        arguments += [*TINY_RUN, "data.source=text", "data.path=my/folder", "grid.seed=[0,1]"]
+        seeds = "[0,1]" if arguments[0] == "my_sweep.yaml" else "[0]"
+        arguments += [*TINY_RUN, "data.source=text", "data.path=my/folder", f"grid.seed={seeds}"]
     elif command == "bench":
         arguments += TINY_BENCH[arguments[0]]
     if "trainer.devices=2" not in arguments:
@@ -100,14 +116,16 @@ def check(words):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_runs(page, folder, capsys):
+    for block in blocks(page):  # files first: a file may be explained in several blocks
+        if (block["note"] or "").startswith("file: "):
+            with (folder / block["note"].removeprefix("file: ")).open("a") as file:
+                file.write(block["text"])
     names = {}
     for block in blocks(page):
         note, language, text = block["note"] or "", block["language"], block["text"]
         if note.startswith("file: "):
-            path = folder / note.removeprefix("file: ")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        elif language == "python":
+            continue
+        if language == "python":
             exec(compile(text, page.name, "exec"), names)
         elif language == "sh":
             for words in commands(text):
@@ -126,7 +144,8 @@ def test_every_command_of_a_page_runs(page, folder, capsys):
                 else:
                     raise AssertionError(f"{page.name}: {shlex.join(words)} is not checked")
         else:
-            assert language in ("bibtex", "yaml", "text", ""), f"{page.name}: a block of {language} is not checked"
+            assert language in ("bibtex", ""), f"{page.name}: a block of {language} is not checked"
+    assert (folder / WRITES.get(page.name, "")).exists()
 
 
 def anchors(page):
