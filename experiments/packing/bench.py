@@ -16,6 +16,7 @@ from tqdm import tqdm
 from packmamba.config import at_least, check, each, key, named, one_of
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import OVERLONG, STRATEGIES, PackingPlan, plan_rows
+from packmamba.experiments import Bench
 from packmamba.records import append_record, make_record, provenance
 
 
@@ -100,6 +101,9 @@ def run(config: PackingBenchConfig | Mapping[str, Any], records_path: Path, prog
                     wall_seconds=sum(seconds),
                 )
                 append_record(records_path, record)
+
+
+BENCHES = {"packing": Bench(Config, run)}
 
 
 def _measure(
