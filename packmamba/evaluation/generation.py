@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packmamba.evaluation.passes import States, log_probabilities, read
+from packmamba.evaluation.passes import Start, Starts, States, log_probabilities, read
 from packmamba.evaluation.scoring import check_ids
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -101,7 +101,7 @@ def go_on(
 def _read(model: MambaLM, texts: list[tuple[int, ...]], max_slots: int) -> tuple[Tensor, States]:
     """Each prompt's last hidden activations (S, d_model) and final states."""
     last: dict[int, Tensor] = {}
-    finals: dict[int, States] = {}
+    finals: dict[int, Start] = {}
 
     def see(i: int, first: int, hidden: Tensor) -> None:
         last[i] = hidden[-1]
@@ -109,7 +109,8 @@ def _read(model: MambaLM, texts: list[tuple[int, ...]], max_slots: int) -> tuple
     for _ in read(model, texts, max_slots, see, finals):
         pass
     places = range(len(texts))
-    states = [tuple(map(torch.cat, zip(*layers))) for layers in zip(*(finals[i] for i in places))]
+    with torch.inference_mode():
+        states = list(Starts(model, [finals[i] for i in places]))
     return torch.stack([last[i] for i in places]), states
 
 

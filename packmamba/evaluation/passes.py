@@ -19,9 +19,11 @@ from packmamba.nn import MambaLM
 
 States = list[tuple[Tensor, ...]]
 """For each layer the tensors that documents start from or end with, indexed by document."""
+Start = tuple[States, int]
+"""The states of some documents, and which of them is meant."""
 
-MOST_DOCUMENTS = 64
-"""Slots for each document whose state is held: a state is as large as some tens of tokens' activations."""
+KEPT_SLOTS = 64
+"""A pass keeps the final states of one document for so many of its slots: a state is as large as some tens of tokens."""
 HEAD_ROWS = 512
 """Logits are made for so many slots at a time, always: the head's products have one shape too."""
 
@@ -32,15 +34,14 @@ class Segment:
 
     Attributes:
         tokens: ids, at least one.
-        start: the states of one document, or None for a fresh one.
+        done: called with its hidden activations (n, d_model) and its final state (or None); returns segments that come next.
+        start: where it starts, or None for a fresh document.
         keep: whether its final state is wanted.
-        done: called with its hidden activations (n, d_model) and its final states (or None); returns segments that come next,
-            which start from them.
     """
 
     tokens: Sequence[int]
-    done: Callable[[Tensor, States | None], list[Segment]]
-    start: States | None = None
+    done: Callable[[Tensor, Start | None], list[Segment]]
+    start: Start | None = None
     keep: bool = False
 
 
@@ -53,27 +54,26 @@ def run_passes(model: MambaLM, segments: list[Segment], max_slots: int) -> Itera
     waiting = sorted(segments, key=lambda segment: len(segment.tokens))
     lengths = [len(segment.tokens) for segment in waiting]
     following: list[Segment] = []
-    most = max(1, max_slots // MOST_DOCUMENTS)
+    most = max(1, max_slots // KEPT_SLOTS)
     while waiting or following:
         chosen: list[Segment] = []
-        room, holders = max_slots, 0
         rest: list[Segment] = []
+        room, kept = max_slots, 0
         for segment in following:
-            if len(segment.tokens) <= room and holders < most:
-                chosen.append(segment)
+            fits = len(segment.tokens) <= room and kept + segment.keep <= most
+            (chosen if fits else rest).append(segment)
+            if fits:
                 room -= len(segment.tokens)
-                holders += 1
-            else:
-                rest.append(segment)
+                kept += segment.keep
         following = rest
-        while waiting and (place := bisect.bisect_right(lengths, room)) and not (following and chosen):
+        while waiting and not following and (place := bisect.bisect_right(lengths, room)):
             segment = waiting[place - 1]
-            if segment.keep and holders >= most:
+            if segment.keep and kept == most:
                 break
             del waiting[place - 1], lengths[place - 1]
             chosen.append(segment)
             room -= len(segment.tokens)
-            holders += segment.keep
+            kept += segment.keep
         following += _one_pass(model, chosen, max_slots, device)
         yield max_slots - room
 
@@ -83,7 +83,7 @@ def read(
     documents: Sequence[Any],
     max_slots: int,
     see: Callable[[int, int, Tensor], None],
-    finals: dict[int, States] | None = None,
+    finals: dict[int, Start] | None = None,
 ) -> Iterator[int]:
     """Reads documents from fresh states, those longer than a pass piece by piece; yields the tokens of each pass.
 
@@ -91,11 +91,11 @@ def read(
     token ``first`` on. ``finals`` is filled with each document's final state, where it is given.
     """
 
-    def piece(i: int, first: int, start: States | None) -> Segment:
+    def piece(i: int, first: int, start: Start | None) -> Segment:
         end = min(first + max_slots, len(documents[i]))
         whole = end == len(documents[i])
 
-        def done(hidden: Tensor, final: States | None) -> list[Segment]:
+        def done(hidden: Tensor, final: Start | None) -> list[Segment]:
             see(i, first, hidden)
             if not whole:
                 return [piece(i, end, final)]
@@ -113,38 +113,53 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int, device: t
     layout = SequenceLayout.from_lengths([lengths], row_length=max_slots).to(device)
     tokens = torch.zeros(1, max_slots, dtype=torch.int64)
     tokens[0, : sum(lengths)] = torch.tensor([token for segment in segments for token in segment.tokens])
-    states = _gather(model, segments)
-    kept = any(segment.keep for segment in segments)
-    finals: States = []
+    starts = [segment.start for segment in segments]
+    states = None if all(start is None for start in starts) else Starts(model, starts)
+    kept = [number for number, segment in enumerate(segments) if segment.keep]
+    pool: States = []
     with torch.inference_mode():
-        out = model(tokens.to(device), layout=layout, states=states, return_states=kept, return_hidden=True)
-    hidden, finals = out if kept else (out, finals)
-    following, start = [], 0
+        out = model(tokens.to(device), layout=layout, states=states, return_states=bool(kept), return_hidden=True)
+        hidden, finals = out if kept else (out, [])
+        index = torch.tensor(kept, device=device)
+        pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
+    places = {number: row for row, number in enumerate(kept)}
+    following, begin = [], 0
     for number, (segment, length) in enumerate(zip(segments, lengths)):
-        final = None
-        if segment.keep:
-            final = [tuple(part[number : number + 1].clone() for part in layer) for layer in finals]
-        following += segment.done(hidden[0, start : start + length], final)
-        start += length
+        final = (pool, places[number]) if segment.keep else None
+        following += segment.done(hidden[0, begin : begin + length], final)
+        begin += length
     return following
 
 
-def _gather(model: MambaLM, segments: list[Segment]) -> States | None:
-    """What the segments start from; None if all are fresh."""
-    if all(segment.start is None for segment in segments):
-        return None
-    with torch.inference_mode():
-        fresh = model.start_states(len(segments))
-        places = [number for number, segment in enumerate(segments) if segment.start is not None]
-        index = torch.tensor(places, device=fresh[0][0].device)
-        starts = [segment.start for segment in segments if segment.start is not None]
-        return [
-            tuple(
-                part.index_copy(0, index, torch.cat([start[number][place] for start in starts]).to(part.dtype))
-                for place, part in enumerate(layer)
-            )
-            for number, layer in enumerate(fresh)
+class Starts(Sequence):
+    """What documents start from, layer by layer, gathered when it is asked for: one layer's copies at a time are held."""
+
+    def __init__(self, model: MambaLM, starts: Sequence[Start | None]) -> None:
+        self.mixers = [layer.mixer for layer in model.backbone.layers]
+        self.documents = len(starts)
+        pools: dict[int, tuple[States, list[int], list[int]]] = {}
+        for number, start in enumerate(starts):
+            if start is not None:
+                _, rows, places = pools.setdefault(id(start[0]), (start[0], [], []))
+                rows.append(start[1])
+                places.append(number)
+        device = model.lm_head.weight.device
+        self.pools = [
+            (pool, torch.tensor(rows, device=device), torch.tensor(places, device=device))
+            for pool, rows, places in pools.values()
         ]
+
+    def __len__(self) -> int:
+        return len(self.mixers)
+
+    def __getitem__(self, layer: Any) -> Any:
+        parts = list(self.mixers[layer].start_state(self.documents))
+        for pool, rows, places in self.pools:
+            parts = [
+                part.index_copy(0, places, held.index_select(0, rows).to(part.dtype))
+                for part, held in zip(parts, pool[layer])
+            ]
+        return tuple(parts)
 
 
 def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from packmamba.evaluation.passes import Segment, States, log_probabilities, run_passes
+from packmamba.evaluation.passes import Segment, Start, log_probabilities, run_passes
 from packmamba.nn import MambaLM
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
@@ -29,6 +29,7 @@ def score(
     max_slots: int = 16384,
     begin_token: int | None = None,
     progress: bool | None = None,
+    share_contexts: bool = True,
 ) -> list[Score]:
     """How likely each continuation is after its context.
 
@@ -43,6 +44,7 @@ def score(
         max_slots: slots of a pass, which bound the memory.
         begin_token: put before an empty context, as lm-evaluation-harness does.
         progress: whether to show a bar; None: if this is a terminal.
+        share_contexts: false computes a context again for each continuation: to measure what sharing saves.
 
     Raises:
         TypeError, ValueError: naming the request; an empty continuation, an empty context without ``begin_token``, an id outside
@@ -55,9 +57,14 @@ def score(
     by_context: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for context, continuation in dict.fromkeys(asked):
         by_context.setdefault(context, []).append(continuation)
-    segments = [answers.segment(context, continuations, max_slots) for context, continuations in by_context.items()]
+    groups = [
+        (context, group)
+        for context, continuations in by_context.items()
+        for group in ([continuations] if share_contexts else [[continuation] for continuation in continuations])
+    ]
+    segments = [answers.segment(context, continuations, max_slots) for context, continuations in groups]
     shown = sys.stderr.isatty() if progress is None else progress
-    total = sum(len(context) + sum(map(len, rest)) for context, rest in by_context.items())
+    total = sum(len(context) + sum(map(len, rest)) for context, rest in groups)
     with tqdm(total=total, desc="scores", unit="token", unit_scale=True, disable=not shown) as bar:
         for tokens in run_passes(model, segments, max_slots):
             answers.settle()
@@ -85,7 +92,7 @@ class _Answers:
         return self._piece(tokens, 0, None, [((context, c), place, 0) for c, place in wanted], max_slots)
 
     def _piece(
-        self, tokens: tuple[int, ...], first: int, start: States | None, asked: list[tuple[Request, int, int]],
+        self, tokens: tuple[int, ...], first: int, start: Start | None, asked: list[tuple[Request, int, int]],
         max_slots: int,
     ) -> Segment:  # fmt: skip
         """The piece from ``first`` on. ``asked``: (request, place, n): its n-th token is the target at ``place``."""
@@ -93,7 +100,7 @@ class _Answers:
         ends = last == len(tokens)
         branches = ends and any(len(request[1]) - n > last - place for request, place, n in asked)
 
-        def done(hidden: Tensor, final: States | None) -> list[Segment]:
+        def done(hidden: Tensor, final: Start | None) -> list[Segment]:
             following = []
             for request, place, n in asked:
                 begin = max(place, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ class MambaLM(nn.Module):
         if tokens.dim() != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens: expected shape (B, L) with at least one slot, got {tuple(tokens.shape)}")
         layers = self.backbone.layers
-        if states is not None and not isinstance(states, (list, tuple)):
+        if states is not None and not isinstance(states, Sequence):
             raise TypeError(f"states: expected a list with one pair per layer, got {type(states).__name__}")
         if states is not None and len(states) != len(layers):
             raise ValueError(f"states: expected one per layer, {len(layers)}, got {len(states)}")

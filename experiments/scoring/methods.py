@@ -1,0 +1,103 @@
+"""Ways to score requests: packed passes, padded batches of the same kernels, lm-evaluation-harness' own class."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from experiments.scoring.requests import Request
+from packmamba import MambaLM, SequenceLayout
+from packmamba.data.tokenizer_files import write_tokenizer
+from packmamba.evaluation import Score, score
+from packmamba.evaluation.passes import log_probabilities
+from packmamba.ops.mamba_ssm import _peer
+
+Method = Callable[[Sequence[Request]], list[Score]]
+
+
+def packed(model: MambaLM, max_slots: int, share: bool) -> Method:
+    return lambda requests: score(model, requests, max_slots, progress=False, share_contexts=share)
+
+
+def padded(model: MambaLM, batch: int) -> Method:
+    """Batches as lm-evaluation-harness makes them: longest first, each padded to its longest, one request a row.
+
+    Each row is a document with padding behind it; logits are made for the continuations alone.
+    """
+
+    def run(requests: Sequence[Request]) -> list[Score]:
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][0]) - len(requests[i][1]))
+        scores: dict[int, Score] = {}
+        for first in range(0, len(order), batch):
+            some = order[first : first + batch]
+            for i, result in zip(some, _one_batch(model, [requests[i] for i in some])):
+                scores[i] = result
+        return [scores[i] for i in range(len(requests))]
+
+    return run
+
+
+def _one_batch(model: MambaLM, requests: list[Request]) -> list[Score]:
+    device = next(model.parameters()).device
+    rows = [context + continuation[:-1] for context, continuation in requests]
+    longest = max(map(len, rows))
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+    layout = SequenceLayout.from_lengths([[len(ids)] for ids in rows], row_length=longest).to(device)
+    with torch.inference_mode():
+        hidden = model(tokens.to(device), layout=layout, return_hidden=True)
+    asked = [hidden[row, len(context) - 1 : len(rows[row])] for row, (context, _) in enumerate(requests)]
+    targets = torch.tensor([token for _, continuation in requests for token in continuation], device=device)
+    values, greedy = [], []
+    for part, log_p in log_probabilities(model, torch.cat(asked)):
+        values.append(log_p.gather(1, targets[part, None]).squeeze(1))
+        greedy.append(log_p.argmax(dim=1) == targets[part])
+    lengths = [len(continuation) for _, continuation in requests]
+    split_values = torch.cat(values).double().cpu().split(lengths)
+    split_greedy = torch.cat(greedy).cpu().split(lengths)
+    return [Score(float(v.sum()), bool(g.all())) for v, g in zip(split_values, split_greedy)]
+
+
+def harness(model: MambaLM, batch: int, slow: bool) -> Method:
+    """lm-evaluation-harness' class ``hf`` around transformers' Mamba with the same weights.
+
+    ``slow``: transformers' path without kernels; else mamba-ssm's and causal-conv1d's, which must be installed.
+    """
+    if not slow:
+        _show_peers()
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, format="huggingface")
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        write_tokenizer(folder, "bytes", None, "</s>")  # requests are ids already, but the class wants one
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    device = next(model.parameters()).device
+    if slow is fast_path(theirs):
+        raise ValueError(f"transformers' Mamba takes its {'fast' if slow else 'slow'} path here")
+    lm = HFLM(pretrained=theirs.to(device).eval(), tokenizer=tokenizer, batch_size=batch)
+
+    def run(requests: Sequence[Request]) -> list[Score]:
+        # Keys that differ: the class computes equal keys once.
+        keyed = [((str(i), ""), *request) for i, request in enumerate(requests)]
+        return [Score(*found) for found in lm._loglikelihood_tokens(keyed, disable_tqdm=True)]
+
+    return run
+
+
+def fast_path(theirs: Any) -> bool:
+    """Whether transformers' Mamba found the kernels."""
+    module = sys.modules[type(theirs).__module__]
+    found = getattr(module, "selective_scan_fn", None)
+    return found is not None and "reference" not in repr(found)
+
+
+def _show_peers() -> None:
+    """mamba_ssm as a whole wants packages that its Mamba-1 kernels do not: shows transformers what it asks for."""
+    _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")

@@ -1,0 +1,131 @@
+"""Tables and figures of scoring and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from packmamba.report import summary
+from packmamba.report.figures import Figure, axes, finish
+from packmamba.report.kinds import Kind
+from packmamba.report.summary import Record
+from packmamba.report.tables import Column, Table, gibibytes, number, word
+
+METHODS = {"packed": "packed passes", "padded": "padded batches, same kernels", "hf": "lm-eval's class hf"}
+COLOURS = {"packed": "#0072B2", "padded": "#E69F00", "hf": "#7A4B9A"}
+
+
+def _latest(records: Sequence[Record], kind: str) -> dict[str, Record]:
+    """By arm, of equal ones the latest."""
+    return {r["arm"]: r for r in sorted(summary.of_kind(records, kind), key=lambda r: r["time"])}
+
+
+def scoring_tables(records: Sequence[Record]) -> list[Table]:
+    """Requests per second of every arm; ``records`` are of one workload."""
+    arms = _latest(records, "scoring")
+    if not arms:
+        return []
+    first = next(iter(arms.values()))
+    config = first["config"]
+    hardware = ", ".join(first["hardware"]["gpus"]) or first["hardware"]["cpu"]
+    table = Table(
+        "scoring",
+        f"Scoring, {config['workload']}: {config['contexts']} contexts of {config['context']} tokens (median), "
+        f"{config['continuations']} continuation(s) of {config['continuation']}",
+        [
+            Column("arm", ("arm",), False),
+            Column("method", ("method",), False),
+            Column("requests/s", ("requests_per_second",)),
+            Column("seconds", ("seconds",)),
+            Column("interquartile range", ("seconds_spread",)),
+            Column("over packed", ("over_packed",)),
+            Column("peak memory", ("peak_memory_bytes",)),
+            Column("largest difference, nats a token", ("largest_difference",)),
+            Column("greedy verdicts that differ", ("greedy_flips",)),
+            Column("best choices that differ", ("choice_flips",)),
+        ],
+        notes=[
+            f"{config['model']}, {config['dtype']}, random weights; {hardware}; medians of {config['rounds']} rounds in "
+            f"turns, {first['metrics']['requests']} requests. Differences are from packed scores with shared contexts; "
+            "over packed: packed's requests per second over the arm's."
+        ],
+    )
+    ours = arms.get("packed")
+    for arm, record in arms.items():
+        m = record["metrics"]
+        over = ours["metrics"]["requests_per_second"] / m["requests_per_second"] if ours else None
+        table.rows.append([
+            word(arm), word(METHODS[record["config"]["method"]]), number(m["requests_per_second"], ",.1f"),
+            number(m["seconds"], ".3f"), number(m["seconds_spread"], ".3f"), number(over, ".2f", "x"),
+            gibibytes(m["peak_memory_bytes"]), number(m["largest_difference"], ".2g"), number(m["greedy_flips"], "d"),
+            number(m["choice_flips"], "d"),
+        ])  # fmt: skip
+    return [table]
+
+
+def scoring_figures(records: Sequence[Record]) -> list[Figure]:
+    """Requests per second, a bar for each arm."""
+    arms = _latest(records, "scoring")
+    if not arms:
+        return []
+    config = next(iter(arms.values()))["config"]
+    fig, (ax,) = axes(1, width=7.0, height=0.5 + 0.42 * len(arms))
+    names = list(arms)[::-1]
+    rates = [arms[name]["metrics"]["requests_per_second"] for name in names]
+    bars = ax.barh(names, rates, color=[COLOURS[arms[name]["config"]["method"]] for name in names])
+    ax.bar_label(bars, [f"{rate:,.0f}" for rate in rates], padding=3)
+    ax.set(xlabel="requests per second", xlim=(0, 1.15 * max(rates)), title=f"Scoring, {config['workload']}")
+    return [
+        finish(
+            fig,
+            "scoring",
+            f"Requests per second, {config['workload']}: packed passes, padded batches of the same kernels, lm-eval's class hf.",
+        )
+    ]
+
+
+def generation_tables(records: Sequence[Record]) -> list[Table]:
+    """Prefill and tokens per second; ``records`` are of one number of prompts."""
+    table = Table(
+        "generation",
+        "Generation: prompts read packed, then one token a step for all",
+        [
+            Column("prompts", ("prompts",)),
+            Column("prompt tokens", ("prompt_tokens",)),
+            Column("prefill tokens/s", ("prefill_tokens_per_second",)),
+            Column("prefill seconds", ("prefill_seconds",)),
+            Column("interquartile range", ("prefill_spread",)),
+            Column("tokens/s", ("tokens_per_second",)),
+            Column("milliseconds a step", ("step_seconds",)),
+            Column("spread, ms", ("step_spread",)),
+            Column("peak memory", ("peak_memory_bytes",)),
+        ],
+    )
+    for record in sorted(_latest(records, "generation").values(), key=lambda r: r["config"]["prompts"]):
+        m: Mapping[str, Any] = record["metrics"]
+        table.rows.append([
+            number(record["config"]["prompts"], "d"), number(m["prompt_tokens"], ",d"),
+            number(m["prefill_tokens_per_second"], ",.0f"), number(m["prefill_seconds"], ".4f"),
+            number(m["prefill_spread"], ".4f"), number(m["tokens_per_second"], ",.0f"),
+            number(1e3 * m["step_seconds"], ".2f"), number(1e3 * m["step_spread"], ".2f"), gibibytes(m["peak_memory_bytes"]),
+        ])  # fmt: skip
+    return [table] if table.rows else []
+
+
+SCORING = (
+    "seconds", "seconds_spread", "requests", "requests_per_second", "peak_memory_bytes", "largest_difference",
+    "mean_difference", "greedy_flips", "choice_flips",
+)  # fmt: skip
+GENERATION = (
+    "prompt_tokens", "prefill_seconds", "prefill_tokens_per_second", "step_seconds", "tokens_per_second",
+    "peak_memory_bytes",
+)  # fmt: skip
+KINDS = {
+    "scoring": Kind(
+        scoring_tables,
+        scoring_figures,
+        label=lambda records: summary.of_kind(records, "scoring")[0]["config"]["workload"],
+        metrics=SCORING,
+    ),
+    "generation": Kind(generation_tables, metrics=GENERATION),
+}
