@@ -14,7 +14,7 @@ import pytest
 from packmamba import cli
 from packmamba.config import load_config
 from packmamba.config.rules import named
-from packmamba.experiments import load_bench
+from packmamba.experiments import find, load_bench, module
 from packmamba.training.sweep import load_sweep
 from processes import fork_ranks, statuses
 
@@ -35,7 +35,7 @@ TINY_RUN = [
     *("data.row_length=64", "data.tokens_per_step=128", "data.slots_per_batch=128", "data.validation_documents=4"),
 ]
 TINY_BENCH = {"packing": ["num_documents=100", "seeds=[0]", "row_lengths=[2048]"]}
-WRITES = {"own_sweep.md": "runs/my_sweep/report.html", "extend.md": "runs/with_my_table/tables/slots.md"}
+WRITES = {"own_sweep.md": "runs/my_sweep/tables/differences.md", "extend.md": "runs/with_my_table/tables/slots.md"}
 REGISTRIES = [  # what the plugin of a page adds to, put back after its test
     *("packmamba.data.packing:STRATEGIES", "packmamba.data.sources:SOURCES", "packmamba.nn.mixers:MIXERS"),
     *("packmamba.report.kinds:KINDS",),
@@ -110,6 +110,8 @@ def check(words):
         load_sweep(words[1], own_keys(words))
     elif words[0] == "bench":
         load_bench(words[1], own_keys(words))
+    elif words[0] == "reproduce":
+        assert module(find(words[1]), "reproduce").STEPS
     else:
         raise AssertionError(f"{words[0]} is not for this machine: say how to check it")
 
