@@ -5,7 +5,7 @@ Shape letters: B rows, L slots of a row, S documents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -13,6 +13,17 @@ from torch import Tensor
 
 _INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _MAX_SLOTS = 2**31 - 1
+
+
+class Schedules(dict):
+    """What kernels derived from a layout: an attribute of its ``starts``, since a graph hands operators tensors alone."""
+
+    def __init__(self, longest: int | None = None) -> None:
+        super().__init__()
+        self.longest = longest
+
+    def __reduce__(self) -> tuple:
+        return Schedules, (self.longest,)  # a copy's tensors lie elsewhere
 
 
 class SequenceLayout:
@@ -26,18 +37,12 @@ class SequenceLayout:
         starts, ends: (S,) int32, where each document lies in the flattened B * L slots.
         offsets: (S,) int32, the place in its document of its first token here; above 0 for a continuation.
         num_tokens: slots that hold a token.
-        longest: tokens of the longest document, where the host knew them when the layout was made; else None.
+        longest: at least the tokens of the longest document, where the host knew them when the layout was made; else None.
     """
 
     def __init__(
-        self,
-        shape: tuple[int, int],
-        starts: Tensor,
-        ends: Tensor,
-        offsets: Tensor,
-        num_tokens: int,
-        longest: int | None = None,
-    ) -> None:
+        self, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor, num_tokens: int, longest: int | None = None
+    ) -> None:  # fmt: skip
         """Trusts its arguments: int32 tensors of one device that describe documents as the class says."""
         self.shape = shape
         self.starts = starts
@@ -45,6 +50,8 @@ class SequenceLayout:
         self.offsets = offsets
         self.num_tokens = num_tokens
         self.longest = longest
+        if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
+            starts.schedules = Schedules(longest)  # type: ignore[attr-defined]
         self.flowing: SequenceLayout | None = None  # what ``flow`` returns, where that may not be computed
 
     @classmethod
@@ -100,14 +107,8 @@ class SequenceLayout:
         row_length = _integer(row_length, "row_length", minimum=1)
         _check_slots(num_rows, row_length)
         starts = torch.arange(num_rows, dtype=torch.int32, device=device) * row_length
-        return cls(
-            (num_rows, row_length),
-            starts,
-            starts + row_length,
-            torch.zeros_like(starts),
-            num_rows * row_length,
-            row_length,
-        )
+        shape, offsets = (num_rows, row_length), torch.zeros_like(starts)
+        return cls(shape, starts, starts + row_length, offsets, num_rows * row_length, row_length)
 
     @classmethod
     def from_position_indices(cls, position_indices: Tensor) -> SequenceLayout:
@@ -239,6 +240,11 @@ class SequenceLayout:
         """(S,) int32, the row of each document."""
         return self.starts // self.shape[1]
 
+    @cached_property
+    def packed(self) -> bool:
+        """Whether any row holds more than one document. Waits for a GPU, once."""
+        return bool((self.starts % self.shape[1]).any())
+
     @property
     def continues(self) -> Tensor:
         """(S,) bool, whether a document began before this batch (or, as a piece, before its first token here)."""
@@ -305,14 +311,14 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
         """The same layout on another device."""
-        starts, ends, offsets = (
-            t.to(device, non_blocking=non_blocking) for t in (self.starts, self.ends, self.offsets)
-        )
-        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens, self.longest)
+        return self._moved(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SequenceLayout:
         """The same layout in page-locked memory, for asynchronous copies to a GPU."""
-        starts, ends, offsets = (t.pin_memory() for t in (self.starts, self.ends, self.offsets))
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
+        starts, ends, offsets = map(move, (self.starts, self.ends, self.offsets))
         return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens, self.longest)
 
     def __eq__(self, other: object) -> bool:

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from packmamba import SequenceLayout, ops
 from packmamba.ops.checks import accumulation_dtype
-from packmamba.ops.conv import IMPLEMENTATIONS
-from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
+from packmamba.ops.conv.arguments import ConvArguments
+from packmamba.ops.conv.reference import conv1d_pack_loops
+from packmamba.ops.scan.arguments import ScanArguments
+from packmamba.ops.scan.reference import ssm_pack_loops
 
+SPECIFICATIONS = {"conv1d_pack": (ConvArguments, conv1d_pack_loops), "ssm_pack": (ScanArguments, ssm_pack_loops)}
 # mamba_ssm is a baseline: it takes one document a row.
-BACKENDS = [name for name in IMPLEMENTATIONS if name != "mamba_ssm" and (name != "cuda" or torch.cuda.is_available())]
+ABSENT = {"auto", "mamba_ssm"} | (set() if torch.cuda.is_available() else {"cuda"})
+BACKENDS = [name for name in ops.BACKENDS if name not in ABSENT]
 # Forward and gradients, relative to float64: rounding a bfloat16 output once is 1.66e-3; float16's is an eighth of it.
 TOLERANCES = {
     torch.bfloat16: (2e-3, 5e-3),
@@ -67,19 +71,10 @@ class Case:
         return wide._differentiate(wide.loops)
 
     def loops(self, tensors: dict[str, Tensor]):
-        get = tensors.get
-        wants_state = self.options["return_final_state"]
-        if self.operator == "conv1d_pack":
-            y, final = conv1d_pack_loops(
-                tensors["x"], tensors["weight"], get("bias"), self.layout, self.options["activation"],
-                get("initial_state"), wants_state,
-            )  # fmt: skip
-        else:
-            y, final = ssm_pack_loops(
-                *(tensors[name] for name in ("u", "delta", "A", "B", "C")), get("D"), get("z"), get("delta_bias"),
-                self.options["delta_softplus"], self.layout, get("initial_state"), wants_state,
-            )  # fmt: skip
-        return (y, final) if wants_state else y
+        arguments, run = SPECIFICATIONS[self.operator]
+        given = dict.fromkeys(arguments._fields) | tensors | self.options | {"layout": self.layout}
+        y, final = run(arguments(**given))
+        return (y, final) if self.options["return_final_state"] else y
 
     def _differentiate(self, function: Callable) -> dict[str, Tensor]:
         tensors = {name: tensor.detach().requires_grad_() for name, tensor in self.tensors.items()}

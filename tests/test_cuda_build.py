@@ -6,7 +6,9 @@ import types
 import pytest
 import torch
 
-from packmamba.ops import build, compiled, cuda
+from packmamba.ops import build
+from packmamba.ops.cuda import launch
+from packmamba.ops.kernels import OUTPUTS
 from processes import fork, statuses
 
 
@@ -20,7 +22,7 @@ def compare_schemas():
         return [(a.name, str(a.type), a.alias_info is not None and a.alias_info.is_write) for a in found]
 
     ours = ["schedule", "cut_above", "cut_length", "window", "stream"]
-    for name in compiled.OUTPUTS:
+    for name in OUTPUTS:
         cpu, cuda = arguments("cpu", name), arguments("cuda", name)
         assert cuda[: len(cpu)] == cpu, (name, cpu, cuda)
         assert [argument for argument, _, _ in cuda[len(cpu) :]] == ours, (name, cuda)
@@ -110,4 +112,4 @@ def test_a_gpu_without_room_for_the_scans_gradients_is_told_so(monkeypatch):
     A, kept = torch.zeros(16, 16), torch.zeros(1)
     starts, ends = torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     with pytest.raises(build.KernelError, match="need 109 KiB of shared memory a block, this GPU has 99; take float16"):
-        cuda.ssm_forward(u, u, A, B, B, None, None, None, True, starts, ends, None, u.clone(), None, kept)
+        launch.ssm_forward(u, u, A, B, B, None, None, None, True, starts, ends, None, u.clone(), None, kept)

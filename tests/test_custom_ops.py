@@ -6,9 +6,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from arrangements import AWKWARD
-from operators import random_case
-from packmamba import PackedMamba, SequenceLayout, ops
-from packmamba.ops import build
+from operators import SPECIFICATIONS, random_case
+from packmamba import MambaLM, PackedMamba, SequenceLayout, ops
+from packmamba.ops import build, kernels
 
 OPERATORS = ["conv1d_pack", "ssm_pack"]
 both = pytest.mark.parametrize("operator", OPERATORS)
@@ -21,25 +21,18 @@ def loaded():
 
 def arguments_of(case):
     """The custom operator's positional arguments."""
-    t, layout, final = (
-        {n: v.clone().requires_grad_() for n, v in case.tensors.items()},
-        case.layout,
-        case.options["return_final_state"],
-    )
-    if case.operator == "conv1d_pack":
-        silu = case.options["activation"] == "silu"
-        return (t["x"], t["weight"], t.get("bias"), layout.starts, layout.ends, t.get("initial_state"), silu, final)
-    names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
-    softplus = case.options["delta_softplus"]
-    return (*(t.get(n) for n in names), softplus, layout.starts, layout.ends, t.get("initial_state"), final, True)
+    names = SPECIFICATIONS[case.operator][0]._fields
+    tensors = {n: v.clone().requires_grad_() for n, v in case.tensors.items()}
+    given = dict.fromkeys(names) | tensors | case.options
+    places = {"layout": (case.layout.starts, case.layout.ends)}
+    return (*(v for n in names for v in places.get(n, (given[n],))), True)
 
 
 @both
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "optional"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(operator, optional, dtype):
-    wide = torch.float32 if operator == "conv1d_pack" else None
-    case = random_case(operator, AWKWARD["splits"], dtype, optional=optional, states=optional, parameter_dtype=wide)
+    case = random_case(operator, AWKWARD["splits"], dtype, optional=optional, states=optional)
     torch.library.opcheck(getattr(torch.ops.packmamba, operator).default, arguments_of(case))
 
 
@@ -72,6 +65,35 @@ def test_one_graph_for_a_hundred_layouts():
         for a, b in zip(torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(expected.sum(), parameters)):
             assert torch.equal(a, b)
     assert len(graphs) <= 3, "the first compilation and at most two more"
+
+
+def test_compiled_blocks_hand_a_layout_s_schedules_to_their_kernels(monkeypatch):
+    """They see tensors alone; without what the host knows, kernels would prepare for longer documents than there are."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=9, d_model=16, n_layer=2, d_state=4)
+    model.compile_blocks(backend="aot_eager")
+    layouts = [SequenceLayout.from_lengths(lengths, row_length=48) for lengths in ([[30, 5], [48]], [[1, 2, 3], [20]])]
+    found = []
+
+    def record(name, starts, real):
+        def run(*arguments, **others):
+            found.append((name, arguments[starts].schedules))
+            real(*arguments, **others)
+
+        return run
+
+    places = {"conv1d_forward": 3, "conv1d_backward": 5, "ssm_forward": 9, "ssm_backward": 11}
+    real = kernels.KERNELS["cpu"]
+    monkeypatch.setitem(kernels.KERNELS, "cpu", {name: record(name, at, real[name]) for name, at in places.items()})
+    for layout in layouts * 2:
+        found.clear()
+        leaking = layout.flow()
+        model(torch.randint(9, layout.shape), conv_layout=leaking, ssm_layout=layout).sum().backward()
+        assert len(found) == 8, "two blocks, two operators, forward and backward"
+        for name, schedules in found:
+            assert schedules is (leaking if name.startswith("conv1d") else layout).starts.schedules, name
+        assert layout.starts.schedules.longest == layout.longest
 
 
 @both

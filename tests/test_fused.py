@@ -94,7 +94,7 @@ def test_opcheck():
         for recompute in (False, True):
             torch.library.opcheck(
                 torch.ops.packmamba.inner_pack.default,
-                (xz, w, b, x, dt, out, A, D, bias, *places, *given[:2], *as_used, given[2], recompute, True),
+                (xz, w, b, x, dt, out, A, D, bias, *given[:2], *as_used, *places, given[2], recompute, True),
             )
 
 

@@ -22,7 +22,10 @@ from models import (
     summed_loss,
 )
 from packmamba import SequenceLayout
-from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
+from packmamba.ops.conv.arguments import ConvArguments
+from packmamba.ops.conv.reference import conv1d_pack_loops
+from packmamba.ops.scan.arguments import ScanArguments
+from packmamba.ops.scan.reference import ssm_pack_loops
 
 
 @every_config
@@ -233,13 +236,15 @@ def test_the_mixer_is_its_operators_each_with_its_own_layout(config, variant):
 
     x, z = mixer.in_proj(hidden).chunk(2, dim=-1)
     x, conv_end = conv1d_pack_loops(
-        x, mixer.conv1d.weight[:, 0], mixer.conv1d.bias, conv_layout, "silu", conv_state, return_final_state=True
+        ConvArguments(x, mixer.conv1d.weight[:, 0], mixer.conv1d.bias, conv_state, conv_layout, "silu", True)
     )
     rank, d_state = mixer.dt_rank, mixer.d_state
     delta, B, C = mixer.x_proj(x).split([rank, d_state, d_state], dim=-1)
     delta = delta @ mixer.dt_proj.weight.T
     y, ssm_end = ssm_pack_loops(
-        x, delta, -mixer.A_log.exp(), B, C, mixer.D, z, mixer.dt_proj.bias, True, ssm_layout, ssm_state, True
+        ScanArguments(
+            x, delta, -mixer.A_log.exp(), B, C, mixer.D, z, mixer.dt_proj.bias, ssm_state, ssm_layout, True, True
+        )
     )
     expected = mixer.out_proj(y)
     inputs = [p for name, p in mixer.named_parameters() if name != "initial_state"] + [hidden, *state]

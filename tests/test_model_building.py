@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from models import LAYOUT, VOCAB, build, every_config, gradients, random_tokens, summed_loss
 from packmamba import MambaLM, PackedMamba, SequenceLayout
-from packmamba.ops import cuda
 
 
 def test_initialisation_is_mamba_s():
@@ -144,15 +143,3 @@ def test_calls_are_refused_in_one_sentence(message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}") as caught:
         BAD_CALLS[message](random_tokens())
     assert "\n" not in str(caught.value)
-
-
-def test_the_model_notes_what_the_host_knows_of_layouts(monkeypatch):
-    """Compiled blocks cannot; their kernels would prepare for longer documents than there are."""
-    noted = []
-    monkeypatch.setattr(cuda, "note", noted.append)
-    leaking = LAYOUT.flow()
-    monkeypatch.setattr(
-        type(MODEL.backbone.layers[0]), "forward", lambda self, residual, normed, *_: (residual, normed, None)
-    )
-    MODEL(random_tokens(), layout=LAYOUT, conv_layout=leaking)
-    assert noted == [leaking, LAYOUT]

@@ -6,7 +6,7 @@ import torch
 from experiments.operators import cpu as bench
 from experiments.operators.report import KINDS
 from packmamba.errors import ConfigError
-from packmamba.ops import compiled
+from packmamba.ops import kernels
 from packmamba.records import read_records
 from packmamba.report.folder import build_sections
 
@@ -44,13 +44,13 @@ def test_every_arm_is_recorded_and_tabulated(tmp_path):
 
 
 def test_a_wrong_arm_prints_no_timing(tmp_path, monkeypatch):
-    real = compiled.KERNELS["cpu"]["ssm_forward"]
+    real = kernels.KERNELS["cpu"]["ssm_forward"]
 
     def wrong(*arguments):
         real(*arguments)
         arguments[-3].mul_(1.001)  # y
 
-    monkeypatch.setitem(compiled.KERNELS["cpu"], "ssm_forward", wrong)
+    monkeypatch.setitem(kernels.KERNELS["cpu"], "ssm_forward", wrong)
     with pytest.raises(RuntimeError, match="ssm_pack, cpu: y is off by 1.0e-03"):
         bench.run(TINY | {"arms": ["cpu"]}, tmp_path / "records.jsonl", progress=False)
     assert not (tmp_path / "records.jsonl").exists()

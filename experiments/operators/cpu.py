@@ -18,7 +18,9 @@ from tqdm import tqdm
 
 from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError
-from packmamba.ops import build, compiled
+from packmamba.ops import build
+from packmamba.ops.registered import room_like
+from packmamba.ops.scan.compiled import scan_room
 from packmamba.records import append_record, make_record, provenance
 
 ARMS = ("cpu", "cpu-kernels", "reference", "transformers")
@@ -223,12 +225,12 @@ def _scan(c: OperatorsBenchConfig) -> tuple[dict[str, Arm], dict[str, Tensor]]:
     def kernels() -> Arm:
         t, options = leaves, (True, layout.starts, layout.ends, None)
         inputs = (*(t[n] for n in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")), *options)
-        y, _, kept = compiled._ssm_outputs(*(*inputs, False, True))
-        gradients = compiled._ssm_backward_outputs(*(dy, None, *inputs, kept))
+        y, _, kept = scan_room(t["u"], t["A"], layout.starts, False, True)
+        gradients = [room_like(tensor) for tensor in inputs[:8]]
 
         def call() -> dict[str, Tensor]:
             torch.ops.packmamba_cpu.ssm_forward(*inputs, y, None, kept)
-            torch.ops.packmamba_cpu.ssm_backward(dy, None, *inputs, kept, *gradients[:-1], None)
+            torch.ops.packmamba_cpu.ssm_backward(dy, None, *inputs, kept, *gradients, None)
             return {"y": y} | {f"grad {n}": g for n, g in zip(t, gradients)}
 
         return call
@@ -265,11 +267,11 @@ def _convolution(c: OperatorsBenchConfig) -> tuple[dict[str, Arm], dict[str, Ten
         weight, bias = (leaves[n].to(torch.promote_types(x.dtype, torch.float32)) for n in ("weight", "bias"))
         inputs = (x, weight, bias, layout.starts, layout.ends, None, True)
         y = torch.empty_like(x)
-        gradients = compiled._conv1d_backward_outputs(dy, None, *inputs)
+        gradients = [room_like(tensor) for tensor in inputs[:3]]
 
         def call() -> dict[str, Tensor]:
             torch.ops.packmamba_cpu.conv1d_forward(*inputs, y, None)
-            torch.ops.packmamba_cpu.conv1d_backward(dy, None, *inputs, *gradients[:-1], None)
+            torch.ops.packmamba_cpu.conv1d_backward(dy, None, *inputs, *gradients, None)
             return {"y": y} | {f"grad {n}": g for n, g in zip(leaves, gradients)}
 
         return call

@@ -19,7 +19,7 @@ from experiments.operators import gpu_arms
 from experiments.operators.gpu_arms import PEERS_TOLERANCE, TOLERANCES, Arm, Inputs, relative_error
 from packmamba import SequenceLayout
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS
-from packmamba.ops import cuda
+from packmamba.ops.cuda.schedule import schedule
 
 COPY_BYTES = 2**31
 CHECKED_CHANNELS = 16
@@ -63,7 +63,7 @@ class Turns:
             pad_to = distribution.longest if distribution and distribution.longest <= PAD_TO else 0
             self.arms |= gpu_arms.projections(inputs)
             self.arms["schedule"] = Arm(
-                lambda layout: cuda.schedule(layout.starts.clone(), layout.ends, 1, tokens, channels, True, "forward")
+                lambda layout: schedule(layout.starts.clone(), layout.ends, 1, tokens, channels, True, "forward")
             )
             peers, more = gpu_arms.peers(inputs, some, pad_to)
             self.arms |= {name: arm for name, arm in peers.items() if name not in SLOW_ARMS or tokens <= slow_tokens}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from packmamba import SequenceLayout
-from packmamba.ops import cuda
+from packmamba.ops.cuda.schedule import CUT_SHARE, schedule
 
 INDEX = 4
 # scan16: per warp of 16 channels and item its two ends, per segment its entry (16) and its document's start; tiles of 8 tokens.
@@ -37,7 +37,7 @@ class Scheduled:
     def of(cls, layout: SequenceLayout, channels: int, direction: str) -> Scheduled:
         """Of a layout of one row on a GPU; direction: forward or backward."""
         slots = layout.num_slots
-        memory, above, length, window = cuda.schedule(layout.starts, layout.ends, 1, slots, channels, True, direction)
+        memory, above, length, window = schedule(layout.starts, layout.ends, 1, slots, channels, True, direction)
         items, segments, pieces, _ = memory[:4].tolist()
         entries = memory[4 : 4 + 4 * segments].view(-1, 4)
         grid_pieces = slots // length + slots // above if slots > above else 0
@@ -79,7 +79,7 @@ def position_bytes(
     if operator == "scan":
         forward, backward = (
             scan_bytes(Scheduled.of(layout, channels, direction), channels, build == "indices")
-            for direction in cuda.CUT_SHARE
+            for direction in CUT_SHARE
         )
         return forward, backward
     forward, backward = (

@@ -13,7 +13,6 @@ from experiments.speedup.arms import GRAPH, Documents, Scheme, feed
 from packmamba.config import ConfigError, load_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS
 from packmamba.ops.backends import choose
-from packmamba.ops.conv import IMPLEMENTATIONS
 from packmamba.training.fit import check_run
 
 PARTS = ("forward_backward", "breakdown", "steps", "growth")
@@ -133,6 +132,6 @@ def _check_models(c: SpeedupBenchConfig, device: torch.device) -> None:
             raise ConfigError("overrides: model.vocab_size: expected a number, got null")
         check_run(config)
     try:
-        choose(config.ops.backend, device, IMPLEMENTATIONS)
+        choose(config.ops.backend, device)
     except ValueError as error:
         raise ConfigError(f"overrides: ops.{error}") from None

@@ -315,8 +315,6 @@ def _difference(losses: Tensor, expected: Tensor) -> float:
 
 def _position_bytes(batch: PackedBatch) -> int:
     """What a batch says of its documents' places: starts and ends, and a GPU's schedule made of them."""
-    from packmamba.ops.cuda import _schedules
+    from packmamba.ops.cuda.schedule import schedule_bytes
 
-    starts = batch.layout.starts
-    made = _schedules.get(starts, {}).values() if starts.is_cuda else ()
-    return 8 * starts.numel() + sum(memory.numel() * memory.element_size() for memory in made)
+    return 8 * batch.layout.starts.numel() + schedule_bytes(batch.layout.starts)

@@ -12,7 +12,7 @@ import torch
 
 from packmamba import ops
 from packmamba.ops import build
-from packmamba.ops.conv import IMPLEMENTATIONS
+from packmamba.ops.backends import Backend
 
 EXTRAS = {
     "mamba_ssm": "the peers' Mamba, for baselines (needs CUDA): pip install --no-build-isolation 'packmamba[peers]'",
@@ -36,25 +36,23 @@ def diagnose() -> Iterator[str]:
     else:
         yield "GPU: none that PyTorch can use; everything but GPU measurements runs on the CPU"
     yield "Operators' backends:"
-    for backend in ops.BACKENDS[1:]:
-        yield f"  {backend}: {_state(backend)}"
+    for name, backend in ops.BACKENDS.items():
+        if name != "auto":
+            yield f"  {name}: {_state(backend)}"
     yield "Optional packages:"
     for name, purpose in EXTRAS.items():
         found = importlib.util.find_spec(name) is not None
         yield f"  {name}: {'installed' if found else f'missing; {purpose}'}"
 
 
-def _state(backend: str) -> str:
-    if backend not in IMPLEMENTATIONS:
-        return "not in this version"
-    kernels = {row["kind"]: row for row in build.info()}.get(backend)
-    if backend == "mamba_ssm":
-        missing = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
-        if missing or not torch.cuda.is_available():
-            return f"missing: needs {' and '.join(missing) or 'a GPU'}; for baselines"
-    if kernels is None:
+def _state(backend: Backend) -> str:
+    missing = [name for name in backend.packages if importlib.util.find_spec(name) is None]
+    if backend.packages and (missing or not torch.cuda.is_available()):
+        return f"missing: needs {' and '.join(missing) or 'a GPU'}; for baselines"
+    if backend.kernels is None:
         return "available"
+    kernels = {row["kind"]: row for row in build.info()}[backend.kernels]
     if kernels["problem"]:
-        fallback = "; auto runs the reference instead" if backend == "cpu" else ""
+        fallback = "; auto runs the reference instead" if backend.kernels == "cpu" else ""
         return f"missing: {kernels['problem']}{fallback}"
     return f"{'built' if kernels['built'] else 'built on first use'} for {kernels['target']} by {kernels['compiler']}"

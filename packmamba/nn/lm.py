@@ -13,7 +13,6 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
 from packmamba.nn.checkpoint import load_weights, read_pretrained, write_pretrained
 from packmamba.nn.mixers import MIXERS, State
-from packmamba.ops import cuda
 from packmamba.ops.checks import check_layout
 
 
@@ -150,8 +149,6 @@ class MambaLM(nn.Module):
                 check_layout(given, tokens, "tokens", name)
         layout = check_layout(layout, tokens, "tokens")
         layouts = tuple(layout if given is None else given for given in (conv_layout, ssm_layout))
-        for given in layouts:
-            cuda.note(given)  # a compiled block cannot
         try:
             embedded = self.backbone.embedding(tokens)
         except IndexError:  # on a CPU; a GPU's would have to be waited for

@@ -1,8 +1,11 @@
 """The two sequence-wise operators of a Mamba block, packed: a causal convolution and the selective scan."""
 
 from packmamba.ops.backends import BACKENDS as BACKENDS
+from packmamba.ops.backends import load
 from packmamba.ops.conv import conv1d_pack as conv1d_pack
 from packmamba.ops.inner import inner_pack as inner_pack
 from packmamba.ops.scan import ssm_pack as ssm_pack
+
+load()  # also defines torch.ops.packmamba, which saved graphs name
 
 __all__ = ["BACKENDS", "conv1d_pack", "inner_pack", "ssm_pack"]

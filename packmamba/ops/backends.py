@@ -1,20 +1,75 @@
-"""Which implementation runs: chosen by name, or by the device of the tensors."""
+"""The backends, and which of them runs: chosen by name, or by the device of the tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from packmamba.ops import build
 
-BACKENDS = ("auto", "reference", "cpu", "cuda", "mamba_ssm")
+COMPILED = {
+    "conv1d_pack": "packmamba.ops.conv.compiled:conv1d_pack",
+    "ssm_pack": "packmamba.ops.scan.compiled:ssm_pack",
+    "inner_pack": "packmamba.ops.inner.compiled:inner_pack",
+}
 
-Implementation = TypeVar("Implementation", bound=Callable)
+
+@dataclass(frozen=True)
+class Backend:
+    """Where a backend's implementations lie, and what they need.
+
+    Attributes:
+        implementations: by operator, ``module:function``, imported with the package. A function takes the operator's arguments
+            (``ConvArguments``, ``ScanArguments``, ``InnerArguments``).
+        device: the type of the device whose tensors it takes; None: any.
+        kernels: the kind of compiled kernels that it runs; see ``packmamba.ops.build``.
+        packages: what must be installed.
+    """
+
+    implementations: dict[str, str] = field(default_factory=dict)
+    device: str | None = None
+    kernels: str | None = None
+    packages: tuple[str, ...] = ()
 
 
-def choose(backend: str | None, device: torch.device, implementations: Mapping[str, Implementation]) -> Implementation:
+BACKENDS: dict[str, Backend] = {
+    "auto": Backend(),  # the compiled kernels of the tensors' device
+    "reference": Backend(
+        {
+            "conv1d_pack": "packmamba.ops.conv.reference:conv1d_pack_vectorised",
+            "ssm_pack": "packmamba.ops.scan.reference:ssm_pack_vectorised",
+            "inner_pack": "packmamba.ops.inner.composed:inner_pack",
+        }
+    ),
+    "cpu": Backend(COMPILED, device="cpu", kernels="cpu"),
+    "cuda": Backend(COMPILED, device="cuda", kernels="cuda"),
+    "mamba_ssm": Backend(
+        {
+            "conv1d_pack": "packmamba.ops.mamba_ssm:conv1d_pack",
+            "ssm_pack": "packmamba.ops.mamba_ssm:ssm_pack",
+            "inner_pack": "packmamba.ops.mamba_ssm:inner_pack",
+        },
+        device="cuda",
+        packages=("mamba_ssm", "causal_conv1d"),
+    ),
+}
+
+_implementations: dict[tuple[str, str], Callable] = {}
+_chosen: dict[tuple, Callable] = {}
+
+
+def load() -> None:
+    """Imports the implementations: once, with the package, so that torch.compile finds the same table at every call."""
+    for name, backend in BACKENDS.items():
+        for operator, place in backend.implementations.items():
+            module, function = place.split(":")
+            _implementations[name, operator] = getattr(importlib.import_module(module), function)
+
+
+def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> Callable:
     """The operator's implementation for ``backend`` on ``device``.
 
     ``auto`` (and None) takes the compiled kernels of the device. A CPU that cannot build them runs the reference,
@@ -24,18 +79,26 @@ def choose(backend: str | None, device: torch.device, implementations: Mapping[s
         KernelError: the compiled kernels can be neither found nor built.
         ValueError: an unknown backend, or one that does not run here.
     """
-    if backend is None:
-        backend = "auto"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend == "auto":
-        backend = "reference" if device.type == "cpu" and not build.ready("cpu") else device.type
-    needs = "cuda" if backend == "mamba_ssm" else backend
-    if needs in ("cpu", "cuda") and needs != device.type:
-        raise ValueError(f"backend: '{backend}' expected tensors on a {needs} device, got {device}")
-    if backend not in implementations:
-        available = ", ".join(sorted(implementations))
-        raise ValueError(
-            f"backend: no compiled '{backend}' kernels in this version for {device}; available: {available}"
-        )
-    return implementations[backend]
+    if torch.compiler.is_compiling():  # whose graph must not depend on what was asked before
+        return _implementations[_find(backend, device, operator), operator]
+    key = (backend, device, operator)
+    try:
+        return _chosen[key]
+    except (KeyError, TypeError):
+        found = _chosen[key] = _implementations[_find(backend, device, operator), operator]
+        return found
+
+
+def _find(backend: str | None, device: torch.device, operator: str) -> str:
+    name = "auto" if backend is None else backend
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
+    if name == "auto":
+        name = "reference" if device.type == "cpu" and not build.ready("cpu") else device.type
+    needed = BACKENDS[name].device if name in BACKENDS else None
+    if needed not in (None, device.type):
+        raise ValueError(f"backend: '{name}' expected tensors on a {needed} device, got {device}")
+    if (name, operator) not in _implementations:
+        available = ", ".join(sorted(of for of, implemented in _implementations if implemented == operator))
+        raise ValueError(f"backend: no compiled '{name}' kernels in this version for {device}; available: {available}")
+    return name

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,6 +149,13 @@ def load(kind: str) -> Path:
     if isinstance(outcome, KernelError):
         raise outcome
     return outcome
+
+
+@functools.cache
+def operator(kind: str, name: str) -> Callable[..., Any]:
+    """``torch.ops.packmamba_<kind>.<name>``, loaded. Raises KernelError as ``load``."""
+    load(kind)
+    return getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
 
 
 def _load(kind: str) -> Path | KernelError:

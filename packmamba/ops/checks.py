@@ -8,6 +8,8 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MOST_ROWS_LAYOUTS = 64
+_rows_layouts: dict[tuple, SequenceLayout] = {}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -36,7 +38,7 @@ def check_tensor(
 ) -> None:
     """Another argument, against the shape, dtypes and device that the first one implies."""
     check_is_tensor(tensor, name)
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise ValueError(
             f"{name}: expected shape {shape} to go with {like_name} {tuple(like.shape)}, got {tuple(tensor.shape)}"
         )
@@ -53,13 +55,13 @@ def check_tensor(
 
 def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, name: str = "layout") -> SequenceLayout:
     """The layout, or each row as one document if it is None."""
-    rows, row_length = like.shape[:2]
+    rows, row_length = shape = like.shape[:2]
     if layout is None:
-        return SequenceLayout.from_rows(rows, row_length, like.device)
+        return _rows_layout(rows, row_length, like)
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"{name}: expected a SequenceLayout or None, got {type(layout).__name__}")
-    if layout.shape != (rows, row_length):
-        raise ValueError(f"{name}: expected shape {(rows, row_length)} like {like_name}, got {layout.shape}")
+    if layout.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)} like {like_name}, got {layout.shape}")
     if layout.device != like.device:
         raise ValueError(
             f"{name}: expected device {like.device} like {like_name}, got {layout.device}; use {name}.to()"
@@ -72,8 +74,32 @@ def check_is_tensor(tensor: object, name: str) -> None:
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
 
 
+def seen_by_tracing() -> bool:
+    """Whether something else than autograd looks at what is called: a compiler, a transform, a mode."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
+    """Each row as one document, made once: by stream, since another's work might come before the layout's values are there."""
+    if seen_by_tracing() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return SequenceLayout.from_rows(rows, row_length, like.device)
+    stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
+    key = (rows, row_length, like.device, stream)
+    layout = _rows_layouts.get(key)
+    if layout is None:
+        if len(_rows_layouts) == MOST_ROWS_LAYOUTS:
+            _rows_layouts.clear()
+        with torch.inference_mode(False):  # an inference tensor could not be kept for a backward
+            layout = _rows_layouts[key] = SequenceLayout.from_rows(rows, row_length, like.device)
+    return layout
+
+
 def _check_channel_stride(tensor: Tensor, name: str) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(
             f"{name}: expected unit stride along its last dimension (channels), got stride {tensor.stride(-1)}; "
             "use .contiguous()"

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from packmamba.layout import SequenceLayout
-
-_one_document_a_row: WeakIdKeyDictionary = WeakIdKeyDictionary()
+from packmamba.ops.conv.arguments import ConvArguments
+from packmamba.ops.inner.arguments import InnerArguments
+from packmamba.ops.inner.composed import composed
+from packmamba.ops.scan.arguments import ScanArguments
 
 
 @functools.cache
@@ -37,9 +38,7 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
 
 def _real(layout: SequenceLayout) -> Tensor:
     """(B, L, 1), which slots hold tokens. ValueError if a row holds more than one document."""
-    if layout.starts not in _one_document_a_row:
-        _one_document_a_row[layout.starts] = not bool((layout.starts % layout.shape[1]).any())
-    if not _one_document_a_row[layout.starts]:
+    if layout.packed:
         raise ValueError(
             "layout: backend 'mamba_ssm' takes one document per row (its kernels would leak state from one to the "
             f"next), got {layout.num_documents} documents in {layout.shape[0]} rows; use layout.flow() to leak on purpose"
@@ -47,21 +46,9 @@ def _real(layout: SequenceLayout) -> Tensor:
     return (layout.documents >= 0)[..., None]
 
 
-def ssm_pack(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    delta_softplus: bool,
-    layout: SequenceLayout,
-    initial_state: Tensor | None,
-    return_final_state: bool,
-) -> tuple[Tensor, Tensor | None]:
+def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """``ops.ssm_pack`` by mamba-ssm; no initial state, no gradient through the final one."""
+    u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
     if initial_state is not None:
         raise ValueError("initial_state: backend 'mamba_ssm' starts from zero, expected None")
     real = _real(layout)
@@ -80,16 +67,9 @@ def ssm_pack(
     return torch.where(real, y.transpose(1, 2), 0), final
 
 
-def conv1d_pack(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    layout: SequenceLayout,
-    activation: str | None,
-    initial_state: Tensor | None,
-    return_final_state: bool,
-) -> tuple[Tensor, Tensor | None]:
+def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """``ops.conv1d_pack`` by causal-conv1d, without states."""
+    x, weight, bias, initial_state, layout, activation, return_final_state = a
     if initial_state is not None or return_final_state:
         raise ValueError("initial_state, return_final_state: backend 'mamba_ssm' convolves without states")
     real = _real(layout)
@@ -99,3 +79,8 @@ def conv1d_pack(
         x.transpose(1, 2), weight.to(x.dtype), None if bias is None else bias.to(x.dtype), activation=activation
     )
     return torch.where(real, y.transpose(1, 2), 0), None
+
+
+def inner_pack(a: InnerArguments) -> tuple[Tensor | None, ...]:
+    """Both, between matrix products."""
+    return composed(a, conv1d_pack, ssm_pack)

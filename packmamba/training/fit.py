@@ -13,7 +13,6 @@ import torch
 from packmamba.config import Config, ConfigError, check
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
-from packmamba.ops.conv import IMPLEMENTATIONS
 from packmamba.records import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.module import MambaLitModule
@@ -71,7 +70,7 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
     history = History(config.trainer.log_every)
     trainer = make_trainer(config, folder, history, progress)
     try:
-        choose(config.ops.backend, trainer.strategy.root_device, IMPLEMENTATIONS)
+        choose(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
     data = PackingDataModule(config, progress=progress)

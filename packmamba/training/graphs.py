@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from packmamba.data.batching import PackedBatch
 from packmamba.layout import SequenceLayout
-from packmamba.ops import cuda
+from packmamba.ops.cuda.schedule import one_capture
 
 ROW_MULTIPLE = 128
 """Rows are filled up with padding to a multiple of this: fewer shapes, each of which is captured once."""
@@ -161,7 +161,7 @@ class BatchGraphs:
         gc.collect()  # autograd's leftovers belong to other streams
         graph = torch.cuda.CUDAGraph()
         # Other threads pin the next batches' memory meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), cuda.one_capture():
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), one_capture():
             results = self._run(static.batch, static.num_targets)
         torch.clear_autocast_cache()
         return Captured(shape, graph, static, results, [parameter.grad for parameter in self.parameters])

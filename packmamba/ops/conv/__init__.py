@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops import compiled, mamba_ssm
 from packmamba.ops.backends import choose
-from packmamba.ops.checks import check_activations, check_is_tensor, check_layout, check_tensor
-from packmamba.ops.reference import conv1d_pack_vectorised
-
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
-    "reference": conv1d_pack_vectorised,
-    "cpu": compiled.conv1d_pack,
-    "cuda": compiled.conv1d_pack,
-    "mamba_ssm": mamba_ssm.conv1d_pack,
-}
+from packmamba.ops.checks import check_activations, check_layout
+from packmamba.ops.conv.arguments import ConvArguments
 
 
 def conv1d_pack(
@@ -59,20 +49,7 @@ def conv1d_pack(
     """
     check_activations(x, "x")
     layout = check_layout(layout, x, "x")
-    channels = x.shape[2]
-    check_is_tensor(weight, "weight")
-    if weight.dim() != 2 or not 2 <= weight.shape[1] <= 4:
-        raise ValueError(f"weight: expected shape ({channels}, W) with W from 2 to 4, got {tuple(weight.shape)}")
-    width = weight.shape[1]
-    dtypes = (x.dtype, torch.float32)
-    check_tensor(weight, "weight", (channels, width), dtypes, x, "x")
-    if bias is not None:
-        check_tensor(bias, "bias", (channels,), dtypes, x, "x")
-    if initial_state is not None:
-        shape = (layout.num_documents, channels, width - 1)
-        check_tensor(initial_state, "initial_state", shape, dtypes, x, "x")
-    if activation not in (None, "silu"):
-        raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
-    run = choose(backend, x.device, IMPLEMENTATIONS)
-    y, final_state = run(x, weight, bias, layout, activation, initial_state, return_final_state)
+    a = ConvArguments(x, weight, bias, initial_state, layout, activation, return_final_state)
+    a.check()
+    y, final_state = choose(backend, x.device, "conv1d_pack")(a)
     return (y, final_state) if return_final_state else y

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops import compiled, mamba_ssm
 from packmamba.ops.backends import choose
-from packmamba.ops.checks import accumulation_dtype, check_activations, check_is_tensor, check_layout, check_tensor
-from packmamba.ops.reference import ssm_pack_vectorised
-
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
-    "reference": ssm_pack_vectorised,
-    "cpu": compiled.ssm_pack,
-    "cuda": compiled.ssm_pack,
-    "mamba_ssm": mamba_ssm.ssm_pack,
-}
+from packmamba.ops.checks import check_activations, check_layout
+from packmamba.ops.scan.arguments import ScanArguments
 
 
 def ssm_pack(
@@ -65,24 +56,7 @@ def ssm_pack(
     """
     check_activations(u, "u")
     layout = check_layout(layout, u, "u")
-    rows, row_length, channels = u.shape
-    parameter_dtype = (accumulation_dtype(u.dtype),)
-    check_is_tensor(A, "A")
-    if A.dim() != 2 or not 1 <= A.shape[1] <= 256:
-        raise ValueError(f"A: expected shape ({channels}, N) with N from 1 to 256, got {tuple(A.shape)}")
-    states = A.shape[1]
-    check_tensor(A, "A", (channels, states), parameter_dtype, u, "u")
-    activations = [("delta", delta, channels), ("B", B, states), ("C", C, states)]
-    if z is not None:
-        activations.append(("z", z, channels))
-    for name, tensor, width in activations:
-        check_tensor(tensor, name, (rows, row_length, width), (u.dtype,), u, "u", unit_stride=True)
-    for name, parameter in (("D", D), ("delta_bias", delta_bias)):
-        if parameter is not None:
-            check_tensor(parameter, name, (channels,), parameter_dtype, u, "u")
-    if initial_state is not None:
-        shape = (layout.num_documents, channels, states)
-        check_tensor(initial_state, "initial_state", shape, parameter_dtype, u, "u")
-    run = choose(backend, u.device, IMPLEMENTATIONS)
-    y, final_state = run(u, delta, A, B, C, D, z, delta_bias, delta_softplus, layout, initial_state, return_final_state)
+    a = ScanArguments(u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state)
+    a.check()
+    y, final_state = choose(backend, u.device, "ssm_pack")(a)
     return (y, final_state) if return_final_state else y

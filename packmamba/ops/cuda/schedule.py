@@ -1,0 +1,120 @@
+"""A layout as work for the CUDA kernels: its schedule, made on the device once and shared by every operator of every layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from packmamba.layout import Schedules
+from packmamba.ops.build import operator
+
+# Documents are cut only where they would leave the chip idle: pieces scan their tokens twice.
+MIN_CUT_ABOVE = 384
+CUT_SHARE = {"forward": 0.45, "backward": 0.6}
+"""Documents are cut above this share of the tokens that each scheduler gets. A warp alone is slower than its share of a full
+scheduler by 2.4 in the forward, by 2 in the backward."""
+CUT_LENGTHS = (128, 256)
+NEVER = 2**31 - 1
+MIN_WINDOW, WINDOWS = 128, 128
+"""Documents that begin in the same window of slots share a work item: at least so many slots, at most so many windows."""
+WARP_CHANNELS = 16
+
+Found = tuple[Tensor, int, int, int]
+_capture: object | None = None  # inside ``one_capture``
+
+
+class Schedule:
+    """One of a layout's schedules: of what state of its tensors it was made, its memory and its plan."""
+
+    made_of: tuple | None = None
+    found: Found
+
+
+def plan(
+    slots: int, longest: int, channels: int, cuts: bool, device: torch.device, direction: str
+) -> tuple[int, int, int]:
+    """(cut_above, cut_length, window) of a batch, from what the host knows without waiting for the device.
+
+    direction: forward or backward.
+    """
+    window = max(MIN_WINDOW, slots // WINDOWS)
+    # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that cannot hold the others up.
+    share = slots * -(-channels // WARP_CHANNELS) // _schedulers(device)
+    cut_above = max(MIN_CUT_ABOVE, int(share * CUT_SHARE[direction]))
+    if not cuts or longest <= cut_above:
+        return NEVER, NEVER, window
+    low, high = CUT_LENGTHS
+    # The grid has room for 65535 pieces.
+    cut_length = max(min(high, max(low, cut_above // 12)), slots // 16384) // 32 * 32
+    return max(cut_above, cut_length), cut_length, window
+
+
+def schedule(
+    starts: Tensor, ends: Tensor, rows: int, row_length: int, channels: int, cuts: bool, direction: str
+) -> Found:
+    """The batch's schedule and its plan; made on the device at the first call for a layout, found again by later ones.
+
+    A graph under capture makes its own, since its layout's tensors are filled again before each replay: at every call, or at
+    the first inside ``one_capture``. So does each stream: another's work might come before a schedule is there.
+    """
+    schedules = schedules_of(starts)
+    stream = current_stream(starts)
+    capture = (_capture or object()) if torch.cuda.is_current_stream_capturing() else None
+    made_of = (ends.data_ptr(), _version(starts), _version(ends), capture)
+    key = (direction, rows, row_length, channels, cuts, stream)
+    known = schedules.get(key)
+    if known is not None and known.made_of == made_of:
+        return known.found
+    longest = row_length if schedules.longest is None else schedules.longest
+    planned = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
+    known = schedules[key] = schedules.setdefault((planned, rows, row_length, stream), Schedule())
+    if known.made_of != made_of:
+        size = operator("cuda", "schedule_size")(starts.numel(), rows, row_length, *planned)
+        memory = starts.new_empty(size)
+        operator("cuda", "schedule")(starts, ends, rows, row_length, *planned, memory, stream)
+        known.made_of, known.found = made_of, (memory, *planned)
+    return known.found
+
+
+def schedules_of(starts: Tensor) -> Schedules:
+    """Those of the layout that these starts belong to."""
+    try:
+        return starts.schedules  # type: ignore[attr-defined]
+    except AttributeError:
+        starts.schedules = made = Schedules()  # type: ignore[attr-defined]
+        return made
+
+
+def schedule_bytes(starts: Tensor) -> int:
+    """Of all schedules made of a layout so far."""
+    memories = {id(known): known.found[0] for known in schedules_of(starts).values()}
+    return sum(memory.numel() * memory.element_size() for memory in memories.values())
+
+
+@contextmanager
+def one_capture() -> Iterator[None]:
+    """Around the capture of one graph in which nothing writes to layouts: its calls share their schedules."""
+    global _capture
+    _capture = object()
+    try:
+        yield
+    finally:
+        _capture = None
+
+
+def current_stream(tensor: Tensor) -> int:
+    """Of the tensor's device, as torch.cuda.current_stream, without an object for each call: operators are called often."""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@functools.cache
+def _schedulers(device: torch.device) -> int:
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,184 @@
+"""An operator of compiled kernels as PyTorch sees it: a functional custom operator, its fake and its autograd.
+
+``torch.ops.packmamba.<name>`` takes each layout as its two tensors, so that a traced graph holds for every layout; absent
+outputs are empty there. It is for what traces: an eager call goes around the dispatcher, whose part of it takes longer than the
+kernels of a small model, and meets autograd alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from packmamba.layout import SequenceLayout
+from packmamba.ops.checks import seen_by_tracing
+
+Arguments = TypeVar("Arguments", bound=tuple)
+SCHEMA = {
+    Tensor: "Tensor {0}",
+    Tensor | None: "Tensor? {0}",
+    SequenceLayout: "Tensor {0}_starts, Tensor {0}_ends",
+    str | None: "str? {0}",
+    bool: "bool {0}",
+}
+PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool}
+"""Types of arguments that nobody overloads."""
+
+_library = torch.library.Library("packmamba", "FRAGMENT")
+
+
+class Documents(NamedTuple):
+    """What is left of a layout in a traced graph."""
+
+    starts: Tensor
+    ends: Tensor
+
+
+def register(
+    name: str,
+    arguments: type[Arguments],
+    forward: Callable[[Arguments, bool], tuple[Tensor | None, ...]],
+    fake: Callable[[Arguments, bool], tuple[Tensor | None, ...]],
+    backward: Callable[[Arguments, tuple, tuple], tuple[Tensor | None, ...]],
+    outputs: int,
+    kept: int,
+    gradients: int,
+) -> Callable[[Arguments], tuple]:
+    """Defines the operator and its backward; returns the function that calls it.
+
+    By hand rather than by torch.library.custom_op and register_autograd: what they add to each call (0.5 ms and 0.2 ms with
+    PyTorch 2.11) is longer than the kernels of a small model.
+
+    Args:
+        arguments: a named tuple: first tensors, then layouts, then options; its annotations make the operator's schema.
+        forward: from the arguments, and whether there will be a backward: outputs and what is kept for it; None where absent.
+        fake: the same without computing anything.
+        backward: from the arguments, what was kept and the outputs' gradients (None: zero): those of the first tensors, None
+            for absent ones.
+        outputs, kept, gradients: how many there are.
+    """
+    hints = get_type_hints(arguments)
+    kinds = list(hints.values())
+    tensors = sum(kind in (Tensor, Tensor | None) for kind in kinds)
+    layouts = kinds.count(SequenceLayout)
+    options = tensors + layouts
+    flat = tensors + 2 * layouts
+    schema = ", ".join(SCHEMA[kind].format(field) for field, kind in hints.items())
+    values = flat + len(kinds) - options
+
+    def flatten(a: Arguments) -> tuple:
+        return (*a[:tensors], *(t for layout in a[tensors:options] for t in (layout.starts, layout.ends)), *a[options:])
+
+    def gather(values: tuple) -> Arguments:
+        documents = (Documents(*values[i : i + 2]) for i in range(tensors, flat, 2))
+        return arguments(*values[:tensors], *documents, *values[flat:])
+
+    def run(*given: Any) -> tuple[Tensor, ...]:
+        return filled(forward(gather(given[:-1]), given[-1]), given[0])
+
+    def run_fake(*given: Any) -> tuple[Tensor, ...]:
+        return filled(fake(gather(given[:-1]), given[-1]), given[0])
+
+    def run_backward(*given: Any) -> tuple[Tensor, ...]:
+        grads, of, saved = given[:outputs], given[outputs : outputs + values], given[outputs + values :]
+        return filled(backward(gather(of), saved, grads), of[0])
+
+    def run_backward_fake(*given: Any) -> tuple[Tensor, ...]:
+        of = given[outputs : outputs + gradients]
+        return filled(map(room_like, of), of[0])
+
+    grads = "".join(f"Tensor? grad_{i}, " for i in range(outputs))
+    saved = "".join(f", Tensor kept_{i}" for i in range(kept))
+    _define(name, f"({schema}, bool keep)", outputs + kept, run, run_fake)
+    _define(f"{name}_backward", f"({grads}{schema}{saved})", gradients, run_backward, run_backward_fake)
+    operator = getattr(torch.ops.packmamba, name).default
+    operator_backward = getattr(torch.ops.packmamba, f"{name}_backward").default
+
+    def below_autograd(keys: Any, given: tuple) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *given)
+
+    class Differentiable(torch.autograd.Function):
+        """Without keys, of an eager call: its results are made here. With those of the dispatcher: further down there."""
+
+        @staticmethod
+        def forward(ctx: Any, keys: Any, keep: bool, others: tuple, *given: Any) -> Any:
+            ctx.keys, ctx.keep, ctx.others = keys, keep, others
+            ctx.set_materialize_grads(False)
+            places = [t for layout in others[:layouts] for t in (layout.starts, layout.ends)]
+            if keys is None:
+                results = forward(arguments(*given, *others), keep)
+                ctx.save_for_backward(*given, *places, *results[outputs:])
+                return results[:outputs]
+            results = below_autograd(keys, (*given, *places, *others[layouts:], keep))
+            ctx.save_for_backward(*given, *places, *results[outputs:])
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+            if not ctx.keep:
+                raise RuntimeError(f"packmamba::{name}: called with keep=False, so it cannot be differentiated")
+            saved = ctx.saved_tensors
+            if ctx.keys is None and not torch.is_grad_enabled():
+                found = backward(arguments(*saved[:tensors], *ctx.others), saved[flat:], grads)
+            else:
+                given = (*grads[:outputs], *saved[:flat], *ctx.others[layouts:])
+                found = operator_backward(*given, *filled(saved[flat:], saved[0]))
+                found = tuple(None if t is None else grad for t, grad in zip(saved, found))
+            return (None, None, None, *found, *[None] * (tensors - gradients))
+
+    def differentiated(keys: Any, *given: Any) -> Any:
+        if not (torch.is_grad_enabled() and _any_requires_grad(given[:gradients])):
+            return below_autograd(keys, given)
+        return Differentiable.apply(keys, given[-1], gather(given[:-1])[tensors:], *given[:tensors])
+
+    _library.impl(name, differentiated, "Autograd", with_keyset=True)
+    # torch.autograd.Function's own apply looks at each argument for functorch's wrappers, which ``eager`` rules out.
+    apply = super(torch.autograd.Function, Differentiable).apply
+
+    def call(a: Arguments) -> tuple:
+        keep = torch.is_grad_enabled() and _any_requires_grad(a[:gradients])
+        if seen_by_tracing() or not PLAIN.issuperset(map(type, a)):
+            return operator(*flatten(a), keep)[:outputs]
+        if keep:
+            return apply(None, True, a[tensors:], *a[:tensors])
+        return forward(a, False)[:outputs]
+
+    return call
+
+
+def _define(name: str, arguments: str, results: int, run: Callable, fake: Callable) -> None:
+    _library.define(f"{name}{arguments} -> ({', '.join(['Tensor'] * results)})")
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"packmamba::{name}", fake, lib=_library)
+
+
+def filled(values: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Empty tensors for absent ones."""
+    return tuple(like.new_empty(0) if value is None else value for value in values)
+
+
+def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def room_like(tensor: Any) -> Any:
+    """Contiguous room for a tensor's gradient; None for none."""
+    return None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def dense(tensor: Any) -> Any:
+    return None if tensor is None else tensor.contiguous()
+
+
+def unit_stride(tensor: Tensor) -> Tensor:
+    """A gradient may come expanded or transposed; the kernels read rows."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,149 @@
+"""When a layout's schedule is made and when it is found again, with a device that only counts."""
+
+import copy
+import pickle
+import types
+
+import pytest
+import torch
+
+from operators import random_case
+from packmamba import MambaLM, SequenceLayout
+from packmamba.ops import kernels
+from packmamba.ops.cuda import launch, schedule
+
+LAYOUT = SequenceLayout.from_lengths([[3, 5], [2, 4]], row_length=8)
+
+
+class Device:
+    """Stands for a GPU: its kernels are the CPU's, after their schedule has been noted."""
+
+    def __init__(self):
+        self.made, self.launched, self.stream, self.capturing = [], [], 7, False
+
+    def operator(self, kind, name):
+        assert kind == "cuda"
+        return getattr(self, name) if hasattr(self, name) else lambda *arguments: self.launch(name, arguments)
+
+    def schedule_size(self, documents, rows, row_length, cut_above, cut_length, window):
+        assert (rows, row_length) == LAYOUT.shape
+        return 10
+
+    def schedule(self, starts, ends, rows, row_length, cut_above, cut_length, window, memory, stream):
+        assert stream == self.stream
+        self.made.append(memory.fill_(len(self.made)))
+
+    def launch(self, name, arguments):
+        if name == "ssm_backward":
+            *arguments, y = arguments
+            assert y is None
+        *arguments, memory, _, _, window, stream = arguments
+        assert window == schedule.MIN_WINDOW and stream == self.stream
+        self.launched.append((name, int(memory[0])))
+        real[name](*arguments)
+
+
+real = dict(kernels.KERNELS["cpu"])
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    for module in (launch, schedule):
+        monkeypatch.setattr(module, "operator", device.operator)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: device.stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+    properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: properties)
+    monkeypatch.setitem(kernels.KERNELS, "cpu", launch.KERNELS)
+    return device
+
+
+def run(layout, dtype=torch.bfloat16):
+    for operator in ("conv1d_pack", "ssm_pack"):
+        case = random_case(operator, layout, dtype, channels=16, d_state=16)
+        case.layout = layout
+        case.run("cpu")
+
+
+def test_a_layout_s_schedule_is_made_once(device):
+    for layout in (copy.deepcopy(LAYOUT), pickle.loads(pickle.dumps(LAYOUT)), LAYOUT.to("cpu")):
+        device.made.clear(), device.launched.clear()
+        for _ in range(2):
+            run(layout)
+        assert len(device.made) == 1, "documents are short: no plan cuts them"
+        names = ["conv1d_forward", "conv1d_backward", "ssm_forward", "ssm_backward"]
+        assert device.launched == [(name, 0) for name in names * 2]
+        assert schedule.schedule_bytes(layout.starts) == 40
+
+
+def test_results_are_those_of_the_kernels(device):
+    case = random_case("ssm_pack", LAYOUT, torch.float32, channels=16, d_state=16)
+    found = case.run("cpu")
+    assert device.launched
+    expected = case.run("reference")
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_models_share_it_compiled_or_not(device):
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        device.made.clear(), device.launched.clear()
+        model = MambaLM(vocab_size=9, d_model=8, n_layer=3, d_state=16)
+        if compiled:
+            model.compile_blocks(backend="aot_eager")
+        for layout in (copy.deepcopy(LAYOUT), copy.deepcopy(LAYOUT)):
+            model(torch.randint(9, layout.shape), layout=layout).sum().backward()
+        assert len(device.made) == 2 and len(device.launched) == 2 * 3 * 4
+
+
+def test_it_is_made_again_after_a_write(device):
+    layout = copy.deepcopy(LAYOUT)
+    run(layout)
+    for count, tensor in enumerate((layout.starts, layout.ends), 2):
+        tensor.copy_(tensor.clone())
+        run(layout)
+        assert len(device.made) == count
+    assert schedule.schedule_bytes(layout.starts) == 40, "the old one is gone"
+
+
+def test_each_stream_has_its_own(device):
+    layout = copy.deepcopy(LAYOUT)
+    run(layout)
+    device.stream = 8
+    run(layout)
+    run(layout)
+    assert len(device.made) == 2
+
+
+def test_a_graph_under_capture_makes_its_own(device):
+    layout = copy.deepcopy(LAYOUT)
+    run(layout)
+    device.capturing = True
+    run(layout)
+    assert len(device.made) == 1 + 4, "at every call, since anything may be written between them"
+    for count in (6, 7):
+        with schedule.one_capture():
+            run(layout)
+            run(layout)
+        assert len(device.made) == count, "at the first call of each capture"
+    device.capturing = False
+    run(layout)
+    assert len(device.made) == 8
+
+
+def test_the_host_knows_of_a_copy_how_long_its_documents_are(device, monkeypatch):
+    asked, plan = set(), schedule.plan
+
+    def ask(slots, longest, *others):
+        asked.add(longest)
+        return plan(slots, longest, *others)
+
+    monkeypatch.setattr(schedule, "plan", ask)
+    for layout in (LAYOUT.to("cpu"), copy.deepcopy(LAYOUT), pickle.loads(pickle.dumps(LAYOUT))):
+        run(layout)
+    assert asked == {5}
+    run(LAYOUT.flow())
+    assert asked == {5, 8}, "flow() does not ask the device how long rows are"
