@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import subprocess
 import time
@@ -139,6 +140,40 @@ def clock_hz() -> float:
     """The multiprocessors' highest clock."""
     command = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits", "--id=0"]
     return 1e6 * float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+class OtherPrograms:
+    """What else runs on this machine, from when this is made until ``cores`` is called."""
+
+    def __init__(self) -> None:
+        self._begun = _busy_seconds()
+
+    def cores(self) -> float | None:
+        """How many cores other programs keep busy, a mean; None where /proc/stat is missing."""
+        ended = _busy_seconds()
+        if self._begun is None or ended is None:
+            return None
+        wall, everything, own = (b - a for a, b in zip(self._begun, ended))
+        return max(0.0, (everything - own) / wall) if wall else 0.0
+
+
+def _busy_seconds() -> tuple[float, float, float] | None:
+    """The clock, the processor time of all programs (that of the host's other guests included), and of this one."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
+    except (OSError, ValueError):
+        return None
+    everything = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter(), everything, sum(os.times()[:4])
+
+
+def crowding(cores: float | None) -> str | None:
+    """A sentence where other programs, on so many cores, leave fewer than the threads that PyTorch runs here."""
+    here = os.cpu_count() or 1
+    if cores is None or here - cores >= torch.get_num_threads() - 0.5:
+        return None
+    return f"other programs keep {cores:.1f} of this machine's {here} cores busy"
 
 
 class PeakMemory:

@@ -1,7 +1,11 @@
 """Commands as a user types them, and mistypes them."""
 
+import os
 import platform
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,3 +123,16 @@ def test_freed_memory_is_kept(tmp_path):
         assert statuses(fork(count_page_faults, keep, output=tmp_path / str(keep))) == [0]
         faults.append(int((tmp_path / str(keep)).read_text()))
     assert faults[0] > 4 * faults[1], faults  # 64 MiB are 32 pages or 16384
+
+
+OPENMP = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+
+
+@pytest.mark.skipif(not OPENMP, reason="another OpenMP")
+@pytest.mark.parametrize(("named", "spins"), [({}, "1000"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")])
+def test_threads_that_wait_sleep_soon(named, spins):
+    """As OpenMP says itself; what the user says comes first."""
+    code = f"import ctypes; from packmamba import cli; cli.limit_spinning(); ctypes.CDLL('{OPENMP[0]}')"
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "verbose", **named}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
