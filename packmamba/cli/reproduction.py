@@ -13,7 +13,7 @@ from packmamba.errors import ConfigError
 from packmamba.experiments import Headline, Step, find, kinds_of, module, names, run_bench
 from packmamba.records import check_writable, read_records
 from packmamba.report.folder import build_sections, write_report
-from packmamba.report.tables import Cell, Column, Table, number, word
+from packmamba.report.tables import Cell, Column, Table, number, word, write_table
 
 SCALES = ("full", "small")
 OUTPUT = Path("runs") / "reproduce"
@@ -146,7 +146,7 @@ def comparison(plan: Plan) -> Table:
         f"Now: {' and '.join(' '.join([step.file, *step.overrides]) for step in plan.steps)}. Numbers of steps that were left "
         "out, or whose keys differ from the committed run's, are missing or differ."
     ]
-    (plan.output / "headlines.md").write_text(table.markdown(), encoding="utf-8")
+    (plan.output / "headlines.md").write_text(write_table(table, "md"), encoding="utf-8")
     return table
 
 

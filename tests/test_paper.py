@@ -1,0 +1,84 @@
+"""Numbers that documents state are those of the committed records."""
+
+import functools
+import re
+
+import pytest
+
+from packmamba import experiments
+from packmamba.cli.reproduction import cells
+from processes import ROOT
+
+LINK = re.compile(r'\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^\s)]+) "(\w+): ([^"]+)"\)')
+
+
+@functools.cache
+def numbers(experiment):
+    """The text of every headline number, from the records."""
+    folder = experiments.find(experiment)
+    return {name: cell.text for name, cell in cells(experiments.module(folder, "reproduce").HEADLINES, folder).items()}
+
+
+def stated(text):
+    """Every number whose link says which headline it is: number, file, experiment, headline."""
+    return LINK.findall(text)
+
+
+def wrong(text):
+    return [
+        (number, name)
+        for number, _, experiment, name in stated(text)
+        if numbers(experiment).get(name, "").replace("−", "-") != number
+    ]
+
+
+def table_cells(text):
+    """Every cell of the document's tables by its row's first cell and its column's title."""
+    found, header = {}, []
+    for line in text.splitlines():
+        row = [part.strip() for part in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        if row and not header:
+            header = row
+        elif row and not set("".join(row)) <= set("-: "):
+            found |= {(row[0], column): cell for column, cell in zip(header[1:], row[1:])}
+        header = header if row else []
+    return found
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/paper.md"])
+def test_linked_numbers_are_the_records(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert wrong(text) == []
+    for _, file, _, _ in stated(text):
+        assert (ROOT / document).parent.joinpath(file).is_file(), file
+
+
+def test_the_paper_s_claims_are_all_there():
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|") and "python run.py reproduce" in line]
+    assert len(rows) == 6
+    for row, claim in zip(rows, ("3.06x", "2.62x", "3.91x", "19.1 %", "0.41 %", "PUI")):
+        (_, _, experiment, _), *_ = stated(row)
+        assert claim in row and f"`python run.py reproduce {experiment}`" in row
+        figures = re.findall(r"\((\.\./experiments/\w+/figures/[\w-]+\.png)\)", row)
+        assert figures and all((ROOT / "docs" / figure).is_file() for figure in figures)
+    assert len(stated(text)) >= 17
+
+
+def test_a_changed_number_is_noticed():
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    assert wrong(text.replace("[11.29x]", "[11.30x]")) == [("11.30x", "1.4B: over mamba-ssm, one document at a time")]
+    assert wrong('[1](x.md "packing: nothing")') == [("1", "nothing")]
+
+
+@pytest.mark.parametrize("experiment", ["speedup", "operators"])
+def test_a_readme_states_every_headline(experiment):
+    """In a table: its row has the headline's name; or what follows a colon in it, and a column what is before."""
+    found = table_cells((experiments.find(experiment) / "README.md").read_text(encoding="utf-8"))
+    differing = {}
+    for name, number in numbers(experiment).items():
+        group, _, what = name.partition(": ")
+        cell = found.get((what, group), found.get((name, "")))
+        if cell is None or cell.partition(" (the paper")[0] != number.replace("−", "-"):
+            differing[name] = (cell, number)
+    assert differing == {}
