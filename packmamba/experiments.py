@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from packmamba.config import ConfigError, check_command, import_plugins, parse_override, read_yaml, resolve, suggest
 from packmamba.records import check_writable
@@ -141,8 +141,11 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
             raise ConfigError(
                 f"experiment '{question}' has no bench '{name or question}'{suggest(name, _benches(folder))}"
             )
-    loaded = OmegaConf.merge(read_yaml(path), *map(parse_override, overrides or []))
-    assert isinstance(loaded, DictConfig)
+    loaded = read_yaml(path)
+    for override in overrides or []:
+        merged = OmegaConf.merge(loaded, _selected(loaded, parse_override(override)))
+        assert isinstance(merged, DictConfig)
+        loaded = merged
     if "bench" not in loaded:
         check_command("bench", path, loaded)
     folder, name = _named(path, str(loaded.pop("bench", "")))
@@ -158,6 +161,21 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
     own = {"experiment": folder.name} if "experiment" in names else {}
     config: Any = resolve(bench.config, [(OmegaConf.create(own), ""), (loaded, str(path))])
     return LoadedBench(folder.name, name, bench.run, config, output)
+
+
+def _selected(loaded: DictConfig, override: DictConfig) -> DictConfig:
+    """Where the file has a mapping and the override a list of names, these entries alone stay: ``arms=[single,padded]``."""
+    for key in map(str, override):
+        known, names = loaded.get(key), override.get(key)
+        if not isinstance(known, DictConfig) or not isinstance(names, ListConfig):
+            continue
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(f"{key}: expected of {', '.join(map(str, known))}, got {unknown[0]!r}")
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            raise ConfigError(f"{key}: duplicate {twice[0]!r}")
+        override[key] = {name: known[name] for name in names}
+        loaded.pop(key)
+    return override
 
 
 def run_bench(what: str | Path, overrides: list[str] | None = None) -> Path:

@@ -177,16 +177,20 @@ def crowding(cores: float | None) -> str | None:
 
 
 class PeakMemory:
-    """Of a GPU's memory in use, the most since this was made; ``held`` is what was in use then. None on a CPU."""
+    """The most of a GPU's memory that is in use since this was made; None on a CPU."""
 
     def __init__(self, device: torch.device | str) -> None:
-        self.held: int | None = None
+        self._held: int | None = None
         if torch.device(device).type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            self.held = torch.cuda.memory_allocated()
+            self._held = torch.cuda.memory_allocated()
 
     def bytes(self) -> int | None:
-        return None if self.held is None else torch.cuda.max_memory_allocated()
+        return None if self._held is None else torch.cuda.max_memory_allocated()
+
+    def more(self) -> int | None:
+        """Than was in use when this was made."""
+        return None if self._held is None else torch.cuda.max_memory_allocated() - self._held
 
 
 def free_memory() -> None:

@@ -5,8 +5,8 @@ import types
 
 import pytest
 import torch
+from whole_models import tiny_model
 
-from experiments.speedup import whole_models as bench
 from experiments.speedup.breakdown import Breakdown, exclusive, family_of, sort_kernels
 from experiments.speedup.report_breakdown import FAMILIES as BREAKDOWN
 
@@ -14,11 +14,10 @@ from experiments.speedup.report_breakdown import FAMILIES as BREAKDOWN
 @pytest.mark.parametrize(("profiled_idle", "timed", "idle"), [(3.0, 20.0, 1.5), (9.0, 18.0, 3.0), (3.0, 11.0, 0.25)])
 def test_no_more_is_idle_than_is_left_without_the_profiler_but_launches(tmp_path, profiled_idle, timed, idle):
     path = tmp_path / "records.jsonl"
-    shared = bench.SpeedupBenchConfig(models=["130m"], experiment="x")
     found = Breakdown(
         {family: 0.0 for family in BREAKDOWN if family != "idle"} | {"scan": 12.0}, [], profiled_idle, 0.5
     )
-    bench.Bench(shared, "130m", torch.device("cpu"), path, False).record_breakdown("packed", "steps", timed, found, 2)
+    tiny_model(path).record_breakdown("packed", {}, "steps", timed, found, 2)
     (record,) = map(json.loads, path.read_text().splitlines())
     assert record["metrics"]["idle"] == idle and record["metrics"]["scan"] == 6
     assert record["metrics"]["seconds"] == 6 + idle

@@ -6,17 +6,16 @@ import types
 
 import pytest
 import torch
+from configured import configured
 
-from experiments import old_arms
 from experiments.operators import gpu as gpu_operators
-from experiments.operators import gpu_arms, gpu_bars, gpu_shapes, gpu_turns, positions
+from experiments.operators import gpu_arms, gpu_bars, gpu_inputs, gpu_shapes, gpu_turns, positions
 from experiments.operators.report import KINDS
 from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError
 from packmamba.records import make_record, read_records
 from packmamba.report.folder import build_sections, table_files
 
-OLD_NAMES = {arm for _, kind, arm, _ in old_arms._fields() if kind == "gpu_operators"}
 LAYOUT = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100)
 SOME = torch.tensor([0, 7, 63])
 
@@ -60,55 +59,68 @@ def chunk_scan(x, steps, rates, B, C, chunk_size, seq_idx, dt_softplus, z):
 
 @pytest.fixture(scope="module")
 def inputs():
-    return gpu_arms.Inputs.random(100, 128, 0, "cpu")
+    return gpu_inputs.Inputs.random(100, 128, 0, "cpu")
 
 
 @pytest.fixture(scope="module")
-def arms(inputs):
-    ssd, reference = gpu_arms.ssd_arms(chunk_scan, inputs, SOME)
-    made = gpu_arms.ours(inputs) | gpu_arms.projections(inputs) | gpu_arms.mamba_arms(PEER, inputs, 48)
-    return made | ssd | gpu_arms.conv_arms(convolve, inputs), gpu_arms.references(inputs, SOME) | reference
+def built(inputs):
+    """What ``build`` makes of the arms that run anywhere, and the peers by what stands for them here."""
+    here = {name: arm for name, arm in gpu_arms.ARMS.items() if arm.implementation in ("packmamba", "torch")}
+    here = {name: arm for name, arm in here.items() if arm.operator != "schedule" and not arm.elsewhere}
+    made, references = gpu_arms.build(here, inputs, SOME, 48)
+    for packing in ("unpacked", "by-document", "padded"):
+        made[f"mamba-ssm-{packing}"] = gpu_arms.mamba(PEER, packing, inputs, 48)
+    made["mamba2-ssd"], references["ssd"] = gpu_arms.ssd(chunk_scan, inputs, SOME)
+    made["causal-conv1d"] = gpu_arms.causal_conv(convolve, inputs)
+    return made, references
 
 
-def test_every_arm_computes_what_it_is_held_against(arms):
-    errors = gpu_turns.check(*arms, LAYOUT, SOME)
-    assert errors.keys() == OLD_NAMES - {"projections", "schedule", "scan-indices", "conv1d-indices"}
+def test_every_arm_computes_what_it_is_held_against(built):
+    errors = gpu_turns.check(*built, LAYOUT, SOME)
+    assert errors.keys() == gpu_arms.ARMS.keys() - {"projections", "schedule", "scan-indices", "conv1d-indices"}
     assert all(0 < output < 1e-2 for output, _ in errors.values())
     assert {name for name, (_, gradients) in errors.items() if gradients} == {"scan", "scan-states", "conv1d"}
 
 
-def test_padded_documents_are_as_long_as_asked_and_no_shorter_than_the_longest(inputs, arms):
+def test_peers_that_are_missing_are_named_once(inputs, capsys):
+    peers = {name: arm for name, arm in gpu_arms.ARMS.items() if arm.implementation not in ("packmamba", "torch")}
+    made, _ = gpu_arms.build(peers, inputs, SOME, 48)
+    named = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
+    assert named == [f"no {name}" for name in dict.fromkeys(arm.implementation for arm in peers.values())] and not made
+
+
+def test_padded_documents_are_as_long_as_asked_and_no_shorter_than_the_longest(inputs, built):
     for pad_to, length in ((48, 48), (7, 40)):
-        ((u, *_),), _ = gpu_arms.mamba_arms(PEER, inputs, pad_to)["mamba-ssm-padded"].prepare(LAYOUT)
+        ((u, *_),), _ = gpu_arms.mamba(PEER, "padded", inputs, pad_to).prepare(LAYOUT)
         assert u.shape == (4, 128, length)
         assert torch.equal(u[2, :, :33].T, inputs.scan["u"][0, 41:74])
-    by_document, _ = arms[0]["mamba-ssm-by-document"].prepare(LAYOUT)
+    by_document, _ = built[0]["mamba-ssm-by-document"].prepare(LAYOUT)
     assert [u.shape[-1] for u, *_ in by_document] == [40, 1, 33, 26]
 
 
-def test_arms_differentiate_everything(inputs, arms):
+def test_arms_differentiate_everything(built):
     for name, count in (("scan", 8), ("scan-states", 9), ("conv1d", 3), ("projections", 8), ("causal-conv1d", 3)):
-        arm = arms[0][name]
+        arm = built[0][name]
         prepared = arm.prepare(LAYOUT)
         gradients = arm.backward(arm.forward(prepared), prepared)
         assert len(gradients) == count and all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("victim", ["scan", "mamba-ssm-padded", "causal-conv1d"])
-def test_a_wrong_arm_is_not_timed(arms, victim):
-    arm = arms[0][victim]
+def test_a_wrong_arm_is_not_timed(built, victim):
+    arm = built[0][victim]
     if arm.gradients:
-        wrong = gpu_arms.Arm(
+        wrong = gpu_arms.Implementation(
             arm.forward, arm.backward, lambda layout: arm.prepare(layout.flow()), arm.output, "scan", True
         )
         wrong.prepare = lambda layout: Leaking(**vars(arm.prepare(layout)))
     else:
-        wrong = gpu_arms.Arm(arm.forward, None, arm.prepare, lambda *a: arm.output(*a) * 1.02, arm.expects)
+        wrong = gpu_arms.Implementation(arm.forward, None, arm.prepare, lambda *a: arm.output(*a) * 1.02, arm.expects)
     with pytest.raises(RuntimeError, match=f"{victim}: .* is off by .*; nothing is timed"):
-        gpu_turns.check({victim: wrong}, arms[1], LAYOUT, SOME)
+        gpu_turns.check({victim: wrong}, built[1], LAYOUT, SOME)
 
 
-class Leaking(gpu_arms.Call):
+class Leaking(gpu_inputs.Call):
     """Right outputs, wrong gradients."""
 
     def backward(self, outputs):
@@ -128,7 +140,7 @@ def test_position_bytes_counted_by_hand():
     spans = 128 // 32  # the chip has room for more, but spans have 32 slots at least
     assert positions.conv_bytes(128, 2, 33, 132, 6, indices=False) == spans * 20 + 2 * 8
     assert positions.conv_bytes(128, 2, 33, 132, 6, indices=True) == 4 * 16 * (spans + 16 + 16)
-    assert positions.position_bytes("mamba2-ssd", LAYOUT, 33, 132) == (None, None)
+    assert positions.position_bytes(gpu_arms.ARMS["mamba2-ssd"], LAYOUT, 33, 132) == (None, None)
 
 
 def test_spans_of_the_convolution_fill_whole_waves():
@@ -146,32 +158,30 @@ def test_rows_are_drawn_in_order_and_filled():
 @pytest.mark.parametrize(
     "shape", ["16384,4096", "16384,4096,medium", "16384,100,one", "0,64,one", "64,64,0", "64,64,-3"]
 )
-def test_a_shape_that_is_none_is_refused_before_anything(tmp_path, shape):
+def test_a_shape_that_is_none_is_refused_as_it_is_read(shape):
     with pytest.raises(ConfigError, match="shapes: expected tokens,channels,documents"):
-        gpu_operators.run({"shapes": ["64,64,one", shape]}, tmp_path / "r.jsonl", progress=False)
+        configured(gpu_operators.Config, {"shapes": ["64,64,one", shape]})
 
 
-def test_slow_rounds_are_some_of_the_rounds(tmp_path):
+def test_slow_rounds_are_some_of_the_rounds():
     with pytest.raises(ConfigError, match="slow_rounds: expected 1 to rounds=5, got 6"):
-        gpu_operators.run({"slow_rounds": 6}, tmp_path / "r.jsonl", progress=False)
+        configured(gpu_operators.Config, {"slow_rounds": 6})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_so(tmp_path):
     with pytest.raises(ConfigError, match="needs a GPU"):
-        gpu_operators.run({}, tmp_path / "r.jsonl", progress=False)
+        gpu_operators.run(gpu_operators.Config(), tmp_path / "r.jsonl", progress=False)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_run_records_every_arm_that_is_ours(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_arms, "peers", lambda *arguments: ({}, {}))
-    shapes = ["256,128,40", "300,64,short"]
-    gpu_operators.run(
-        {"shapes": shapes, "layouts": 2, "rounds": 2, "slow_rounds": 1}, tmp_path / "records" / "r.jsonl", False
-    )
+def test_a_run_records_every_arm_that_is_ours(tmp_path):
+    ours = [name for name, arm in gpu_arms.ARMS.items() if arm.implementation in ("packmamba", "torch")]
+    values = {"shapes": ["256,128,40", "300,64,short"], "arms": ours, "layouts": 2, "rounds": 2, "slow_rounds": 1}
+    gpu_operators.run(configured(gpu_operators.Config, values), tmp_path / "records" / "r.jsonl", False)
     records = read_records(tmp_path)
-    ours = [name for name in OLD_NAMES if name.split("-")[0] in ("scan", "conv1d", "projections", "schedule")]
     assert sorted(record["arm"] for record in records) == sorted(2 * ours)
+    assert all(vars(gpu_arms.ARMS[record["arm"]]).items() <= record["config"].items() for record in records)
     for made in records:
         metrics = made["metrics"]
         assert metrics["forward_seconds"] > 0 and metrics["clock_hz"] > 1e8 and metrics["copy_bytes_per_second"] > 1e10

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from configured import configured
 from whole_models import TINY
 
 from experiments.speedup import multi_gpu
@@ -19,8 +20,13 @@ MULTI = {
     "model": "130m",
     # Steps large enough for a wrong gradient to be seen in the next loss.
     "overrides": [*TINY["overrides"], "optimizer.warmup_steps=0", "optimizer.lr=0.01"],
-    "arms": ["ddp-1", "ddp-2", "fsdp2-2"],
-    "scheme": "packed-512-best_fit",
+    "arms": {
+        "ddp-1": {"parallel": "ddp", "devices": 1},
+        "ddp-2": {"parallel": "ddp", "devices": 2},
+        "fsdp2-2": {"parallel": "fsdp2", "devices": 2},
+    },
+    "strategy": "best_fit",
+    "row_length": 512,
     "distribution": "short",
     "documents": 400,
     "slots": 512,
@@ -32,6 +38,10 @@ MULTI = {
 
 
 RUN = multi_gpu._run
+
+
+def run(path, **changes):
+    multi_gpu.run(configured(multi_gpu.Config, MULTI, **changes), path, progress=False)
 
 
 def torchrun(command, env, timeout_seconds):
@@ -47,9 +57,9 @@ def torchrun(command, env, timeout_seconds):
 
 def test_every_strategy_has_the_loss_of_one_device(tmp_path, monkeypatch):
     monkeypatch.setattr(multi_gpu, "_run", torchrun)
-    multi_gpu.run(MULTI, tmp_path / "records" / "multi_gpu.jsonl", progress=False)
+    run(tmp_path / "records" / "multi_gpu.jsonl")
     records = read_records(tmp_path)
-    assert [record["arm"] for record in records] == MULTI["arms"]
+    assert [record["arm"] for record in records] == list(MULTI["arms"])
     alone = [point["loss"] for point in records[0]["curves"]["loss"]]
     assert alone[0] != alone[1]
     for record in records:
@@ -67,8 +77,8 @@ def test_an_arm_with_another_loss_is_not_recorded(tmp_path, monkeypatch):
                "peak_memory_bytes": None, "corpus": "short", "config": {}}  # fmt: skip
     arms = iter([results, results | {"losses": [4.001]}])
     monkeypatch.setattr(multi_gpu, "_launch", lambda *_: next(arms))
-    with pytest.raises(RuntimeError, match="ddp on 2 devices: losses .* of the same documents are not"):
-        multi_gpu.run(MULTI, tmp_path / "records" / "multi_gpu.jsonl", progress=False)
+    with pytest.raises(RuntimeError, match="ddp-2: losses .* of the same documents are not"):
+        run(tmp_path / "records" / "multi_gpu.jsonl")
     assert [record["arm"] for record in read_records(tmp_path)] == ["ddp-1"]
 
 
@@ -88,22 +98,25 @@ def test_an_arm_that_takes_too_long_is_told_to_end(tmp_path, monkeypatch):
         return RUN([sys.executable, "-c", textwrap.dedent(waits)], env, timeout_seconds)
 
     monkeypatch.setattr(multi_gpu, "_run", wait)
-    with pytest.raises(ConfigError, match="timeout_seconds: ddp on 1 devices took longer than 5 s"):
-        multi_gpu.run(MULTI | {"timeout_seconds": 5}, tmp_path / "records.jsonl", progress=False)
+    with pytest.raises(ConfigError, match="timeout_seconds: ddp-1 took longer than 5 s"):
+        run(tmp_path / "records.jsonl", timeout_seconds=5)
     assert (tmp_path / "begun").exists() and (tmp_path / "ended").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"arms": ["fsdp-2"]}, "arms: expected strategy-devices"), ({"arms": []}, "at least one"),
-     ({"accelerator": "gpu", "arms": ["ddp-99"]}, "arms: 99 devices need as many GPUs; PyTorch sees"),
-     ({"scheme": "mamba-ssm-single"}, "scheme"), ({"precision": "16-mixed"}, "precision"),
-     ({"scheme": "packed-512-best_fit-graph"}, "scheme: expected one of ours, and not as a graph"),
-     ({"scheme": "packed-100-best_fit"}, "^scheme: packed-100-best_fit"),
-     ({"arms": ["ddp-1", "ddp-1"]}, "arms: expected each once, got 'ddp-1' 2 times"),
-     ({"scheme": "packed"}, "scheme: expected single"), ({"accelerator": "gup"}, "accelerator: expected gpu or cpu"),
-     ({"distribution": "shrt"}, "distribution"), ({"slots": 0}, "slots"), ({"timeout_seconds": 0}, "timeout_seconds")],
+    [({"arms": {"a": {"parallel": "fsdp"}}}, "arms.a.parallel: expected one of .*, got .fsdp."), ({"arms": {}}, "at least one"),
+     ({"arms": {"a": {"devices": 0}}}, "arms.a.devices: expected at least 1"), ({"precision": "16-mixed"}, "precision"),
+     ({"strategy": "packed"}, "strategy: expected one of"), ({"row_length": None}, "row_length: strategy best_fit"),
+     ({"row_length": 100}, "row_length: .*more than the data.row_length=100"), ({"row_length": 1024}, "slots=512, got 1024"),
+     ({"accelerator": "gup"}, "accelerator: expected one of gpu, cpu"), ({"distribution": "shrt"}, "distribution"),
+     ({"slots": 0}, "slots"), ({"timeout_seconds": 0}, "timeout_seconds"), ({"model": "13b"}, "known sizes")],
 )  # fmt: skip
-def test_several_devices_are_refused_before_any_work(tmp_path, change, message):
+def test_several_devices_are_refused_as_they_are_read(change, message):
     with pytest.raises(ConfigError, match=message):
-        multi_gpu.run(MULTI | change, tmp_path / "records.jsonl", progress=False)
+        configured(multi_gpu.Config, MULTI, **change)
+
+
+def test_as_many_devices_as_there_are(tmp_path):
+    with pytest.raises(ConfigError, match="arms: 99 devices need as many GPUs; PyTorch sees"):
+        run(tmp_path / "records.jsonl", accelerator="gpu", arms={"ddp-99": {"devices": 99}})

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from configured import configured
 
 from experiments.operators import cpu as bench
 from experiments.operators.report import KINDS
@@ -26,14 +27,15 @@ TINY = {
 
 def test_every_arm_is_recorded_and_tabulated(tmp_path):
     threads = torch.get_num_threads()
-    bench.run(TINY, tmp_path / "records" / "operators.jsonl", progress=False)
+    bench.run(configured(bench.Config, TINY), tmp_path / "records" / "operators.jsonl", progress=False)
     assert torch.get_num_threads() == threads
     records = read_records(tmp_path)
     assert [(r["config"]["operator"], r["arm"]) for r in records] == [
-        (operator, arm) for operator in ("ssm_pack", "conv1d_pack") for arm in bench.ARMS
+        (operator, arm) for operator in ("scan", "conv") for arm in bench.ARMS
     ]
     for record in records:
-        assert record["metrics"]["rounds"] == (2 if record["arm"] in bench.SLOW_ARMS else 3)
+        assert {**vars(bench.ARMS[record["arm"]])}.items() <= record["config"].items()
+        assert record["metrics"]["rounds"] == (2 if bench.ARMS[record["arm"]].slow else 3)
         assert record["metrics"]["seconds_median"] > 0 and record["metrics"]["bound_seconds"] > 0
         assert record["metrics"]["exponentials_per_second"] < record["metrics"]["multiply_adds_per_second"]
     (section,) = build_sections(records, kinds=KINDS)
@@ -51,8 +53,8 @@ def test_a_wrong_arm_prints_no_timing(tmp_path, monkeypatch):
         arguments[-3].mul_(1.001)  # y
 
     monkeypatch.setitem(kernels.KERNELS["cpu"], "ssm_forward", wrong)
-    with pytest.raises(RuntimeError, match="ssm_pack, cpu: y is off by 1.0e-03"):
-        bench.run(TINY | {"arms": ["cpu"]}, tmp_path / "records.jsonl", progress=False)
+    with pytest.raises(RuntimeError, match="scan, cpu: y is off by 1.0e-03"):
+        bench.run(configured(bench.Config, TINY, arms=["cpu"]), tmp_path / "records.jsonl", progress=False)
     assert not (tmp_path / "records.jsonl").exists()
 
 
@@ -60,7 +62,7 @@ def test_rates_that_an_arm_beats_are_not_recorded(tmp_path, monkeypatch):
     slow = dict.fromkeys(bench.machine_rates(1), 1.0)
     monkeypatch.setattr(bench, "machine_rates", lambda: slow)
     with pytest.raises(RuntimeError, match="disturbed"):
-        bench.run(TINY | {"arms": ["cpu"]}, tmp_path / "records.jsonl", progress=False)
+        bench.run(configured(bench.Config, TINY, arms=["cpu"]), tmp_path / "records.jsonl", progress=False)
     assert not (tmp_path / "records.jsonl").exists()
 
 
@@ -74,6 +76,6 @@ def test_rates_that_an_arm_beats_are_not_recorded(tmp_path, monkeypatch):
         ({"slow_rounds": 9}, "slow_rounds"),
     ],
 )
-def test_refuses_before_it_measures(tmp_path, change, message):
+def test_refuses_as_it_is_read(change, message):
     with pytest.raises(ConfigError, match=message):
-        bench.run(TINY | change, tmp_path / "records.jsonl", progress=False)
+        configured(bench.Config, TINY, **change)

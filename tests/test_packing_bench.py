@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from configured import configured
 
 from experiments.packing import bench
 from packmamba.config import ConfigError
@@ -12,7 +13,7 @@ from packmamba.records import read_records
 
 def test_bench_records_every_point_of_the_grid(tmp_path):
     grid = {"num_documents": 50, "row_lengths": [1024, 2048], "buffers": [8, 16], "seeds": [4], "rounds": 2}
-    bench.run(grid, tmp_path / "records" / "packing.jsonl", progress=False)
+    bench.run(configured(bench.Config, grid), tmp_path / "records" / "packing.jsonl", progress=False)
     records = read_records(tmp_path)
     assert len(records) == 2 * (len(STRATEGIES) - 1 + 2)
     lengths = draw_lengths("documents-2k", 50, 4)
@@ -36,10 +37,9 @@ def test_bench_records_every_point_of_the_grid(tmp_path):
         ("seeds", [-1], "seeds: expected at least 0"),
     ],
 )
-def test_bench_refuses_before_it_measures(tmp_path, key, value, message):
+def test_bench_refuses_as_it_is_read(key, value, message):
     with pytest.raises(ConfigError, match=message):
-        bench.run({key: value}, tmp_path / "records.jsonl", progress=False)
-    assert not list(tmp_path.iterdir())
+        configured(bench.Config, {key: value})
 
 
 @pytest.mark.parametrize("array, value", [("document", 0), ("start", 2), ("length", 3), ("slots", 1)])

@@ -6,12 +6,15 @@ import weakref
 
 import pytest
 import torch
-from whole_models import TINY, run
+from configured import configured
+from whole_models import BARE, STEPS, TINY, run, some, tiny_model
 
 from experiments.speedup import steps
 from experiments.speedup import whole_models as bench
-from experiments.speedup.arms import Scheme
+from experiments.speedup.arms import Arm
 from experiments.speedup.breakdown import Breakdown
+from experiments.speedup.config import Config
+from experiments.speedup.model import Model
 from experiments.speedup.report_breakdown import FAMILIES as BREAKDOWN
 
 
@@ -28,10 +31,10 @@ def test_arms_take_their_turns_as_they_are_named(tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(steps, "take_turns", take_turns)
-    arms = ["single", "packed-512-best_fit", "single-graph", "packed-512-best_fit-graph"]
-    c = bench.SpeedupBenchConfig(**{**TINY, "step_arms": arms, "breakdown_arms": arms, "rounds": 3})
+    arms = some("single", "packed-512-best_fit", parts=[STEPS, "breakdown"])
+    arms |= {f"{name}-graph": arm | {"graphs": True} for name, arm in arms.items()}
     path = tmp_path / "records.jsonl"
-    steps.measure(bench.Bench(c, "130m", torch.device("cpu"), path, False))
+    steps.measure(tiny_model(path, arms=arms, rounds=3))
     assert [graphs for graphs, _ in seen] == [[False, False], [True, True]]
     for (graphs, turns), counts in zip(seen, ([1, 4], [4, 4])):
         warm_up = [turn.steps for turn in turns if not turn.timed and not turn.profiled]
@@ -63,8 +66,8 @@ def test_steps_that_do_not_fit_into_memory_together_are_timed_alone(tmp_path, mo
         return take_turns(configs, turns, progress)
 
     monkeypatch.setattr(steps, "take_turns", take_few)
-    arms = ["single", "padded-256", "packed-512-best_fit"]
-    records = run(tmp_path, arms=[], breakdown_arms=[], step_arms=arms, parts=["steps"])
+    arms = some("single", "padded-256", "packed-512-best_fit")
+    records = run(tmp_path, arms=arms, parts=[STEPS])
     assert [len(names) for names in seen] == [3, 1, 1, 1]
     assert [record["arm"] for record in records] == ["single", "packed-512-best_fit"]
     together, left_out = capsys.readouterr().err.splitlines()
@@ -74,7 +77,7 @@ def test_steps_that_do_not_fit_into_memory_together_are_timed_alone(tmp_path, mo
 
 def test_steps_have_the_memory_of_the_bare_loop(tmp_path, monkeypatch):
     """Its weights, which hold its gradients, are not referred to any more once memory is freed."""
-    weights, alive, build = [], [], bench.Bench.build
+    weights, alive, build = [], [], Model.build
 
     def note(self):
         module = build(self)
@@ -84,9 +87,9 @@ def test_steps_have_the_memory_of_the_bare_loop(tmp_path, monkeypatch):
     def count(*_):
         alive.append(sum(weight() is not None for weight in weights))
 
-    monkeypatch.setattr(bench.Bench, "build", note)
+    monkeypatch.setattr(Model, "build", note)
     monkeypatch.setattr(steps, "_measure", count)
-    run(tmp_path, parts=["forward_backward", "steps"])
+    run(tmp_path, parts=[BARE, STEPS])
     assert weights and alive == [0]
 
 
@@ -106,22 +109,24 @@ def test_steps_that_do_not_fit_leave_their_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(steps, "MambaLitModule", note)
     monkeypatch.setattr(steps.Watch, "on_train_batch_end", fail)
-    arms = ["padded-256", "packed-512-best_fit"]
-    changes = {"arms": [], "breakdown_arms": [], "step_arms": arms, "parts": ["steps"]}
-    bench.run(TINY | changes, tmp_path / "records.jsonl", progress=False)
+    bench.run(
+        configured(Config, TINY, arms=some("padded-256", "packed-512-best_fit"), parts=[STEPS]),
+        tmp_path / "records.jsonl",
+        progress=False,
+    )
     assert weights and alive == [0, 0, 0]
 
 
 def test_a_model_that_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
-    build = bench.Bench.build
+    build = Model.build
 
     def build_small(self):
         if self.name == "370m":
             raise torch.OutOfMemoryError
         return build(self)
 
-    monkeypatch.setattr(bench.Bench, "build", build_small)
-    records = run(tmp_path, models=["370m", "130m"], parts=["forward_backward"])
+    monkeypatch.setattr(Model, "build", build_small)
+    records = run(tmp_path, models=["370m", "130m"], parts=[BARE])
     assert {record["config"]["model"] for record in records} == {"130m"}
     assert capsys.readouterr().err == "left out, 370m, what was not recorded before: does not fit into memory\n"
 
@@ -136,8 +141,7 @@ def test_no_profiler_outlives_what_does_not_fit(tmp_path, monkeypatch):
         end(self, trainer, module, outputs, batch, index)
 
     monkeypatch.setattr(steps.Watch, "on_train_batch_end", fail)
-    changes = {"arms": ["padded-256"], "breakdown_arms": ["padded-256"], "step_arms": ["padded-256"], "rounds": 1}
-    run(tmp_path, **changes, parts=["forward_backward", "breakdown", "steps"])
+    run(tmp_path, arms=some("padded-256"), rounds=1, parts=[BARE, "breakdown", STEPS])
     assert not torch.autograd._profiler_enabled()
 
 
@@ -147,13 +151,12 @@ def test_ctrl_c_in_steps_is_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(steps.Watch, "on_train_batch_end", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, arms=[], breakdown_arms=[], parts=["steps"])
+        run(tmp_path, parts=[STEPS])
 
 
 def test_the_last_step_which_is_logged_is_in_no_turn_and_ranks_meet_before_none_of_them(tmp_path, monkeypatch):
     meet_before = []
     monkeypatch.setattr(steps, "stop_together", lambda trainer, every: meet_before.append(every))
-    shared = bench.Bench(bench.SpeedupBenchConfig(**TINY), "130m", torch.device("cpu"), tmp_path / "r.jsonl", False)
-    config = steps.step_config(shared, Scheme.parse("packed-512-best_fit"), 512, str(tmp_path))
+    config = steps.step_config(tiny_model(tmp_path / "r.jsonl"), Arm("best_fit", 512), 512, str(tmp_path))
     watch = steps.take_turns([config], [steps.Turn(0, 2, timed=False), steps.Turn(0, 1)])
     assert len(watch.losses[0]) == 4 and len(watch.seconds[0]) == 1 and meet_before == [4]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,137 +12,145 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from packmamba import SequenceLayout, ops
-from packmamba.config import ConfigError
+from packmamba import SequenceLayout, ops, timing
+from packmamba.config import ConfigError, at_least, each, key, one_of, some, unique
 from packmamba.ops import build
 from packmamba.ops.registered import room_like
 from packmamba.ops.scan.compiled import scan_room
 from packmamba.records import append_record, make_record, provenance
 
-ARMS = ("cpu", "cpu-kernels", "reference", "transformers")
-SLOW_ARMS = ARMS[2:]
 # ||a - b|| / ||b|| against float64, of outputs and of gradients.
 TOLERANCES = {"float32": (1e-5, 5e-5), "bfloat16": (2e-3, 5e-3), "float64": (1e-9, 1e-9)}
 # Per token, channel and state. Forward: delta A, delta u B, the step, y. Backward: the first three again, y for the gate,
 # and dC, dh, dB, sum dh B, carry, carry h, sum A, dA.
 MULTIPLY_ADDS, EXPONENTIALS = 4 + 4 + 8, 2
+RATES = "rates"
+"""Take a turn with the arms: what the machine can do is the best of all turns, as other processes may slow one."""
 
-Arm = Callable[[], dict[str, Tensor]]
+Call = Callable[[], dict[str, Tensor]]
+"""Forward and backward: the output y and the gradient of each input."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What the tables compare; its records hold these fields."""
+
+    implementation: str
+    """packmamba, compiled; reference, vectorised PyTorch; or transformers, its slow path."""
+    packing: str = "packed"
+    """packed, or by-document: each alone."""
+    memory: str = "new"
+    """new: through the public operator, which allocates its results; at_hand: packmamba's kernels into memory that is there."""
+
+    @property
+    def slow(self) -> bool:
+        return self.implementation != "packmamba"
+
+
+ARMS = {
+    "cpu": Arm("packmamba"),
+    "cpu-kernels": Arm("packmamba", memory="at_hand"),
+    "reference": Arm("reference"),
+    "transformers": Arm("transformers", "by-document"),
+}
 
 
 @dataclass
-class OperatorsBenchConfig:
-    bench: str = "operators"
-    """Which benchmark this is."""
-    experiment: str = "operators"
-    """The question, which the records name."""
-    arms: list[str] = field(default_factory=lambda: list(ARMS))
-    """cpu: compiled, through the public operators; cpu-kernels: the same into memory that is there; reference; transformers."""
-    tokens: int = 4096
-    """Tokens of the scan's one row, all real."""
-    shortest: int = 16
-    """Shortest document; lengths are drawn log-uniformly."""
-    longest: int = 1024
-    """Longest document."""
-    channels: int = 512
-    """Channels of the scan (d_inner)."""
-    states: int = 16
-    """States per channel (d_state)."""
-    conv_tokens: int = 8192
-    """Tokens of the convolution's row; its tensors should be larger than the last-level cache."""
-    conv_channels: int = 2048
-    """Channels of the convolution."""
-    dtype: str = "float32"
-    """Type of the activations: float32, bfloat16 or float64."""
-    threads: int = 2
-    """CPU threads of every arm."""
-    rounds: int = 11
-    """Timings of each compiled arm, in turns."""
-    slow_rounds: int = 2
-    """Timings of the reference and of transformers, which take seconds to minutes, within the first rounds."""
-    seed: int = 0
-    """Seed of lengths and values."""
+class Config:
+    experiment: str = key("operators", "The question, which the records name.")
+    arms: list[str] = key(list(ARMS), "Arms of cpu.ARMS.", each(one_of(*ARMS)), unique, some("arm"))
+    tokens: int = key(4096, "Tokens of the scan's one row, all real.", at_least(1))
+    shortest: int = key(16, "Shortest document; lengths are drawn log-uniformly.", at_least(1))
+    longest: int = key(1024, "Longest document.", at_least(1))
+    channels: int = key(512, "Channels of the scan (d_inner).", at_least(1))
+    states: int = key(16, "States per channel (d_state).", at_least(1))
+    conv_tokens: int = key(
+        8192, "Tokens of the convolution's row; its tensors should be larger than the last-level cache.", at_least(1)
+    )
+    conv_channels: int = key(2048, "Channels of the convolution.", at_least(1))
+    dtype: str = key("float32", "Type of the activations: float32, bfloat16 or float64.", one_of(*TOLERANCES))
+    threads: int = key(2, "CPU threads of every arm.", at_least(1))
+    rounds: int = key(11, "Timings of each compiled arm, in turns.", at_least(2))
+    slow_rounds: int = key(
+        2, "Timings of the reference and of transformers, which take seconds to minutes, within the first rounds.",
+        at_least(2),
+    )  # fmt: skip
+    seed: int = key(0, "Seed of lengths and values.", at_least(0))
+
+    def problems(self) -> Iterator[str]:
+        if self.longest < self.shortest:
+            yield f"longest: expected at least shortest={self.shortest}, got {self.longest}"
+        if self.slow_rounds > self.rounds:
+            yield f"slow_rounds: expected 2 to rounds={self.rounds}, got {self.slow_rounds}"
 
 
-Config = OperatorsBenchConfig
-
-
-def run(config: OperatorsBenchConfig | Mapping[str, Any], records_path: Path, progress: bool = True) -> None:
+def run(c: Config, records_path: Path, progress: bool = True) -> None:
     """Appends one record for each operator and arm: forward and backward, gradients of every input.
 
     metrics: seconds_median, seconds_spread (interquartile range), seconds_fastest, rounds, bound_seconds (the scan: what its
     multiply-adds and exponentials take at the measured vector rates; the convolution: its bytes at the measured rate of
-    copying, into new memory except for cpu-kernels), and the rates.
+    copying, into new memory except for kernels into memory at hand), and the rates.
 
     Raises:
-        ConfigError: a value is refused; nothing has been measured.
+        ConfigError: transformers is an arm and has no Mamba; nothing of that operator has been measured.
         RuntimeError: an arm is wrong, or faster than the measured rates allow; nothing of that operator is recorded.
     """
-    c = config if isinstance(config, OperatorsBenchConfig) else OperatorsBenchConfig(**config)
-    _check_config(c)
     build.load("cpu")
     provenance()
     threads = torch.get_num_threads()
     torch.set_num_threads(c.threads)
     try:
-        for operator, prepare in (("ssm_pack", _scan), ("conv1d_pack", _convolution)):
-            _run_operator(c, operator, prepare, records_path, progress)
+        for prepare in (_scan, _convolution):
+            _run_operator(c, prepare(c), records_path, progress)
     finally:
         torch.set_num_threads(threads)
 
 
-def _run_operator(
-    c: OperatorsBenchConfig,
-    operator: str,
-    prepare: Callable[[OperatorsBenchConfig], tuple[dict[str, Arm], dict[str, Tensor]]],
-    records_path: Path,
-    progress: bool,
-) -> None:
-    arms, expected = prepare(c)
-    for name, arm in arms.items():
-        _check_results(f"{operator}, {name}", arm(), expected, c.dtype)
-    rates: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    with tqdm(total=c.rounds, desc=operator, disable=not progress) as bar:
-        for turn in range(c.rounds):
-            # What the machine can do is the best of all turns: measured once, it may be what other processes left of it.
-            rates = {name: max(rate, rates.get(name, 0)) for name, rate in machine_rates().items()}
-            for name, arm in arms.items():
-                if turn >= c.slow_rounds and name in SLOW_ARMS:
-                    continue
-                began = time.perf_counter()
-                arm()
-                seconds[name].append(time.perf_counter() - began)
-            bar.update()
-    for name, times in seconds.items():
-        if min(times) < _bound(c, operator, name, rates):
-            raise RuntimeError(
-                f"{operator}, {name}: faster than the machine's measured rates allow, so these were disturbed; "
-                "nothing is recorded: run it again on an idle machine"
-            )
-    for name, times in seconds.items():
-        quartiles = statistics.quantiles(times, n=4, method="inclusive")
-        metrics = {
-            "seconds_median": statistics.median(times),
-            "seconds_spread": quartiles[2] - quartiles[0],
-            "seconds_fastest": min(times),
-            "rounds": len(times),
-            "bound_seconds": _bound(c, operator, name, rates),
-            **rates,
-        }
-        settings = {
-            key: value for key, value in asdict(c).items() if key not in ("bench", "experiment", "arms", "seed")
-        }
+def _run_operator(c: Config, operator: Operator, records_path: Path, progress: bool) -> None:
+    arms = {name: ARMS[name] for name in c.arms}
+    calls = {name: operator.call(arm) for name, arm in arms.items()}
+    expected = operator.expected()
+
+    def gate(name: str) -> None:
+        if name != RATES:
+            _check_results(f"{operator.name}, {name}", calls[name](), expected, c.dtype)
+
+    turns: dict[str, Callable[[int], Any]] = {RATES: lambda _: machine_rates()}
+    turns |= {name: lambda _, call=call: timing.seconds(call) for name, call in calls.items()}  # type: ignore[misc]
+    samples = timing.take_turns(
+        turns,
+        c.rounds,
+        warm_up=0,
+        at_most={name: c.slow_rounds for name, arm in arms.items() if arm.slow},
+        gate=gate,
+        bar=operator.name if progress else None,
+    )
+    turns_of_rates = samples.pop(RATES)
+    rates = {rate: max(turn[rate] for turn in turns_of_rates) for rate in turns_of_rates[0]}
+    bounds = {name: _bound(c, operator.name, arm, rates) for name, arm in arms.items()}
+    if fast := [name for name, times in samples.items() if min(times) < bounds[name]]:
+        raise RuntimeError(
+            f"{operator.name}, {fast[0]}: faster than the machine's measured rates allow, so these were disturbed; "
+            "nothing is recorded: run it again on an idle machine"
+        )
+    settings = {key: value for key, value in asdict(c).items() if key not in ("experiment", "arms", "seed")}
+    for name, times in samples.items():
         record = make_record(
             kind="operators",
             experiment=c.experiment,
             arm=name,
-            config={"operator": operator, **settings},
+            config={"operator": operator.name, **asdict(arms[name]), **settings},
             seed=c.seed,
             corpus_hash=f"log-uniform lengths in [{c.shortest}, {c.longest}]",
-            metrics=metrics,
+            metrics={
+                "seconds_median": timing.median(times),
+                "seconds_spread": timing.spread(times),
+                "seconds_fastest": min(times),
+                "rounds": len(times),
+                "bound_seconds": bounds[name],
+                **rates,
+            },
             wall_seconds=sum(times),
         )
         append_record(records_path, record)
@@ -164,12 +170,7 @@ def machine_rates(rounds: int = 3) -> dict[str, float]:
     moved = 2 * source.numel() * source.element_size()
 
     def fastest(function: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - began)
-        return min(times)
+        return min(timing.seconds(function) for _ in range(rounds))
 
     def best_rate(operation: Callable[[int, int, Tensor], None]) -> float:
         # How many chains are best depends on the registers.
@@ -184,17 +185,17 @@ def machine_rates(rounds: int = 3) -> dict[str, float]:
     }
 
 
-def _bound(c: OperatorsBenchConfig, operator: str, arm: str, rates: dict[str, float]) -> float:
-    if operator == "ssm_pack":
+def _bound(c: Config, operator: str, arm: Arm, rates: dict[str, float]) -> float:
+    if operator == "scan":
         elements = c.tokens * c.channels * c.states
         multiply_adds = MULTIPLY_ADDS / rates["multiply_adds_per_second"]
         return elements * (multiply_adds + EXPONENTIALS / rates["exponentials_per_second"])
     # Forward reads x and writes y; backward reads x and dy and writes dx.
     moved = 5 * c.conv_tokens * c.conv_channels * getattr(torch, c.dtype).itemsize
-    return moved / rates["copy_bytes_per_second" if arm == "cpu-kernels" else "copy_to_new_bytes_per_second"]
+    return moved / rates["copy_bytes_per_second" if arm.memory == "at_hand" else "copy_to_new_bytes_per_second"]
 
 
-def draw_documents(c: OperatorsBenchConfig, tokens: int) -> SequenceLayout:
+def draw_documents(c: Config, tokens: int) -> SequenceLayout:
     """One full row of documents, log-uniform between the shortest and the longest; the last is cut to fit."""
     generator = np.random.Generator(np.random.PCG64(c.seed))
     lengths: list[int] = []
@@ -204,7 +205,48 @@ def draw_documents(c: OperatorsBenchConfig, tokens: int) -> SequenceLayout:
     return SequenceLayout.from_lengths([lengths], row_length=tokens)
 
 
-def _scan(c: OperatorsBenchConfig) -> tuple[dict[str, Arm], dict[str, Tensor]]:
+@dataclass(frozen=True)
+class Operator:
+    """One operator on its inputs, and how each implementation is called."""
+
+    name: str
+    """scan or conv."""
+    public: Callable[..., Tensor]
+    options: dict[str, Any]
+    layout: SequenceLayout
+    leaves: dict[str, Tensor]
+    dy: Tensor
+    kernels: Callable[[], Call]
+    """Ours, into memory that is there."""
+    theirs: str
+    """What transformers calls it, and how it computes one document: channels first."""
+    alone: Callable[[Callable[..., Tensor], dict[str, Tensor], slice], Tensor]
+    checked: dict[str, Tensor]
+    """The leaves in float64; where channels are independent, the first ones stand for all."""
+
+    def call(self, arm: Arm) -> Call:
+        if arm.memory == "at_hand":
+            return self.kernels()
+        if arm.implementation == "transformers":
+            return _differentiated(partial(self._by_document, _transformers(self.theirs)), self.leaves, self.dy)
+        backend = "cpu" if arm.implementation == "packmamba" else arm.implementation
+        return _differentiated(partial(self._public, backend), self.leaves, self.dy)
+
+    def expected(self) -> dict[str, Tensor]:
+        """By the float64 reference."""
+        channels = next(iter(self.checked.values())).shape[-1]
+        return _differentiated(partial(self._public, "reference"), self.checked, self.dy[..., :channels].double())()
+
+    def _public(self, backend: str, tensors: dict[str, Tensor]) -> Tensor:
+        return self.public(**tensors, **self.options, layout=self.layout, backend=backend)
+
+    def _by_document(self, function: Callable[..., Tensor], tensors: dict[str, Tensor]) -> Tensor:
+        spans = zip(self.layout.starts.tolist(), self.layout.ends.tolist())
+        outputs = [self.alone(function, tensors, slice(start, end)) for start, end in spans]
+        return torch.cat(outputs, dim=-1).transpose(1, 2)
+
+
+def _scan(c: Config) -> Operator:
     layout = draw_documents(c, c.tokens)
     normal = _normal(c)
     wide = torch.float64 if c.dtype == "float64" else torch.float32
@@ -222,7 +264,7 @@ def _scan(c: OperatorsBenchConfig) -> tuple[dict[str, Arm], dict[str, Tensor]]:
     }
     dy = normal(1, c.tokens, c.channels)
 
-    def kernels() -> Arm:
+    def kernels() -> Call:
         t, options = leaves, (True, layout.starts, layout.ends, None)
         inputs = (*(t[n] for n in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")), *options)
         y, _, kept = scan_room(t["u"], t["A"], layout.starts, False, True)
@@ -235,35 +277,24 @@ def _scan(c: OperatorsBenchConfig) -> tuple[dict[str, Arm], dict[str, Tensor]]:
 
         return call
 
-    def public(backend: str) -> Arm:
-        return _differentiated(
-            lambda t: ops.ssm_pack(**t, delta_softplus=True, layout=layout, backend=backend), leaves, dy
-        )
+    def alone(scan: Callable[..., Tensor], t: dict[str, Tensor], s: slice) -> Tensor:
+        rows = {n: t[n][:, s].transpose(1, 2) for n in ("u", "delta", "B", "C", "z")}
+        first = (rows["u"], rows["delta"], t["A"], rows["B"], rows["C"])
+        return scan(*first, D=t["D"], z=rows["z"], delta_bias=t["delta_bias"], delta_softplus=True)
 
-    arms = {"cpu": public("cpu"), "cpu-kernels": kernels(), "reference": public("reference")}
-    if "transformers" in c.arms:
-        scan = _transformers("mamba_selective_scan")
-
-        def one(t: dict[str, Tensor], s: slice) -> Tensor:
-            rows = {n: t[n][:, s].transpose(1, 2) for n in ("u", "delta", "B", "C", "z")}
-            first = (rows["u"], rows["delta"], t["A"], rows["B"], rows["C"])
-            return scan(*first, D=t["D"], z=rows["z"], delta_bias=t["delta_bias"], delta_softplus=True)
-
-        arms["transformers"] = _differentiated(lambda t: _by_document(layout, one, t), leaves, dy)
-    exact = {name: tensor.double() for name, tensor in leaves.items()}
-    reference = _differentiated(
-        lambda t: ops.ssm_pack(**t, delta_softplus=True, layout=layout, backend="reference"), exact, dy.double()
-    )
-    return {name: arms[name] for name in c.arms}, reference()
+    return Operator(
+        "scan", ops.ssm_pack, {"delta_softplus": True}, layout, leaves, dy, kernels, "mamba_selective_scan", alone,
+        {name: tensor.double() for name, tensor in leaves.items()},
+    )  # fmt: skip
 
 
-def _convolution(c: OperatorsBenchConfig) -> tuple[dict[str, Arm], dict[str, Tensor]]:
+def _convolution(c: Config) -> Operator:
     layout = draw_documents(c, c.conv_tokens)
     normal = _normal(c)
     x, dy = (normal(1, c.conv_tokens, c.conv_channels) for _ in range(2))
     leaves = {"x": x, "weight": normal(c.conv_channels, 4), "bias": normal(c.conv_channels)}
 
-    def kernels() -> Arm:
+    def kernels() -> Call:
         weight, bias = (leaves[n].to(torch.promote_types(x.dtype, torch.float32)) for n in ("weight", "bias"))
         inputs = (x, weight, bias, layout.starts, layout.ends, None, True)
         y = torch.empty_like(x)
@@ -276,35 +307,18 @@ def _convolution(c: OperatorsBenchConfig) -> tuple[dict[str, Arm], dict[str, Ten
 
         return call
 
-    def public(backend: str) -> Arm:
-        return _differentiated(
-            lambda t: ops.conv1d_pack(**t, activation="silu", layout=layout, backend=backend), leaves, dy
-        )
+    def alone(convolve: Callable[..., Tensor], t: dict[str, Tensor], s: slice) -> Tensor:
+        return convolve(t["x"][:, s].transpose(1, 2), t["weight"], t["bias"], activation="silu")
 
-    arms = {"cpu": public("cpu"), "cpu-kernels": kernels(), "reference": public("reference")}
-    if "transformers" in c.arms:
-        convolve = _transformers("causal_conv1d_fn")
-
-        def one(t: dict[str, Tensor], s: slice) -> Tensor:
-            return convolve(t["x"][:, s].transpose(1, 2), t["weight"], t["bias"], activation="silu")
-
-        arms["transformers"] = _differentiated(lambda t: _by_document(layout, one, t), leaves, dy)
-    # Channels are independent: the first ones stand for all.
-    some = min(64, c.conv_channels)
-    exact = {
-        "x": x[..., :some].double(),
-        "weight": leaves["weight"][:some].double(),
-        "bias": leaves["bias"][:some].double(),
-    }
-    reference = _differentiated(
-        lambda t: ops.conv1d_pack(**t, activation="silu", layout=layout, backend="reference"),
-        exact,
-        dy[..., :some].double(),
-    )
-    return {name: arms[name] for name in c.arms}, reference()
+    few = min(64, c.conv_channels)
+    checked = {"x": x[..., :few], "weight": leaves["weight"][:few], "bias": leaves["bias"][:few]}
+    return Operator(
+        "conv", ops.conv1d_pack, {"activation": "silu"}, layout, leaves, dy, kernels, "causal_conv1d_fn", alone,
+        {name: tensor.double() for name, tensor in checked.items()},
+    )  # fmt: skip
 
 
-def _differentiated(function: Callable[[dict[str, Any]], Tensor], leaves: dict[str, Tensor], dy: Tensor) -> Arm:
+def _differentiated(function: Callable[[dict[str, Any]], Tensor], leaves: dict[str, Tensor], dy: Tensor) -> Call:
     def call() -> dict[str, Tensor]:
         tensors = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
         y = function(tensors)
@@ -312,13 +326,6 @@ def _differentiated(function: Callable[[dict[str, Any]], Tensor], leaves: dict[s
         return {"y": y.detach()} | {f"grad {name}": gradient for name, gradient in zip(tensors, gradients)}
 
     return call
-
-
-def _by_document(
-    layout: SequenceLayout, one: Callable[[dict[str, Tensor], slice], Tensor], tensors: dict[str, Tensor]
-) -> Tensor:
-    spans = zip(layout.starts.tolist(), layout.ends.tolist())
-    return torch.cat([one(tensors, slice(start, end)) for start, end in spans], dim=-1).transpose(1, 2)
 
 
 def _check_results(what: str, results: dict[str, Tensor], expected: dict[str, Tensor], dtype: str) -> None:
@@ -332,7 +339,7 @@ def _check_results(what: str, results: dict[str, Tensor], expected: dict[str, Te
             raise RuntimeError(f"{what}: {name} is off by {error:.1e}; nothing is timed")
 
 
-def _normal(c: OperatorsBenchConfig) -> Callable[..., Tensor]:
+def _normal(c: Config) -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(c.seed)
     return lambda *shape: torch.randn(*shape, generator=generator).to(getattr(torch, c.dtype))
 
@@ -344,17 +351,3 @@ def _transformers(name: str) -> Callable[..., Tensor]:
         return inspect.unwrap(getattr(modeling_mamba, name))  # not the peers' kernel, where that is installed
     except (ImportError, AttributeError):
         raise ConfigError(f"arms: transformers needs a version of transformers that has Mamba's {name}") from None
-
-
-def _check_config(c: OperatorsBenchConfig) -> None:
-    if unknown := [name for name in c.arms if name not in ARMS]:
-        raise ConfigError(f"arms: expected some of {', '.join(ARMS)}, got {unknown[0]!r}")
-    if c.dtype not in TOLERANCES:
-        raise ConfigError(f"dtype: expected one of {', '.join(TOLERANCES)}, got {c.dtype!r}")
-    for name in ("tokens", "shortest", "channels", "states", "conv_tokens", "conv_channels", "threads"):
-        if getattr(c, name) < 1:
-            raise ConfigError(f"{name}: expected at least 1, got {getattr(c, name)}")
-    if c.longest < c.shortest:
-        raise ConfigError(f"longest: expected at least shortest={c.shortest}, got {c.longest}")
-    if not 2 <= c.slow_rounds <= c.rounds:
-        raise ConfigError(f"slow_rounds: expected 2 to rounds={c.rounds}, got {c.slow_rounds}")

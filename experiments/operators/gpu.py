@@ -2,58 +2,69 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.operators.gpu_arms import HEAD_CHANNELS, STATES
-from experiments.operators.gpu_turns import (
-    INDEXED,
-    SLOW_ARMS,
-    Elsewhere,
-    Turns,
-    clock_hz,
-    copy_bytes_per_second,
-    elsewhere,
-)
+from experiments.operators.gpu_arms import ARMS, HEAD_CHANNELS
+from experiments.operators.gpu_inputs import STATES
+from experiments.operators.gpu_turns import Elsewhere, Prepared, copy_bytes_per_second, elsewhere
 from experiments.operators.positions import position_bytes
-from packmamba.config import ConfigError
+from packmamba import timing
+from packmamba.config import ConfigError, at_least, each, key, one_of, some, unique
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.records import append_record, make_record, provenance
 
+COPY = "copy"
+"""Takes a turn with the arms: the rate of copying."""
 
-@dataclass
-class OperatorBenchConfig:
-    bench: str = "gpu_operators"
-    """Which benchmark this is."""
-    experiment: str = "operators"
-    """The question, which the records name."""
-    shapes: list[str] = field(default_factory=lambda: ["16384,4096,documents-2k"])
-    """tokens,channels,documents each; documents: documents-2k, short, heavy, one, or the length of every document."""
-    layouts: int = 20
-    """Rows of different documents that a time is a mean over; where documents have a fixed length, one, five times."""
-    rounds: int = 5
-    """How often each arm is timed, in turns."""
-    slow_rounds: int = 3
-    """How often mamba-ssm document by document and padded is, within the first rounds."""
-    slow_tokens: int = 16384
-    """Rows longer than this are not run document by document or padded: the time per token stays, and takes minutes."""
-    seed: int = 0
-    """Of the documents' lengths and of the tensors."""
-
-
-Config = OperatorBenchConfig
 Metrics = dict[str, float | None]
 
 
-def run(config: OperatorBenchConfig | Mapping[str, Any], records_path: Path, progress: bool = True) -> None:
-    """Appends one record per shape and arm.
+@dataclass
+class Config:
+    experiment: str = key("operators", "The question, which the records name.")
+    arms: list[str] = key(list(ARMS), "Arms of gpu_arms.ARMS.", each(one_of(*ARMS)), unique, some("arm"))
+    shapes: list[str] = key(
+        ["16384,4096,documents-2k"],
+        "tokens,channels,documents each; documents: documents-2k, short, heavy, one, or the length of every document.",
+    )
+    layouts: int = key(
+        20,
+        "Rows of different documents that a time is a mean over; where documents have a fixed length, one, five times.",
+        at_least(1),
+    )
+    rounds: int = key(5, "How often each arm is timed, in turns.", at_least(1))
+    slow_rounds: int = key(
+        3, "How often mamba-ssm document by document and padded is, within the first rounds.", at_least(1)
+    )
+    slow_tokens: int = key(
+        16384,
+        "Rows longer than this are not run document by document or padded: the time per token stays, and takes minutes.",
+    )
+    seed: int = key(0, "Of the documents' lengths and of the tensors.", at_least(0))
+
+    def problems(self) -> Iterator[str]:
+        if self.slow_rounds > self.rounds:
+            yield f"slow_rounds: expected 1 to rounds={self.rounds}, got {self.slow_rounds}"
+        for shape in self.shapes:
+            try:
+                draw_shape(self, shape)
+            except ValueError:
+                yield (
+                    f"shapes: expected tokens,channels,documents with channels a multiple of {HEAD_CHANNELS} and "
+                    f"documents one of {', '.join(LENGTH_DISTRIBUTIONS)}, one, or a length, got {shape!r}"
+                )
+
+
+def run(c: Config, records_path: Path, progress: bool = True) -> None:
+    """Appends one record per shape and arm; its config holds the arm's fields.
 
     Arms of a shape are timed in turns, each time over all layouts, inputs larger than the L2 cache, outputs poisoned by
     what other arms left. metrics: forward_seconds, backward_seconds, total_seconds (medians over rounds), their spreads
@@ -62,19 +73,16 @@ def run(config: OperatorBenchConfig | Mapping[str, Any], records_path: Path, pro
     the kernels), copy_bytes_per_second, multiprocessors, clock_hz.
 
     Raises:
-        ConfigError: no GPU, or a shape that is none.
+        ConfigError: no GPU.
         RuntimeError: an output or gradient is wrong; nothing of that shape is recorded.
     """
-    c = config if isinstance(config, OperatorBenchConfig) else OperatorBenchConfig(**config)
-    shapes = [_shape(c, shape) for shape in c.shapes]
-    if not 1 <= c.slow_rounds <= c.rounds:
-        raise ConfigError(f"slow_rounds: expected 1 to rounds={c.rounds}, got {c.slow_rounds}")
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu_operators: needs a GPU")
     provenance()  # of the code as it is now, not as it may be after minutes
     with elsewhere() as other:
-        for tokens, channels, documents, rows in shapes:
+        for shape in c.shapes:
             began = time.perf_counter()
+            tokens, channels, documents, rows = draw_shape(c, shape)
             results = _measure(c, other, tokens, channels, documents, rows)
             torch.cuda.empty_cache()
             seconds = time.perf_counter() - began
@@ -87,9 +95,9 @@ def run(config: OperatorBenchConfig | Mapping[str, Any], records_path: Path, pro
                     experiment=c.experiment,
                     arm=arm,
                     config={
-                        "tokens": tokens, "channels": channels, "documents": documents, "states": STATES,
-                        "dtype": "bfloat16", "layouts": len(rows), "rounds": c.rounds,
-                        "mean_documents": statistics.mean(map(len, rows)),
+                        **asdict(ARMS[arm]), "tokens": tokens, "channels": channels, "documents": documents,
+                        "states": STATES, "dtype": "bfloat16", "layouts": len(rows), "rounds": c.rounds,
+                        "mean_documents": sum(map(len, rows)) / len(rows),
                     },
                     seed=c.seed,
                     corpus_hash=f"random tensors, documents as configured, seed {c.seed}",
@@ -99,19 +107,12 @@ def run(config: OperatorBenchConfig | Mapping[str, Any], records_path: Path, pro
                 append_record(records_path, record)
 
 
-def _shape(c: OperatorBenchConfig, shape: str) -> tuple[int, int, str, list[list[int]]]:
-    """Tokens, channels, documents, and the documents' lengths of every row. ConfigError if it is none."""
-    try:
-        tokens, channels, documents = (part.strip() for part in shape.split(","))
-        rows = draw_rows(documents, int(tokens), c.layouts, c.seed)
-        if int(channels) % HEAD_CHANNELS or int(channels) < 1:
-            raise ValueError
-        return int(tokens), int(channels), documents, rows
-    except ValueError:
-        raise ConfigError(
-            f"shapes: expected tokens,channels,documents with channels a multiple of {HEAD_CHANNELS} and "
-            f"documents one of {', '.join(LENGTH_DISTRIBUTIONS)}, one, or a length, got {shape!r}"
-        ) from None
+def draw_shape(c: Config, shape: str) -> tuple[int, int, str, list[list[int]]]:
+    """Tokens, channels, documents, and the documents' lengths of every row. ValueError if it is none."""
+    tokens, channels, documents = (part.strip() for part in shape.split(","))
+    if int(channels) % HEAD_CHANNELS or int(channels) < 1:
+        raise ValueError(f"expected channels to be a multiple of {HEAD_CHANNELS}")
+    return int(tokens), int(channels), documents, draw_rows(documents, int(tokens), c.layouts, c.seed)
 
 
 def draw_rows(documents: str, tokens: int, layouts: int, seed: int) -> list[list[int]]:
@@ -130,43 +131,37 @@ def draw_rows(documents: str, tokens: int, layouts: int, seed: int) -> list[list
 
 
 def _measure(
-    c: OperatorBenchConfig, other: Elsewhere, tokens: int, channels: int, documents: str, rows: list[list[int]]
+    c: Config, other: Elsewhere, tokens: int, channels: int, documents: str, rows: list[list[int]]
 ) -> dict[str, Metrics]:
-    shape = (tokens, channels, documents, rows, c.seed, c.slow_tokens)
-    other.start(*shape)
-    here = Turns(*shape, others=True)
+    shape = (tokens, channels, documents, rows, c.seed)
+    arms = {name: ARMS[name] for name in c.arms if tokens <= c.slow_tokens or not ARMS[name].slow}
+    there = {name: arm for name, arm in arms.items() if arm.elsewhere}
+    other.start(*shape, there)
+    here = Prepared(*shape, {name: arm for name, arm in arms.items() if not arm.elsewhere})
     errors = here.errors | other.errors()
-    memory = {name: here.memory(name) for name in ("scan", "scan-states")}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in (*here.arms, *INDEXED)}
-    copies: list[float] = []
-    for turn in range(c.rounds + 1):  # the first is a warm-up
-        copies.append(copy_bytes_per_second())
-        for name, each in times.items():
-            if turn > c.slow_rounds and name in SLOW_ARMS:
-                continue
-            each.append((other if name in INDEXED else here).seconds(name))
+    ours = [name for name in here.arms if (arms[name].operator, arms[name].implementation) == ("scan", "packmamba")]
+    memory = {name: here.memory(name) for name in ours}
+    turns: dict[str, Callable[[int], Any]] = {COPY: lambda _: copy_bytes_per_second()}
+    turns |= {name: partial(_seconds, other if name in there else here, name) for name in [*here.arms, *there]}
+    slow = {name: c.slow_rounds for name in here.arms if arms[name].slow}
+    times = timing.take_turns(turns, c.rounds, at_most=slow)
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     hardware = {
-        "copy_bytes_per_second": statistics.median(copies[1:]),
+        "copy_bytes_per_second": timing.median(times.pop(COPY)),
         "multiprocessors": multiprocessors,
-        "clock_hz": clock_hz(),
+        "clock_hz": timing.clock_hz(),
     }
     results: dict[str, Metrics] = {}
     for name, rounds in times.items():
-        forward, backward = zip(*rounds[1:])
-        total = [sum(each) for each in rounds[1:]]
-        both = name in INDEXED or here.arms[name].backward is not None
-        kept, workspace = memory.get(name, (None, None))
+        forward, *backward = zip(*rounds)
+        kept_bytes, workspace = memory.get(name, (None, None))
         output_error, gradient_error = errors.get(name, (None, None))
-        read = position_bytes(name, here.layouts[0], channels, multiprocessors)
+        read = position_bytes(arms[name], here.layouts[0], channels, multiprocessors)
         results[name] = {
-            "forward_seconds": statistics.median(forward),
-            "forward_spread": _spread(forward),
-            "backward_seconds": statistics.median(backward) if both else None,
-            "backward_spread": _spread(backward) if both else None,
-            "total_seconds": statistics.median(total),
-            "total_spread": _spread(total),
-            "kept_activations": kept,
+            **_statistics("forward", forward),
+            **_statistics("backward", *backward),
+            **_statistics("total", list(map(sum, rounds))),
+            "kept_activations": kept_bytes,
             "workspace_activations": workspace,
             "output_error": output_error,
             "gradient_error": gradient_error,
@@ -177,5 +172,11 @@ def _measure(
     return results
 
 
-def _spread(values: Any) -> float:
-    return float(np.subtract(*np.percentile(values, [75, 25])))
+def _seconds(where: Prepared | Elsewhere, name: str, turn: int) -> list[float]:
+    return where.seconds(name)
+
+
+def _statistics(phase: str, values: Sequence[float] | None = None) -> Metrics:
+    """A phase's median and spread, null for a phase that is not there."""
+    found = (None, None) if values is None else (timing.median(values), timing.spread(values))
+    return dict(zip((f"{phase}_seconds", f"{phase}_spread"), found))

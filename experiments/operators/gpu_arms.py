@@ -1,5 +1,6 @@
-"""What the bench of the operators on a GPU compares: ours, the peers', and the projections around them.
+"""What the bench of the operators on a GPU compares: arms as data, and how each implementation is called.
 
+Another arm is a line of ``ARMS``; another implementation is a function and a line of ``BUILDERS``.
 Shapes: T tokens of the one row, S documents, P slots of a padded document, D channels, N states.
 """
 
@@ -14,20 +15,61 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.operators.gpu_inputs import STATES, Call, Inputs, Reference, references
 from packmamba import SequenceLayout, ops
+from packmamba.ops.cuda.schedule import schedule
+from packmamba.ops.mamba_ssm import _peer as find_peer
+from packmamba.timing import Phases
 
-STATES = 16
 HEAD_CHANNELS, HEAD_STATES = 64, 128
 """Of Mamba-2: channels that share a step size, and states of each."""
-# ||a - b|| / ||b|| against float64: ours, outputs and gradients; the peers', which round more often, outputs.
-TOLERANCES, PEERS_TOLERANCE = (2e-3, 5e-3), 1e-2
-# Where the channels lie; None: the tensor has none; the last dimension if not named.
-_CHANNEL_DIM = {"A": 0, "D": 0, "delta_bias": 0, "weight": 0, "bias": 0, "initial_state": 1, "B": None, "C": None}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What the tables compare; its record holds these fields."""
+
+    operator: str
+    """scan, conv, projections (the block's matrix products, for scale) or schedule (making it, once a batch)."""
+    implementation: str = "packmamba"
+    """A name in ``BUILDERS``."""
+    packing: str = "packed"
+    """packed: rows with boundaries; unpacked: the row as one document; by-document: each alone; padded: one batch."""
+    boundaries: str | None = "schedule"
+    """What kernels find boundaries by: schedule; indices, one for each token; null where there are none."""
+    with_states: bool = False
+    """An initial state goes in, the final one comes out."""
+
+    @property
+    def slow(self) -> bool:
+        return self.packing in ("by-document", "padded")
+
+    @property
+    def elsewhere(self) -> bool:
+        """Of a build of our kernels whose names are the same, so in another process."""
+        return self.implementation == "packmamba" and self.boundaries == "indices"
+
+
+ARMS = {
+    "scan": Arm("scan"),
+    "scan-states": Arm("scan", with_states=True),
+    "conv1d": Arm("conv"),
+    "projections": Arm("projections", "torch", boundaries=None),
+    "schedule": Arm("schedule"),
+    "mamba-ssm-unpacked": Arm("scan", "mamba-ssm", "unpacked", None),
+    "mamba-ssm-by-document": Arm("scan", "mamba-ssm", "by-document", None),
+    "mamba-ssm-padded": Arm("scan", "mamba-ssm", "padded", None),
+    "mamba2-ssd": Arm("scan", "mamba2-ssd", boundaries="indices"),
+    "causal-conv1d": Arm("conv", "causal-conv1d", boundaries="indices"),
+    "scan-indices": Arm("scan", boundaries="indices"),
+    "conv1d-indices": Arm("conv", boundaries="indices"),
+}
 
 
 @dataclass
-class Arm:
-    """``prepare(layout)``, not timed, gives what ``forward`` takes; its outputs and that go to ``backward``."""
+class Implementation:
+    """How an arm is called: ``prepare(layout)``, not timed, gives what ``forward`` takes; its outputs and that go to
+    ``backward``."""
 
     forward: Callable[[Any], Any]
     backward: Callable[[Any, Any], Any] | None = None
@@ -39,152 +81,46 @@ class Arm:
     gradients: bool = False
     """Whether ``prepare`` gives a Call, whose gradients are held against float64 too."""
 
-
-@dataclass
-class Call:
-    """One call of a public operator: differentiable tensors by argument name, and the gradients of its outputs."""
-
-    operator: str
-    tensors: dict[str, Tensor]
-    options: dict[str, Any]
-    grads: list[Tensor]
-    layout: SequenceLayout
-
-    def forward(self) -> tuple[Tensor, ...]:
-        out = getattr(ops, self.operator)(**self.tensors, **self.options, layout=self.layout)
-        return out if isinstance(out, tuple) else (out,)
-
-    def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outputs, list(self.tensors.values()), self.grads)
-
-    def results(self) -> dict[str, Tensor]:
-        outputs = self.forward()
-        names = [*(f"output {i}" for i in range(len(outputs))), *(f"grad {name}" for name in self.tensors)]
-        return dict(zip(names, [*outputs, *self.backward(outputs)]))
-
-    def within(self, some: Tensor) -> Call:
-        """The same, but gradients flow in through some channels alone, so that those of B and C are sums over these."""
-        grads = [
-            torch.zeros_like(g).index_copy(_dim(i), some, g.index_select(_dim(i), some))
-            for i, g in enumerate(self.grads)
-        ]
-        return Call(self.operator, self.tensors, self.options, grads, self.layout)
-
-    def exact(self, some: Tensor) -> Call:
-        """Some channels alone, in float64, by the reference."""
-        tensors = {name: take(name, t, some).double().requires_grad_() for name, t in self.tensors.items()}
-        grads = [g.index_select(_dim(i), some).double() for i, g in enumerate(self.grads)]
-        return Call(self.operator, tensors, self.options | {"backend": "reference"}, grads, self.layout)
-
-    def errors(self, some: Tensor) -> dict[str, float]:
-        """Of every output and gradient, on some channels."""
-        expected = self.exact(some).results()
-        found = self.within(some).results()
-        errors = {}
-        for name, value in expected.items():
-            kind, _, what = name.partition(" ")
-            got = take(what, found[name], some) if kind == "grad" else found[name].index_select(_dim(int(what)), some)
-            errors[name] = relative_error(got, value)
-        return errors
+    def phases(self, layout: SequenceLayout) -> Phases:
+        """Forward and backward, for the clock."""
+        prepared = self.prepare(layout)
+        yield
+        outputs = self.forward(prepared)
+        yield
+        if self.backward is not None:
+            self.backward(outputs, prepared)
+            yield
 
 
-def _dim(output: int) -> int:
-    """Where an operator's output has its channels: the last of y, the second of the final state."""
-    return 1 if output else 2
+def packmamba(arm: Arm, inputs: Inputs) -> Implementation:
+    """The public operators, with gradients of everything; or what is made once for a batch."""
+    tokens, channels = inputs.dy.shape[1:]
+    if arm.operator == "schedule":
+        return Implementation(
+            lambda layout: schedule(layout.starts.clone(), layout.ends, 1, tokens, channels, True, "forward")
+        )
+    conv = arm.operator == "conv"
+    operator, tensors = ("conv1d_pack", inputs.conv) if conv else ("ssm_pack", inputs.scan)
+    options: dict[str, Any] = {"activation": "silu"} if conv else {"delta_softplus": True}
+    kept: dict[int, Tensor] = {}
+
+    def prepare(layout: SequenceLayout) -> Call:
+        if not arm.with_states:
+            return Call(operator, tensors, options, [inputs.dy], layout)
+        shape = (layout.num_documents, *inputs.scan["A"].shape)
+        if layout.num_documents not in kept:
+            kept[layout.num_documents] = torch.randn(shape, device=inputs.dy.device)
+        state = kept[layout.num_documents]
+        leaves = tensors | {"initial_state": state.detach().requires_grad_()}
+        return Call(operator, leaves, options | {"return_final_state": True}, [inputs.dy, state], layout)
+
+    return Implementation(
+        Call.forward, lambda outputs, call: call.backward(outputs), prepare, lambda outputs, _: outputs[0],
+        arm.operator, True,
+    )  # fmt: skip
 
 
-def take(name: str, tensor: Tensor, some: Tensor) -> Tensor:
-    """Some channels of an argument."""
-    dim = _CHANNEL_DIM.get(name, -1)
-    return tensor.detach() if dim is None else tensor.detach().index_select(dim, some)
-
-
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    """||a - b|| / ||b||"""
-    return float((result.detach().double() - expected.detach()).norm() / expected.detach().norm())
-
-
-@dataclass
-class Inputs:
-    """As a Mamba block's projections give them: u and z, B and C are slices of wider tensors."""
-
-    scan: dict[str, Tensor]
-    conv: dict[str, Tensor]
-    dy: Tensor
-    """(1, T, D)"""
-
-    @classmethod
-    def random(cls, tokens: int, channels: int, seed: int, device: str) -> Inputs:
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.randn(*shape, device=device, generator=generator).to(dtype)
-
-        u, z = normal(1, tokens, 2 * channels).chunk(2, dim=-1)
-        rank = max(1, channels // 32)
-        _, B, C = normal(1, tokens, rank + 2 * STATES).split([rank, STATES, STATES], dim=-1)
-        wide = torch.float32
-        scan = {
-            "u": u, "delta": normal(1, tokens, channels) / 2,
-            "A": -torch.arange(1, STATES + 1, device=device).to(wide).repeat(channels, 1), "B": B, "C": C,
-            "D": normal(channels, dtype=wide), "z": z, "delta_bias": normal(channels, dtype=wide) / 2 - 3,
-        }  # fmt: skip
-        # Float32, as under mixed precision, of values that bfloat16 has too: the peer takes them so.
-        conv = {"x": u, "weight": normal(channels, 4).to(wide), "bias": normal(channels).to(wide)}
-        scan, conv = ({name: t.detach().requires_grad_() for name, t in each.items()} for each in (scan, conv))
-        return cls(scan, conv, normal(1, tokens, channels))
-
-    @property
-    def channels(self) -> int:
-        return self.dy.shape[2]
-
-
-def references(inputs: Inputs, some: Tensor) -> dict[str, Callable[[SequenceLayout], Tensor]]:
-    """(1, T, some) in float64: what outputs must agree with."""
-
-    def by(operator: str, tensors: Mapping[str, Tensor], **options: Any) -> Callable[[SequenceLayout], Tensor]:
-        @torch.no_grad()
-        def call(layout: SequenceLayout) -> Tensor:
-            exact = {name: take(name, tensor, some).double() for name, tensor in tensors.items()}
-            return getattr(ops, operator)(**exact, **options, layout=layout, backend="reference")
-
-        return call
-
-    packed = by("ssm_pack", inputs.scan, delta_softplus=True)
-    return {
-        "scan": packed,
-        "scan leaking": lambda layout: packed(layout.flow()),
-        "conv1d": by("conv1d_pack", inputs.conv, activation="silu"),
-    }
-
-
-def ours(inputs: Inputs) -> dict[str, Arm]:
-    """The public operators, with gradients of everything; and of the scan also with states in and out."""
-
-    def arm(operator: str, states: bool = False) -> Arm:
-        tensors = inputs.conv if operator == "conv1d_pack" else inputs.scan
-        options: dict[str, Any] = {"activation": "silu"} if operator == "conv1d_pack" else {"delta_softplus": True}
-        kept: dict[int, Tensor] = {}
-
-        def prepare(layout: SequenceLayout) -> Call:
-            if not states:
-                return Call(operator, tensors, options, [inputs.dy], layout)
-            shape = (layout.num_documents, *inputs.scan["A"].shape)
-            if layout.num_documents not in kept:
-                kept[layout.num_documents] = torch.randn(shape, device=inputs.dy.device)
-            state = kept[layout.num_documents]
-            leaves = tensors | {"initial_state": state.detach().requires_grad_()}
-            return Call(operator, leaves, options | {"return_final_state": True}, [inputs.dy, state], layout)
-
-        return Arm(
-            Call.forward, lambda outputs, call: call.backward(outputs), prepare, lambda outputs, _: outputs[0],
-            "conv1d" if operator == "conv1d_pack" else "scan", True,
-        )  # fmt: skip
-
-    return {"scan": arm("ssm_pack"), "scan-states": arm("ssm_pack", states=True), "conv1d": arm("conv1d_pack")}
-
-
-def projections(inputs: Inputs) -> dict[str, Arm]:
+def projections(inputs: Inputs) -> Implementation:
     """The matrix products of the block around the operators, with all gradients, for scale."""
     tokens, channels = inputs.dy.shape[1:]
     d_model, rank = channels // 2, max(1, channels // 32)
@@ -194,19 +130,17 @@ def projections(inputs: Inputs) -> dict[str, Arm]:
         pairs.append([torch.randn(size, device=inputs.dy.device, dtype=inputs.dy.dtype) for size in sizes])
     leaves = [tensor.requires_grad_() for x, weight, _ in pairs for tensor in (x, weight)]
     grads = [gradient for _, _, gradient in pairs]
-    return {
-        "projections": Arm(
-            lambda _: [F.linear(x, weight) for x, weight in zip(leaves[::2], leaves[1::2])],
-            lambda outputs, _: torch.autograd.grad(outputs, leaves, grads),
-        )
-    }
+    return Implementation(
+        lambda _: [F.linear(x, weight) for x, weight in zip(leaves[::2], leaves[1::2])],
+        lambda outputs, _: torch.autograd.grad(outputs, leaves, grads),
+    )
 
 
 Batch = tuple[Tensor, ...]
 """Channels first: u, delta, B, C, z, dy."""
 
 
-def mamba_arms(peer: Any, inputs: Inputs, pad_to: int) -> dict[str, Arm]:
+def mamba(peer: Any, packing: str, inputs: Inputs, pad_to: int) -> Implementation:
     """mamba-ssm's scan at its own binding, on contiguous copies made beforehand: in its favour.
 
     Unpacked runs the row as one document; by document, each alone; padded, all as one batch of the longest's length, at
@@ -248,17 +182,12 @@ def mamba_arms(peer: Any, inputs: Inputs, pad_to: int) -> dict[str, Arm]:
             y = [row[None, :, :length] for row, length in zip(y[0], layout.lengths.tolist())]
         return torch.cat(y, dim=-1).transpose(1, 2)
 
-    def arm(split: Callable[[SequenceLayout], list[Batch]], expects: str = "scan") -> Arm:
-        return Arm(forward, backward, lambda layout: (split(layout), layout), output, expects)
-
-    return {
-        "mamba-ssm-unpacked": arm(lambda layout: alone(layout.flow()), "scan leaking"),
-        "mamba-ssm-by-document": arm(alone),
-        "mamba-ssm-padded": arm(padded),
-    }
+    split = {"unpacked": lambda layout: alone(layout.flow()), "by-document": alone, "padded": padded}[packing]
+    expects = "scan leaking" if packing == "unpacked" else "scan"
+    return Implementation(forward, backward, lambda layout: (split(layout), layout), output, expects)
 
 
-def ssd_arms(chunk_scan: Callable[..., Tensor], inputs: Inputs, some: Tensor) -> tuple[dict[str, Arm], dict[str, Any]]:
+def ssd(chunk_scan: Callable[..., Tensor], inputs: Inputs, some: Tensor) -> tuple[Implementation, Reference]:
     """Mamba-2's scan with seq_idx, heads of 64 channels and 128 states; and its reference, which is ours by channel."""
     held = {name: inputs.scan[name].detach() for name in ("u", "delta", "z")}
     tokens, channels = inputs.dy.shape[1:]
@@ -293,11 +222,10 @@ def ssd_arms(chunk_scan: Callable[..., Tensor], inputs: Inputs, some: Tensor) ->
             z=held["z"][..., some].double(), delta_softplus=True, layout=layout, backend="reference",
         )  # fmt: skip
 
-    arm = Arm(forward, backward, output=lambda y, _: y.reshape(1, tokens, channels), expects="ssd")
-    return {"mamba2-ssd": arm}, {"ssd": exact}
+    return Implementation(forward, backward, output=lambda y, _: y.reshape(1, tokens, channels), expects="ssd"), exact
 
 
-def conv_arms(convolve: Callable[..., Tensor], inputs: Inputs) -> dict[str, Arm]:
+def causal_conv(convolve: Callable[..., Tensor], inputs: Inputs) -> Implementation:
     """causal-conv1d with seq_idx, which takes token-major rows as they are."""
     x = inputs.conv["x"]
     weight, bias = (inputs.conv[name].detach().to(x.dtype).requires_grad_() for name in ("weight", "bias"))
@@ -308,31 +236,53 @@ def conv_arms(convolve: Callable[..., Tensor], inputs: Inputs) -> dict[str, Arm]
     def backward(y: Tensor, _: SequenceLayout) -> Any:
         return torch.autograd.grad(y, [x, weight, bias], inputs.dy.transpose(1, 2))
 
-    return {"causal-conv1d": Arm(forward, backward, output=lambda y, _: y.transpose(1, 2), expects="conv1d")}
+    return Implementation(forward, backward, output=lambda y, _: y.transpose(1, 2), expects="conv")
 
 
-def peers(inputs: Inputs, some: Tensor, pad_to: int) -> tuple[dict[str, Arm], dict[str, Any]]:
-    """Arms and references of the peers that are installed; each that is not is named on the error stream."""
-    from packmamba.ops.mamba_ssm import _peer
+def _mamba_ssm(arm: Arm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]) -> Implementation:
+    import selective_scan_cuda
 
-    arms: dict[str, Arm] = {}
-    more: dict[str, Any] = {}
-    try:
-        import selective_scan_cuda
+    return mamba(selective_scan_cuda, arm.packing, inputs, pad_to)
 
-        arms |= mamba_arms(selective_scan_cuda, inputs, pad_to)
-    except ImportError as error:
-        print(f"no mamba-ssm: {error}", file=sys.stderr)
-    try:
-        chunk_scan = _peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-        made, more = ssd_arms(chunk_scan, inputs, some)
-        arms |= made
-    except (ImportError, ValueError) as error:
-        print(f"no SSD: {error}", file=sys.stderr)
-    try:
-        from causal_conv1d import causal_conv1d_fn
 
-        arms |= conv_arms(causal_conv1d_fn, inputs)
-    except ImportError as error:
-        print(f"no causal-conv1d: {error}", file=sys.stderr)
-    return arms, more
+def _mamba2_ssd(
+    arm: Arm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
+) -> Implementation:
+    made, references["ssd"] = ssd(
+        find_peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined"), inputs, some
+    )
+    return made
+
+
+def _causal_conv1d(
+    arm: Arm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
+) -> Implementation:
+    from causal_conv1d import causal_conv1d_fn
+
+    return causal_conv(causal_conv1d_fn, inputs)
+
+
+BUILDERS: dict[str, Callable[[Arm, Inputs, Tensor, int, dict[str, Reference]], Implementation]] = {
+    "packmamba": lambda arm, inputs, *_: packmamba(arm, inputs),
+    "torch": lambda arm, inputs, *_: projections(inputs),
+    "mamba-ssm": _mamba_ssm,
+    "mamba2-ssd": _mamba2_ssd,
+    "causal-conv1d": _causal_conv1d,
+}
+"""What implements an arm. A builder may add a reference of its own; ImportError or ValueError if a peer is not installed."""
+
+
+def build(
+    arms: Mapping[str, Arm], inputs: Inputs, some: Tensor, pad_to: int
+) -> tuple[dict[str, Implementation], dict[str, Reference]]:
+    """The arms' implementations, and what their outputs must agree with; a peer that is missing is named once."""
+    made: dict[str, Implementation] = {}
+    expected, missing = references(inputs, some), {}
+    for name, arm in arms.items():
+        try:
+            made[name] = BUILDERS[arm.implementation](arm, inputs, some, pad_to, expected)
+        except (ImportError, ValueError) as error:
+            missing[arm.implementation] = error
+    for implementation, problem in missing.items():
+        print(f"no {implementation}: {problem}", file=sys.stderr)
+    return made, expected

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
-import statistics
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,69 +12,49 @@ from typing import Any
 import torch
 
 from experiments.operators import gpu_arms
-from experiments.operators.gpu_arms import PEERS_TOLERANCE, TOLERANCES, Arm, Inputs, relative_error
+from experiments.operators.gpu_arms import Arm, Implementation
+from experiments.operators.gpu_inputs import Inputs, Reference, relative_error
 from packmamba import SequenceLayout
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS
-from packmamba.ops.cuda.schedule import schedule
+from packmamba.timing import Phases, clock_hz, device_seconds, launch_cycles
 
 COPY_BYTES = 2**31
 CHECKED_CHANNELS = 16
 PAD_TO = 2048
 """Padded documents are at least as long as their distribution's longest, where that is at most this."""
-SLOW_ARMS = ("mamba-ssm-by-document", "mamba-ssm-padded")
-INDEXED = {"scan-indices": "scan", "conv1d-indices": "conv1d"}
-"""Arms that run in the other process, and what they are called there."""
+# ||a - b|| / ||b|| against float64: ours, outputs and gradients; the peers', which round more often, outputs.
+TOLERANCES, PEERS_TOLERANCE = (2e-3, 5e-3), 1e-2
 
 Errors = dict[str, tuple[float, float | None]]
 
 
-class Turns:
-    """Arms of one shape. RuntimeError if one of them is wrong.
+class Prepared:
+    """Arms of one shape, made and checked. RuntimeError if one of them is wrong.
 
     Args:
         tokens, channels, documents, seed: of the shape.
         rows: the documents' lengths of every layout.
-        slow_tokens: longer rows are not run document by document or padded.
-        others: whether there is more than our operators without states.
+        arms: those of them that are here, by name; peers that are not installed are left out.
     """
 
     def __init__(
-        self,
-        tokens: int,
-        channels: int,
-        documents: str,
-        rows: list[list[int]],
-        seed: int,
-        slow_tokens: int,
-        *,
-        others: bool,
+        self, tokens: int, channels: int, documents: str, rows: list[list[int]], seed: int, arms: Mapping[str, Arm]
     ) -> None:
         self.layouts = [SequenceLayout.from_lengths([row], row_length=tokens).to("cuda") for row in rows]
         some = torch.linspace(0, channels - 1, CHECKED_CHANNELS, device="cuda").long()
         inputs = Inputs.random(tokens, channels, seed, "cuda")
-        self.arms = gpu_arms.ours(inputs)
-        references = gpu_arms.references(inputs, some)
-        if others:
-            distribution = LENGTH_DISTRIBUTIONS.get(documents)
-            pad_to = distribution.longest if distribution and distribution.longest <= PAD_TO else 0
-            self.arms |= gpu_arms.projections(inputs)
-            self.arms["schedule"] = Arm(
-                lambda layout: schedule(layout.starts.clone(), layout.ends, 1, tokens, channels, True, "forward")
-            )
-            peers, more = gpu_arms.peers(inputs, some, pad_to)
-            self.arms |= {name: arm for name, arm in peers.items() if name not in SLOW_ARMS or tokens <= slow_tokens}
-            references |= more
-        else:
-            del self.arms["scan-states"]
+        distribution = LENGTH_DISTRIBUTIONS.get(documents)
+        pad_to = distribution.longest if distribution and distribution.longest <= PAD_TO else 0
+        self.arms, references = gpu_arms.build(arms, inputs, some, pad_to)
         # What the allocator hands out next is this, so that an element that is not written fails the check.
         torch.full((8 * tokens * channels,), torch.nan, device="cuda")
         self.errors = check(self.arms, references, self.layouts[0], some)
-        self._waits = {name: _host_cycles(arm, self.layouts[0]) for name, arm in self.arms.items()}
+        self._waits = {name: launch_cycles(lambda: arm.phases(self.layouts[0])) for name, arm in self.arms.items()}  # noqa: B023
 
-    def seconds(self, name: str) -> tuple[float, float]:
-        """Forward and backward of an arm, a mean over the layouts; of one layout, five times."""
+    def seconds(self, name: str) -> list[float]:
+        """Forward and, where there is one, backward of an arm, a mean over the layouts; of one layout, five times."""
         layouts = self.layouts if len(self.layouts) > 1 else self.layouts * 5
-        return _seconds(self.arms[name], layouts, self._waits[name])
+        return device_seconds((self.arms[name].phases(layout) for layout in layouts), self._waits[name])
 
     def memory(self, name: str) -> tuple[float, float]:
         """What an arm's forward keeps besides its outputs, and its backward's peak besides its results, in activations."""
@@ -86,7 +62,7 @@ class Turns:
 
 
 class Elsewhere:
-    """Turns of the operators built with an index per token: the library's names are the same, so in a process of their own."""
+    """Arms of the operators built with an index per token: the library's names are the same, so in a process of their own."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -98,8 +74,8 @@ class Elsewhere:
     def errors(self) -> Errors:
         return self._answer()
 
-    def seconds(self, name: str) -> tuple[float, float]:
-        self._connection.send(("seconds", INDEXED[name]))
+    def seconds(self, name: str) -> list[float]:
+        self._connection.send(("seconds", name))
         return self._answer()
 
     def _answer(self) -> Any:
@@ -127,7 +103,7 @@ def elsewhere() -> Iterator[Elsewhere]:
 
 def _serve(connection: Connection) -> None:
     os.environ["PACKMAMBA_PER_TOKEN_INDICES"] = "1"
-    turns: Turns | None = None
+    shape: Prepared | None = None
     while True:
         try:
             what, *arguments = connection.recv()
@@ -135,19 +111,20 @@ def _serve(connection: Connection) -> None:
             return
         try:
             if what == "start":
-                turns = None
+                shape = None
                 torch.cuda.empty_cache()
-                turns = Turns(*arguments, others=False)
-                names = {inner: outer for outer, inner in INDEXED.items()}
-                connection.send({names[name]: errors for name, errors in turns.errors.items()})
+                shape = Prepared(*arguments)
+                connection.send(shape.errors)
             else:
-                assert turns is not None
-                connection.send(turns.seconds(*arguments))
+                assert shape is not None
+                connection.send(shape.seconds(*arguments))
         except Exception as error:  # told to the process that asked
             connection.send(error)
 
 
-def check(arms: dict[str, Arm], references: dict[str, Callable], layout: SequenceLayout, some: torch.Tensor) -> Errors:
+def check(
+    arms: Mapping[str, Implementation], references: dict[str, Reference], layout: SequenceLayout, some: torch.Tensor
+) -> Errors:
     """(output error, gradient error) of every arm that can be held against float64. RuntimeError if one is wrong."""
     expected: dict[str, torch.Tensor] = {}
     errors: Errors = {}
@@ -174,65 +151,20 @@ def check(arms: dict[str, Arm], references: dict[str, Callable], layout: Sequenc
     return errors
 
 
-def _seconds(arm: Arm, layouts: Sequence[Any], wait: int) -> tuple[float, float]:
-    """Mean device time of forward and backward over the layouts, each queued behind a wait that covers its launches."""
-    marks = []
-    gc.collect()
-    gc.disable()  # a collection between two launches would show
-    try:
-        for layout in layouts:
-            prepared = arm.prepare(layout)
-            begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-            torch.cuda._sleep(wait)
-            begin.record()
-            outputs = arm.forward(prepared)
-            middle.record()
-            if arm.backward is not None:
-                arm.backward(outputs, prepared)
-            end.record()
-            marks.append((begin, middle, end))
-        torch.cuda.synchronize()
-    finally:
-        gc.enable()
-    forward = statistics.mean(begin.elapsed_time(middle) for begin, middle, _ in marks) / 1e3
-    backward = statistics.mean(middle.elapsed_time(end) for _, middle, end in marks) / 1e3
-    return forward, backward if arm.backward is not None else 0.0
-
-
 def copy_bytes_per_second() -> float:
     """Bytes read and written per second by copying 2 GiB."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / _seconds(Arm(lambda _: target.copy_(source)), [None] * 3, int(2e-4 * clock_hz()))[0]
+
+    def copy() -> Phases:
+        yield
+        target.copy_(source)
+        yield
+
+    return 2 * COPY_BYTES / device_seconds((copy() for _ in range(3)), int(2e-4 * clock_hz()))[0]
 
 
-def _host_cycles(arm: Arm, layout: SequenceLayout) -> int:
-    """Cycles of the device in which the host surely launches a forward and backward: twice the slowest of three."""
-    slowest = 0.0
-    for turn in range(4):
-        prepared = arm.prepare(layout)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        outputs = arm.forward(prepared)
-        if arm.backward is not None:
-            arm.backward(outputs, prepared)
-        slowest = max(slowest, time.perf_counter() - began) if turn else 0.0
-        del outputs
-    return int(min(2 * slowest + 3e-4, 0.05) * clock_hz())
-
-
-def clock_hz() -> float:
-    """The multiprocessors' highest clock."""
-    if not _clock:
-        command = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits", "--id=0"]
-        _clock.append(1e6 * float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-    return _clock[0]
-
-
-_clock: list[float] = []
-
-
-def _memory(arm: Arm, layout: SequenceLayout) -> tuple[float, float]:
+def _memory(arm: Implementation, layout: SequenceLayout) -> tuple[float, float]:
     assert arm.backward is not None
     call = arm.prepare(layout)
     arm.forward(call)

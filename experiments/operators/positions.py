@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from experiments.operators.gpu_arms import Arm
 from packmamba import SequenceLayout
 from packmamba.ops.cuda.schedule import CUT_SHARE, schedule
 
@@ -70,20 +71,19 @@ def conv_bytes(slots: int, documents: int, channels: int, multiprocessors: int, 
 
 
 def position_bytes(
-    arm: str, layout: SequenceLayout, channels: int, multiprocessors: int
+    arm: Arm, layout: SequenceLayout, channels: int, multiprocessors: int
 ) -> tuple[int | None, int | None]:
     """Forward and backward, of our operators; (None, None) for other arms."""
-    operator, _, build = arm.partition("-")
-    if operator not in ("scan", "conv1d") or build not in ("", "indices"):
+    if arm.implementation != "packmamba" or arm.operator not in ("scan", "conv") or arm.with_states:
         return None, None
-    if operator == "scan":
+    indices = arm.boundaries == "indices"
+    if arm.operator == "scan":
         forward, backward = (
-            scan_bytes(Scheduled.of(layout, channels, direction), channels, build == "indices")
-            for direction in CUT_SHARE
+            scan_bytes(Scheduled.of(layout, channels, direction), channels, indices) for direction in CUT_SHARE
         )
         return forward, backward
     forward, backward = (
-        conv_bytes(layout.num_slots, layout.num_documents, channels, multiprocessors, resident, build == "indices")
+        conv_bytes(layout.num_slots, layout.num_documents, channels, multiprocessors, resident, indices)
         for resident in CONV_RESIDENT
     )
     return forward, backward

@@ -6,7 +6,7 @@ PEERS = ("mamba_ssm", "causal_conv1d")
 STEPS = [
     Step(
         "operators.yaml",
-        small=("tokens=1024", "channels=128", "conv_tokens=2048", "conv_channels=512", "rounds=11", "slow_rounds=1"),
+        small=("tokens=1024", "channels=128", "conv_tokens=2048", "conv_channels=512", "rounds=11", "slow_rounds=2"),
         packages=("transformers",),
     ),
     Step("training_step.yaml", small=("throughput_rounds=3",)),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Optional
 
 import numpy as np
 from tqdm import tqdm
 
-from packmamba.config import at_least, check, each, key, named, one_of
+from packmamba import timing
+from packmamba.config import at_least, each, key, named, one_of, unique
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import OVERLONG, STRATEGIES, PackingPlan, plan_rows
 from packmamba.experiments import Bench
@@ -21,15 +21,14 @@ from packmamba.records import append_record, make_record, provenance
 
 
 @dataclass
-class PackingBenchConfig:
-    bench: str = key("packing", "Which benchmark this is.")
+class Config:
     experiment: str = key("packing", "The question, which the records name.")
     distribution: str = key(
         "documents-2k", "Distribution of the documents' lengths.", named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS")
     )
     num_documents: int = key(200_000, "Documents of one plan.", at_least(1))
     strategies: list[str] = key(
-        list(STRATEGIES), "Strategies to compare.", each(named("packmamba.data.packing:STRATEGIES"))
+        list(STRATEGIES), "Strategies to compare.", each(named("packmamba.data.packing:STRATEGIES")), unique
     )
     row_lengths: list[int] = key(
         [1024, 2048, 4096, 8192, 16384], "Slots of a row, for every strategy.", each(at_least(1))
@@ -49,18 +48,34 @@ class PackingBenchConfig:
 
     def problems(self) -> Iterator[str]:
         longest = LENGTH_DISTRIBUTIONS[self.distribution].longest
-        for strategy, row_length in itertools.product(self.strategies, self.row_lengths):
+        for arm, row_length in itertools.product(self.arms(), self.row_lengths):
             try:
-                plan_rows([longest], row_length, strategy, self.overlong)
+                arm.plan([longest], row_length, self.overlong)
             except ValueError as error:
                 yield str(error)
 
+    def arms(self) -> list[Arm]:
+        """The strategies, greedy with each buffer."""
+        return [
+            Arm(strategy, buffer)
+            for strategy in self.strategies
+            for buffer in (self.buffers if strategy == "greedy" else [None])
+        ]
 
-Config = PackingBenchConfig
-Arm = tuple[str, int | None]  # strategy, greedy's buffer
+
+@dataclass(frozen=True)
+class Arm:
+    """What the tables compare; its records hold these fields."""
+
+    strategy: str
+    buffer: Optional[int]
+    """Of greedy alone."""
+
+    def plan(self, lengths: np.ndarray | list[int], row_length: int, overlong: str) -> PackingPlan:
+        return plan_rows(lengths, row_length, self.strategy, overlong, 1 if self.buffer is None else self.buffer)
 
 
-def run(config: PackingBenchConfig | Mapping[str, Any], records_path: Path, progress: bool = True) -> None:
+def run(c: Config, records_path: Path, progress: bool = True) -> None:
     """Appends one record for each strategy, row length, buffer and seed.
 
     For each seed and row length all strategies plan the same lengths in turns: once to be checked, then ``rounds``
@@ -68,32 +83,28 @@ def run(config: PackingBenchConfig | Mapping[str, Any], records_path: Path, prog
     the median), planning_seconds_spread (slowest minus fastest), num_rows, num_documents.
 
     Raises:
-        ConfigError: a value is refused; nothing has been measured.
         RuntimeError: a plan is wrong; nothing of that seed and row length is recorded.
     """
-    c = check(config if isinstance(config, PackingBenchConfig) else PackingBenchConfig(**config))
-    arms: list[Arm] = []
-    for strategy in c.strategies:
-        arms += [(strategy, buffer) for buffer in (c.buffers if strategy == "greedy" else [None])]
     corpus = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]}), {c.num_documents} documents"
     shared = {key: getattr(c, key) for key in ("distribution", "num_documents", "overlong", "rounds")}
     provenance()  # of the code as it is now, not as it may be after minutes
     cells = [(seed, row_length) for seed in c.seeds for row_length in c.row_lengths]
-    with tqdm(total=len(cells) * len(arms) * (c.rounds + 1), unit="plan", disable=not progress, mininterval=1) as bar:
+    plans = len(cells) * len(c.arms()) * (c.rounds + 1)
+    with tqdm(total=plans, unit="plan", disable=not progress, mininterval=1) as bar:
         for seed, row_length in cells:
             bar.set_postfix(seed=seed, row_length=row_length)
             lengths = draw_lengths(c.distribution, c.num_documents, seed)
-            for (strategy, buffer), (plan, seconds) in zip(arms, _measure(c, arms, lengths, row_length, bar)):
+            for arm, plan, seconds in _measure(c, lengths, row_length, bar):
                 record = make_record(
                     kind="packing",
                     experiment=c.experiment,
-                    arm=strategy,
-                    config={"strategy": strategy, "row_length": row_length, "buffer": buffer, **shared},
+                    arm=arm.strategy,
+                    config={**asdict(arm), "row_length": row_length, **shared},
                     seed=seed,
                     corpus_hash=corpus,
                     metrics={
                         "padding_fraction": plan.padding_fraction,
-                        "planning_seconds": statistics.median(seconds),
+                        "planning_seconds": timing.median(seconds),
                         "planning_seconds_spread": max(seconds) - min(seconds),
                         "num_rows": plan.num_rows,
                         "num_documents": c.num_documents,
@@ -107,23 +118,32 @@ BENCHES = {"packing": Bench(Config, run)}
 
 
 def _measure(
-    c: PackingBenchConfig, arms: list[Arm], lengths: np.ndarray, row_length: int, bar: tqdm
-) -> list[tuple[PackingPlan, list[float]]]:
+    c: Config, lengths: np.ndarray, row_length: int, bar: tqdm
+) -> Iterator[tuple[Arm, PackingPlan, list[float]]]:
     """Each arm's plan, checked, and its times, arms in turns."""
-    measured: list[tuple[PackingPlan, list[float]]] = []
-    for turn in range(c.rounds + 1):
-        for i, (strategy, buffer) in enumerate(arms):
+    arms = {f"{arm.strategy}, {arm.buffer}": arm for arm in c.arms()}
+    plans: dict[str, PackingPlan] = {}
+
+    def gate(name: str) -> None:
+        arm = arms[name]
+        plans[name] = arm.plan(lengths, row_length, c.overlong)
+        cut = c.overlong == "truncate" and not STRATEGIES[arm.strategy].splits_documents
+        check_plan(plans[name], np.minimum(lengths, row_length) if cut else lengths)
+        bar.update()
+
+    def turn(arm: Arm) -> Callable[[int], float]:
+        def planning_seconds(number: int) -> float:
             began = time.process_time()
-            plan = plan_rows(lengths, row_length, strategy, c.overlong, buffer or 1)
+            arm.plan(lengths, row_length, c.overlong)
             taken = time.process_time() - began
-            if turn == 0:
-                cut = c.overlong == "truncate" and not STRATEGIES[strategy].splits_documents
-                check_plan(plan, np.minimum(lengths, row_length) if cut else lengths)
-                measured.append((plan, []))
-            else:
-                measured[i][1].append(taken)
             bar.update()
-    return measured
+            return taken
+
+        return planning_seconds
+
+    times = timing.take_turns({name: turn(arm) for name, arm in arms.items()}, c.rounds, warm_up=0, gate=gate)
+    for name, arm in arms.items():
+        yield arm, plans[name], times[name]
 
 
 def check_plan(plan: PackingPlan, lengths: np.ndarray) -> None:
@@ -140,3 +160,6 @@ def check_plan(plan: PackingPlan, lengths: np.ndarray) -> None:
     filled = np.diff(np.concatenate([[0], np.cumsum(plan.length)])[plan.row_offsets])
     if not whole or (filled > plan.slots).any():
         raise RuntimeError("a plan loses or repeats tokens or overfills a row; nothing is timed")
+
+
+BENCHES = {"packing": Bench(Config, run)}

@@ -1,17 +1,17 @@
-"""What the arms of whole-model benches compute: a window of documents, arranged by each scheme, by our layers or the peers'."""
+"""What the arms of whole-model benches compute: documents, arranged as the arm says, by our layers or the peers'."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Optional, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import DataConfig, at_least, each, key, one_of, some, unique
 from packmamba.data.batching import Arrangement, PackedBatch
 from packmamba.data.corpus import Corpus
 from packmamba.data.packing import STRATEGIES, plan_rows
@@ -19,60 +19,57 @@ from packmamba.data.schedule import group
 from packmamba.nn import MambaLM
 from packmamba.ops.mamba_ssm import _peer
 
-PEER, GRAPH = "mamba-ssm-", "-graph"
-_PACKING = [name for name in STRATEGIES if name not in ("single", "padded", "split")]
+BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How an arm arranges documents.
+@dataclass
+class Arm:
+    """What the tables compare: how documents become rows, and what computes them. Its records hold all but ``parts``."""
 
-    ``single``; ``padded-2048``, ``padded-longest`` (to each batch's longest), ``padded-buckets`` (the same, documents sorted by
-    length before); ``packed-16384-best_fit``, that is row length and strategy. After ``mamba-ssm-`` the peers' layers compute,
-    which leak where rows are packed. With ``-graph`` at the end our layers run as CUDA graphs (packmamba.training.graphs).
-    """
+    strategy: str = key(
+        "best_fit", "How documents become rows.", one_of(*(name for name in STRATEGIES if name != "split"))
+    )
+    row_length: Optional[int] = key(
+        None,
+        "Slots of a row; null: as many as each document (single) or each batch's longest (padded) has.",
+        at_least(1),
+    )
+    sorted_by_length: bool = key(False, "Documents are sorted by length before they are arranged.")
+    layers: str = key(
+        "packmamba",
+        "packmamba, or mamba-ssm, which leaks where rows are packed and is left out where it is not installed.",
+        one_of("packmamba", "mamba-ssm"),
+    )
+    graphs: bool = key(False, "Forward and backward are CUDA graphs (packmamba.training.graphs).")
+    parts: list[str] = key(
+        [BARE], "The bench's parts that it takes part in.", each(one_of(BARE, BREAKDOWN, STEPS)), unique, some("part")
+    )
 
-    name: str
-    strategy: str
-    row_length: int | None
-    buckets: bool
-    peer: bool
-    graph: bool
-
-    @classmethod
-    def parse(cls, name: str) -> Scheme:
-        """Raises ConfigError naming the arm."""
-        peer = name.startswith(PEER)
-        graph = name.endswith(GRAPH) and not peer
-        own = name.removesuffix(GRAPH) if graph else name.removeprefix(PEER)
-        if own == "single":
-            strategy, length = own, None
-        elif match := re.fullmatch(r"padded-(\d+|longest|buckets)", own):
-            strategy, length = "padded", int(match[1]) if match[1].isdecimal() else None
-        elif (match := re.fullmatch(r"packed-(\d+)-(\w+)", own)) and match[2] in _PACKING:
-            strategy, length = match[2], int(match[1])
-        else:
-            raise ConfigError(
-                "expected single, padded-2048, padded-longest, padded-buckets, packed-16384-best_fit, one of them "
-                f"after {PEER} or before {GRAPH}, got '{name}'"
-            )
-        return cls(name, strategy, length, own == "padded-buckets", peer, graph)
+    def problems(self) -> Iterator[str]:
+        if self.packs and self.row_length is None:
+            yield f"row_length: strategy {self.strategy} needs a number, got null"
+        if self.strategy == "single" and self.row_length is not None:
+            yield f"row_length: expected null with strategy single, got {self.row_length}"
+        if self.peer and (self.graphs or STEPS in self.parts):
+            yield "layers: graphs and steps are packmamba's, got 'mamba-ssm'"
+        if self.parts == [BREAKDOWN]:
+            yield f"parts: a breakdown is of {BARE} or {STEPS}, got neither"
 
     @property
     def packs(self) -> bool:
         return self.strategy not in ("single", "padded")
 
     @property
+    def peer(self) -> bool:
+        return self.layers == "mamba-ssm"
+
+    @property
     def leaks(self) -> bool:
         return self.peer and self.packs
 
     def fields(self) -> dict[str, Any]:
-        """What a record's configuration says of the arm."""
-        layers = "mamba-ssm" if self.peer else "packmamba"
-        return {
-            "strategy": self.strategy, "row_length": self.row_length, "sorted_by_length": self.buckets, "layers": layers,
-            "graphs": self.graph,
-        }  # fmt: skip
+        """What its records hold of it."""
+        return {name: value for name, value in asdict(self).items() if name != "parts"}
 
     def data(self, **others: Any) -> DataConfig:
         """The configuration that arranges so."""
@@ -95,7 +92,7 @@ class Documents:
 
 @dataclass
 class Feed:
-    """A scheme's batches of all the documents, and which documents lie in each, in order."""
+    """An arm's batches of all the documents, and which documents lie in each, in order."""
 
     arrangement: Arrangement
     groups: list[np.ndarray]
@@ -128,17 +125,14 @@ class Feed:
         ]
 
 
-def feed(documents: Documents, scheme: Scheme, slots: int) -> Feed:
-    """The documents as the scheme arranges them, in batches of at most ``slots`` slots."""
+def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
+    """The documents as the arm arranges them, in batches of at most ``slots`` slots. ValueError if a row cannot hold one."""
     lengths = documents.lengths.astype(np.int64)
-    order = np.argsort(lengths, kind="stable") if scheme.buckets else np.arange(len(lengths))
-    try:
-        plan = plan_rows(lengths[order], row_length=scheme.row_length, strategy=scheme.strategy)
-    except ValueError as error:
-        raise ConfigError(f"{scheme.name}: {error}") from None
+    order = np.argsort(lengths, kind="stable") if arm.sorted_by_length else np.arange(len(lengths))
+    plan = plan_rows(lengths[order], row_length=arm.row_length, strategy=arm.strategy)
     arrangement = Arrangement(cast(Corpus, documents), order, lengths[order], plan)
     rows = np.arange(plan.num_rows)
-    return Feed(arrangement, group(arrangement, rows, scheme.data(slots_per_batch=slots), carry=False))
+    return Feed(arrangement, group(arrangement, rows, arm.data(slots_per_batch=slots), carry=False))
 
 
 class PeerLM(nn.Module):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from packmamba import timing
 
 # The first that matches a kernel's name (on a CPU, an operator's) is its family.
 FAMILIES = {
@@ -38,14 +39,11 @@ class Breakdown:
     gaps: float = 0.0
 
 
-def by_family(call: Callable[[], Any], on_gpu: bool) -> Breakdown:
+def by_family(call: Callable[[], Any], device: torch.device) -> Breakdown:
     """Where a call's time goes."""
+    on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
-        begun = time.perf_counter()
-        call()
-        if on_gpu:
-            torch.cuda.synchronize()
-        taken = time.perf_counter() - begun
+        taken = timing.seconds(call, device)
     return sort_kernels(profiler, on_gpu, taken)
 
 

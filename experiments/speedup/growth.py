@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from experiments.speedup.arms import Arm
+from experiments.speedup.model import Model
+from packmamba import timing
 from packmamba.data.batching import PackedBatch
 from packmamba.data.lengths import draw_lengths
 from packmamba.layout import SequenceLayout
 from packmamba.training.graphs import BatchGraphs
 from packmamba.training.module import MambaLitModule
 
-if TYPE_CHECKING:
-    from experiments.speedup.whole_models import Bench
 
-
-def measure(bench: Bench, module: MambaLitModule) -> None:
+def measure(model: Model, module: MambaLitModule) -> None:
     """Appends a growth record for each row length and for each mean document length; points take turns."""
-    c = bench.c
+    c = model.c
     points = [("row_length", length, draw(c.distribution, length, c.seed), length) for length in c.row_lengths]
     points += [("mean_length", mean, draw(c.distribution, c.slots, c.seed, mean), c.slots) for mean in c.mean_lengths]
-    batches = [fill(lengths, row_length, bench).to(bench.device) for _, _, lengths, row_length in points]
-    targets = [int(batch.loss_mask.sum()) for batch in batches]
-    times: list[list[float]] = [[] for _ in points]
+    parameters = list(module.parameters())
+    graphs = BatchGraphs(module.loss, parameters) if c.growth_graphs else None
 
-    graphs = BatchGraphs(module.loss, bench.parameters) if c.growth_graphs else None
+    def point(lengths: list[int], row_length: int) -> Callable[[int], float]:
+        batch = fill(lengths, row_length, model.vocab_size, c.seed).to(model.device)
+        targets = int(batch.loss_mask.sum())
 
-    def forward_backward(i: int) -> None:
-        bench.forget_gradients()
-        if graphs is None:
-            (module.loss(batches[i])[0] / targets[i]).backward()
-        else:
-            graphs(batches[i], targets[i])
+        def forward_backward() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            if graphs is None:
+                (module.loss(batch)[0] / targets).backward()
+            else:
+                graphs(batch, targets)
 
-    for turn in bench.bar(range(c.rounds + 1), "growth", "round"):
-        for i in range(len(points)):
-            try:
-                seconds = bench.seconds(lambda: forward_backward(i))  # noqa: B023
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                continue
-            if turn:
-                times[i].append(seconds)
-    for (axis, value, lengths, row_length), timed in zip(points, times):
-        if len(timed) < c.rounds:
-            print(f"left out, {bench.name}, {axis} {value}: does not fit into memory", file=sys.stderr)
+        return lambda turn: timing.seconds(forward_backward, model.device)
+
+    times = timing.take_turns(
+        {f"{axis} {value}": point(lengths, row_length) for axis, value, lengths, row_length in points},
+        c.rounds,
+        left_out=lambda name: print(f"left out, {model.name}, {name}: does not fit into memory", file=sys.stderr),
+        bar=model.bar("growth"),
+    )
+    for axis, value, lengths, row_length in points:
+        if (timed := times.get(f"{axis} {value}")) is None:
             continue
-        median = statistics.median(timed)
+        median = timing.median(timed)
         metrics = {
             "seconds_per_batch": median,
-            "seconds_spread": float(np.subtract(*np.percentile(timed, [75, 25]))),
+            "seconds_spread": timing.spread(timed),
             "num_documents": len(lengths),
-            **bench.speed(row_length / median, 0.0),
+            **model.speed(row_length / median, 0.0),
         }
-        about = {"axis": axis, "value": value, "row_length": row_length, "cuda_graphs": c.growth_graphs}
-        bench.record("growth", "packed", axis, metrics, about)
+        fields = Arm("in_order", row_length, graphs=c.growth_graphs).fields()
+        model.record("growth", "packed", fields | {"axis": axis, "value": value}, axis, metrics)
 
 
 def draw(distribution: str, row_length: int, seed: int, mean: int | None = None) -> list[int]:
@@ -70,12 +69,11 @@ def draw(distribution: str, row_length: int, seed: int, mean: int | None = None)
     return [int(n) for n in np.diff(ends, prepend=0) if n]
 
 
-def fill(lengths: list[int], row_length: int, bench: Bench) -> PackedBatch:
+def fill(lengths: list[int], row_length: int, vocab_size: int, seed: int) -> PackedBatch:
     """One row of random tokens."""
     layout = SequenceLayout.from_lengths([lengths], row_length=row_length)
-    generator = torch.Generator().manual_seed(bench.c.seed)
-    assert bench.config.model.vocab_size is not None
-    tokens = torch.randint(bench.config.model.vocab_size, (1, row_length + 1), generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (1, row_length + 1), generator=generator)
     mask = torch.ones(row_length, dtype=torch.bool)
     mask[layout.ends.long() - 1] = False
     targets = torch.where(mask, tokens[:, 1:], 0)

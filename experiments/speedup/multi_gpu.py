@@ -4,114 +4,123 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
-from experiments.speedup.arms import Scheme
-from experiments.speedup.config import SpeedupBenchConfig, check
-from experiments.speedup.steps import STEPS, WARM_UP, Turn, step_config, take_turns
-from experiments.speedup.whole_models import Bench
-from packmamba.config import ConfigError
+from experiments.speedup import config
+from experiments.speedup.arms import Arm as Rows
+from experiments.speedup.model import Model
+from experiments.speedup.steps import TURN_STEPS, WARM_UP, Turn, step_config, take_turns
+from packmamba import timing
+from packmamba.config import ConfigError, at_least, each, key, named, one_of, some
+from packmamba.data.packing import STRATEGIES
 from packmamba.records import append_record, make_record, provenance
-from packmamba.training.strategy import STRATEGIES, leave_process_group
+from packmamba.training.strategy import leave_process_group
 
 # Of the summed loss over the targets of a step: what bfloat16's rounding makes of other orders of sums and of batches.
 TOLERANCE = {"bf16-mixed": 2e-3, "32-true": 1e-5}
 
 
 @dataclass
-class MultiGpuBenchConfig:
-    bench: str = "multi_gpu"
-    """Which benchmark this is."""
-    experiment: str = "speedup"
-    """The question, which the records name."""
-    model: str = "1.4b"
-    """A size in configs/model."""
-    overrides: list[str] = field(default_factory=list)
-    """key=value of the run configuration, such as model.compile=true."""
-    arms: list[str] = field(default_factory=lambda: ["ddp-1", "ddp-2", "ddp-4", "fsdp2-2", "fsdp2-4"])
-    """strategy-devices each; the first is what the others are compared with."""
-    scheme: str = "packed-16384-best_fit"
-    """How documents become rows: an arm of the speedup bench."""
-    distribution: str = "documents-2k"
-    """Distribution of the documents' lengths."""
-    documents: int = 4096
-    """Synthetic documents."""
-    slots: int = 16384
-    """Slots of a step on each device."""
-    same_steps: int = 3
-    """First steps, on the same documents for every arm, whose losses must agree."""
-    rounds: int = 5
-    """Timed turns of four steps of ``slots`` slots a device."""
-    precision: str = "bf16-mixed"
-    """Lightning's."""
-    accelerator: str = "gpu"
-    """gpu, or cpu (gloo)."""
-    timeout_seconds: int = 300
-    """Longest time for one arm."""
-    seed: int = 0
-    """Of lengths, tokens and weights."""
+class Arm:
+    """What the table compares; its record holds these fields."""
+
+    parallel: str = key("ddp", "Lightning's strategy.", named("packmamba.training.strategy:STRATEGIES"))
+    devices: int = key(1, "How many.", at_least(1))
 
 
-Config = MultiGpuBenchConfig
+@dataclass
+class Config:
+    experiment: str = key("speedup", "The question, which the records name.")
+    model: str = key("1.4b", "A size in configs/model.")
+    overrides: list[str] = key(
+        [], "key=value of the run configuration, such as model.compile=true.", each(config.OVERRIDE)
+    )
+    arms: dict[str, Arm] = key({}, "By name; the first is what the others are compared with.", some("arm"))
+    strategy: str = key(
+        "best_fit",
+        "How documents become rows, for every arm.",
+        one_of(*(name for name in STRATEGIES if name != "split")),
+    )
+    row_length: Optional[int] = key(16384, "Slots of a row; see the arms of the speedup bench.", at_least(1))
+    distribution: str = key("documents-2k", "Distribution of the documents' lengths.", config.DISTRIBUTION)
+    documents: int = key(4096, "Synthetic documents.", at_least(1))
+    slots: int = key(16384, "Slots of a step on each device.", at_least(1))
+    same_steps: int = key(3, "First steps, on the same documents for every arm, whose losses must agree.", at_least(1))
+    rounds: int = key(5, "Timed turns of four steps of ``slots`` slots a device.", at_least(1))
+    precision: str = key("bf16-mixed", "Lightning's.", one_of(*TOLERANCE))
+    accelerator: str = key("gpu", "gpu, or cpu (gloo).", one_of("gpu", "cpu"))
+    timeout_seconds: int = key(300, "Longest time for one arm.", at_least(1))
+    seed: int = key(0, "Of lengths, tokens and weights.", at_least(0))
+
+    def problems(self) -> Iterator[str]:
+        yield from self.rows.problems()
+        for problem in config.misfits(self.rows, self.slots, self.distribution):
+            yield f"row_length: {problem}"
+        yield from config.problems_of_model(self.model, self.overrides, self.seed, self.precision)
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.strategy, self.row_length)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if self.accelerator == "gpu" else "cpu")
+
+    @property
+    def most(self) -> int:
+        """Devices of the largest arm."""
+        return max(arm.devices for arm in self.arms.values())
 
 
-def run(config: MultiGpuBenchConfig | Mapping[str, Any], records_path: Path, progress: bool = True) -> None:
+def run(c: Config, records_path: Path, progress: bool = True) -> None:
     """Appends one multi_gpu record for each arm: first ``same_steps`` steps of the same documents on however many devices,
     then timed ones.
 
     Raises:
-        ConfigError: a value is refused, and nothing has been measured; or an arm takes longer than it may.
+        ConfigError: there are not as many GPUs, and nothing has been measured; or an arm takes longer than it may.
         RuntimeError: an arm failed, or its losses are not the first arm's; it is not recorded.
     """
-    c = config if isinstance(config, MultiGpuBenchConfig) else MultiGpuBenchConfig(**config)
-    arms = _check_config(c)
+    if c.accelerator == "gpu" and torch.cuda.device_count() < c.most:
+        raise ConfigError(f"arms: {c.most} devices need as many GPUs; PyTorch sees {torch.cuda.device_count()}")
+    config.check_device(c.device, c.overrides, {})
     provenance()
+    settings = {name: value for name, value in asdict(c).items() if name not in ("experiment", "arms", "seed")}
     expected: list[float] = []
-    for strategy, devices in tqdm(arms, desc=c.model, unit="arm", disable=not progress):
+    for name, arm in tqdm(c.arms.items(), desc=c.model, unit="arm", disable=not progress):
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            results = _launch(c, strategy, devices, Path(folder))
+            results = _launch(c, name, arm, Path(folder))
         expected = expected or results["losses"]
         errors = [abs(a - b) / abs(b) for a, b in zip(results["losses"], expected, strict=True)]
         if not max(errors) <= TOLERANCE[c.precision]:
-            raise RuntimeError(
-                f"{strategy} on {devices} devices: losses {results['losses']} of the same documents are not {expected}"
-            )
+            raise RuntimeError(f"{name}: losses {results['losses']} of the same documents are not {expected}")
         seconds = results["seconds"]
-        median = statistics.median(seconds)
+        median = timing.median(seconds)
         metrics = {
             "seconds_per_step": median,
-            "seconds_spread": float(np.subtract(*np.percentile(seconds, [75, 25]))),
+            "seconds_spread": timing.spread(seconds),
             "real_tokens_per_second": sum(results["tokens"]) / len(seconds) / median,
-            "slots_per_second": statistics.fmean(results["slots"]) / median,
+            "slots_per_second": sum(results["slots"]) / len(seconds) / median,
             "peak_memory_bytes": results["peak_memory_bytes"],
             "loss_error": max(errors),
         }
         if progress:
-            print(strategy, devices, {k: v and float(f"{v:.4g}") for k, v in metrics.items()}, flush=True)
+            print(name, {k: v and float(f"{v:.4g}") for k, v in metrics.items()}, flush=True)
         record = make_record(
             kind="multi_gpu",
             experiment=c.experiment,
-            arm=f"{strategy}-{devices}",
-            config={
-                **asdict(c),
-                **Scheme.parse(c.scheme).fields(),
-                "parallel": strategy,
-                "devices": devices,
-                **results["config"],
-            },
+            arm=name,
+            config={**settings, "sorted_by_length": False, **asdict(arm), **results["config"]},
             seed=c.seed,
             corpus_hash=results["corpus"],
             metrics=metrics,
@@ -121,49 +130,10 @@ def run(config: MultiGpuBenchConfig | Mapping[str, Any], records_path: Path, pro
         append_record(records_path, record)
 
 
-def _check_config(c: MultiGpuBenchConfig) -> list[tuple[str, int]]:
-    arms = []
-    for arm in c.arms:
-        strategy, _, devices = arm.partition("-")
-        if strategy not in STRATEGIES or not devices.isdecimal() or int(devices) < 1:
-            raise ConfigError(f"arms: expected strategy-devices, such as ddp-2, got {arm!r}")
-        arms.append((strategy, int(devices)))
-    if not arms:
-        raise ConfigError("arms: expected at least one, got none")
-    if twice := [arm for arm in c.arms if c.arms.count(arm) > 1]:
-        raise ConfigError(f"arms: expected each once, got {twice[0]!r} {c.arms.count(twice[0])} times")
-    if c.accelerator not in ("gpu", "cpu"):
-        raise ConfigError(f"accelerator: expected gpu or cpu, got {c.accelerator!r}")
-    most = max(devices for _, devices in arms)
-    if c.accelerator == "gpu" and torch.cuda.device_count() < most:
-        raise ConfigError(f"arms: {most} devices need as many GPUs; PyTorch sees {torch.cuda.device_count()}")
-    if c.precision not in TOLERANCE:
-        raise ConfigError(f"precision: expected one of {', '.join(TOLERANCE)}, got {c.precision!r}")
-    if min(c.same_steps, c.rounds, c.timeout_seconds) < 1:
-        raise ConfigError("same_steps, rounds, timeout_seconds: expected at least 1")
-    try:
-        scheme = Scheme.parse(c.scheme)
-    except ConfigError as error:
-        raise ConfigError(f"scheme: {error}") from None
-    if scheme.peer or scheme.graph:
-        raise ConfigError(f"scheme: expected one of ours, and not as a graph, got {c.scheme!r}")
-    check(_shared(c), torch.device("cuda" if c.accelerator == "gpu" else "cpu"), "scheme")
-    return arms
-
-
-def _shared(c: MultiGpuBenchConfig) -> SpeedupBenchConfig:
-    """The same for one model's steps on one device."""
-    return SpeedupBenchConfig(
-        models=[c.model], parts=["steps"], step_arms=[c.scheme], overrides=c.overrides, distribution=c.distribution,
-        documents=c.documents, slots=c.slots, precision=c.precision, growth_model=c.model, seed=c.seed,
-    )  # fmt: skip
-
-
-def _launch(c: MultiGpuBenchConfig, strategy: str, devices: int, folder: Path) -> dict[str, Any]:
-    most = max(int(arm.rpartition("-")[2]) for arm in c.arms)
-    job = {"bench": asdict(c), "strategy": strategy, "devices": devices, "most": most, "folder": str(folder)}
+def _launch(c: Config, name: str, arm: Arm, folder: Path) -> dict[str, Any]:
+    job = {"bench": asdict(c), "arm": asdict(arm), "folder": str(folder)}
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arm.devices}",
         "-m", "experiments.speedup.multi_gpu", json.dumps(job),
     ]  # fmt: skip
     # torchrun sets one thread for each of several processes where nothing is said, and so it is for one. PYTHONPATH finds this
@@ -173,12 +143,10 @@ def _launch(c: MultiGpuBenchConfig, strategy: str, devices: int, folder: Path) -
     try:
         status, errors = _run(command, env, c.timeout_seconds)
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"timeout_seconds: {strategy} on {devices} devices took longer than {c.timeout_seconds} s"
-        ) from None
+        raise ConfigError(f"timeout_seconds: {name} took longer than {c.timeout_seconds} s") from None
     results = folder / "results.json"
     if status or not results.is_file():
-        raise RuntimeError(f"{strategy} on {devices} devices failed:\n{errors[-4000:]}")
+        raise RuntimeError(f"{name} failed:\n{errors[-4000:]}")
     return json.loads(results.read_text())
 
 
@@ -198,23 +166,26 @@ def _run(command: list[str], env: dict[str, str], timeout_seconds: float) -> tup
 
 def _work(job: dict[str, Any]) -> None:
     """One process of an arm; the first writes what it saw."""
-    c = MultiGpuBenchConfig(**job["bench"])
-    device = torch.device("cuda" if c.accelerator == "gpu" else "cpu")
-    bench = Bench(_shared(c), c.model, device, Path(), False)
-    scheme, devices = Scheme.parse(c.scheme), job["devices"]
-    keys = {"devices": devices, "strategy": job["strategy"], "accelerator": c.accelerator}
+    arm = Arm(**job["arm"])
+    c = Config(**job["bench"] | {"arms": {name: Arm(**fields) for name, fields in job["bench"]["arms"].items()}})
+    shared = config.Config(
+        models=[c.model], overrides=c.overrides, distribution=c.distribution, documents=c.documents, slots=c.slots,
+        precision=c.precision, seed=c.seed,
+    )  # fmt: skip
+    model = Model(shared, c.model, c.device, Path(), False)
+    keys = {"devices": arm.devices, "strategy": arm.parallel, "accelerator": c.accelerator}
     # The same documents a step for every arm, as many as the largest takes at once; then as many as these devices take.
     configs = [
-        step_config(bench, scheme, c.slots * count, job["folder"], **keys) for count in (job["most"], devices)
+        step_config(model, c.rows, c.slots * count, job["folder"], **keys) for count in (c.most, arm.devices)
     ]  # fmt: skip
     try:
-        turns = [Turn(0, c.same_steps, timed=False), Turn(1, WARM_UP, timed=False), *[Turn(1, STEPS)] * c.rounds]
+        turns = [Turn(0, c.same_steps, timed=False), Turn(1, WARM_UP, timed=False), *[Turn(1, TURN_STEPS)] * c.rounds]
         watch = take_turns(configs, turns)
         if int(os.environ["RANK"]) == 0:
             results = {
                 "losses": watch.losses[0], "seconds": watch.seconds[1], "slots": watch.slots[1],
-                "tokens": watch.tokens[1], "peak_memory_bytes": watch.peaks[1], "corpus": bench.corpus,
-                "config": bench.sizes(),
+                "tokens": watch.tokens[1], "peak_memory_bytes": watch.peaks[1], "corpus": model.corpus,
+                "config": model.sizes(),
             }  # fmt: skip
             (Path(job["folder"]) / "results.json").write_text(json.dumps(results))
     finally:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import gc
-import statistics
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import lightning
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from experiments.speedup.arms import Feed, Scheme, feed
+from experiments.speedup.arms import BREAKDOWN, STEPS, Arm, feed
 from experiments.speedup.breakdown import Breakdown, sort_kernels
-from packmamba.config import Config, load_config
+from experiments.speedup.config import run_config
+from experiments.speedup.model import Model
+from packmamba import timing
+from packmamba.config import Config
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
 from packmamba.training.callbacks import History
@@ -28,109 +27,97 @@ from packmamba.training.module import MambaLitModule
 from packmamba.training.strategy import make_strategy, stop_together
 from packmamba.training.trainer import quieten
 
-if TYPE_CHECKING:
-    from experiments.speedup.whole_models import Bench
-
-STEPS = 4
+TURN_STEPS = 4
 """Of a turn: the device waits for the host at its start, as it does not in training."""
 WARM_UP = 4
 """Steps before, in which everything is compiled; the timed ones begin with the same documents."""
 
+Arms = dict[str, Arm]
 
-def measure(bench: Bench) -> None:
-    """Appends a speedup record, and for the breakdown's arms a breakdown, for each of the bench's step_arms."""
-    c = bench.c
-    schemes = [Scheme.parse(arm) for arm in c.step_arms]
-    feeds = {scheme.name: feed(bench.documents, scheme, c.slots) for scheme in schemes}
-    mean_length = float(bench.documents.lengths.mean())
+
+def measure(model: Model) -> None:
+    """Appends a speedup record, and a breakdown where it is wanted, for each arm that takes part in steps."""
+    arms = model.c.taking_part(STEPS)
     # Graphs keep memory that the others would be counted with.
-    for graph in (False, True):
-        group = [scheme for scheme in schemes if scheme.graph == graph]
+    for graphs in (False, True):
+        group = {name: arm for name, arm in arms.items() if arm.graphs == graphs}
         if group:
-            _measure_what_fits(bench, group, feeds, mean_length)
+            _measure_what_fits(model, group)
 
 
-def free_memory() -> None:
-    """Gives back what nobody refers to any more: a Trainer, its module and optimizer refer to each other."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _measure_what_fits(bench: Bench, schemes: list[Scheme], feeds: dict[str, Feed], mean_length: float) -> None:
+def _measure_what_fits(model: Model, arms: Arms) -> None:
     """In turns, or one after the other if they do not fit into memory together; without those that do not fit alone."""
-    free_memory()
+    timing.free_memory()
     fit = True
     try:
-        _measure(bench, schemes, feeds, mean_length)
+        _measure(model, arms)
     except torch.OutOfMemoryError:
         fit = False  # what comes next needs the memory that the exception's frames still hold here
     if fit:
         return
-    names = ", ".join(scheme.name for scheme in schemes)
-    if len(schemes) == 1:
-        print(f"left out, {bench.name}, {names}, steps: does not fit into memory", file=sys.stderr)
+    names = ", ".join(arms)
+    if len(arms) == 1:
+        print(f"left out, {model.name}, {names}, steps: does not fit into memory", file=sys.stderr)
         return
-    print(f"one after the other, {bench.name}, {names}, steps: do not fit into memory together", file=sys.stderr)
-    for scheme in schemes:
-        _measure_what_fits(bench, [scheme], feeds, mean_length)
+    print(f"one after the other, {model.name}, {names}, steps: do not fit into memory together", file=sys.stderr)
+    for name, arm in arms.items():
+        _measure_what_fits(model, {name: arm})
 
 
-def _measure(bench: Bench, schemes: list[Scheme], feeds: dict[str, Feed], mean_length: float) -> None:
-    c = bench.c
+def _measure(model: Model, arms: Arms) -> None:
+    c = model.c
+    mean_length = float(model.documents.lengths.mean())
     with tempfile.TemporaryDirectory() as folder:
         configs = []
-        for scheme in schemes:
+        for arm in arms.values():
             tokens = c.slots
-            if scheme.strategy == "padded" and scheme.row_length is not None:
+            if arm.strategy == "padded" and arm.row_length is not None:
                 # As many documents as the others, in whole batches.
-                rows = max(1, c.slots // scheme.row_length)
-                tokens = scheme.row_length * rows * max(1, round(c.slots / mean_length / rows))
-            configs.append(step_config(bench, scheme, tokens, folder, cuda_graphs=scheme.graph))
+                rows = max(1, c.slots // arm.row_length)
+                tokens = arm.row_length * rows * max(1, round(c.slots / mean_length / rows))
+            configs.append(step_config(model, arm, tokens, folder, cuda_graphs=arm.graphs))
         # Single waits for the host whatever it does, but as graphs; the others' steps overlap.
-        counts = [1 if scheme.strategy == "single" and not scheme.graph else STEPS for scheme in schemes]
+        counts = [1 if arm.strategy == "single" and not arm.graphs else TURN_STEPS for arm in arms.values()]
         # What is captured for a shape is captured before: graphs warm up on all that is timed.
-        warm_up = [max(WARM_UP, (c.rounds + 1) * count * scheme.graph) for count, scheme in zip(counts, schemes)]
-        turns = [Turn(arm, count, timed=False) for arm, count in enumerate(warm_up)]
-        turns += [Turn(arm, count) for _ in range(c.rounds) for arm, count in enumerate(counts)]
-        if "breakdown" in c.parts:
-            some = [arm for arm, scheme in enumerate(schemes) if scheme.name in c.breakdown_arms]
-            turns += [Turn(arm, counts[arm], timed=False, profiled=True) for arm in some]
-        watch = take_turns(configs, turns, bench.progress)
-    for i, scheme in enumerate(schemes):
-        padding = feeds[scheme.name].padding_fraction
+        warm_up = [max(WARM_UP, (c.rounds + 1) * count * arm.graphs) for count, arm in zip(counts, arms.values())]
+        turns = [Turn(place, count, timed=False) for place, count in enumerate(warm_up)]
+        turns += [Turn(place, count) for _ in range(c.rounds) for place, count in enumerate(counts)]
+        if BREAKDOWN in c.parts:
+            some = [place for place, arm in enumerate(arms.values()) if BREAKDOWN in arm.parts]
+            turns += [Turn(place, counts[place], timed=False, profiled=True) for place in some]
+        watch = take_turns(configs, turns, model.progress)
+    for i, (name, arm) in enumerate(arms.items()):
+        padding = feed(model.documents, arm, c.slots).padding_fraction
         seconds, slots = watch.seconds[i], watch.slots[i]
         rates = [n / taken for n, taken in zip(slots, seconds)]
         metrics = {
-            "seconds_per_batch": statistics.median(seconds),
-            "seconds_spread": float(np.subtract(*np.percentile(seconds, [75, 25]))),
-            "real_tokens_per_batch": statistics.fmean(slots) * (1 - padding),
+            "seconds_per_batch": timing.median(seconds),
+            "seconds_spread": timing.spread(seconds),
+            "real_tokens_per_batch": sum(slots) / len(slots) * (1 - padding),
             "peak_memory_bytes": watch.peaks[i],
             "position_bytes": None,
             "loss_error": None,
             "leak_error": None,
-            **bench.speed(statistics.median(rates) * (1 - padding), padding),
+            **model.speed(timing.median(rates) * (1 - padding), padding),
         }
-        bench.record("speedup", scheme.name, "steps", metrics)
+        model.record("speedup", name, arm.fields(), STEPS, metrics)
         if i in watch.profiles:
-            bench.record_breakdown(
-                scheme.name, "steps", metrics["seconds_per_batch"] * counts[i], watch.profiles[i], counts[i]
-            )
+            taken = metrics["seconds_per_batch"] * counts[i]
+            model.record_breakdown(name, arm.fields(), STEPS, taken, watch.profiles[i], counts[i])
 
 
-def step_config(bench: Bench, scheme: Scheme, tokens_per_step: int, cache: str, **trainer: Any) -> Config:
-    """A run's configuration: synthetic documents, arranged by the scheme as they come."""
-    c, vocab_size = bench.c, bench.config.model.vocab_size
-    config = load_config(None, [f"model={bench.name}", *c.overrides])
-    data = scheme.data(
-        source="synthetic", distribution=c.distribution, num_documents=c.documents, vocab_size=vocab_size,
+def step_config(model: Model, arm: Arm, tokens_per_step: int, cache: str, **trainer: Any) -> Config:
+    """A run's configuration: synthetic documents, arranged by the arm as they come."""
+    c = model.c
+    config = run_config(model.name, c.overrides)
+    config.data = arm.data(
+        source="synthetic", distribution=c.distribution, num_documents=c.documents, vocab_size=model.vocab_size,
         corpus_seed=c.seed, cache_dir=cache, validation_fraction=0.01, tokens_per_step=tokens_per_step,
-        slots_per_batch=c.slots, num_workers=2,
+        slots_per_batch=c.slots, num_workers=c.num_workers,
     )  # fmt: skip
-    config.data = type(config.data)(**asdict(data))
     config.seed = c.seed
     config.trainer.precision = c.precision
-    config.trainer.accelerator = bench.device.type
+    config.trainer.accelerator = model.device.type
     for key, value in trainer.items():
         setattr(config.trainer, key, value)
     return config
@@ -199,18 +186,18 @@ class Watch(Callback):
         self.bar = tqdm(total=len(self._place), desc="optimizer steps", unit="step", disable=not progress)
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self._clock = self._now(module)
+        self._clock = timing.now(module.device)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, index: int) -> None:
         turn, first, _ = self._place[index]
         module.cuda_graphs = self.graphs[turn.arm]
-        if first and module.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        if first:
+            self._peak = timing.PeakMemory(module.device)
         if first and turn.profiled:
             gpu = module.device.type == "cuda"
             self._profiler = profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU])
             self._profiler.start()
-            self._clock = self._now(module)
+            self._clock = timing.now(module.device)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: StepBatch, index: int
@@ -220,32 +207,26 @@ class Watch(Callback):
         self._seen.append((batch, outputs["loss"]))
         if not last:
             return
-        taken = self._now(module) - self._clock
+        taken = timing.now(module.device) - self._clock
         arm = turn.arm
         if turn.timed:
             self.seconds[arm].append(taken / turn.steps)
             self.slots[arm].append(sum(step.num_slots for step, _ in self._seen) / turn.steps)
             self.tokens[arm].append(sum(step.num_tokens for step, _ in self._seen) / turn.steps)
-            if module.device.type == "cuda" and not module.cuda_graphs:  # whose memory was taken before
-                self.peaks[arm] = torch.cuda.max_memory_allocated()
+            if not module.cuda_graphs:  # whose memory was taken before
+                self.peaks[arm] = self._peak.bytes()
         self.losses[arm] += [float(loss) for _, loss in self._seen]
         if self._profiler is not None:
             self._profiler.stop()
             self.profiles[arm] = sort_kernels(self._profiler, module.device.type == "cuda", taken)
             self._profiler = None
         self._seen = []
-        self._clock = self._now(module)
+        self._clock = timing.now(module.device)
 
     def on_exception(self, *_: Any) -> None:
         if self._profiler is not None:
             self._profiler.stop()
         self.bar.close()
-
-    @staticmethod
-    def _now(module: lightning.LightningModule) -> float:
-        if module.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 def take_turns(configs: list[Config], turns: list[Turn], progress: bool = False) -> Watch:

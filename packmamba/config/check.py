@@ -41,6 +41,8 @@ def _rules(config: Any, prefix: str) -> Iterator[tuple[str, Any, Rule, str]]:
         if is_dataclass(value):
             yield from _rules(value, f"{prefix}{key.name}.")
             continue
+        for name, section in _sections(value):
+            yield from _rules(section, f"{prefix}{key.name}.{name}.")
         optional = NoneType in get_args(hints[key.name])
         for rule in key.metadata.get("rules", ()) if value is not None or not optional else ():
             yield prefix + key.name, value, rule, " or null" if optional else ""
@@ -50,5 +52,14 @@ def _problems(config: Any) -> Iterator[str]:
     for key in fields(config):
         if is_dataclass(value := getattr(config, key.name)):
             yield from _problems(value)
+        for name, section in _sections(value):
+            yield from (f"{key.name}.{name}.{problem}" for problem in _problems(section))
     if hasattr(config, "problems"):
         yield from config.problems()
+
+
+def _sections(value: Any) -> Iterator[tuple[str, Any]]:
+    """The entries of a mapping from names to sections, such as a bench's arms."""
+    for name, section in value.items() if isinstance(value, dict) else ():
+        if is_dataclass(section):
+            yield name, section

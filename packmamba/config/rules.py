@@ -13,8 +13,9 @@ from packmamba.errors import ConfigError
 
 
 class Rule(Protocol):
-    imports: bool
-    """Checking it may import a module that takes seconds: such rules are checked last."""
+    @property
+    def imports(self) -> bool:
+        """Checking it may import a module that takes seconds: such rules are checked last."""
 
     def problem(self, value: Any, null: str = "") -> str | None:
         """How the sentence that refuses the value goes on; None if it is right. ``null`` follows what was expected."""
