@@ -69,6 +69,13 @@ def test_a_typo_in_the_shell():
     assert len(errors.splitlines()) == 1 and "did you mean 'best_fit'?" in errors
 
 
+def test_the_help_of_train_has_a_sentence_for_each_key(capsys):
+    with pytest.raises(SystemExit):
+        run.main(["train", "--help"])
+    output = capsys.readouterr().out
+    assert "data.validation_fraction=0.05: Share of source files" in output and "model.compile=false: " in output
+
+
 def test_doctor_needs_no_gpu(capsys):
     assert run.main(["doctor"]) == 0
     output = capsys.readouterr().out

@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +17,16 @@ from typing import NoReturn
 
 class Parser(argparse.ArgumentParser):
     """argparse, whose refusal is one sentence that guesses what was meant."""
+
+    def format_help(self) -> str:
+        """Of ``train`` with a sentence for each key."""
+        text = super().format_help()
+        if self.prog.endswith(" train"):
+            from packmamba.config import Config, describe
+
+            lines = (textwrap.fill(line, 100, subsequent_indent="      ") for line in describe(Config))
+            text += "\nsettings and their defaults:\n" + textwrap.indent("\n".join(lines), "  ") + "\n"
+        return text
 
     def error(self, message: str) -> NoReturn:
         commands = [name for action in self._actions for name in (action.choices or ())]

@@ -1,6 +1,6 @@
 """Configuration: one dataclass per section, YAML files and ``key=value`` overrides, unknown keys are errors."""
 
-from packmamba.config.check import check
+from packmamba.config.check import check, describe
 from packmamba.config.load import (
     CONFIGS,
     MODEL_DIRECTORY,
@@ -35,6 +35,7 @@ __all__ = [
     "check",
     "check_command",
     "chosen",
+    "describe",
     "each",
     "import_plugins",
     "key",

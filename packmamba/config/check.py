@@ -33,6 +33,18 @@ def check(config: Checked, prefix: str = "") -> Checked:
     return config
 
 
+def describe(schema: type, prefix: str = "") -> Iterator[str]:
+    """For each key its name, its default and its sentence."""
+    default = schema()
+    for key in fields(schema):
+        value = getattr(default, key.name)
+        if is_dataclass(value):
+            yield from describe(type(value), f"{prefix}{key.name}.")
+        else:
+            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+            yield f"{prefix}{key.name}={shown}: {key.metadata['sentence']}"
+
+
 def _rules(config: Any, prefix: str) -> Iterator[tuple[str, Any, Rule, str]]:
     """(key, value, rule, what may be said of null) of every rule that applies."""
     hints = get_type_hints(type(config))
