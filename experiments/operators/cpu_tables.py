@@ -17,6 +17,13 @@ _NAMES = {
     ("transformers", "new"): "transformers, slow path",
 }
 
+DESCRIPTIONS = {
+    "compiled, public operator": "our kernels as they are called; their outputs are new memory",
+    "compiled, memory at hand": "our kernels, writing into memory that was used before",
+    "vectorised reference": "our path in plain PyTorch",
+    "transformers, slow path": "what transformers runs without CUDA kernels",
+}
+
 
 def operators_tables(records: Sequence[Record]) -> list[Table]:
     """One table for each operator: of equal arms the latest record counts."""
@@ -82,7 +89,7 @@ def operators_figures(records: Sequence[Record]) -> list[Figure]:
         ax.set_xlim(left=1)
         ax.set_xlabel("milliseconds, forward and backward")
         ax.set_title(operator)
-    legend_below(fig, panels[0])
+    legend_below(fig)
     caption = (
         "Median time of the packed operators, forward and backward; the strokes are what the machine's rates allow."
     )

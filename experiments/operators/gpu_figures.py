@@ -29,7 +29,7 @@ from experiments.operators.gpu_shapes import (
     scan_limit,
     seconds,
 )
-from packmamba.report.figures import MUTED, Figure, axes, finish
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.summary import Record
 
 _SCANS: dict[Arm, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def _figure(name: str, label: str, where: str, points: Points, apart: Points = (
         ax.set(xscale="log", xlabel=label)
         ax.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=30)
         ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=8.5, handlelength=3)
+    legend_below(fig, columns=4)
     return finish(
         fig,
         name,

@@ -49,6 +49,20 @@ NAMES = {
     PROJECTIONS: "matrix products of the block",
     SCHEDULE: "the batch's schedule, once",
 }
+DESCRIPTIONS = {
+    SCAN: "our scan with z, D, bias and softplus; where documents start is in the batch's schedule",
+    SCAN_STATES: "the same with a state to start from and the last state of each document, and their gradients",
+    SCAN_INDICES: "the same, with an index per token instead of the schedule: the paper's mechanism",
+    UNPACKED: "mamba-ssm's scan on the row as one document, so it leaks",
+    BY_DOCUMENT: "mamba-ssm's scan, one call for each document",
+    PADDED: "mamba-ssm's scan, each document in a row of its own, filled up",
+    SSD: "Mamba-2's scan (state space duality), which keeps packed documents apart",
+    CONV: "our convolution with SiLU; where documents start is in the batch's schedule",
+    CONV_INDICES: "the same, with an index per token instead of the schedule",
+    CAUSAL_CONV: "causal-conv1d's kernel, which keeps packed documents apart",
+    PROJECTIONS: "the four projections of a block, for scale",
+    SCHEDULE: "made once for a batch, used by all layers",
+}
 # config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved rounds,
 # spreads interquartile ranges, activations bfloat16 tensors of tokens x channels, errors relative to float64, position bytes
 # what all warps read together; null where it was not measured or has no meaning.

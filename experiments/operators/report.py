@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from experiments.operators.cpu_tables import DESCRIPTIONS as CPU_DESCRIPTIONS
 from experiments.operators.cpu_tables import operators_figures, operators_tables
 from experiments.operators.gpu_figures import gpu_operators_figures
+from experiments.operators.gpu_shapes import DESCRIPTIONS, NAMES, by_shape
 from experiments.operators.gpu_shapes import METRICS as GPU_METRICS
 from experiments.operators.gpu_tables import gpu_operators_tables
 from packmamba.report.kinds import Kind
+from packmamba.report.summary import Record
+
+
+def gpu_legend(records: Sequence[Record]) -> dict[str, str]:
+    """What each arm on a GPU does."""
+    present = {arm for arms in by_shape(records).values() for arm in arms}
+    return {NAMES[arm]: what for arm, what in DESCRIPTIONS.items() if arm in present}
+
 
 # config: operator, implementation and sizes. One implementation of one operator, forward and backward; arms of one operator were
 # timed in turns. bound_seconds is what the machine's rates, measured in the same run, allow. Spreads are interquartile ranges.
 _METRICS = ("seconds_median", "seconds_spread", "bound_seconds", "rounds")
 KINDS = {
-    "operators": Kind(operators_tables, operators_figures, metrics=_METRICS),
-    "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures, metrics=GPU_METRICS),
+    "operators": Kind(operators_tables, operators_figures, metrics=_METRICS, arms=lambda records: CPU_DESCRIPTIONS),
+    "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures, metrics=GPU_METRICS, arms=gpu_legend),
 }

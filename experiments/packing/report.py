@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 
 from packmamba.report import summary
-from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record
+from packmamba.report.summary import Interval, Record
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
@@ -22,98 +22,138 @@ PAPER_PADDING = {
     "the paper, local greedy": Cell("0.41 %", (0.0041,)),
 }
 DEFAULT_BUFFER = 4096
-_ORDER = ("single", "padded", "in_order", "greedy", "first_fit", "best_fit", "histogram", "split")
+_STRATEGIES = {
+    "single": "each document in a row of its own length",
+    "padded": "each document in a row of its own, filled up",
+    "in_order": "documents in received order; a row is closed when the next document does not fit",
+    "greedy": "documents of one buffer, the longest first, each into the fullest row that holds it",
+    "first_fit": "documents in received order, each into the first row that holds it",
+    "best_fit": "all documents, the longest first, each into the fullest row that holds it",
+    "histogram": "as best_fit, planned on the counts of equal lengths",
+    "split": "every row filled; documents are cut at its end",
+}
+_STYLES: dict[str, dict[str, Any]] = {
+    "single": {"color": "#9aa0a8"},
+    "padded": {"color": "#E69F00"},
+    "in_order": {"color": "#D55E00", "marker": "s"},
+    "greedy": {"color": "#0072B2", "marker": "o"},
+    "first_fit": {"color": "#CC79A7", "marker": "v"},
+    "best_fit": {"color": "#009E73", "marker": "^"},
+    "histogram": {"color": "#56B4E9", "marker": "D"},
+    "split": {"color": "#7A4B9A", "marker": "x"},
+}
 
 
 def packing_tables(records: Sequence[Record]) -> list[Table]:
-    """Padding and planning time by strategy and row length, and greedy's padding by buffer; one corpus's records."""
-    packing = summary.of_kind(records, "packing")
-    if not packing:
+    """Padding and planning time by strategy and row length, greedy's padding by buffer, and the intervals of all these."""
+    plans = _plans(records)
+    if plans.empty:
         return []
-    lengths = _row_lengths(packing)
+    data, seeds = _data(plans), plans["seed"].nunique()
+    lengths = sorted(plans["row_length"].unique())
     columns = [Column(f"row length {length}", (f"row_length_{length}",)) for length in lengths]
     strategy = Column("strategy", ("strategy",), False)
     unknown = Column("row length unknown", ("row_length_unknown",))
-    data = _data(packing)
+    shown = _shown(plans)
     padding = Table("packing-padding", f"Padding by strategy and row length ({data})", [strategy, *columns, unknown])
-    planning = Table("packing-planning", f"Planning, seconds per million documents ({data})", [strategy, *columns])
     nothing = number(None, "")
-    for label, chosen in _by_strategy(packing).items():
-        padding.rows.append([word(label), *(percent(_padding(chosen, length)) for length in lengths), nothing])
-        planning.rows.append([word(label), *(number(_planning(chosen, length), ".3g") for length in lengths)])
+    padding.rows = [
+        [*row, nothing] for row in _rows(shown, "label", lengths, lambda v: percent(v["padding_fraction"].mean()))
+    ]
     padding.rows += [
         [word(label), *(nothing for _ in lengths), published] for label, published in PAPER_PADDING.items()
     ]
-    seeds = len({record["seed"] for record in packing})
     padding.notes = [
         f"Padding is 1 - tokens / slots, mean over {seeds} seed{'s' if seeds != 1 else ''}. "
         "The length distribution is our own choice.",
         "The paper's rows are as published; its data and row length are not known to us.",
     ]
-    if overlong := sorted({r["config"]["overlong"] for r in packing if "overlong" in r["config"]}):
+    if overlong := sorted(plans.get("config.overlong", pd.Series(dtype=object)).dropna().unique()):
         padding.notes.append(
             f"Documents longer than a row: {', '.join(overlong)}; split cuts every document that meets one."
         )
+    planning = Table("packing-planning", f"Planning, seconds per million documents ({data})", [strategy, *columns])
+    planning.rows = _rows(shown, "label", lengths, lambda v: number(v["per_million"].mean(), ".3g"))
     planning.notes = ["From lengths to rows, on one core; nothing is read or moved."]
     tables = [padding, planning]
-    if len(buffers := _buffers(packing)) > 1:
+    greedy = plans[plans["config.strategy"] == "greedy"]
+    if greedy["buffer"].nunique() > 1:
         table = Table("packing-buffer", f"Padding of greedy by buffer and row length ({data})", columns)
         table.columns = [Column("buffer (documents)", ("buffer",)), *columns]
-        for buffer, chosen in buffers.items():
-            table.rows.append([number(buffer, "d"), *(percent(_padding(chosen, length)) for length in lengths)])
+        table.rows = _rows(greedy, "buffer", lengths, lambda v: percent(v["padding_fraction"].mean()))
+        tables.append(table)
+    return [*tables, *_intervals(plans, lengths)] if seeds > 1 else tables
+
+
+def _intervals(plans: pd.DataFrame, lengths: Sequence[int]) -> list[Table]:
+    tables = []
+    for name, what, scale, metric in (
+        ("padding", "Padding, % of the slots", 100, "padding_fraction"),
+        ("planning", "Planning, seconds per million documents", 1, "per_million"),
+    ):
+        columns = [
+            Column(f"row length {length}", tuple(f"row_length_{length}{side}" for side in ("", "_low", "_high")))
+            for length in lengths
+        ]
+        title = f"{what}: means with 95 % intervals over seeds ({_data(plans)})"
+        table = Table(f"packing-{name}-intervals", title, [Column("strategy", ("strategy",), False), *columns])
+        table.rows = _rows(plans, "label", lengths, lambda v, s=scale, m=metric: _cell(summary.interval(s * v[m])))
+        table.notes = [f"{plans['seed'].nunique()} seeds, Student's t. A seed draws the lengths anew."]
         tables.append(table)
     return tables
 
 
 def packing_figures(records: Sequence[Record]) -> list[Figure]:
     """Padding and planning time against row length, and greedy's padding against its buffer; one corpus's records."""
-    packing = summary.of_kind(records, "packing")
-    if not packing:
+    plans = _plans(records)
+    if plans.empty:
         return []
-    figures = [_by_row_length(packing)]
-    if len(_buffers(packing)) > 1:
-        figures.append(_by_buffer(packing))
+    figures = [_by_row_length(plans)]
+    if plans["buffer"].nunique() > 1:
+        figures.append(_by_buffer(plans))
     return figures
 
 
-def _by_row_length(records: Sequence[Record]) -> Figure:
-    lengths = _row_lengths(records)
+def _by_row_length(plans: pd.DataFrame) -> Figure:
+    shown = _shown(plans)
     fig, (left, right) = axes(2)
-    for label, chosen in _by_strategy(records).items():
-        style = style_of(chosen[0]["config"]["strategy"]) | {"linewidth": 1.8}
-        shares = [(x, 100 * share) for x in lengths if (share := _padding(chosen, x))]  # zero is not on a log axis
-        seconds = [(x, value) for x in lengths if (value := _planning(chosen, x)) is not None]
-        for ax, points in ((left, shares), (right, seconds)):
-            ax.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
+    for label, chosen in shown.groupby("label", sort=False):
+        style = _STYLES[chosen["config.strategy"].iloc[0]] | {"linewidth": 1.8, "label": label}
+        _line(left, chosen, "row_length", 100 * chosen["padding_fraction"], style)
+        _line(right, chosen, "row_length", chosen["per_million"], style)
     for (label, published), dashes in zip(PAPER_PADDING.items(), ((1, 1.5), (5, 2))):
         label = f"{label}, {published.text} (its data unknown)"
         left.axhline(100 * published.values[0], color=MUTED, linewidth=1.2, linestyle=(0, dashes), label=label)
-    left.set(title="Padding", ylabel="slots that are padding (%)")
+    left.set(title="Padding", ylabel="slots that are padding (%)", ylim=(1e-4, None))
     right.set(title="Planning time", ylabel="seconds per million documents")
     for ax in (left, right):
-        _log_log(ax, lengths, "row length (tokens)")
-    legend_below(fig, left, columns=4)
-    data = _data(records)
-    return finish(
-        fig,
-        "packing",
-        f"Padding and planning time against row length ({data}). Strategies without padding are not on the left.",
-    )
+        _log_log(ax, sorted(plans["row_length"].unique()), "row length (tokens)")
+    legend_below(fig, columns=4)
+    caption = f"Padding and planning time against row length ({_data(plans)}){_bars(plans)}."
+    return finish(fig, "packing", f"{caption} Strategies without padding are not on the left.")
 
 
-def _by_buffer(records: Sequence[Record]) -> Figure:
-    lengths, buffers = _row_lengths(records), _buffers(records)
+def _by_buffer(plans: pd.DataFrame) -> Figure:
+    greedy = plans[plans["config.strategy"] == "greedy"]
+    lengths = sorted(greedy["row_length"].unique())
     fig, (ax,) = axes(1)
     for length, shade in zip(lengths, np.linspace(0.85, 0.0, len(lengths))):
-        points = [(buffer, 100 * share) for buffer, chosen in buffers.items() if (share := _padding(chosen, length))]
-        color = matplotlib.colormaps["viridis"](shade)
-        ax.plot([x for x, _ in points], [y for _, y in points], label=f"row length {length}", color=color, marker="o")
+        chosen = greedy[greedy["row_length"] == length]
+        style = {"label": f"row length {length}", "color": matplotlib.colormaps["viridis"](shade), "marker": "o"}
+        _line(ax, chosen, "buffer", 100 * chosen["padding_fraction"], style)
     ax.set(title="Padding of greedy packing", ylabel="slots that are padding (%)")
-    _log_log(ax, list(buffers), "buffer (documents)")
-    ax.legend()
-    return finish(
-        fig, "packing-buffer", f"Padding of greedy packing against the size of its buffer ({_data(records)})."
-    )
+    _log_log(ax, sorted(greedy["buffer"].unique()), "buffer (documents)")
+    legend_below(fig, columns=5)
+    caption = f"Padding of greedy packing against the size of its buffer ({_data(plans)}){_bars(plans)}."
+    return finish(fig, "packing-buffer", caption)
+
+
+def _line(ax: Axes, chosen: pd.DataFrame, along: str, values: pd.Series, style: dict[str, Any]) -> None:
+    """Means over seeds with their intervals; what is zero is not on a logarithmic axis."""
+    found = {x: summary.interval(each) for x, each in values.groupby(chosen[along])}
+    points = [(x, one) for x, one in found.items() if one and one.mean > 0]
+    halves = [0 if one.n == 1 else one.high - one.mean for _, one in points]
+    ax.errorbar([x for x, _ in points], [one.mean for _, one in points], yerr=halves, capsize=2, **style)
 
 
 def _log_log(ax: Axes, ticks: Sequence[int], label: str) -> None:
@@ -129,55 +169,59 @@ def packing_label(records: Sequence[Record]) -> str:
     return f"{config['distribution']}-{config['num_documents']}"
 
 
-def _by_strategy(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Of greedy the records of the default buffer, or of every buffer if that one is not there."""
-    buffers = _buffers(records)
-    chosen = [DEFAULT_BUFFER] if DEFAULT_BUFFER in buffers else list(buffers)
-    groups: dict[str, list[Record]] = {}
-    for strategy in sorted({r["config"]["strategy"] for r in records}, key=lambda s: (*_ORDER, s).index(s)):
-        if strategy == "greedy":
-            groups |= {f"greedy, buffer {buffer}": buffers[buffer] for buffer in chosen}
-        else:
-            groups[strategy] = [r for r in records if r["config"]["strategy"] == strategy]
-    return groups
+def packing_legend(records: Sequence[Record]) -> dict[str, str]:
+    """What each strategy does."""
+    present = {record["config"]["strategy"] for record in summary.of_kind(records, "packing")}
+    return {name: what for name, what in _STRATEGIES.items() if name in present}
 
 
-def _buffers(records: Sequence[Record]) -> dict[int, list[Record]]:
-    greedy = [r for r in records if r["config"]["strategy"] == "greedy"]
-    sizes = sorted({r["config"]["buffer"] for r in greedy})
-    return {size: [r for r in greedy if r["config"]["buffer"] == size] for size in sizes}
+def _plans(records: Sequence[Record]) -> pd.DataFrame:
+    """The latest record of every plan and seed, strategies in their order, with the columns ``row_length``, ``buffer``,
+    ``per_million`` (seconds) and ``label``."""
+    plans = summary.frame(records, "packing")
+    if plans.empty:
+        return plans
+    plans["row_length"], plans["buffer"] = plans["config.row_length"], plans["config.buffer"]
+    plans["per_million"] = 1e6 * plans["planning_seconds"] / plans["num_documents"]
+    plans = plans.drop_duplicates(["config.strategy", "row_length", "buffer", "seed"], keep="last")
+    order = {name: i for i, name in enumerate(_STRATEGIES)}
+    plans = plans.sort_values(["buffer", "seed"], kind="stable").sort_values(
+        "config.strategy", key=lambda names: names.map(order), kind="stable"
+    )
+    label = [f"{s}, buffer {b}" if s == "greedy" else s for s, b in zip(plans["config.strategy"], plans["buffer"])]
+    return plans.assign(label=label)
 
 
-def _row_lengths(records: Sequence[Record]) -> list[int]:
-    return sorted({r["config"]["row_length"] for r in records})
+def _shown(plans: pd.DataFrame) -> pd.DataFrame:
+    """Of greedy the default buffer, or every buffer if that one is not there."""
+    default = plans["buffer"] == DEFAULT_BUFFER
+    return plans[default | (plans["config.strategy"] != "greedy")] if default.any() else plans
 
 
-def _data(records: Sequence[Record]) -> str:
-    config = records[0]["config"]
-    return f"{config['distribution']}, {config['num_documents']:,} documents"
+def _rows(
+    plans: pd.DataFrame, by: str, lengths: Sequence[int], cell: Callable[[pd.DataFrame], Cell]
+) -> list[list[Cell]]:
+    return [
+        [Cell(str(name), (name,)), *(cell(group[group["row_length"] == length]) for length in lengths)]
+        for name, group in plans.groupby(by, sort=False)
+    ]
 
 
-def _padding(records: Sequence[Record], row_length: int) -> float | None:
-    return _mean([m["padding_fraction"] for m in _latest(records, row_length)])
+def _cell(found: Interval | None) -> Cell:
+    if found is None:
+        return Cell("-", (None, None, None))
+    return Cell(f"{found.mean:#.3g} [{found.low:#.3g}, {found.high:#.3g}]", found[:3])
 
 
-def _planning(records: Sequence[Record], row_length: int) -> float | None:
-    timed = [m for m in _latest(records, row_length) if m["planning_seconds"] is not None]
-    return _mean([m["planning_seconds"] / m["num_documents"] * 1e6 for m in timed])
+def _data(plans: pd.DataFrame) -> str:
+    first = plans.iloc[0]
+    return f"{first['config.distribution']}, {first['config.num_documents']:,} documents"
 
 
-def _latest(records: Sequence[Record], row_length: int) -> list[dict[str, Any]]:
-    """Metrics of the latest record of every seed, by seed."""
-    chosen = [r for r in records if r["config"]["row_length"] == row_length]
-    by_seed = {r["seed"]: r["metrics"] for r in sorted(chosen, key=lambda r: r["time"])}
-    return [by_seed[seed] for seed in sorted(by_seed)]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    finite = [value for value in values if value is not None]
-    return statistics.fmean(finite) if finite else None
+def _bars(plans: pd.DataFrame) -> str:
+    return "; bars are 95 % intervals over seeds" if plans["seed"].nunique() > 1 else ""
 
 
 # config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
 _METRICS = ("padding_fraction", "planning_seconds", "num_rows", "num_documents")
-KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label, _METRICS)}
+KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label, _METRICS, packing_legend)}

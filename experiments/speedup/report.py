@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from experiments.speedup.report_breakdown import FAMILIES, breakdown_figures, breakdown_tables
-from experiments.speedup.report_growth import growth_figures, growth_tables, multi_gpu_figures, multi_gpu_tables
-from experiments.speedup.report_models import speedup_figures, speedup_tables
+from experiments.speedup.report_growth import (
+    PARALLEL,
+    growth_figures,
+    growth_tables,
+    multi_gpu_figures,
+    multi_gpu_tables,
+)
+from experiments.speedup.report_models import speedup_figures, speedup_legend, speedup_tables
 from packmamba.report.kinds import Kind
 
 KINDS = {
@@ -18,6 +24,7 @@ KINDS = {
             "seconds_per_batch", "seconds_spread", "real_tokens_per_batch", "real_tokens_per_second", "slots_per_second",
             "padding_fraction", "model_flops_utilisation", "peak_memory_bytes", "position_bytes", "loss_error", "leak_error",
         ),
+        arms=speedup_legend,
     ),
     # Seconds of one call by family of kernels; their sum is seconds.
     "breakdown": Kind(breakdown_tables, breakdown_figures, metrics=(*FAMILIES, "seconds")),
@@ -37,5 +44,6 @@ KINDS = {
             "seconds_per_step", "seconds_spread", "real_tokens_per_second", "slots_per_second", "peak_memory_bytes",
             "loss_error",
         ),
+        arms=lambda records: PARALLEL,
     ),
 }  # fmt: skip

@@ -78,7 +78,7 @@ def breakdown_figures(records: Sequence[Record]) -> list[Figure]:
         ax.set(title=name, xlabel="microseconds per real token")
     for family in FAMILIES:
         panels[0].barh(0, 0, color=_COLOURS[family], label=family)
-    legend_below(fig, panels[0])
+    legend_below(fig)
     caption = (
         "Device time of a batch (forward and backward, bare loop; 'step': whole optimizer step through Lightning) over its real "
         "tokens, by family of kernels; idle, in light grey, is waiting for the host."

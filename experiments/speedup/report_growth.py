@@ -11,6 +11,10 @@ from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, 
 from packmamba.report.summary import Record, of_kind
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
+PARALLEL = {
+    "ddp": "every GPU holds the whole model; gradients are summed once a step",
+    "fsdp2": "every GPU holds a share of each weight and gathers the others when it needs them",
+}
 _AXES = {"row_length": "row length (tokens)", "mean_length": "mean document length (tokens)"}
 
 
@@ -63,7 +67,7 @@ def growth_tables(records: Sequence[Record]) -> list[Table]:
 def growth_figures(records: Sequence[Record]) -> list[Figure]:
     """Real tokens per second against each axis, and against the model's size where packed arms of several were timed."""
     curves = [
-        (f"{_AXES[axis]}, {_measured(points)}", {v: r["metrics"]["real_tokens_per_second"] for v, r in points.items()})
+        (_AXES[axis], _measured(points), {v: r["metrics"]["real_tokens_per_second"] for v, r in points.items()})
         for axis, points in _points(records).items()
     ]
     if not curves:
@@ -74,11 +78,11 @@ def growth_figures(records: Sequence[Record]) -> list[Figure]:
         if packed:
             sizes[int(packed[0]["flop_parameters"])] = max(metrics["real_tokens_per_second"] for metrics in packed)
     if len(sizes) > 1:
-        curves.append(("parameters (fastest packed arm, no graph)", sizes))
+        curves.append(("parameters", "fastest packed arm, no graph", sizes))
     fig, panels = axes(len(curves), width=3.6 * len(curves), height=3.4)
-    for ax, (label, points) in zip(panels, curves):
+    for ax, (label, title, points) in zip(panels, curves):
         ax.plot(list(points), list(points.values()), marker="o", color="#0072B2", linewidth=1.8)
-        ax.set(xscale="log", xlabel=label, ylim=(0, 1.12 * max(points.values())))
+        ax.set(title=title, xscale="log", xlabel=label, ylim=(0, 1.12 * max(points.values())))
         ax.set_xticks(list(points), [_short(value) for value in points])
         ax.minorticks_off()
         ax.yaxis.set_major_formatter(lambda y, _: f"{y / 1e3:g}k")
@@ -163,7 +167,7 @@ def multi_gpu_figures(records: Sequence[Record]) -> list[Figure]:
         ax.set(xlabel="devices", ylabel="slots per second", title=model, ylim=(0, None))
         ax.set_xticks(sorted({devices for points in lines.values() for devices in points}))
         ax.yaxis.set_major_formatter(lambda y, _: f"{y / 1e3:g}k")
-        legend_below(fig, ax)
+        legend_below(fig)
         figures.append(finish(fig, f"multi-gpu-{model}", "Whole optimizer steps on several devices; packed rows."))
     return figures
 

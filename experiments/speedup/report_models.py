@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
-
 from experiments.old_arms import records_of
-from packmamba.report.figures import INK, Figure, axes, finish, legend_below
+from packmamba.report.figures import INK, Figure, axes, finish, legend_below, name_bars
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
@@ -59,6 +57,21 @@ class Arm(NamedTuple):
     def __str__(self) -> str:
         return self.label if self.layers == OURS else f"{self.layers}-{self.label}"
 
+    @property
+    def description(self) -> str:
+        """What it does, for a page's legend."""
+        whose = "our layers" if self.layers == OURS else f"{self.layers} as its users run it"
+        rows = {
+            "single": "one document at a time",
+            "padded": f"each document in a row of its own, filled up to {self.row_length or 'the longest of its batch'}",
+        }.get(self.strategy, f"documents packed into rows of {self.row_length} by {self.strategy}")
+        return (
+            f"{whose}; {rows}"
+            + ", batches of documents of similar length" * self.sorted_by_length
+            + "; state and convolution run on from one document into the next" * self.leaks
+            + "; forward and backward replayed as one CUDA graph" * self.graphs
+        )
+
 
 TODAY = Arm("single", layers=PEER)
 Arms = dict[Arm, Record]
@@ -74,6 +87,12 @@ def speedup_tables(records: Sequence[Record]) -> list[Table]:
     tables = [_headline(bare, steps, idle)] if bare else []
     models = [*bare, *(model for model in steps if model not in bare)]
     return [*tables, *(_arms(model, bare.get(model, {}), steps.get(model, {})) for model in models), *_positions(bare)]
+
+
+def speedup_legend(records: Sequence[Record]) -> dict[str, str]:
+    """What each arm does."""
+    arms = [Arm.of(record) for kind in ("speedup", "breakdown") for record in records_of(records, kind)]
+    return {str(arm): arm.description for arm in arms}
 
 
 def speedup_figures(records: Sequence[Record]) -> list[Figure]:
@@ -95,19 +114,12 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
         ax.set(title=model, xlabel="real tokens per second")
     for whose, colour in (("mamba-ssm as its users run it; its packed rows leak", _THEIRS), ("ours", _OURS)):
         panels[0].barh(0, 0, color=colour, label=whose)
-    legend_below(fig, panels[0])
+    legend_below(fig)
     caption = (
         "Forward and backward of whole models, weights as in the tables: mamba-ssm as its users run it (orange; its packed rows "
         "leak), and every scheme with our layers, compiled alike (blue)."
     )
     return [finish(fig, "speedup", caption)]
-
-
-def name_bars(ax: Axes, labels: list[str], shown: bool) -> None:
-    """Names of horizontal bars, from above; panels share those of the first."""
-    ax.set_yticks(range(len(labels)), labels if shown else [""] * len(labels))
-    ax.set_ylim(len(labels) - 0.5, -0.5)
-    ax.grid(axis="y", visible=False)
 
 
 def by_model(records: Sequence[Record], kind: str, part: str) -> dict[str, Arms]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,16 @@ class Figure:
     narrow: bytes = b""
     """PNG for a page of a phone's width, panels one below the other; empty outside a report."""
 
+    @property
+    def inches(self) -> float:
+        """The PNG's width."""
+        return int.from_bytes(self.png[16:20], "big") / DPI
+
 
 _narrow = False
 NARROW = 4.3
 """Inches."""
+DPI = 160
 
 
 @contextlib.contextmanager
@@ -95,23 +101,32 @@ def axes(columns: int, width: float = 10.0, height: float = 4.2) -> tuple[Canvas
 
 
 def finish(fig: Canvas, name: str, caption: str) -> Figure:
-    """The canvas as PNG and PDF."""
+    """The canvas as PNG and PDF, as large as what is drawn on it: nothing is cut."""
     png, pdf = io.BytesIO(), io.BytesIO()
-    fig.savefig(png, format="png", dpi=160, metadata={"Software": None})
+    fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None}, bbox_inches="tight")
     if not _narrow:
-        fig.savefig(pdf, format="pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
+        nobody = {"CreationDate": None, "Creator": None, "Producer": None}
+        fig.savefig(pdf, format="pdf", metadata=nobody, bbox_inches="tight")
     plt.close(fig)
     return Figure(name, caption, png.getvalue(), pdf.getvalue())
 
 
-def legend_below(fig: Canvas, ax: Axes, columns: int = 5) -> None:
-    """One legend for all axes of the canvas, taken from ``ax``, in at most so many columns as the canvas holds."""
-    handles, labels = ax.get_legend_handles_labels()
-    for ncols in range(min(columns, max(1, len(labels))), 0, -1):
-        legend = fig.legend(handles, labels, loc="outside lower center", ncols=ncols)
+def legend_below(fig: Canvas, columns: int = 5) -> None:
+    """One legend for all axes of the canvas, each label once, in at most so many columns as the canvas holds."""
+    found = [ax.get_legend_handles_labels() for ax in fig.axes]
+    handles = {label: handle for each in found for handle, label in zip(*each)}
+    for ncols in range(min(columns, max(1, len(handles))), 0, -1):
+        legend = fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols)
         if ncols == 1 or legend.get_window_extent().width <= 0.98 * fig.bbox.width:
             return
         legend.remove()
+
+
+def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
+    """Names of horizontal bars, from above; panels beside another may leave them to it."""
+    ax.set_yticks(range(len(labels)), labels if shown or _narrow else [""] * len(labels))
+    ax.set_ylim(len(labels) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
 
 
 def engineering() -> matplotlib.ticker.EngFormatter:

@@ -48,6 +48,7 @@ def render(readme: str, sections: Sequence[Section]) -> str:
     )
     environment.filters |= {
         "typeset": _typeset,
+        "wide": _wide,
         "base64": lambda content: base64.b64encode(content).decode(),
     }
     arms = {arm: what for section in sections for arm, what in section.arms.items()}
@@ -162,6 +163,12 @@ def _hardware(record: Record, full: bool = False) -> str:
         names.append(f"{(hardware.get('memory_bytes') or 0) / 2**30:.0f} GiB")
         names += [f"driver {hardware['driver']}"] if hardware.get("driver") else []
     return ", ".join(names)
+
+
+def _wide(table: Table) -> bool:
+    """Whether the table needs small print."""
+    longest = [max([len(row[i].text) for row in table.rows], default=0) for i in range(len(table.columns))]
+    return len(longest) > 9 or sum(longest) > 110
 
 
 def _typeset(text: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from packmamba.report import summary
-from packmamba.report.figures import INK, MUTED, Figure, axes, engineering, finish, legend_below, style_of
+from packmamba.report.figures import INK, MUTED, Figure, axes, engineering, finish, legend_below, name_bars, style_of
 from packmamba.report.summary import Arm, Record, Speed
 from packmamba.report.training import by_position, difference, versus
 
@@ -84,7 +84,7 @@ def _learning_curves(styled: Styled, speeds: Sequence[Speed]) -> Figure | None:
     for ax in panels:
         ax.set_ylabel("validation loss (nats per target)")
         ax.xaxis.set_major_formatter(engineering())
-    legend_below(fig, panels[0])
+    legend_below(fig)
     band = " Lines are means over seeds, bands their range." if any(len(arm.runs) > 1 for arm, _ in styled) else ""
     return finish(
         fig,
@@ -110,9 +110,7 @@ def _differences(styled: Styled) -> Figure | None:
         ax.plot(dots, [y] * len(dots), "o", color=style["color"], alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(found.mean, y, xerr=found.high - found.mean, fmt="D", color=style["color"], capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
-    ax.set_yticks(range(len(pairs)), labels)
-    ax.set_ylim(len(pairs) - 0.5, -0.5)
-    ax.grid(axis="y", visible=False)
+    name_bars(ax, labels)
     ax.set(title="Difference in validation loss", xlabel="nats per target; below zero is better")
     return finish(
         fig,
@@ -136,10 +134,8 @@ def _speed_bars(bars: Sequence[tuple[str, str, Speed]]) -> Figure | None:
         )
         text = f"{real:,.0f}" + ("" if pd.isna(speed.speedup) else f"   {speed.speedup:.2f}x")
         ax.text(slots + 0.012 * widest, y, text, va="center", color=INK)
-    ax.set_yticks(range(len(bars)), [label for label, _, _ in bars])
-    ax.set_ylim(len(bars) - 0.5, -0.5)
+    name_bars(ax, [label for label, _, _ in bars])
     ax.set_xlim(0, 1.2 * widest)
-    ax.grid(axis="y", visible=False)
     ax.xaxis.set_major_formatter(engineering())
     ax.set(title="Speed: real tokens per second, and slots lost to padding (hatched)", xlabel="slots per second")
     interleaved = all(speed.interleaved for _, _, speed in bars)
@@ -179,7 +175,7 @@ def _loss_by_position(styled: Styled) -> Figure | None:
     for ax in (left, *right):
         ax.set(xscale="log", xlabel="position in the document (tokens)")
         ax.xaxis.set_major_formatter(engineering())
-    legend_below(fig, left)
+    legend_below(fig)
     several = any(one.n > 1 for _, found in paired for *_, one in found)
     bands = " with 95 % confidence intervals over seeds (bands)" if several else ", one seed: no intervals, no claim"
     return finish(
