@@ -158,9 +158,9 @@ def losses(folder: Path) -> dict[str, list[float]]:
 
 def tables(folder: Path) -> dict[str, str]:
     results = {}
-    for readme in sorted((ROOT / "experiments").glob("*/README.md")):
-        question = readme.parent.name
-        shutil.copytree(readme.parent, folder / question)
+    for records in sorted((ROOT / "experiments").glob("*/records")):
+        question = records.parent.name
+        shutil.copytree(records.parent, folder / question)
         command("report", str(folder / question))
         for path in sorted((folder / question / "tables").glob("*.csv")):
             results[f"{question}/{path.name}"] = path.read_text()
