@@ -38,7 +38,7 @@ TINY_BENCH = {"packing": ["num_documents=100", "seeds=[0]", "row_lengths=[2048]"
 WRITES = {"own_sweep.md": "runs/my_sweep/tables/differences.md", "extend.md": "runs/with_my_table/tables/slots.md"}
 REGISTRIES = [  # what the plugin of a page adds to, put back after its test
     *("packmamba.data.packing:STRATEGIES", "packmamba.data.sources:SOURCES", "packmamba.nn.mixers:MIXERS"),
-    *("packmamba.report.kinds:KINDS",),
+    *("packmamba.report.kinds:KINDS", "packmamba.ops.backends:BACKENDS"),
 ]
 
 
@@ -158,7 +158,7 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "experiments").glob("*/README.md"))], ids=str)
 def test_every_link_leads_somewhere(page):
-    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+    for link in re.findall(r"\]\(([^)\s]+)", page.read_text(encoding="utf-8")):
         if not link.startswith(("http://", "https://")):
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
