@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from packmamba.report.kinds import Kind
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
+
+logger = logging.getLogger(__name__)
 
 
 class Bench(NamedTuple):
@@ -122,7 +125,16 @@ def module(folder: Path, part: str) -> ModuleType | None:
 
 
 def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Kind]:
-    """What is made of records: by the folder's own report.py, else by those of the experiments that the records name."""
+    """What is made of records: by the folder's own report.py, else by those of the experiments that the records name.
+
+    Plugins of the runs are imported first, so that their tables and figures are made too; one that is gone is left out.
+    """
+    records = list(records)
+    for plugin in dict.fromkeys(name for record in records for name in record["config"].get("plugins", ())):
+        try:
+            import_plugins([plugin])
+        except ConfigError as error:
+            logger.warning("%s; what it adds to the report is left out", error)
     known = set(names())
     modules = [module(folder, "report")]
     if modules == [None]:

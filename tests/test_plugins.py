@@ -130,6 +130,31 @@ def test_sweeps_and_benches_take_plugins(tmp_path):
     assert {record["arm"] for record in read_records(tmp_path / "bench")} == {"toy", "greedy"}
 
 
+TABLE = """
+from packmamba.report.kinds import KINDS
+from packmamba.report.tables import Cell, Column, Table
+
+def count(records):
+    table = Table("toy", "How many runs", [Column("runs", ("runs",))])
+    table.rows.append([Cell(str(len(records)), (len(records),))])
+    return [table]
+
+KINDS["training"] = KINDS["training"].extended(tables=count)
+"""
+
+
+def test_a_report_made_again_has_a_plugin_s_table(tmp_path):
+    (tmp_path / "toy.py").write_text(TABLE)
+    train(tmp_path, ["plugins=[toy]"])
+    folder = next((tmp_path / "new").iterdir())
+    succeed(tmp_path, ["report", folder])
+    assert "How many runs" in (folder / "report.html").read_text()
+    (tmp_path / "toy.py").unlink()
+    succeed(tmp_path, ["report", folder])
+    assert "How many runs" not in (folder / "report.html").read_text()
+    assert "plugins: cannot import 'toy'" in (tmp_path / "output.txt").read_text()
+
+
 def test_a_plugin_that_cannot_be_imported_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^plugins: cannot import 'no_such_module' \(ModuleNotFoundError: [^\n]*\)$"):
         load_config(None, ["plugins=[no_such_module]"])

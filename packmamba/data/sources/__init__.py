@@ -10,7 +10,15 @@ from collections.abc import Callable
 
 from packmamba.config import DataConfig, check
 from packmamba.data.sources.jsonl import open_jsonl
-from packmamba.data.sources.source import Document, Source
+from packmamba.data.sources.source import (
+    Document,
+    Source,
+    held_out_files,
+    list_files,
+    share_of,
+    source_path,
+    stat_files,
+)
 from packmamba.data.sources.stdlib import open_stdlib
 from packmamba.data.sources.synthetic import open_synthetic
 from packmamba.data.sources.text import open_text
@@ -23,7 +31,17 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
 }
 """What ``data.source`` may name: each checks its keys and lists its files, and reads none yet. Plugins may add to it."""
 
-__all__ = ["SOURCES", "Document", "Source", "open_source"]
+__all__ = [
+    "SOURCES",
+    "Document",
+    "Source",
+    "held_out_files",
+    "list_files",
+    "open_source",
+    "share_of",
+    "source_path",
+    "stat_files",
+]
 
 
 def open_source(data: DataConfig) -> Source:
