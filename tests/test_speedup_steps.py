@@ -67,7 +67,7 @@ def test_steps_that_do_not_fit_into_memory_together_are_timed_alone(tmp_path, mo
 
     monkeypatch.setattr(steps, "take_turns", take_few)
     arms = some("single", "padded-256", "packed-512-best_fit")
-    records = run(tmp_path, arms=arms, parts=[STEPS])
+    records = run(tmp_path, arms=arms, parts=[STEPS], rounds=1)
     assert [len(names) for names in seen] == [3, 1, 1, 1]
     assert [record["arm"] for record in records] == ["single", "packed-512-best_fit"]
     together, left_out = capsys.readouterr().err.splitlines()
@@ -110,7 +110,7 @@ def test_steps_that_do_not_fit_leave_their_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "MambaLitModule", note)
     monkeypatch.setattr(steps.Watch, "on_train_batch_end", fail)
     bench.run(
-        configured(Config, TINY, arms=some("padded-256", "packed-512-best_fit"), parts=[STEPS]),
+        configured(Config, TINY, arms=some("padded-256", "packed-512-best_fit"), parts=[STEPS], rounds=1),
         tmp_path / "records.jsonl",
         progress=False,
     )

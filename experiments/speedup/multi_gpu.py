@@ -59,6 +59,7 @@ class Config:
     rounds: int = key(5, "Timed turns of four steps of ``slots`` slots a device.", at_least(1))
     precision: str = key("bf16-mixed", "Lightning's.", one_of(*TOLERANCE))
     accelerator: str = key("gpu", "gpu, or cpu (gloo).", one_of("gpu", "cpu"))
+    num_workers: int = key(2, "Processes of each device that prepare its batches.", at_least(0))
     timeout_seconds: int = key(300, "Longest time for one arm.", at_least(1))
     seed: int = key(0, "Of lengths, tokens and weights.", at_least(0))
 
@@ -170,7 +171,7 @@ def _work(job: dict[str, Any]) -> None:
     c = Config(**job["bench"] | {"arms": {name: Arm(**fields) for name, fields in job["bench"]["arms"].items()}})
     shared = config.Config(
         models=[c.model], overrides=c.overrides, distribution=c.distribution, documents=c.documents, slots=c.slots,
-        precision=c.precision, seed=c.seed,
+        precision=c.precision, num_workers=c.num_workers, seed=c.seed,
     )  # fmt: skip
     model = Model(shared, c.model, c.device, Path(), False)
     keys = {"devices": arm.devices, "strategy": arm.parallel, "accelerator": c.accelerator}
