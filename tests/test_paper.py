@@ -71,7 +71,7 @@ def test_a_changed_number_is_noticed():
     assert wrong('[1](x.md "packing: nothing")') == [("1", "nothing")]
 
 
-@pytest.mark.parametrize("experiment", ["speedup", "operators"])
+@pytest.mark.parametrize("experiment", ["operators", "packing", "schemes", "speedup"])
 def test_a_readme_states_every_headline(experiment):
     """In a table: its row has the headline's name; or what follows a colon in it, and a column what is before."""
     found = table_cells((experiments.find(experiment) / "README.md").read_text(encoding="utf-8"))

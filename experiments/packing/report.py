@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from packmamba.report import summary
-from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.kinds import Kind
 from packmamba.report.summary import Interval, Record
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
@@ -118,7 +118,8 @@ def _by_row_length(plans: pd.DataFrame) -> Figure:
     shown = _shown(plans)
     fig, (left, right) = axes(2)
     for label, chosen in shown.groupby("label", sort=False):
-        style = _STYLES[chosen["config.strategy"].iloc[0]] | {"linewidth": 1.8, "label": label}
+        name = chosen["config.strategy"].iloc[0]
+        style = _STYLES.get(name, style_of(name)) | {"linewidth": 1.8, "label": label}
         _line(left, chosen, "row_length", 100 * chosen["padding_fraction"], style)
         _line(right, chosen, "row_length", chosen["per_million"], style)
     for (label, published), dashes in zip(PAPER_PADDING.items(), ((1, 1.5), (5, 2))):
@@ -186,7 +187,7 @@ def _plans(records: Sequence[Record]) -> pd.DataFrame:
     plans = plans.drop_duplicates(["config.strategy", "row_length", "buffer", "seed"], keep="last")
     order = {name: i for i, name in enumerate(_STRATEGIES)}
     plans = plans.sort_values(["buffer", "seed"], kind="stable").sort_values(
-        "config.strategy", key=lambda names: names.map(order), kind="stable"
+        "config.strategy", key=lambda names: names.map(order).fillna(len(order)), kind="stable"
     )
     label = [f"{s}, buffer {b}" if s == "greedy" else s for s, b in zip(plans["config.strategy"], plans["buffer"])]
     return plans.assign(label=label)
