@@ -63,6 +63,25 @@ TOYS = {
     ),
 }
 
+TOY_REPORT = """
+    from packmamba.report.figures import axes, finish
+    from packmamba.report.kinds import KINDS
+    from packmamba.report.summary import frame
+    from packmamba.report.tables import Column, Table, number, word
+
+    def tables(records):
+        runs = frame(records, "training")
+        rows = [[word(run["arm"]), number(run["steps"], ".0f")] for _, run in runs.iterrows()]
+        return [Table("toy", "A toy table", [Column("arm", ("arm",), False), Column("steps", ("steps",))], rows)]
+
+    def figures(records):
+        fig, (ax,) = axes(1)
+        ax.plot(frame(records, "training")["val_loss"])
+        return [finish(fig, "toy", "A toy figure.")]
+
+    KINDS["training"] = KINDS["training"].extended(tables, figures)
+"""
+
 
 def write_toy(folder, toy):
     """The toy's module in the folder; its keys."""
@@ -96,6 +115,22 @@ def train(folder, keys, start_method=None):
 def test_a_plugin_s_name_is_trained(tmp_path, toy):
     record = train(tmp_path, write_toy(tmp_path, toy))
     assert record["metrics"]["steps"] == 2 and record["config"]["plugins"] == ["toy"]
+
+
+def test_a_plugin_s_table_and_figure_are_in_the_report(tmp_path):
+    """For an experiment's own they stand in its report.py: one file, as here."""
+    (tmp_path / "toy.py").write_text(textwrap.dedent(TOY_REPORT))
+    base = write_config(tmp_path / "base.yaml", tiny_config(tmp_path, "trainer.max_steps=1"))
+    (tmp_path / "sweep.yaml").write_text(
+        f"base: {base}\noutput: {tmp_path}/sweep\nplugins: [toy]\narms: {{single: {{data.strategy: single}}}}\n"
+    )
+    succeed(tmp_path, ["sweep", tmp_path / "sweep.yaml"])
+    assert (tmp_path / "sweep" / "tables" / "toy.csv").read_text() == "arm,steps\nsingle,1\n"
+    assert (tmp_path / "sweep" / "tables" / "toy.tex").read_text().startswith("\\begin{table}")
+    assert (tmp_path / "sweep" / "figures" / "toy.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "sweep" / "figures" / "toy.pdf").read_bytes().startswith(b"%PDF")
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert "<h3>A toy table</h3>" in page and "<figcaption>A toy figure.</figcaption>" in page
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
