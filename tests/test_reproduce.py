@@ -53,7 +53,7 @@ def test_packing_from_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_every_headline_has_a_committed_number():
-    for name in experiments.names():
+    for name in reproduce.reproducible():
         headlines = headlines_of(name)
         cells = reproduce.cells(headlines, experiments.find(name))
         assert len(cells) == len(headlines) > 3, "two headlines of one name"
@@ -91,8 +91,10 @@ def test_what_a_machine_can_do(monkeypatch):
 def test_all_of_what_this_machine_can_do(monkeypatch):
     gpus(monkeypatch, 0, 0)
     plans = reproduce.load_plans("all", ["scale=small", "output=mine"])
-    assert [plan.experiment for plan in plans] == ["operators", "packing", "schemes"]
-    assert [plan.output.parts for plan in plans] == [("mine", name) for name in ("operators", "packing", "schemes")]
+    assert {"operators", "packing", "schemes"} <= {plan.experiment for plan in plans} and len(plans) < len(
+        reproduce.reproducible()
+    )
+    assert all(plan.output == Path("mine") / plan.experiment for plan in plans)
     left_out = " ".join(sentence for plan in plans for sentence in plan.left_out)
     assert "operators/gpu_operators needs a GPU" in left_out and "speedup/multi_gpu needs 4 GPUs" in left_out
 
@@ -115,7 +117,7 @@ def test_the_keys_of_every_step_are_its_file_s():
     """Those that scale=small adds too."""
     from packmamba.training.sweep import load_sweep
 
-    for name in experiments.names():
+    for name in reproduce.reproducible():
         folder = experiments.find(name)
         for step in experiments.module(folder, "reproduce").STEPS:
             keys = [*step.overrides, *step.small, "output=mine"]

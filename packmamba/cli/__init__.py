@@ -126,11 +126,11 @@ def _list(named: dict[str, Path], command: str) -> None:
 
 def reproduce(arguments: argparse.Namespace) -> None:
     """Run an experiment from nothing and compare its headline numbers with the committed ones. Without a name: list them."""
-    from packmamba.cli.reproduction import reproduce
-    from packmamba.experiments import find, names
+    from packmamba.cli.reproduction import reproduce, reproducible
+    from packmamba.experiments import find
 
     if arguments.experiment is None:
-        _list({name: find(name) / "README.md" for name in names()}, "reproduce")
+        _list({name: find(name) / "README.md" for name in reproducible()}, "reproduce")
         return
     reproduce(arguments.experiment, arguments.overrides)
 

@@ -51,12 +51,14 @@ def load_plans(what: str, arguments: list[str]) -> list[Plan]:
     if (scale := own.get("scale", "full")) not in SCALES:
         raise ConfigError(f"scale: expected one of {', '.join(SCALES)}, got '{scale}'")
     plans, refused = [], []
-    chosen = names() if what == "all" else [what]
+    chosen = reproducible() if what == "all" else [what]
     for name in chosen:
         question, _, step = name.partition("/")
         declared = module(find(question), "reproduce")
         if declared is None:
-            raise ConfigError(f"experiment '{question}' has no reproduce.py")
+            raise ConfigError(
+                f"experiment '{question}' has no reproduce.py; those that have: {', '.join(reproducible())}"
+            )
         steps = [s for s in declared.STEPS if not step or Path(s.file).stem == step]
         if not steps:
             known = dict.fromkeys(f"{question}/{Path(s.file).stem}" for s in declared.STEPS)
@@ -80,6 +82,11 @@ def load_plans(what: str, arguments: list[str]) -> list[Plan]:
     if refused:
         plans[0].left_out.extend(refused)
     return plans
+
+
+def reproducible() -> list[str]:
+    """The experiments that declare how to reproduce them."""
+    return [name for name in names() if (find(name) / "reproduce.py").is_file()]
 
 
 def lacks(step: Step, question: str) -> str | None:
@@ -152,7 +159,7 @@ def comparison(plan: Plan) -> Table:
 
 def cells(headlines: Sequence[Headline], folder: Path) -> dict[str, Cell]:
     """The number behind each headline, from a folder's records; a dash where they have none."""
-    records = read_records(folder)
+    records = read_records(folder) if any((folder / "records").glob("*.jsonl")) else []
     sections = build_sections(records, figures=False, kinds=kinds_of(folder, records))
     tables = {table.name: table for section in sections for table in section.tables}
     return {headline.name: _cell(headline, tables) for headline in headlines}
