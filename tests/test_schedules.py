@@ -52,8 +52,8 @@ def device(monkeypatch):
     for module in (launch, schedule):
         monkeypatch.setattr(module, "operator", device.operator)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: device.stream, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: device.capturing, raising=False)
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=1 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: properties)
     monkeypatch.setitem(kernels.KERNELS, "cpu", launch.KERNELS)

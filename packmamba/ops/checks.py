@@ -37,10 +37,18 @@ def check_tensor(
     unit_stride: bool = False,
 ) -> None:
     """Another argument, against the shape, dtypes and device that the first one implies."""
+    if (
+        isinstance(tensor, Tensor)
+        and tensor.shape == shape
+        and tensor.dtype in dtypes
+        and tensor.device == like.device
+        and not (unit_stride and tensor.stride(-1) != 1)
+    ):
+        return
     check_is_tensor(tensor, name)
     if tensor.shape != shape:
         raise ValueError(
-            f"{name}: expected shape {shape} to go with {like_name} {tuple(like.shape)}, got {tuple(tensor.shape)}"
+            f"{name}: expected shape {tuple(shape)} to go with {like_name} {tuple(like.shape)}, got {tuple(tensor.shape)}"
         )
     if tensor.dtype not in dtypes:
         expected = " or ".join(dict.fromkeys(_name(dtype) for dtype in dtypes))
@@ -49,8 +57,7 @@ def check_tensor(
         )
     if tensor.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {tensor.device}")
-    if unit_stride:
-        _check_channel_stride(tensor, name)
+    _check_channel_stride(tensor, name)
 
 
 def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, name: str = "layout") -> SequenceLayout:
@@ -85,7 +92,7 @@ def seen_by_tracing() -> bool:
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
     """Each row as one document, made once: by stream, since another's work might come before the layout's values are there."""
-    if seen_by_tracing() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if seen_by_tracing() or (like.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return SequenceLayout.from_rows(rows, row_length, like.device)
     stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
     key = (rows, row_length, like.device, stream)

@@ -70,8 +70,13 @@ def register(
     schema = ", ".join(SCHEMA[kind].format(field) for field, kind in hints.items())
     values = flat + len(kinds) - options
 
+    without = (None,) * (tensors - gradients)
+
+    def places(others: tuple) -> list[Tensor]:
+        return [place for layout in others[:layouts] for place in (layout.starts, layout.ends)]
+
     def flatten(a: Arguments) -> tuple:
-        return (*a[:tensors], *(t for layout in a[tensors:options] for t in (layout.starts, layout.ends)), *a[options:])
+        return (*a[:tensors], *places(a[tensors:]), *a[options:])
 
     def gather(values: tuple) -> Arguments:
         documents = (Documents(*values[i : i + 2]) for i in range(tensors, flat, 2))
@@ -107,29 +112,28 @@ def register(
 
         @staticmethod
         def forward(ctx: Any, keys: Any, keep: bool, others: tuple, *given: Any) -> Any:
-            ctx.keys, ctx.keep, ctx.others = keys, keep, others
+            ctx.call = keys, keep, others
             ctx.set_materialize_grads(False)
-            places = [t for layout in others[:layouts] for t in (layout.starts, layout.ends)]
             if keys is None:
                 results = forward(arguments(*given, *others), keep)
-                ctx.save_for_backward(*given, *places, *results[outputs:])
-                return results[:outputs]
-            results = below_autograd(keys, (*given, *places, *others[layouts:], keep))
-            ctx.save_for_backward(*given, *places, *results[outputs:])
-            return results
+            else:
+                results = below_autograd(keys, (*given, *places(others), *others[layouts:], keep))
+            ctx.save_for_backward(*given, *places(others), *results[outputs:])
+            return results[:outputs] if keys is None else results
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-            if not ctx.keep:
-                raise RuntimeError(f"packmamba::{name}: called with keep=False, so it cannot be differentiated")
+            keys, keep, others = ctx.call
             saved = ctx.saved_tensors
-            if ctx.keys is None and not torch.is_grad_enabled():
-                found = backward(arguments(*saved[:tensors], *ctx.others), saved[flat:], grads)
+            if not keep:
+                raise RuntimeError(f"packmamba::{name}: called with keep=False, so it cannot be differentiated")
+            if keys is None and not torch.is_grad_enabled():
+                found = backward(arguments(*saved[:tensors], *others), saved[flat:], grads)
             else:
-                given = (*grads[:outputs], *saved[:flat], *ctx.others[layouts:])
+                given = (*grads[:outputs], *saved[:flat], *others[layouts:])
                 found = operator_backward(*given, *filled(saved[flat:], saved[0]))
                 found = tuple(None if t is None else grad for t, grad in zip(saved, found))
-            return (None, None, None, *found, *[None] * (tensors - gradients))
+            return None, None, None, *found, *without
 
     def differentiated(keys: Any, *given: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(given[:gradients])):

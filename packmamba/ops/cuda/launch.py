@@ -27,14 +27,15 @@ def _launch(
     if u.dtype == torch.float64:
         raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
     device = u.get_device()
-    if device != torch.cuda.current_device():
+    if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             _launch(name, direction, arguments, u, documents, cuts, last)
         return
     rows, row_length, channels = u.shape
     starts, ends = documents
-    found = schedule(starts, ends, rows, row_length, channels, cuts, direction)
-    operator("cuda", name)(*arguments, *found, current_stream(u), *last)
+    stream = current_stream(device)
+    found = schedule(starts, ends, rows, row_length, channels, cuts, direction, stream)
+    operator("cuda", name)(*arguments, *found, stream, *last)
 
 
 # Arguments are those of kernels/cpu/bindings.cpp, by position.
@@ -82,7 +83,7 @@ def _check_backward_fits(device: torch.device) -> None:
 def _even(tensor: Tensor) -> bool:
     """Whether pairs of 16-bit channels can be read at once."""
     rows, tokens, _ = tensor.stride()
-    return tensor.data_ptr() % 4 == 0 and rows % 2 == 0 and tokens % 2 == 0
+    return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
 
 
 def _cuts(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> bool:

@@ -54,7 +54,14 @@ def plan(
 
 
 def schedule(
-    starts: Tensor, ends: Tensor, rows: int, row_length: int, channels: int, cuts: bool, direction: str
+    starts: Tensor,
+    ends: Tensor,
+    rows: int,
+    row_length: int,
+    channels: int,
+    cuts: bool,
+    direction: str,
+    stream: int | None = None,
 ) -> Found:
     """The batch's schedule and its plan; made on the device at the first call for a layout, found again by later ones.
 
@@ -62,8 +69,8 @@ def schedule(
     the first inside ``one_capture``. So does each stream: another's work might come before a schedule is there.
     """
     schedules = schedules_of(starts)
-    stream = current_stream(starts)
-    capture = (_capture or object()) if torch.cuda.is_current_stream_capturing() else None
+    stream = current_stream(starts.get_device()) if stream is None else stream
+    capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None
     made_of = (ends.data_ptr(), _version(starts), _version(ends), capture)
     key = (direction, rows, row_length, channels, cuts, stream)
     known = schedules.get(key)
@@ -106,9 +113,9 @@ def one_capture() -> Iterator[None]:
         _capture = None
 
 
-def current_stream(tensor: Tensor) -> int:
-    """Of the tensor's device, as torch.cuda.current_stream, without an object for each call: operators are called often."""
-    return torch._C._cuda_getCurrentRawStream(tensor.get_device())
+# torch.cuda's functions, without what each does first: operators are called often, and some are short.
+def current_stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def _version(tensor: Tensor) -> int:

@@ -36,11 +36,11 @@ class ScanArguments(NamedTuple):
         states = A.shape[1]
         near, wide = (u.dtype,), (accumulation_dtype(u.dtype),)
         check_tensor(A, "A", (channels, states), wide, u, "u")
-        check_tensor(delta, "delta", tuple(shape), near, u, "u", True)
-        check_tensor(B, "B", (rows, row_length, states), near, u, "u", True)
-        check_tensor(C, "C", (rows, row_length, states), near, u, "u", True)
+        check_tensor(delta, "delta", shape, near, u, "u", True)
+        for name, tensor in (("B", B), ("C", C)):
+            check_tensor(tensor, name, (rows, row_length, states), near, u, "u", True)
         if z is not None:
-            check_tensor(z, "z", tuple(shape), near, u, "u", True)
+            check_tensor(z, "z", shape, near, u, "u", True)
         if D is not None:
             check_tensor(D, "D", (channels,), wide, u, "u")
         if delta_bias is not None:

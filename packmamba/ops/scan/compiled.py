@@ -30,7 +30,7 @@ def scan_room(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Room for the scan's y, final states and what it keeps for its backward."""
     channels, states = A.shape
-    y = torch.empty_like(u, memory_format=torch.contiguous_format)
+    y = room_like(u)
     final = A.new_empty((starts.shape[0], channels, states)) if return_final_state else None
     if not keep:
         return y, final, None
