@@ -29,8 +29,8 @@ def run_py(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
 
 def fork(function: Callable, *arguments: Any, output: Path, **environment: str) -> multiprocessing.Process:
     """``function(*arguments)`` in a process and process group of its own, whose exit status is what it returns (None is 0);
-    all it prints goes to the end of ``output``."""
-    process = FORKS.Process(target=_child, args=(function, arguments, output, environment))
+    all it prints goes to the end of ``output``. Its environment is this process's, not that of the server's start."""
+    process = FORKS.Process(target=_child, args=(function, arguments, output, {**os.environ, **environment}))
     process.start()
     return process
 
@@ -40,6 +40,7 @@ def _child(function: Callable, arguments: tuple, output: Path, environment: dict
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.environ.clear()
     os.environ.update(environment)
     multiprocessing.set_start_method(None, force=True)  # loaders start their workers as anywhere else
     torch.set_num_threads(1)

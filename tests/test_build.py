@@ -117,13 +117,15 @@ def test_the_kernels_are_right_for_older_instruction_sets(march, needs, tmp_path
     cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
     if f" {needs} " not in cpu:
         pytest.skip(f"this machine has no {needs}")
+    compiler = tmp_path / "compiler"  # optimises less, in half the time, and says so: its libraries are cached apart
+    compiler.write_text('#!/bin/sh\ncase "$*" in *--version*) echo "-O1";; esac\nexec g++ "$@" -O1\n')
+    compiler.chmod(0o755)
     tests = [str(ROOT / "tests" / name) for name in ("test_operator_parity.py", "test_cpu_kernels.py")]
     chosen = "awkward and cpu and states and not stateless or exp2 or softplus"
     output = tmp_path / "output.txt"
     arguments = ["-q", "-p", "no:cacheprovider", "-k", chosen, *tests]
-    assert statuses(fork(pytest.main, arguments, output=output, PACKMAMBA_MARCH=march)) == [0], output.read_text()[
-        -4000:
-    ]
+    environment = {"PACKMAMBA_MARCH": march, "CXX": str(compiler)}
+    assert statuses(fork(pytest.main, arguments, output=output, **environment)) == [0], output.read_text()[-4000:]
     assert " passed" in output.read_text()
 
 
