@@ -13,10 +13,10 @@ from packmamba.data.batching import PackedBatch
 from packmamba.layout import SequenceLayout
 from packmamba.report.summary import training_arms
 from packmamba.training import graphs
+from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.fit import fit
 from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import decisive
 from runs import tiny_config
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -45,13 +45,6 @@ def test_without_a_gpu_graphs_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs a GPU"):
         fit(tiny_config(tmp_path, "trainer.cuda_graphs=true", "trainer.accelerator=auto"), progress=False)
-
-
-def test_runs_without_graphs_keep_their_names(tmp_path):
-    config = tiny_config(tmp_path)
-    assert "cuda_graphs" not in decisive(config)["trainer"]
-    config.trainer.cuda_graphs = True
-    assert decisive(config)["trainer"]["cuda_graphs"] is True
 
 
 def test_reports_tell_runs_with_graphs_from_those_without(tmp_path):
@@ -132,7 +125,7 @@ def check_steps(lit, replay, steps, boundary, tolerance):
         for step in steps:
             batches = [batch.to(device) for batch in step]
             lit.zero_grad()
-            expected = [lit.loss(batch, boundary) for batch in batches]
+            expected = [lit.loss(batch, BOUNDARIES[boundary]()) for batch in batches]
             (sum(total for total, _ in expected) / 7).backward()
             expected = [(total.detach(), losses) for total, losses in expected]  # no autograd graph outlives its step
             expected_gradients = gradients(lit)
@@ -207,7 +200,7 @@ def test_gradients_are_those_of_eager_steps_where_capturing_is_emulated(emulated
     emulated.setattr(graphs, "MOST_GRAPHS", most)
     lit = module("model.learned_initial_state=true", "ops.backend=cpu", device="cpu")
     emulated.setattr(BatchGraphs, "lit", lit, raising=False)
-    replay = BatchGraphs(lambda batch: lit.loss(batch, boundary), list(lit.parameters()))
+    replay = BatchGraphs(lambda batch: lit.loss(batch, BOUNDARIES[boundary]()), list(lit.parameters()))
     steps = [BATCHES, *([batch] for batch in BATCHES), BATCHES[2:], BATCHES[1:2], BATCHES[:2]]
     check_steps(lit, replay, steps, boundary, 1e-5)
     assert len(replay.captured) == (4 if most > 1 else 1)
@@ -220,7 +213,7 @@ def test_gradients_are_those_of_eager_steps_where_capturing_is_emulated(emulated
 def test_losses_and_gradients_are_those_of_eager_steps(dtype, tolerance, boundary, compiled):
     torch._dynamo.reset()
     lit = module(f"model.compile={compiled}", f"model.learned_initial_state={boundary == 'reset'}")
-    replay = BatchGraphs(lambda batch: lit.loss(batch, boundary), list(lit.parameters()))
+    replay = BatchGraphs(lambda batch: lit.loss(batch, BOUNDARIES[boundary]()), list(lit.parameters()))
     compiles_few = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
     with compiles_few, torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
         check_steps(lit, replay, [[batch] for batch in BATCHES], boundary, tolerance)

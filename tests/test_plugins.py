@@ -10,10 +10,13 @@ import pytest
 
 import run
 from packmamba.config import ConfigError, load_config
+from packmamba.nn.mixers import MIXERS
 from packmamba.records import read_records
-from packmamba.training.runs import run_id
+from packmamba.training.boundary import BOUNDARIES
+from packmamba.training.fit import fit
+from packmamba.training.module import MambaLitModule
 from processes import ONE_THREAD, ROOT, fork, statuses
-from runs import tiny_config, write_config
+from runs import final_state, losses_of, tiny_config, write_config
 
 # What each toy adds, and the keys that ask for it.
 TOYS = {
@@ -61,7 +64,74 @@ TOYS = {
         """,
         ["data.source=toy", "data.path=null"],
     ),
-}
+    "boundary scheme": (
+        """
+        from packmamba.training.boundary import BOUNDARIES, Carry
+
+        class Faded(Carry):
+            def __init__(self, share=0.5):
+                super().__init__()
+                self.share = share
+
+            def of_continuing(self, own, fresh, layout):
+                return [tuple(self.share * part for part in state) for state in own]
+
+        BOUNDARIES["toy"] = Faded
+        """,
+        ["trainer.boundary=toy", "data.strategy=split", "data.streams=3", "trainer.boundary_options.share=0.25"],
+    ),
+    "mixer": (
+        """
+        import torch
+        from torch import nn
+        from packmamba.nn.mixers import MIXERS
+
+        class Mean(nn.Module):
+            NO_WEIGHT_DECAY = ("rate",)
+
+            def __init__(self, d_model, heads=2, recompute=False, backend=None):
+                super().__init__()
+                self.d_model = d_model
+                self.rate = nn.Parameter(torch.zeros(heads, d_model // heads))
+                self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+            def mix(self, normed, weight, conv_layout, ssm_layout, state, return_state):
+                (last,) = self.start_state(ssm_layout.num_documents) if state is None else state
+                x, y, finals = (normed * weight).flatten(0, 1), torch.zeros_like(normed).flatten(0, 1), []
+                for s in range(ssm_layout.num_documents):
+                    h = last[s]
+                    for slot in range(int(ssm_layout.starts[s]), int(ssm_layout.ends[s])):
+                        h = h + self.rate.flatten().sigmoid() * (x[slot] - h)
+                        y[slot] = h
+                    finals.append(h)
+                mixed = self.out_proj(y.view(normed.shape))
+                return mixed, (torch.stack(finals) if finals else last,) if return_state else None
+
+            def start_state(self, documents):
+                return (self.rate.new_zeros(documents, self.d_model),)
+
+            def initialise_in_stack(self, n_layer):
+                with torch.no_grad():
+                    self.out_proj.weight.div_(n_layer**0.5)
+
+        MIXERS["toy"] = Mean
+        """,
+        ["model.mixer=toy", "model.mixer_options.heads=4", "trainer.boundary=carry", "data.strategy=split", "data.streams=3",
+         "model.d_state=16"],
+    ),
+    "optimizer": (
+        """
+        import torch
+        from packmamba.training.optimizer import OPTIMIZERS
+
+        def sgd(model, config, fused, momentum=0.0):
+            return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=momentum)
+
+        OPTIMIZERS["toy"] = sgd
+        """,
+        ["optimizer.name=toy", "optimizer.options.momentum=0.5"],
+    ),
+}  # fmt: skip
 
 TOY_REPORT = """
     from packmamba.report.figures import axes, finish
@@ -133,6 +203,50 @@ def test_a_plugin_s_table_and_figure_are_in_the_report(tmp_path):
     assert "<h3>A toy table</h3>" in page and "<figcaption>A toy figure.</figcaption>" in page
 
 
+@pytest.mark.parametrize("toy", ["boundary scheme", "mixer"])
+def test_what_a_plugin_carries_is_gone_on_from(tmp_path, monkeypatch, toy):
+    """Stopped after its third step, a run ends as one that was not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for mapping in (sys.modules, MIXERS, BOUNDARIES):  # what the toy registers goes when the test ends
+        monkeypatch.setitem(mapping, "toy", None)
+        del mapping["toy"]
+    keys = [*write_toy(tmp_path, toy), "data.mode=stream", "data.tokens_per_step=72", "trainer.checkpoint_every=1"]
+    whole, stopped = (tiny_config(tmp_path, f"runs_dir={tmp_path}/{name}", *keys) for name in ("whole", "stopped"))
+    expected = losses_of(fit(whole, progress=False))
+    take = MambaLitModule.take_step
+
+    def stop(module, step, optimizer, number, *others):
+        if number == 3:
+            raise RuntimeError("stopped")
+        return take(module, step, optimizer, number, *others)
+
+    monkeypatch.setattr(MambaLitModule, "take_step", stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(stopped, progress=False)
+    monkeypatch.setattr(MambaLitModule, "take_step", take)
+    carried = final_state(stopped)["carry"][0]
+    assert carried["positions"].any() and all(part.any() for state in carried["states"] for part in state)
+    assert losses_of(fit(stopped, progress=False)) == expected
+
+
+@pytest.mark.parametrize(
+    ("toy", "key", "message"),
+    [
+        ("boundary scheme", "trainer.boundary_options.part=1", "'trainer.boundary_options.part'; known: share"),
+        ("boundary scheme", "data.strategy=greedy data.streams=1", "trainer.boundary=toy needs data.strategy=split"),
+        ("mixer", "model.mixer_options.width=1", "unknown key 'model.mixer_options.width'; known: heads"),
+        ("mixer", "model.d_conv=3", "model.d_conv: mixer 'toy' has no such option, got 3"),
+        ("optimizer", "optimizer.options.beta=1", "unknown key 'optimizer.options.beta'; known: momentum"),
+    ],
+)
+def test_what_a_plugin_has_not_is_refused(tmp_path, toy, key, message):
+    config = write_config(tmp_path / "train.yaml", tiny_config(tmp_path))
+    arguments = ["train", config, *write_toy(tmp_path, toy), *key.split()]
+    output = tmp_path / "output.txt"
+    assert statuses(fork(command, tmp_path, arguments, output=output)) == [2]
+    assert message in output.read_text() and output.read_text().count("\n") == 1
+
+
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_workers_know_plugins(tmp_path, start_method):
     (tmp_path / "alone").mkdir()
@@ -199,11 +313,3 @@ def test_a_plugin_that_cannot_be_imported_is_one_sentence(tmp_path, monkeypatch)
         ConfigError, match=r"^plugins: cannot import 'toy_that_fails' \(ZeroDivisionError: division by zero\)$"
     ):
         load_config(None, ["plugins=[toy_that_fails]"])
-
-
-def test_runs_without_plugins_keep_their_names(tmp_path):
-    config = tiny_config(tmp_path)
-    plain = run_id(config)
-    config.plugins = ["json"]
-    assert run_id(config) != plain
-    assert run_id(load_config()) == "train-4ceb1c41f6"

@@ -1,6 +1,7 @@
 """Runs that go on: after SIGKILL, after a stop in an evaluation; and what they refuse to go on from."""
 
 import random
+import shutil
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import alone, run_folder
-from processes import fork, kill, statuses
+from processes import ROOT, fork, kill, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 
 
@@ -132,3 +133,27 @@ def test_a_run_that_another_process_trains_is_refused(tmp_path):
         output.read_text() == f"run.py: error: another process trains this run, in {folder}; wait for it, or stop it\n"
     )
     assert not checkpoints(folder / "checkpoints")
+
+
+def test_a_checkpoint_written_before_the_seams_is_gone_on_from(tmp_path):
+    """Of commit a0b6fb3: states that are carried, generators, AdamW's moments and learned starts under their names."""
+    keys = [*CARRY, "data.mode=stream", "data.tokens_per_step=144", "model.d_model=4", "model.d_state=2",
+            "model.learned_initial_state=true", "trainer.checkpoint_every=3", "trainer.threads=1"]  # fmt: skip
+    whole = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/whole")
+    old = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/old")
+    expected = fit(whole, progress=False)["curves"]["train"]
+    folder = run_folder(old) / "checkpoints"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "data" / "carry.step=3.ckpt", folder / "step=3.ckpt")
+    state = torch.load(folder / "step=3.ckpt", weights_only=False)
+    found = fit(old, progress=False)["curves"]["train"]
+    assert [point["step"] for point in found] == [1, 2, 3, 4, 5, 6]
+    assert [point["loss"] for point in found] == pytest.approx([point["loss"] for point in expected], rel=1e-6)
+    # What it carries decides the next step: with other states the loss is another.
+    for layer in state["carry"][0]["states"]:
+        for part in layer:
+            part += 1
+    shutil.rmtree(run_folder(old))
+    folder.mkdir(parents=True)
+    torch.save(state, folder / "step=3.ckpt")
+    assert fit(old, progress=False)["curves"]["train"][3]["loss"] != pytest.approx(expected[3]["loss"], rel=1e-6)

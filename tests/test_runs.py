@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import packmamba.training.fit as one_run
-from packmamba.config import ConfigError
+from packmamba.config import Config, ConfigError
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.records import read_records
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import decisive, run_folder, run_id
+from packmamba.training.runs import decisive, record_path, run_folder, run_id
 from runs import final_state, tiny_config
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -37,7 +37,7 @@ def test_numbers_that_no_run_can_use_are_refused(tmp_path, key):
         fit(tiny_config(tmp_path, key), progress=False)
 
 
-@pytest.mark.parametrize("key", ["experiment", "runs_dir"])
+@pytest.mark.parametrize("key", ["output", "runs_dir"])
 def test_a_folder_that_cannot_be_written_is_named_before_documents_are_read(tmp_path, key):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"^{key}: .* cannot be written \(Not a directory\)$"):
@@ -168,6 +168,23 @@ def test_the_last_step_is_evaluated_whatever_the_interval(tmp_path):
 
 def test_a_runs_name_is_what_decides_its_result(tmp_path):
     config = tiny_config(tmp_path)
-    assert run_id(config) == run_id(tiny_config(tmp_path, "runs_dir=elsewhere", "experiment=x", "data.cache_dir=y"))
+    assert run_id(config) == run_id(tiny_config(tmp_path, "runs_dir=elsewhere", "output=x", "data.cache_dir=y"))
     assert run_id(config) != run_id(tiny_config(tmp_path, "seed=1"))
     assert run_id(tiny_config(tmp_path, "name=packed d_model=3/x")).startswith("packed-d_model-3-x-")
+
+
+def test_runs_keep_the_names_that_they_had(tmp_path):
+    """A key that is added since belongs into LATER_KEYS, with the value that changes nothing."""
+    assert run_id(Config()) == "train-4ceb1c41f6"
+    config = tiny_config(tmp_path, "model.mixer_options.dt_max=0.2", "plugins=[json]")
+    found = decisive(config)
+    assert found["plugins"] == ["json"] and found["model"]["mixer_options"] == {"dt_max": 0.2}
+    assert "mixer" not in found["model"] and not {"cuda_graphs", "boundary_options"} & found["trainer"].keys()
+    config.trainer.cuda_graphs = True
+    assert decisive(config)["trainer"]["cuda_graphs"] is True
+
+
+def test_the_output_folder_may_be_called_by_its_old_name(tmp_path):
+    config = tiny_config(tmp_path, f"experiment={tmp_path}/mine", "trainer.max_steps=1")
+    assert config.output == f"{tmp_path}/mine" and fit(config, progress=False)["experiment"] == "mine"
+    assert record_path(config).parent == tmp_path / "mine" / "records" and record_path(config).is_file()

@@ -156,7 +156,7 @@ def test_ranks_end_together_when_any_is_told_to(tmp_path, told):
     ("keys", "message"),
     [
         (["trainer.strategy=fsdp"], "trainer.strategy: expected one of auto, ddp, fsdp2, got 'fsdp'"),
-        (["trainer.strategy=fsdp2", *CARRY], "trainer.strategy=fsdp2 cannot carry states"),
+        (["trainer.strategy=fsdp2", *CARRY], "trainer.strategy=fsdp2 cannot keep the states of trainer.boundary=carry"),
         (["trainer.strategy=fsdp2", "trainer.precision=16-mixed"], "needs trainer.precision=bf16-mixed or 32-true"),
     ],
 )

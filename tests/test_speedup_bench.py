@@ -24,6 +24,7 @@ from packmamba.experiments import load_bench
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import read_records
 from packmamba.report.folder import build_sections
+from packmamba.training.boundary import Leak
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_a_wrong_arm_is_not_timed(tmp_path, monkeypatch):
     """Here packed rows leak: the layout that the model is given is not the batch's."""
     module = bare_loop.growth.MambaLitModule
     loss = module.loss
-    monkeypatch.setattr(module, "loss", lambda self, batch, boundary="leak": loss(self, batch, "leak"))
+    monkeypatch.setattr(module, "loss", lambda self, batch, _=None: loss(self, batch, Leak()))
     with pytest.raises(RuntimeError, match="packed-512-in_order: losses are off by .*; nothing is timed"):
         run(tmp_path)
     assert not (tmp_path / "records").exists()

@@ -1,19 +1,22 @@
 """Sweeps: each run of a grid once, arms timed in turns, refusals before any work."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
+from packmamba import timing
 from packmamba.config import ConfigError
 from packmamba.records import read_records
 from packmamba.report.folder import build_sections
 from packmamba.training import throughput
+from packmamba.training.fit import fit
+from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import run_id
 from packmamba.training.sweep import load_sweep, run_sweep
-from packmamba.training.throughput import _check_agreement, measure_throughput
-from runs import tiny_config, write_config
+from packmamba.training.throughput import measure_throughput
+from runs import final_state, tiny_config, write_config
 
 
 def write_sweep(tmp_path, **changes):
@@ -62,8 +65,8 @@ def test_a_sweep_may_only_time(tmp_path):
 
 
 def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
-    seconds = iter([100.0] * throughput.WARMUP_ROUNDS + [2.0] * 2)
-    monkeypatch.setattr(throughput, "_timed_step", lambda *_: (next(seconds), 5.0))
+    seconds = iter([100.0] * (1 + throughput.WARM_UP) + [2.0] * 2)
+    monkeypatch.setattr(timing, "seconds", lambda call, device: (call(), next(seconds))[1])
     (record,) = measure_throughput([tiny_config(tmp_path)], rounds=2, experiment="x", progress=False)
     assert record["metrics"]["seconds_per_step_median"] == 2 and record["metrics"]["seconds_per_step_spread"] == 0
 
@@ -102,15 +105,37 @@ def test_a_sweep_takes_its_own_keys_too(tmp_path):
         run_sweep(sweep, configs, progress=False)
 
 
-def test_arms_that_disagree_are_not_timed():
-    _check_agreement({"single": 5.0, "packed": 5.0001})
-    with pytest.raises(RuntimeError, match="nothing is timed: arms disagree"):
-        _check_agreement({"single": 5.0, "packed": 5.01})
+def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
+    keys = ([], ["data.strategy=single"], ["model.d_state=3"], ["trainer.boundary=leak"])
+    configs = [tiny_config(tmp_path, f"name=arm{i}", *overrides) for i, overrides in enumerate(keys)]
+    list(measure_throughput(configs, rounds=1, experiment="x", progress=False))
+    accumulate, calls = MambaLitModule.accumulate, []
+
+    def off(module, *arguments):
+        calls.append(module)
+        return accumulate(module, *arguments) * (1 + 1e-3 * (len(calls) > 1))
+
+    monkeypatch.setattr(MambaLitModule, "accumulate", off)
+    with pytest.raises(RuntimeError, match="nothing is timed: arms disagree .* arm0 has 5.5.*, arm1 has 5.5"):
+        list(measure_throughput(configs, rounds=1, experiment="x", progress=False))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+def test_the_step_that_is_timed_is_the_one_that_trains(tmp_path, precision):
+    """Clipped, at its learning rate, in the run's precision: the weights after it are the run's, to the bit."""
+    config = tiny_config(tmp_path, f"trainer.precision={precision}", "optimizer.grad_clip=0.9", "trainer.max_steps=4")
+    fit(config, progress=False)
+    arm = throughput.Arm(config)
+    for step in range(4):
+        arm.step(step)
+    trained = final_state(config)["state_dict"]
+    assert all(torch.equal(value, trained[name]) for name, value in arm.module.state_dict().items() if "model" in name)
 
 
 def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
     seconds = itertools.count()
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setattr(timing, "now", lambda device: float(next(seconds)))
     configs = [
         tiny_config(tmp_path, f"name={strategy}", f"data.strategy={strategy}")
         for strategy in ("single", "padded", "greedy")

@@ -19,6 +19,7 @@ from experiments.speedup.model import Model
 from packmamba import timing
 from packmamba.data.batching import PackedBatch
 from packmamba.ops.cuda.schedule import schedule_bytes
+from packmamba.training.boundary import Leak
 from packmamba.training.graphs import BatchGraphs
 
 LEAK_OVER_ERROR = 3
@@ -89,7 +90,7 @@ class BareLoop:
             fed = feed(few, case.arm, c.slots)
             expected = alone
             if case.arm.packs:
-                leaking = self.token_losses(lambda batch: self.module.loss(batch, "leak"), fed)
+                leaking = self.token_losses(lambda batch: self.module.loss(batch, Leak()), fed)
                 case.leak_error = _difference(leaking, alone)
                 expected = leaking if case.arm.leaks else alone
             loss = case.loss

@@ -14,7 +14,21 @@ from packmamba.config.load import (
     to_dict,
 )
 from packmamba.config.plugins import import_plugins
-from packmamba.config.rules import Holds, above, at_least, between, chosen, each, key, named, one_of, some, unique
+from packmamba.config.rules import (
+    Holds,
+    above,
+    at_least,
+    between,
+    chosen,
+    each,
+    key,
+    named,
+    one_of,
+    options,
+    some,
+    unique,
+    unknown_options,
+)
 from packmamba.config.schema import Config, DataConfig, ModelConfig, OpsConfig, OptimizerConfig, TrainerConfig
 from packmamba.errors import ConfigError
 
@@ -43,6 +57,7 @@ __all__ = [
     "load_config",
     "named",
     "one_of",
+    "options",
     "parse_override",
     "read_yaml",
     "resolve",
@@ -50,4 +65,5 @@ __all__ = [
     "suggest",
     "to_dict",
     "unique",
+    "unknown_options",
 ]

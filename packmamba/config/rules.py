@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -96,11 +97,36 @@ def chosen(section: Any, key: str) -> Any:
     Raises:
         ConfigError: there is no such name.
     """
-    (rule,) = (rule for rule in section.__dataclass_fields__[key].metadata["rules"] if isinstance(rule, Named))
-    value = getattr(section, key)
+    rule, value = _named(section, key), getattr(section, key)
     if problem := rule.problem(value):
         raise ConfigError(f"{key}: {problem}")
     return rule.registry()[value]
+
+
+def names(section: Any, key: str, some: Callable[[Any], bool]) -> list[str]:
+    """What a section's key may name that ``some`` is true of."""
+    return [name for name, one in _named(section, key).registry().items() if some(one)]
+
+
+def _named(section: Any, key: str) -> Named:
+    (rule,) = (rule for rule in section.__dataclass_fields__[key].metadata["rules"] if isinstance(rule, Named))
+    return rule
+
+
+def options(function: Callable[..., Any]) -> list[str]:
+    """Its arguments with defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
+
+
+def unknown_options(
+    function: Callable[..., Any], key: str, given: Mapping[str, Any], but: Iterable[str] = ()
+) -> Iterator[str]:
+    """A sentence for each option in the mapping ``key`` that the function has not, or that is among ``but``."""
+    known = [name for name in options(function) if name not in but]
+    for name in given:
+        if name not in known:
+            yield f"unknown key '{key}.{name}'; known: {', '.join(known) or 'none'}"
 
 
 def _not_among(names: Iterable[Any], value: Any, null: str) -> str | None:

@@ -6,7 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from packmamba.config.rules import Holds, above, at_least, between, chosen, key, named, one_of
+from packmamba.config.rules import (
+    Holds,
+    above,
+    at_least,
+    between,
+    chosen,
+    key,
+    named,
+    names,
+    one_of,
+    options,
+    unknown_options,
+)
 
 LENGTH = Holds("1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 SIZE = Holds("an integer of at least 1", lambda value: value >= 1)
@@ -94,11 +106,24 @@ class DataConfig:
             yield f"data.row_length: strategy '{self.strategy}' needs one, got null"
 
 
+MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
+"""Keys of the section ``model`` that are arguments of mixers that have them."""
+
+
 @dataclass
 class ModelConfig:
     vocab_size: Optional[int] = key(None, "Rows of the embedding; null takes the corpus's vocabulary.", SIZE)
     d_model: int = key(128, "Width of the residual stream.", SIZE)
-    n_layer: int = key(2, "Number of Mamba blocks.", SIZE)
+    n_layer: int = key(2, "Number of blocks.", SIZE)
+    mixer: str = key(
+        "mamba1",
+        "What a block does with its tokens, such as mamba1.",
+        named("packmamba.nn.mixers:MIXERS"),
+    )
+    mixer_options: dict[str, Any] = key(
+        {},
+        "Further arguments of the mixer, such as dt_max, beside d_state, d_conv, expand, dt_rank and learned_initial_state.",
+    )
     d_state: int = key(16, "States per channel of the scan.", SIZE)
     d_conv: int = key(
         4, "Width of the causal convolution, 2 to 4.", Holds("2, 3 or 4", lambda value: value in (2, 3, 4))
@@ -124,10 +149,26 @@ class ModelConfig:
         one_of("none", "inner", "block"),
     )
 
+    def of_mixer(self) -> dict[str, Any]:
+        """The mixer's arguments: keys that it has, and its further options."""
+        taken = options(chosen(self, "mixer"))
+        return {key: getattr(self, key) for key in MIXER_KEYS if key in taken} | self.mixer_options
+
+    def problems(self) -> Iterator[str]:
+        mixer = chosen(self, "mixer")
+        for name in MIXER_KEYS:
+            if name not in options(mixer) and getattr(self, name) != getattr(ModelConfig, name):
+                yield f"model.{name}: mixer '{self.mixer}' has no such option, got {getattr(self, name)}"
+        yield from unknown_options(
+            mixer, "model.mixer_options", self.mixer_options, but=(*MIXER_KEYS, "recompute", "backend")
+        )
+
 
 @dataclass
 class OptimizerConfig:
-    lr: float = key(2e-3, "Peak learning rate of AdamW.", above(0))
+    name: str = key("adamw", "The optimizer, such as adamw.", named("packmamba.training.optimizer:OPTIMIZERS"))
+    options: dict[str, Any] = key({}, "Further arguments of the optimizer; adamw has none.")
+    lr: float = key(2e-3, "Peak learning rate.", above(0))
     betas: list[float] = key(
         [0.9, 0.95],
         "AdamW's decay rates.",
@@ -142,15 +183,19 @@ class OptimizerConfig:
         1.0, "Largest gradient norm; null for no clipping.", Holds("above 0", lambda value: value > 0)
     )
 
+    def problems(self) -> Iterator[str]:
+        yield from unknown_options(chosen(self, "name"), "optimizer.options", self.options)
+
 
 @dataclass
 class TrainerConfig:
     boundary: str = key(
         "reset",
-        "What crosses a document boundary: reset (nothing), leak, leak_conv, leak_scan, or carry (reset, and a document cut by "
-        "a row's end goes on from its state in the next batch).",
-        named("packmamba.training.module:BOUNDARIES"),
+        "What crosses a document boundary, such as reset (nothing), leak, or carry (reset, and a document cut by a row's end "
+        "continues from its own state in the next batch).",
+        named("packmamba.training.boundary:BOUNDARIES"),
     )
+    boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
     max_steps: int = key(200, "Optimizer steps.", at_least(1))
     validate_every: int = key(50, "Steps between evaluations; the last step is always evaluated.", at_least(1))
     checkpoint_every: int = key(50, "Steps between checkpoints.", at_least(1))
@@ -173,6 +218,9 @@ class TrainerConfig:
         None, "CPU threads; null for PyTorch's choice.", between(1, 1024)
     )  # more end the process where the system gives no more
 
+    def problems(self) -> Iterator[str]:
+        yield from unknown_options(chosen(self, "boundary"), "trainer.boundary_options", self.boundary_options)
+
 
 @dataclass
 class OpsConfig:
@@ -184,9 +232,10 @@ class OpsConfig:
 @dataclass
 class Config:
     name: str = key("train", "Names the run's folder and its arm in tables.")
-    experiment: Optional[str] = key(
+    output: Optional[str] = key(
         None,
-        "Folder whose records/ gets the run's record, such as experiments/mine; null keeps it in the run's own folder.",
+        "Folder whose records/ gets the run's record, such as runs/mine; null keeps it in the run's own folder.",
+        old_name="experiment",
     )
     plugins: list[str] = key(
         [], "Python modules to import first, here or installed: what they register, keys may name."
@@ -205,12 +254,13 @@ class Config:
 
     def problems(self) -> Iterator[str]:
         data, trainer = self.data, self.trainer
-        if trainer.boundary == "carry":
+        boundary = chosen(trainer, "boundary")
+        if boundary.continues:
             devices = trainer.devices * trainer.num_nodes
             if not chosen(data, "strategy").splits_documents:
                 yield (
-                    "trainer.boundary=carry needs data.strategy=split, whose rows go on in the next batch, got "
-                    f"'{data.strategy}'"
+                    f"trainer.boundary={trainer.boundary} needs data.strategy=split, whose rows go on in the next batch, "
+                    f"got '{data.strategy}'"
                 )
             if data.streams % devices:
                 yield f"data.streams: expected a multiple of the {devices} devices, got {data.streams}"
@@ -220,8 +270,11 @@ class Config:
                     f"data.tokens_per_step: expected a multiple of data.streams * data.row_length = {slots}, so that steps "
                     f"hold whole batches, got {data.tokens_per_step}"
                 )
-        if trainer.strategy == "fsdp2" and trainer.boundary == "carry":
-            yield "trainer.strategy=fsdp2 cannot carry states, which live outside its shards; use ddp"
+        if trainer.strategy == "fsdp2" and not boundary.sharded:
+            yield (
+                f"trainer.strategy=fsdp2 cannot keep the states of trainer.boundary={trainer.boundary}, which live outside its "
+                "shards; use ddp"
+            )
         if trainer.strategy == "fsdp2" and trainer.precision in ("16-mixed", "64-true"):
             yield f"trainer.strategy=fsdp2 needs trainer.precision=bf16-mixed or 32-true, got '{trainer.precision}'"
         for name, value, known in (
@@ -230,7 +283,7 @@ class Config:
             ("trainer.devices", trainer.devices, (1,)),
             ("trainer.num_nodes", trainer.num_nodes, (1,)),
             ("trainer.precision", trainer.precision, ("32-true", "bf16-mixed", "bf16-true")),
-            ("trainer.boundary", trainer.boundary, ("reset", "leak", "leak_conv", "leak_scan")),
+            ("trainer.boundary", trainer.boundary, names(trainer, "boundary", lambda scheme: scheme.graphs)),
             ("ops.backend", self.ops.backend, ("auto", "cuda")),
         ):
             if trainer.cuda_graphs and value not in known:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from packmamba.config import Config, ConfigError, DataConfig, check, import_plugins
+from packmamba.config import Config, ConfigError, DataConfig, check, chosen, import_plugins
 from packmamba.data.batching import Arrangement, PackedBatch, StepBatch, empty_batch
 from packmamba.data.corpus import Corpora, Corpus, load_corpora
 from packmamba.data.schedule import Schedule, arrange, group
@@ -92,7 +92,7 @@ class PackingDataModule(lightning.LightningDataModule):
         super().__init__()
         self.config = config
         check(config)
-        self.carry = config.trainer.boundary == "carry"
+        self.boundary = chosen(config.trainer, "boundary")
         self.progress = progress
         self._corpora: Corpora | None = None
 
@@ -114,7 +114,7 @@ class PackingDataModule(lightning.LightningDataModule):
 
     def schedule(self, world_size: int = 1) -> Schedule:
         """What each step consumes."""
-        return Schedule(self.corpora.train, self.config.data, self.config.seed, self.carry, world_size)
+        return Schedule(self.corpora.train, self.config.data, self.config.seed, self.boundary.continues, world_size)
 
     def _evaluations(self, world_size: int, rank: int) -> list[EvaluationDataset]:
         data, corpus = self.config.data, self.corpora.validation
@@ -130,11 +130,11 @@ class PackingDataModule(lightning.LightningDataModule):
         arrangement = arrange(corpus, documents, alone)
         groups = group(arrangement, np.arange(arrangement.plan.num_rows), alone, carry=False)
         evaluations = [EvaluationDataset(arrangement, groups[rank::world_size])]
-        if self.config.trainer.boundary != "reset":
+        if self.boundary.as_trained:
             # Every rank evaluates all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
             arrangement = arrange(corpus, documents, data)
             rows = np.arange(arrangement.plan.num_rows)
-            evaluations.append(EvaluationDataset(arrangement, group(arrangement, rows, data, self.carry)))
+            evaluations.append(EvaluationDataset(arrangement, group(arrangement, rows, data, self.boundary.continues)))
         return evaluations
 
     def train_dataloader(self) -> DataLoader:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.nn.lm import MambaLM
-from packmamba.nn.mixers.mamba1 import State
+from packmamba.nn.mixers import State
 
 
 class StateCarrier:
@@ -22,17 +21,13 @@ class StateCarrier:
         self._states: list[State] | None = None  # per layer, one state per row
         self._positions: Tensor | None = None  # (B,) int32, the place in its document where each row's last one goes on
 
-    def start(self, model: MambaLM, layout: SequenceLayout) -> list[State]:
-        """The states that a batch's documents start from: kept ones where they continue, fresh ones elsewhere.
+    def states(self, layout: SequenceLayout) -> list[State]:
+        """By layer, for each document what its row's last one left.
 
         Raises:
             ValueError: a document continues at another place than its row stopped at.
         """
-        fresh = model.start_states(layout.num_documents)
-        continues = layout.continues
-        if not continues.any():
-            return fresh
-        rows = layout.rows
+        rows, continues = layout.rows, layout.continues
         if self._positions is None or self._states is None:
             raise ValueError("layout: a document continues, but no batch came before")
         if len(self._positions) != layout.shape[0] or not torch.equal(
@@ -42,23 +37,19 @@ class StateCarrier:
                 f"layout: documents continue at {layout.offsets[continues].tolist()} in rows {rows[continues].tolist()}, "
                 f"but the rows before stopped at {self._positions.tolist()}"
             )
-        goes_on = continues[:, None, None]
-        return [
-            (torch.where(goes_on, kept_conv[rows], conv), torch.where(goes_on, kept_ssm[rows], ssm))
-            for (kept_conv, kept_ssm), (conv, ssm) in zip(self._states, fresh)
-        ]
+        return [tuple(part[rows] for part in state) for state in self._states]
 
     def keep(self, layout: SequenceLayout, states: list[State]) -> None:
         """Takes the batch's final states, of the last document of each row."""
+        if not layout.num_documents:
+            self.reset()
+            return
         rows = torch.arange(layout.shape[0], dtype=torch.int32, device=layout.device)
         last = torch.searchsorted(layout.rows, rows, right=True) - 1
         # A row without documents has nothing to go on with: its place, -1, is never a continuation's.
-        here = (last >= 0) & (layout.rows[last.clamp(min=0)] == rows) if layout.num_documents else last >= 0
         last = last.clamp(min=0)
-        if not layout.num_documents:
-            self._states, self._positions = None, None
-            return
-        self._states = [(conv.detach()[last], ssm.detach()[last]) for conv, ssm in states]
+        here = layout.rows[last] == rows
+        self._states = [tuple(part.detach()[last] for part in state) for state in states]
         self._positions = torch.where(here, (layout.offsets + layout.lengths)[last], -1)
 
     def reset(self) -> None:
@@ -67,10 +58,22 @@ class StateCarrier:
 
     def state_dict(self) -> dict[str, Any]:
         """On the CPU, so that any rank can take it up."""
-        states = None if self._states is None else [(conv.cpu(), ssm.cpu()) for conv, ssm in self._states]
-        return {"states": states, "positions": None if self._positions is None else self._positions.cpu()}
+        return {"states": _to(self._states, "cpu"), "positions": _to(self._positions, "cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        positions, states = state_dict["positions"], state_dict["states"]
-        self._positions = None if positions is None else positions.to(device)
-        self._states = None if states is None else [(conv.to(device), ssm.to(device)) for conv, ssm in states]
+        self._states, self._positions = _to(state_dict["states"], device), _to(state_dict["positions"], device)
+
+
+def where(documents: Tensor, states: list[State], others: list[State]) -> list[State]:
+    """By layer, the first states of the documents (S,) bool that are marked, the second ones of the others."""
+    return [
+        tuple(torch.where(documents.view(-1, *(1,) * (a.dim() - 1)), a, b) for a, b in zip(*of_layer))
+        for of_layer in zip(states, others)
+    ]
+
+
+def _to(value: Any, device: torch.device | str) -> Any:
+    """Tensors in lists and tuples, moved."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to(item, device) for item in value)
+    return value if value is None else value.to(device)

@@ -62,8 +62,8 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
         return done
     folder = run_folder(config)
     check_writable(folder, "runs_dir")
-    if config.experiment is not None:
-        check_writable(path.parent, "experiment")
+    if config.output is not None:
+        check_writable(path.parent, "output")
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     quieten()
@@ -114,7 +114,7 @@ def training_record(
     on_gpu = module.device.type == "cuda"
     return make_record(
         kind="training",
-        experiment=Path(config.experiment).name if config.experiment else run_id(config),
+        experiment=Path(config.output).name if config.output else run_id(config),
         arm=config.name,
         config=decisive(config),
         seed=config.seed,

@@ -1,8 +1,7 @@
-"""The Lightning module: a loss over real targets, an optimizer, and what may cross a document boundary."""
+"""The Lightning module: a loss over real targets and the step that trains."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,18 +12,18 @@ import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
-from packmamba.config import Config, ConfigError, check
+from packmamba.config import Config, ConfigError, check, chosen
 from packmamba.data.batching import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.training.carry import StateCarrier
+from packmamba.training.boundary import Boundary, Reset
 from packmamba.training.graphs import BatchGraphs
 from packmamba.training.metrics import LossByPosition
+from packmamba.training.optimizer import learning_rate, make_optimizer
 from packmamba.training.strategy import shard, without_sync
 
-BOUNDARIES = ("reset", "leak", "leak_conv", "leak_scan", "carry")
+RESET = Reset()
 
 
 class MambaLitModule(lightning.LightningModule):
@@ -45,14 +44,17 @@ class MambaLitModule(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         check(config)
-        self.boundary = config.trainer.boundary
+        trainer = config.trainer
+        self.boundary, self.evaluation_boundary = (
+            chosen(trainer, "boundary")(**trainer.boundary_options) for _ in range(2)
+        )
         if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
             raise ConfigError(f"model.vocab_size: the corpus has {vocab_size} tokens, got {config.model.vocab_size}")
         self.optimizer_config = config.optimizer
-        self.max_steps = config.trainer.max_steps
-        self.cuda_graphs = config.trainer.cuda_graphs
+        self.max_steps = trainer.max_steps
+        self.cuda_graphs = trainer.cuda_graphs
         self._graphs: BatchGraphs | None = None
-        self.scaled = config.trainer.precision == "16-mixed"
+        self.scaled = trainer.precision == "16-mixed"
         model = config.model
         try:
             self.model = MambaLM(
@@ -60,13 +62,10 @@ class MambaLitModule(lightning.LightningModule):
                 d_model=model.d_model,
                 n_layer=model.n_layer,
                 tie_embeddings=model.tie_embeddings,
-                d_state=model.d_state,
-                d_conv=model.d_conv,
-                expand=model.expand,
-                dt_rank=model.dt_rank,
-                learned_initial_state=model.learned_initial_state,
                 recompute=model.recompute,
                 backend=config.ops.backend,
+                mixer=model.mixer,
+                **model.of_mixer(),
             )
         except ValueError as error:
             section = "ops" if str(error).startswith("backend") else "model"
@@ -74,8 +73,6 @@ class MambaLitModule(lightning.LightningModule):
         self.compiled = model.compile
         if self.compiled:
             self.model.compile_blocks()
-        self.carrier = StateCarrier()
-        self.evaluation_carrier = StateCarrier()
         self.alone = LossByPosition()
         self.as_trained = LossByPosition()
 
@@ -83,30 +80,24 @@ class MambaLitModule(lightning.LightningModule):
         if self.device_mesh is not None:
             shard(self.model, self.device_mesh["data_parallel"])
 
-    def loss(
-        self, batch: PackedBatch, boundary: str = "reset", carrier: StateCarrier | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target."""
         layout = batch.layout
-        options: dict[str, Any] = {"return_hidden": True}
-        if boundary == "carry":
-            assert carrier is not None
-            options |= {"states": carrier.start(self.model, layout), "return_states": True}
-        if boundary in ("leak", "leak_conv"):
-            options["conv_layout"] = layout.flow()
-        if boundary in ("leak", "leak_scan"):
-            options["ssm_layout"] = layout.flow()
-        hidden = self.model(batch.tokens, layout=layout, **options)
-        if carrier is not None and boundary == "carry":
+        conv_layout, ssm_layout = boundary.layouts(layout)
+        hidden = self.model(
+            batch.tokens, layout=layout, conv_layout=conv_layout, ssm_layout=ssm_layout,
+            states=boundary.start(self.model, batch), return_states=boundary.keeps, return_hidden=True,
+        )  # fmt: skip
+        if boundary.keeps:
             hidden, states = hidden
-            carrier.keep(layout, states)
+            boundary.keep(batch, states)
         slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
         weight = self.model.lm_head.weight
         return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled)
 
-    def losses(self, batch: PackedBatch, boundary: str = "reset", carrier: StateCarrier | None = None) -> Tensor:
+    def losses(self, batch: PackedBatch, boundary: Boundary = RESET) -> Tensor:
         """(B, L) cross-entropy at each slot, without gradient; zero where there is no target."""
-        return self.loss(batch, boundary, carrier)[1]
+        return self.loss(batch, boundary)[1]
 
     def accumulate(self, step: StepBatch, backward: Callable[[Tensor], Any], world_size: int = 1) -> Tensor:
         """Adds the step's gradients, batch by batch; returns its loss on this rank's targets over all targets.
@@ -121,7 +112,7 @@ class MambaLitModule(lightning.LightningModule):
         for i, batch in enumerate(step.batches):
             last = i + 1 == len(step.batches)
             with nullcontext() if last else without_sync(strategy, self.model):
-                loss = self.loss(batch, self.boundary, self.carrier)[0] / max(step.num_targets, 1)
+                loss = self.loss(batch, self.boundary)[0] / max(step.num_targets, 1)
                 backward(loss * world_size)
             total = total + loss.detach()
         return total
@@ -143,44 +134,44 @@ class MambaLitModule(lightning.LightningModule):
         ]
         return torch.stack(losses).sum()
 
+    def take_step(
+        self,
+        step: StepBatch,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        number: int,
+        backward: Callable[[Tensor], Any] = Tensor.backward,
+        world_size: int = 1,
+    ) -> Tensor:
+        """The step that trains and is timed: gradients, then the optimizer, which clips; returns ``accumulate``'s loss.
+
+        Args:
+            optimizer: ``configure_optimizers``'s, or a wrapper of it; it clips as it steps.
+            number: of the step, from 0.
+            backward: what computes gradients of a loss, such as one that scales it.
+        """
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = self.learning_rate(number)
+        optimizer.zero_grad()
+        loss = self.accumulate(step, backward, world_size)
+        optimizer.step()
+        return loss
+
     def training_step(self, step: StepBatch, step_index: int) -> Tensor:
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
-        learning_rate = self.learning_rate(self.global_step)
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = learning_rate
-        optimizer.zero_grad()
-        loss = self.accumulate(step, self.manual_backward, self.trainer.world_size)
-        optimizer.step()
+        loss = self.take_step(step, optimizer, self.global_step, self.manual_backward, self.trainer.world_size)
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(loss)  # the strategy's reduce has all ranks wait for each other
         self.log("train/loss", loss)  # not to the progress bar, which would wait for the GPU at every step
         return loss
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # Here float16's loss scale has been taken out of the gradients; before the step it has not.
-        clip = self.optimizer_config.grad_clip
-        if clip is None:
-            return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if optimizer.defaults["fused"] and all(
-            type(g) is Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients
-        ):
-            # What the fused step divides gradients by as it reads them: clipping alone would read and write them all.
-            optimizer.grad_scale = (get_total_norm(gradients) / clip).clamp(min=1)  # type: ignore[attr-defined]
-        else:
-            vars(optimizer).pop("grad_scale", None)
-            # Not clip_gradients, which refuses fused optimizers even where nothing scales gradients.
-            self.trainer.precision_plugin.clip_grad_by_norm(optimizer, clip)
-
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
-        boundary = "reset" if dataloader_idx == 0 else self.boundary
-        metric = self.alone if dataloader_idx == 0 else self.as_trained
-        losses = self.losses(batch, boundary, self.evaluation_carrier)
+        boundary, metric = (RESET, self.alone) if dataloader_idx == 0 else (self.evaluation_boundary, self.as_trained)
+        losses = self.losses(batch, boundary)
         metric.update(losses, batch.loss_mask, batch.layout.position_indices)
 
     def on_validation_epoch_start(self) -> None:
-        self.evaluation_carrier.reset()
+        self.evaluation_boundary.reset()
         self.alone.reset()
         self.as_trained.reset()
 
@@ -192,26 +183,19 @@ class MambaLitModule(lightning.LightningModule):
                 self.log(f"val/loss_start{suffix}", results["loss_start"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        config = self.optimizer_config
-        groups = self.model.weight_decay_groups(config.weight_decay)
         # Fused: each parameter is read and written once. Under a loss scale it would unscale by itself, after clipping.
         fused = self.device.type in ("cpu", "cuda") and not self.scaled
-        return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
+        return make_optimizer(self.model, self.optimizer_config, fused)
 
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine to ``final_lr_fraction`` of the peak at the last step."""
-        config = self.optimizer_config
-        if step < config.warmup_steps:
-            return config.lr * (step + 1) / config.warmup_steps
-        progress = (step - config.warmup_steps) / max(1, self.max_steps - 1 - config.warmup_steps)
-        cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-        return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine)
+    def learning_rate(self, number: int) -> float:
+        """Of a step, from 0."""
+        return learning_rate(self.optimizer_config, number, self.max_steps)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        carried = [self.carrier.state_dict()]
+        carried = [self.boundary.state_dict()]
         if self.trainer.world_size > 1:
             carried = [{} for _ in range(self.trainer.world_size)]
-            torch.distributed.all_gather_object(carried, self.carrier.state_dict())
+            torch.distributed.all_gather_object(carried, self.boundary.state_dict())
         checkpoint["carry"] = carried
         checkpoint["rng"] = {
             "python": random.getstate(),
@@ -226,7 +210,7 @@ class MambaLitModule(lightning.LightningModule):
             raise ConfigError(
                 f"trainer.devices: the checkpoint is of {len(carried)} processes, this run has {self.trainer.world_size}"
             )
-        self.carrier.load_state_dict(carried[self.trainer.global_rank], self.device)
+        self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         rng = checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(rng["numpy"])  # noqa: NPY002

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,38 @@ def run_id(config: Config) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', config.name)}-{digest[:10]}"
 
 
+PLACES = ("runs_dir", "output", "data.cache_dir")
+"""Keys that decide where files are kept, not what is trained."""
+
+LATER_KEYS: dict[str, Any] = {
+    "trainer.cuda_graphs": False,
+    "model.mixer": "mamba1",
+    "model.mixer_options": {},
+    "optimizer.name": "adamw",
+    "optimizer.options": {},
+    "trainer.boundary_options": {},
+    "plugins": [],
+}
+"""Keys that came after runs were named, and the value that stands for their absence: with it a run's name is what it was."""
+
+
 def decisive(config: Config) -> dict[str, Any]:
     """The configuration without where files are kept: what a record holds and a run is named after."""
     values = to_dict(config)
-    for key in ("runs_dir", "experiment"):
-        del values[key]
-    del values["data"]["cache_dir"]
-    if not values["trainer"]["cuda_graphs"]:  # a key that came later: without it names are what they were
-        del values["trainer"]["cuda_graphs"]
-    if not values["plugins"]:  # the same; else their names decide
-        del values["plugins"]
+    for name in PLACES:
+        section, key = _place(values, name)
+        del section[key]
+    for name, absent in LATER_KEYS.items():
+        section, key = _place(values, name)
+        if section.get(key) == absent:
+            del section[key]
     return values
+
+
+def _place(values: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """The mapping that holds the key, and its last name."""
+    *sections, key = name.split(".")
+    return reduce(dict.__getitem__, sections, values), key
 
 
 def run_folder(config: Config) -> Path:
@@ -39,8 +61,8 @@ def run_folder(config: Config) -> Path:
 
 
 def record_path(config: Config) -> Path:
-    """Where the run's record goes: its experiment's folder, or its own."""
-    folder = run_folder(config) if config.experiment is None else Path(config.experiment)
+    """Where the run's record goes: the output folder, or its own."""
+    folder = run_folder(config) if config.output is None else Path(config.output)
     return folder / "records" / f"{run_id(config)}.jsonl"
 
 

@@ -70,7 +70,7 @@ def _runs(sweep: SweepConfig) -> Iterator[list[str]]:
         point = dict(zip(sweep.grid, values))
         suffix = "".join(f" {key.rpartition('.')[2]}={value}" for key, value in point.items() if key != "seed")
         for arm, keys in sweep.arms.items():
-            place = {"name": arm + suffix, "experiment": sweep.output, "runs_dir": f"{sweep.output}/runs"}
+            place = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
             place |= {"plugins": str(sweep.plugins)} if sweep.plugins else {}
             yield [f"{key}={_literal(value)}" for key, value in {**sweep.common, **keys, **point, **place}.items()]
 

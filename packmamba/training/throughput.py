@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import torch
-from tqdm import tqdm
+from torch import Tensor
 
-from packmamba.config import Config
-from packmamba.data.batching import StepBatch
+from packmamba import timing
+from packmamba.config import Config, ModelConfig
 from packmamba.data.datamodule import PackingDataModule, StepDataset
 from packmamba.records import make_record
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import decisive
 
-WARMUP_ROUNDS = 2
+WARM_UP = 1
+"""Rounds that are not kept, after the first step of each arm, which is the gate's."""
 
 
-@dataclass
-class _Arm:
-    config: Config
-    module: MambaLitModule
-    optimizer: torch.optim.Optimizer
-    steps: StepDataset
-    corpus_hash: str
-    seconds: list[float]
-    tokens: list[int]
-    slots: list[int]
+class Sample(NamedTuple):
+    seconds: float
+    tokens: int
+    slots: int
+
+
+class Arm:
+    """A configuration's steps, as Lightning's trainer takes them on one device: its precision and loss scale."""
+
+    def __init__(self, config: Config) -> None:
+        data = PackingDataModule(config, progress=False)
+        lightning.seed_everything(config.seed, verbose=False)
+        self.config, self.corpus_hash, self.steps = config, data.corpora.corpus_hash, StepDataset(data.schedule())
+        options: dict[str, Any] = {"accelerator": config.trainer.accelerator, "precision": config.trainer.precision}
+        self.fabric = lightning.Fabric(**options, devices=1)
+        self.module = MambaLitModule(config, data.corpora.train.vocab_size).to(self.fabric.device)
+        _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
+
+    def step(self, number: int) -> tuple[Sample, Tensor]:
+        """Step ``number``, from 0, timed without what prepares its batches, and its loss."""
+        step, losses = self.steps[number].to(self.fabric.device), []
+
+        def take() -> None:
+            with self.fabric.autocast():
+                losses.append(self.module.take_step(step, self.optimizer, number, self.fabric.backward))
+
+        return Sample(timing.seconds(take, self.fabric.device), step.num_tokens, step.num_slots), losses[0]
 
 
 def measure_throughput(
@@ -41,78 +57,51 @@ def measure_throughput(
 ) -> Iterator[dict[str, Any]]:
     """One record per configuration: in each round every arm in turn takes its next optimizer step (A B C A B C ...).
 
-    A step is forward, backward, clipping and AdamW on batches made beforehand; preparing them is not timed. In matched mode
-    all arms of a round compute the same documents. Runs on the GPU if there is one.
+    A step is the one that trains (``MambaLitModule.take_step``) on batches made beforehand. In matched mode
+    all arms of a round compute the same documents. Runs on one device.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (threads := configs[0].trainer.threads) is not None:
         torch.set_num_threads(threads)
-    arms = [_prepare(config, device) for config in configs]
+    arms = {config.name: Arm(config) for config in configs}
+    losses: list[tuple[ModelConfig, str, float]] = []
+
+    def gate(name: str) -> None:
+        """Arms that neither leak nor carry have the same loss on the same documents, if they have the same weights."""
+        arm = arms[name]
+        loss = float(arm.step(0)[1])
+        if arm.config.data.mode == "matched" and not arm.module.boundary.as_trained:
+            for model, other, expected in losses:
+                if model == arm.config.model and abs(loss - expected) > 1e-4 * expected:
+                    raise RuntimeError(
+                        "nothing is timed: arms disagree on the loss of the same documents: "
+                        f"{other} has {expected}, {name} has {loss}"
+                    )
+            losses.append((arm.config.model, name, loss))
+
     run = uuid.uuid4().hex
     begun = time.perf_counter()
-    for i in tqdm(range(WARMUP_ROUNDS + rounds), desc="interleaved steps", unit="round", disable=not progress):
-        losses: dict[str, float] = {}
-        for arm in arms:
-            batch = arm.steps[i].to(device)
-            seconds, loss = _timed_step(arm, batch)
-            if arm.config.data.mode == "matched" and arm.config.trainer.boundary == "reset":
-                losses[arm.config.name] = loss
-            if i >= WARMUP_ROUNDS:
-                arm.seconds.append(seconds)
-                arm.tokens.append(batch.num_tokens)
-                arm.slots.append(batch.num_slots)
-        if i == 0:
-            _check_agreement(losses)
+    samples = timing.take_turns(
+        {name: lambda turn, arm=arm: arm.step(turn + 1)[0] for name, arm in arms.items()},  # type: ignore[misc]
+        rounds, warm_up=WARM_UP, gate=gate, bar="interleaved steps" if progress else None,
+    )  # fmt: skip
     wall_seconds = time.perf_counter() - begun
-    for arm in arms:
-        rate = statistics.median(tokens / seconds for tokens, seconds in zip(arm.tokens, arm.seconds))
-        quartiles = statistics.quantiles(arm.seconds, n=4) if rounds > 1 else [0.0, 0.0, 0.0]
+    for name, arm in arms.items():
+        seconds, tokens, slots = zip(*samples[name])
         yield make_record(
             kind="throughput",
             experiment=Path(experiment).name,
-            arm=arm.config.name,
+            arm=name,
             config=decisive(arm.config) | {"run": run},
             seed=arm.config.seed,
             corpus_hash=arm.corpus_hash,
             metrics={
-                "seconds_per_step_median": statistics.median(arm.seconds),
-                "seconds_per_step_spread": quartiles[2] - quartiles[0],
-                "real_tokens_per_second": rate,
-                "slots_per_second": statistics.median(n / seconds for n, seconds in zip(arm.slots, arm.seconds)),
-                "padding_fraction": 1 - sum(arm.tokens) / sum(arm.slots),
+                "seconds_per_step_median": timing.median(seconds),
+                "seconds_per_step_spread": timing.spread(seconds),
+                "real_tokens_per_second": timing.median(n / taken for n, taken in zip(tokens, seconds)),
+                "slots_per_second": timing.median(n / taken for n, taken in zip(slots, seconds)),
+                "padding_fraction": 1 - sum(tokens) / sum(slots),
                 "rounds": rounds,
                 "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
             },
             wall_seconds=wall_seconds,
         )
-
-
-def _prepare(config: Config, device: torch.device) -> _Arm:
-    data = PackingDataModule(config, progress=False)
-    lightning.seed_everything(config.seed, verbose=False)
-    module = MambaLitModule(config, data.corpora.train.vocab_size).to(device)
-    optimizer = module.configure_optimizers()
-    return _Arm(config, module, optimizer, StepDataset(data.schedule()), data.corpora.corpus_hash, [], [], [])
-
-
-def _check_agreement(losses: dict[str, float]) -> None:
-    """Arms that reset have the same weights and documents in the first round: other losses mean that one is wrong."""
-    if losses and max(losses.values()) - min(losses.values()) > 1e-4 * max(losses.values()):
-        raise RuntimeError(f"nothing is timed: arms disagree on the loss of the same documents: {losses}")
-
-
-def _timed_step(arm: _Arm, batch: StepBatch) -> tuple[float, float]:
-    _synchronise(batch)
-    begun = time.perf_counter()
-    arm.optimizer.zero_grad()
-    loss = arm.module.accumulate(batch, torch.Tensor.backward)
-    if arm.config.optimizer.grad_clip is not None:
-        torch.nn.utils.clip_grad_norm_(arm.module.parameters(), arm.config.optimizer.grad_clip)
-    arm.optimizer.step()
-    _synchronise(batch)
-    return time.perf_counter() - begun, float(loss)
-
-
-def _synchronise(batch: StepBatch) -> None:
-    if batch.batches[0].tokens.device.type == "cuda":
-        torch.cuda.synchronize()

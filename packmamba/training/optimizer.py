@@ -1,0 +1,61 @@
+"""Optimizers by the name that ``optimizer.name`` takes, the learning rate over a run, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from packmamba.config import OptimizerConfig, chosen
+from packmamba.nn import MambaLM
+
+
+def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
+    """AdamW (arXiv 1711.05101)."""
+    groups = model.weight_decay_groups(config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw}
+"""Functions here, or a plugin's that are added: (model, config, fused, **options) -> an optimizer of all the model's parameters.
+
+config is the section ``optimizer``; options, all with defaults, are the keys of ``optimizer.options``. fused: whether a step may
+read and write each parameter once, and take ``grad_scale``, which it divides gradients by.
+"""
+
+
+def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
+    """The configured optimizer, which clips gradients as it steps, whoever has it step."""
+    optimizer = chosen(config, "name")(model, config, fused, **config.options)
+    limit = config.grad_clip
+    if limit is not None:
+        # Once float16's loss scale has been taken out of the gradients.
+        optimizer.register_step_pre_hook(lambda optimizer, *_: clip(optimizer, limit))
+    return optimizer
+
+
+def clip(optimizer: Optimizer, limit: float) -> None:
+    """Scales all gradients together so that their norm is at most ``limit``."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if optimizer.defaults.get("fused") and all(
+        type(g) is Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients
+    ):
+        # What the fused step divides gradients by as it reads them: clipping alone would read and write them all.
+        optimizer.grad_scale = (get_total_norm(gradients) / limit).clamp(min=1)  # type: ignore[attr-defined]
+    else:
+        vars(optimizer).pop("grad_scale", None)
+        clip_grad_norm_(parameters, limit)
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Of a step, from 0, of ``steps``: linear warm-up, then a cosine to ``final_lr_fraction`` of the peak at the last step."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine)
