@@ -238,7 +238,9 @@ class Config:
         old_name="experiment",
     )
     plugins: list[str] = key(
-        [], "Python modules to import first, here or installed: what they register, keys may name."
+        [],
+        "Python modules to import first, from the current folder or installed; keys may name what they add to registries. "
+        "Their names are part of the run's name.",
     )
     seed: int = key(
         0,
