@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-asan sanitize-gpu lint format
+.PHONY: help demo test quick test-gpu test-asan sanitize-gpu lint format
 
 # An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
@@ -9,13 +9,14 @@ PYTHON := $(PREFIX)/bin/python
 WORKERS ?= 2
 
 help:
-	@echo "make demo      train under every scheme on a small corpus and report (CPU, minutes)"
-	@echo "make test      run the tests"
-	@echo "make test-gpu  run the tests where there is a GPU, those of the CUDA kernels with them"
+	@echo "make demo      train one small model under every scheme and report (CPU, minutes)"
+	@echo "make test      run every test (minutes)"
+	@echo "make quick     run the tests that take no more than a second or two each (a minute)"
+	@echo "make test-gpu  run every test on a machine with a GPU, those of the CUDA kernels included"
 	@echo "make test-asan run the CPU kernels' tests under address and undefined-behaviour sanitizers"
 	@echo "make sanitize-gpu  run every CUDA kernel under compute-sanitizer; logs go to experiments/operators/logs"
 	@echo "make lint      ruff and mypy"
-	@echo "make format    ruff, changing files"
+	@echo "make format    ruff, which changes files"
 	@echo "Each first sets up $(PREFIX) if it has to."
 
 demo:
@@ -25,6 +26,10 @@ demo:
 test:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal
+
+quick:
+	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-gpu:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
