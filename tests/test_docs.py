@@ -30,7 +30,7 @@ BLOCK = re.compile(r"(?:<!-- (?P<note>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<te
 
 # What makes a command of the pages small. `<!-- needs ... -->` before a block: its configurations are loaded, and nothing runs.
 TINY_RUN = [
-    *("model.d_model=8", "model.n_layer=1", "model.d_state=4", "trainer.max_steps=2", "trainer.validate_every=2"),
+    *("model.d_model=8", "model.n_layer=1", "trainer.max_steps=2", "trainer.validate_every=2"),
     *("trainer.checkpoint_every=2", "trainer.log_every=1", "trainer.threads=1", "optimizer.warmup_steps=1"),
     *("data.row_length=64", "data.tokens_per_step=128", "data.slots_per_batch=128", "data.validation_documents=4"),
 ]
@@ -39,6 +39,7 @@ WRITES = {"own_sweep.md": "runs/my_sweep/tables/differences.md", "extend.md": "r
 REGISTRIES = [  # what the plugin of a page adds to, put back after its test
     *("packmamba.data.packing:STRATEGIES", "packmamba.data.sources:SOURCES", "packmamba.nn.mixers:MIXERS"),
     *("packmamba.report.kinds:KINDS", "packmamba.ops.backends:BACKENDS"),
+    *("packmamba.training.boundary:BOUNDARIES", "packmamba.training.optimizer:OPTIMIZERS"),
 ]
 
 
@@ -210,6 +211,14 @@ def test_every_room_has_a_line():
     rooms = {path.relative_to(ROOT) for path in (ROOT / "packmamba").iterdir() if path.name[0] not in "_."}
     for room in rooms:
         assert f"`{room.name}{'' if room.suffix else '/'}`" in text, f"{room} has no line in CONTRIBUTING.md"
+
+
+def test_the_files_that_a_change_touches_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = text.split("## What a change may cost")[1].split("\n## ")[0].split("|---|---|---|\n")[1].strip().splitlines()
+    assert len(rows) == 10
+    for path in re.findall(r"`([\w/.]+)`", "".join(row.split("|")[2] for row in rows)):
+        assert (ROOT / path).exists() or (ROOT / "experiments" / "operators" / path).exists(), path
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "packmamba").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
