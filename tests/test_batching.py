@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler, evaluation_documents
 from packmamba.data.packing import STRATEGIES
+from packmamba.data.schedule import arrange
 from runs import CARRY, SCHEMES, tiny_config
 
 
@@ -230,6 +231,13 @@ def test_refuses_in_one_sentence(tmp_path, override):
     with pytest.raises(ConfigError, match=REFUSALS[override]) as caught:
         module(tmp_path, override)
     assert "\n" not in str(caught.value)
+
+
+def test_a_validation_document_longer_than_a_row_is_refused_where_rows_are_trained(tmp_path):
+    data = module(tmp_path, "data.overlong=error", "data.row_length=1000", "trainer.boundary=leak")
+    validation = data.corpora.validation
+    with pytest.raises(ConfigError, match=r"^data.overlong is 'error' and document \d+ has \d+ tokens"):
+        arrange(validation, np.arange(len(validation)), replace(data.config.data, row_length=3))
 
 
 def test_refuses_a_carrying_step_that_would_cut_batches(tmp_path):

@@ -225,7 +225,9 @@ class TrainerConfig:
 @dataclass
 class OpsConfig:
     backend: str = key(
-        "auto", "Operators' backend: auto, reference, cpu, cuda or mamba_ssm.", named("packmamba.ops.backends:BACKENDS")
+        "auto",
+        "Operators' backend, such as reference; auto takes the compiled kernels of the device.",
+        named("packmamba.ops.backends:BACKENDS"),
     )
 
 

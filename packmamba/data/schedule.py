@@ -10,29 +10,28 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.batching import Arrangement
 from packmamba.data.corpus import Corpus
-from packmamba.data.packing import STRATEGIES, PackingPlan, plan_rows
+from packmamba.data.packing import STRATEGIES, plan_rows
 
 WINDOW_DOCUMENTS = 1_000_000
 
 
 def arrange(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Arrangement:
-    """The documents in rows, as the configuration's strategy says."""
+    """The documents in rows, as the configuration's strategy says. Raises ConfigError if one is too long for a row."""
     ends = corpus.lengths[documents].astype(np.int64)
-    plan = _plan(data, ends)
+    try:
+        plan = plan_rows(
+            ends,
+            row_length=data.row_length,
+            strategy=data.strategy,
+            overlong=data.overlong,
+            buffer=data.buffer,
+            streams=data.streams,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if data.overlong == "truncate" and data.row_length is not None and not STRATEGIES[data.strategy].splits_documents:
         ends = np.minimum(ends, data.row_length)
     return Arrangement(corpus, documents, ends, plan)
-
-
-def _plan(data: DataConfig, lengths: np.ndarray) -> PackingPlan:
-    return plan_rows(
-        lengths,
-        row_length=data.row_length,
-        strategy=data.strategy,
-        overlong=data.overlong,
-        buffer=data.buffer,
-        streams=data.streams,
-    )
 
 
 @dataclass
