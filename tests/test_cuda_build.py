@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from packmamba.ops import build
-from packmamba.ops.cuda import launch
 from packmamba.ops.kernels import OUTPUTS
+from packmamba.ops.scan.cuda import ssm_forward
 from processes import fork, statuses
 
 
@@ -112,4 +112,4 @@ def test_a_gpu_without_room_for_the_scans_gradients_is_told_so(monkeypatch):
     A, kept = torch.zeros(16, 16), torch.zeros(1)
     starts, ends = torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     with pytest.raises(build.KernelError, match="need 109 KiB of shared memory a block, this GPU has 99; take float16"):
-        launch.ssm_forward(u, u, A, B, B, None, None, None, True, starts, ends, None, u.clone(), None, kept)
+        ssm_forward(u, u, A, B, B, None, None, None, True, starts, ends, None, u.clone(), None, kept)

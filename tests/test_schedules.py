@@ -56,7 +56,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: device.capturing, raising=False)
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=1 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: properties)
-    monkeypatch.setitem(kernels.KERNELS, "cpu", launch.KERNELS)
+    monkeypatch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cuda"])
     return device
 
 

@@ -98,6 +98,8 @@ def _find(backend: str | None, device: torch.device, operator: str) -> str:
     needed = BACKENDS[name].device if name in BACKENDS else None
     if needed not in (None, device.type):
         raise ValueError(f"backend: '{name}' expected tensors on a {needed} device, got {device}")
+    if name in BACKENDS and (name, operator) not in _implementations and not torch.compiler.is_compiling():
+        load()  # a plugin's
     if (name, operator) not in _implementations:
         available = ", ".join(sorted(of for of, implemented in _implementations if implemented == operator))
         raise ValueError(f"backend: no compiled '{name}' kernels in this version for {device}; available: {available}")

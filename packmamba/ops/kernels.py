@@ -1,20 +1,26 @@
-"""The compiled kernels of each type of device, by name."""
+"""The compiled kernels of each type of device, by name; operators declare theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from packmamba.ops.build import operator
-from packmamba.ops.cuda import launch
 
-OUTPUTS = {"conv1d_forward": 2, "conv1d_backward": 4, "ssm_forward": 3, "ssm_backward": 9}
-"""How many outputs end a kernel's arguments. dx, dz, dB and dC may be slices, which the CPU's kernels write elsewhere first."""
+KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {}, "cuda": {}}
+"""By device type: what runs, with the schemas of kernels/cpu, outputs last."""
+OUTPUTS: dict[str, int] = {}
+"""How many outputs end a kernel's arguments."""
 
 
-def _cpu(name: str) -> Callable[..., None]:
-    first = -OUTPUTS[name]
+def declare(name: str, outputs: int, cuda: Callable[..., None]) -> None:
+    """``torch.ops.packmamba_cpu.<name>``, and what launches the CUDA kernels. Outputs are allocated by whoever calls."""
+    OUTPUTS[name] = outputs
+    KERNELS["cpu"][name] = _cpu(name, -outputs)
+    KERNELS["cuda"][name] = cuda
 
+
+def _cpu(name: str, first: int) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
         outputs = arguments[first:]
         for t in outputs:
@@ -23,6 +29,7 @@ def _cpu(name: str) -> Callable[..., None]:
         else:
             operator("cpu", name)(*arguments)
             return
+        # Slices (dx, dz, dB and dC may be): written elsewhere first.
         written = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in outputs]
         operator("cpu", name)(*arguments[:first], *written)
         for t, made in zip(outputs, written):
@@ -30,10 +37,3 @@ def _cpu(name: str) -> Callable[..., None]:
                 t.copy_(made)
 
     return run
-
-
-KERNELS: dict[str, Mapping[str, Callable[..., None]]] = {
-    "cpu": {name: _cpu(name) for name in OUTPUTS},
-    "cuda": launch.KERNELS,
-}
-"""By device type: what runs, with the schemas of kernels/cpu/bindings.cpp, outputs last."""

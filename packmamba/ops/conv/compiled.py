@@ -8,7 +8,8 @@ from torch import Tensor
 
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv.arguments import ConvArguments
-from packmamba.ops.kernels import KERNELS
+from packmamba.ops.conv.cuda import conv1d_backward, conv1d_forward
+from packmamba.ops.kernels import KERNELS, declare
 from packmamba.ops.registered import dense, register, room_like, unit_stride
 
 
@@ -73,4 +74,6 @@ def _as(gradient: Any, tensor: Tensor | None) -> Tensor | None:
     return gradient if tensor is None or gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
 
 
+declare("conv1d_forward", outputs=2, cuda=conv1d_forward)
+declare("conv1d_backward", outputs=4, cuda=conv1d_backward)
 conv1d_pack = register("conv1d_pack", ConvArguments, _forward, _fake, _backward, outputs=2, kept=3, gradients=4)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from packmamba.ops.kernels import KERNELS
+from packmamba.ops.kernels import KERNELS, declare
 from packmamba.ops.registered import dense, register, room_like, unit_stride
 from packmamba.ops.scan.arguments import ScanArguments
+from packmamba.ops.scan.cuda import ssm_backward, ssm_forward
 
 # As in the kernels: tokens between states that the scan keeps for its backward, and what channels are padded to.
 KEPT_TOKENS = 32
@@ -63,4 +64,6 @@ def _kernel_arguments(a: ScanArguments) -> tuple:
     )  # fmt: skip
 
 
+declare("ssm_forward", outputs=3, cuda=ssm_forward)
+declare("ssm_backward", outputs=9, cuda=ssm_backward)
 ssm_pack = register("ssm_pack", ScanArguments, _forward, _fake, _backward, outputs=2, kept=1, gradients=9)
