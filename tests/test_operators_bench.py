@@ -5,6 +5,7 @@ import torch
 from configured import configured
 
 from experiments.operators import cpu as bench
+from experiments.operators import host_time
 from experiments.operators.report import KINDS
 from packmamba.errors import ConfigError
 from packmamba.ops import kernels
@@ -79,3 +80,16 @@ def test_rates_that_an_arm_beats_are_not_recorded(tmp_path, monkeypatch):
 def test_refuses_as_it_is_read(change, message):
     with pytest.raises(ConfigError, match=message):
         configured(bench.Config, TINY, **change)
+
+
+def test_the_host_s_time_for_a_call(tmp_path):
+    host_time.run(configured(host_time.Config, {"calls": 3, "rounds": 2}), tmp_path / "records" / "r.jsonl", False)
+    records = read_records(tmp_path)
+    assert [record["arm"] for record in records] == list(host_time.ARMS)
+    assert all(
+        record["metrics"][name] > 0 for record in records for name in KINDS["host_time"].metrics if "sec" in name
+    )
+    (table,) = build_sections(records, kinds=KINDS)[0].tables
+    assert [(row[0].text, row[1].text) for row in table.rows] == [
+        (operator, arguments) for operator in ("conv1d_pack", "ssm_pack") for arguments in ("all", "few")
+    ]

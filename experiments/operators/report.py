@@ -10,6 +10,8 @@ from experiments.operators.gpu_figures import gpu_operators_figures
 from experiments.operators.gpu_shapes import DESCRIPTIONS, NAMES, by_shape
 from experiments.operators.gpu_shapes import METRICS as GPU_METRICS
 from experiments.operators.gpu_tables import gpu_operators_tables
+from experiments.operators.host_tables import METRICS as HOST_METRICS
+from experiments.operators.host_tables import host_tables
 from packmamba.report.kinds import Kind
 from packmamba.report.summary import Record
 
@@ -26,4 +28,5 @@ _METRICS = ("seconds_median", "seconds_spread", "bound_seconds", "rounds")
 KINDS = {
     "operators": Kind(operators_tables, operators_figures, metrics=_METRICS, arms=lambda records: CPU_DESCRIPTIONS),
     "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures, metrics=GPU_METRICS, arms=gpu_legend),
+    "host_time": Kind(host_tables, metrics=HOST_METRICS),
 }
