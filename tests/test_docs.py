@@ -117,6 +117,7 @@ def check(words):
         raise AssertionError(f"{words[0]} is not for this machine: say how to check it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_runs(page, folder, capsys):
     for block in blocks(page):  # files first: a file may be explained in several blocks
