@@ -13,6 +13,7 @@ from packmamba.cli import reproduction as reproduce
 from packmamba.config import ConfigError
 from packmamba.experiments import Step
 from packmamba.records import read_records
+from packmamba.report.tables import Cell, number
 from processes import ROOT
 
 TINY = ["num_documents=400", "strategies=[in_order,greedy]", "row_lengths=[2048]", "buffers=[4096]"]
@@ -49,7 +50,21 @@ def test_packing_from_nothing(tmp_path, monkeypatch, capsys):
     assert best.split()[-2:] == ["-", "-"], "it was not run"
     assert run.main(["reproduce", "packing", "scale=small", *TINY]) == 0
     assert "done before" in capsys.readouterr().out and len(read_records(folder)) == 2
+    assert run.main(["reproduce", "packing", "scale=small", *TINY[1:]]) == 2
+    assert "holds results of 'packing/packing.yaml" in capsys.readouterr().err
     assert committed() == before
+
+
+def test_what_is_compared():
+    def difference(mean, low, high):
+        return Cell("", (mean, low, high, 5))
+
+    compared = reproduce._compared
+    assert compared(number(2.0, ".1f"), number(3.0, ".1f")).text == "1.50"
+    assert compared(number(2.0, ".1f"), number(None, "")).text == "-"
+    assert compared(difference(0.1, 0.0, 0.2), difference(-0.1, -0.2, 0.05)).text == "intervals meet"
+    assert compared(difference(0.1, 0.0, 0.2), difference(0.4, 0.3, 0.5)).text == "intervals apart"
+    assert compared(difference(0.1, 0.0, 0.2), difference(0.4, None, None)).text == "one seed"
 
 
 def test_every_headline_has_a_committed_number():

@@ -5,7 +5,7 @@ from packmamba.experiments import Headline, Step
 STEPS = [
     Step(
         "schemes.yaml",
-        small=("grid.seed=[0,1]", "trainer.max_steps=20", "trainer.validate_every=10", "optimizer.warmup_steps=5"),
+        small=("grid.seed=[0,1]", "trainer.max_steps=20", "trainer.validate_every=20", "data.validation_documents=20"),
     )
 ]
 

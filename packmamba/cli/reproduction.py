@@ -111,8 +111,11 @@ def run(plan: Plan) -> None:
     check_writable(plan.output, "output")
     marks = plan.output / "done.json"
     done: list[str] = json.loads(marks.read_text()) if marks.is_file() else []
-    for count, step in enumerate(plan.steps, start=1):
-        title = " ".join([f"{plan.experiment}/{step.file}", *step.overrides])
+    titles = [" ".join([f"{plan.experiment}/{step.file}", *step.overrides]) for step in plan.steps]
+    files = {title.partition(" ")[0] for title in titles}
+    if others := [title for title in done if title not in titles and title.partition(" ")[0] in files]:
+        raise ConfigError(f"output: {plan.output} holds results of '{others[0]}'; remove it or name another")
+    for count, (step, title) in enumerate(zip(plan.steps, titles), start=1):
         print(f"[{count}/{len(plan.steps)}] {title}{': done before' if title in done else ''}", flush=True)
         if title in done:
             continue
@@ -141,14 +144,13 @@ def comparison(plan: Plan) -> Table:
             Column("the paper", ("paper",)),
             Column("committed", ("committed",)),
             Column("now", ("now",)),
-            Column("now over committed", ("ratio",)),
+            Column("now over committed", ("comparison",)),
         ],
     )
     then, now = (cells(plan.headlines, folder) for folder in (find(plan.experiment), plan.output))
     for headline in plan.headlines:
         a, b = then[headline.name], now[headline.name]
-        ratio = b.values[0] / a.values[0] if a.values[0] and b.values[0] is not None else None
-        table.rows.append([word(headline.name), word(headline.paper or "-"), a, b, number(ratio, ".2f")])
+        table.rows.append([word(headline.name), word(headline.paper or "-"), a, b, _compared(a, b)])
     table.notes = [
         f"Now: {' and '.join(' '.join([step.file, *step.overrides]) for step in plan.steps)}. Numbers of steps that were left "
         "out, or whose keys differ from the committed run's, are missing or differ."
@@ -176,6 +178,18 @@ def _cell(headline: Headline, tables: Mapping[str, Table]) -> Cell:
     if other is None or cell.values[0] is None or not other.values[0]:
         return nothing
     return number(cell.values[0] / other.values[0], ".2f", "x")
+
+
+def _compared(committed: Cell, now: Cell) -> Cell:
+    """The ratio; of differences, which may be zero, whether their intervals meet."""
+    if committed.values[0] is None or now.values[0] is None:
+        return number(None, "")
+    if len(committed.values) < 3:
+        return number(now.values[0] / committed.values[0], ".2f") if committed.values[0] else number(None, "")
+    (low, high), (other_low, other_high) = committed.values[1:3], now.values[1:3]
+    if None in (low, high, other_low, other_high):
+        return word("one seed")
+    return word("intervals meet" if low <= other_high and other_low <= high else "intervals apart")
 
 
 def _look_up(table: Table, row: Mapping[str, Any], column: str) -> Cell | None:
