@@ -10,7 +10,8 @@ STEPS = [
 ]
 
 HEADLINES = [
-    Headline(f"{name} minus padded, validation loss (nats)", "training", {"arm": arm}, "difference")
+    Headline(f"{where}: {name} minus padded", "differences", {"arm": arm}, metric)
+    for where, metric in (("validation loss", "val_loss"), ("its first 32 tokens", "val_loss_start"))
     for name, arm in (
         ("packed with reset", "packed-reset"),
         ("packed with reset, sums in another order,", "packed-control"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,9 @@ def axes(columns: int, width: float = 10.0, height: float = 4.2) -> tuple[Canvas
 def finish(fig: Canvas, name: str, caption: str) -> Figure:
     """The canvas as PNG and PDF, as large as what is drawn on it: nothing is cut."""
     png, pdf = io.BytesIO(), io.BytesIO()
+    for ax in fig.axes if _narrow else ():
+        ax.set_title(textwrap.fill(ax.get_title("left"), 34))
+        ax.set_xlabel(textwrap.fill(ax.get_xlabel(), 40))
     fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None}, bbox_inches="tight")
     if not _narrow:
         nobody = {"CreationDate": None, "Creator": None, "Producer": None}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
+from markdown_it.tree import SyntaxTreeNode
 from markupsafe import Markup
 
 from packmamba.report import summary
@@ -85,30 +85,25 @@ def _read(readme: str) -> _Readme:
         markdown.add_render_rule(rule, lambda *_: "")
     markdown.add_render_rule("softbreak", lambda *_: " ")
 
-    def render_tokens(tokens: Sequence[Token]) -> Markup:
+    def html(nodes: Iterable[SyntaxTreeNode]) -> Markup:
+        tokens = [token for node in nodes for token in node.to_tokens()]
         return Markup(markdown.renderer.render(tokens, markdown.options, {}).strip())
 
-    title, heading, asked = Markup(""), "", None
-    parts: dict[str, list[Token]] = {}
-    tokens = markdown.parse(readme)
-    paragraphs = []
-    for i, token in enumerate(tokens):
-        inside = tokens[i - 1].tag if i and tokens[i - 1].type == "heading_open" else ""
-        if inside == "h1" and not title:
-            title = render_tokens([token])
-        elif inside == "h2":
-            heading = token.content
-        elif token.tag not in ("h1", "h2"):
-            parts.setdefault(heading, []).append(token)
-        if i and tokens[i - 1].type == "paragraph_open" and token.level == 1:
-            paragraphs.append((heading, i))
-    asked = next(
-        (i for under, i in paragraphs if "question" in under.lower()), paragraphs[0][1] if paragraphs else None
-    )
-    lead = tokens[asked - 1 : asked + 2] if asked else []
-    kept = {name: [token for token in each if token not in lead] for name, each in parts.items()}
-    question = render_tokens(lead[1:2])
-    return _Readme(title, question, [_Part(name, render_tokens(each)) for name, each in kept.items() if each])
+    title, heading = Markup(""), ""
+    parts: dict[str, list[SyntaxTreeNode]] = {}
+    for block in SyntaxTreeNode(markdown.parse(readme)).children:
+        if block.tag == "h1":
+            title = title or html(block.children)
+        elif block.tag == "h2":
+            heading = block.children[0].content
+        else:
+            parts.setdefault(heading, []).append(block)
+    asked = next((each for name, each in parts.items() if "question" in name.lower()), next(iter(parts.values()), []))
+    first = next((i for i, block in enumerate(asked) if block.type == "paragraph"), len(asked))
+    last = next((i for i in range(first + 1, len(asked)) if not asked[i].type.endswith("list")), len(asked))
+    question = html(asked[first:last])
+    del asked[first:last]
+    return _Readme(title, question, [_Part(name, html(each)) for name, each in parts.items() if each])
 
 
 def _facts(records: Sequence[Record]) -> dict[str, str]:
@@ -172,8 +167,8 @@ def _wide(table: Table) -> bool:
 
 
 def _typeset(text: str) -> str:
-    """With a true minus sign before digits and a multiplication sign for speedups."""
-    return re.sub(r"(?<=\d)x$", "×", re.sub(r"(?<![\w.])-(?=\d)", "−", text))
+    """With true minus signs, at which no line ends, and a multiplication sign for speedups."""
+    return re.sub(r"(?<=\d)x$", "×", re.sub(r"(?:(?<![\w.])|(?<=\de))-(?=\d)", "−", text))
 
 
 def _unique(values: Iterable[Any]) -> list[str]:
