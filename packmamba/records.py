@@ -61,7 +61,7 @@ METRICS: dict[str, tuple[str, ...]] = {
         "peak_memory_bytes",
     ),
     # Interleaved timings of optimizer steps; only arms that share config["run"] were timed together. The spread is the
-    # interquartile range.
+    # interquartile range; cores_of_others, where there is one, how many cores other programs kept busy meanwhile.
     "throughput": (
         "seconds_per_step_median",
         "seconds_per_step_spread",

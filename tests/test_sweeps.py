@@ -10,6 +10,7 @@ from packmamba import timing
 from packmamba.config import ConfigError
 from packmamba.records import read_records
 from packmamba.report.folder import build_sections
+from packmamba.report.training import throughput_tables
 from packmamba.training import throughput
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
@@ -136,6 +137,7 @@ def test_the_step_that_is_timed_is_the_one_that_trains(tmp_path, precision):
 def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
     seconds = itertools.count()
     monkeypatch.setattr(timing, "now", lambda device: float(next(seconds)))
+    monkeypatch.setattr(timing.OtherPrograms, "cores", lambda self: 1.25)
     configs = [
         tiny_config(tmp_path, f"name={strategy}", f"data.strategy={strategy}")
         for strategy in ("single", "padded", "greedy")
@@ -148,3 +150,6 @@ def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
         metrics = record["metrics"]
         assert metrics["seconds_per_step_median"] == 1
         assert 60 < metrics["real_tokens_per_second"] < 140, "about data.tokens_per_step real tokens a step"
+        assert metrics["cores_of_others"] == 1.25
+    (table,) = throughput_tables(records)
+    assert "Other programs kept up to 1.2 cores busy meanwhile" in table.notes[-1]

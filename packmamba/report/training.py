@@ -147,6 +147,11 @@ def throughput_tables(records: Sequence[Record]) -> list[Table]:
         [[cell(arm) for _, cell in columns] for arm in timed],
         ["Only arms of one run are compared. Speedup is the ratio of real tokens per second."],
     )
+    busy = [r["metrics"].get("cores_of_others") or 0 for r in records if r["kind"] == "throughput"]
+    if max(busy, default=0) >= 0.5:
+        table.notes.append(
+            f"Other programs kept up to {max(busy):.1f} cores busy meanwhile: times are longer than on an idle machine."
+        )
     return [table] if timed else []
 
 

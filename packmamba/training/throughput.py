@@ -79,12 +79,15 @@ def measure_throughput(
             losses.append((arm.config.model, name, loss))
 
     run = uuid.uuid4().hex
+    others = timing.OtherPrograms()
     begun = time.perf_counter()
     samples = timing.take_turns(
         {name: lambda turn, arm=arm: arm.step(turn + 1)[0] for name, arm in arms.items()},  # type: ignore[misc]
         rounds, warm_up=WARM_UP, gate=gate, bar="interleaved steps" if progress else None,
     )  # fmt: skip
-    wall_seconds = time.perf_counter() - begun
+    wall_seconds, cores = time.perf_counter() - begun, others.cores()
+    if progress and (busy := timing.crowding(cores)):
+        print(f"While arms took turns, {busy}: times are longer than on an idle machine.", flush=True)
     for name, arm in arms.items():
         seconds, tokens, slots = zip(*samples[name])
         yield make_record(
@@ -101,6 +104,7 @@ def measure_throughput(
                 "slots_per_second": timing.median(n / taken for n, taken in zip(slots, seconds)),
                 "padding_fraction": 1 - sum(tokens) / sum(slots),
                 "rounds": rounds,
+                "cores_of_others": cores,
                 "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
             },
             wall_seconds=wall_seconds,
