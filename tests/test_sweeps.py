@@ -68,7 +68,7 @@ def test_a_sweep_may_only_time(tmp_path):
 def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
     seconds = iter([100.0] * (1 + throughput.WARM_UP) + [2.0] * 2)
     monkeypatch.setattr(timing, "seconds", lambda call, device: (call(), next(seconds))[1])
-    (record,) = measure_throughput([tiny_config(tmp_path)], rounds=2, experiment="x", progress=False)
+    (record,) = measure_throughput([tiny_config(tmp_path)], rounds=2, output="x", progress=False)
     assert record["metrics"]["seconds_per_step_median"] == 2 and record["metrics"]["seconds_per_step_spread"] == 0
 
 
@@ -109,7 +109,7 @@ def test_a_sweep_takes_its_own_keys_too(tmp_path):
 def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
     keys = ([], ["data.strategy=single"], ["model.d_state=3"], ["trainer.boundary=leak"])
     configs = [tiny_config(tmp_path, f"name=arm{i}", *overrides) for i, overrides in enumerate(keys)]
-    list(measure_throughput(configs, rounds=1, experiment="x", progress=False))
+    list(measure_throughput(configs, rounds=1, output="x", progress=False))
     accumulate, calls = MambaLitModule.accumulate, []
 
     def off(module, *arguments):
@@ -118,7 +118,7 @@ def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(MambaLitModule, "accumulate", off)
     with pytest.raises(RuntimeError, match="nothing is timed: arms disagree .* arm0 has 5.5.*, arm1 has 5.5"):
-        list(measure_throughput(configs, rounds=1, experiment="x", progress=False))
+        list(measure_throughput(configs, rounds=1, output="x", progress=False))
     assert len(calls) == 2
 
 
@@ -142,7 +142,7 @@ def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
         tiny_config(tmp_path, f"name={strategy}", f"data.strategy={strategy}")
         for strategy in ("single", "padded", "greedy")
     ]
-    records = list(measure_throughput(configs, rounds=4, experiment="x", progress=False))
+    records = list(measure_throughput(configs, rounds=4, output="x", progress=False))
     assert [record["arm"] for record in records] == ["single", "padded", "greedy"]
     padding = [record["metrics"]["padding_fraction"] for record in records]
     assert padding[0] == 0 and padding[1] > padding[2] > 0

@@ -143,6 +143,44 @@ def test_carry_refuses_states_of_another_place(tmp_path):
         module.losses(batches[goes_on], carry)
 
 
+class ScanOnly(Carry):
+    """A continuing piece goes on from its own scan state; its convolution starts fresh."""
+
+    def of_continuing(self, own, fresh, layout):
+        return [(*new[:-1], old[-1]) for old, new in zip(own, fresh)]
+
+
+class Zero(Carry):
+    """Rows go on, and every piece starts fresh all the same."""
+
+    def of_continuing(self, own, fresh, layout):
+        return fresh
+
+
+class Foreign(Carry):
+    """A continuing piece goes on from the state of another row."""
+
+    def of_continuing(self, own, fresh, layout):
+        return [tuple(part.roll(1, 0) for part in state) for state in own]
+
+
+def test_a_scheme_for_continuing_pieces_is_one_method(tmp_path):
+    config, data, batches = carry_batches(tmp_path)
+    torch.manual_seed(0)
+    module = MambaLitModule(config, data.corpora.train.vocab_size).double()
+    losses = {}
+    for scheme in (Reset(), Carry(), Zero(), ScanOnly(), Foreign()):
+        with torch.no_grad():
+            losses[type(scheme)] = [module.losses(batch, scheme) for batch in batches]
+    continuing = [batch.layout.continues[batch.layout.documents].where(batch.loss_mask, False) for batch in batches]
+    assert sum(int(slots.sum()) for slots in continuing) > 50
+    for scheme, found in losses.items():
+        for slots, of_scheme, of_reset in zip(continuing, found, losses[Reset]):
+            assert torch.equal(of_scheme[~slots], of_reset[~slots]), "heads of documents start fresh in every scheme"
+            assert torch.equal(of_scheme[slots], of_reset[slots]) == (scheme in (Reset, Zero) or not slots.any())
+    assert not torch.equal(losses[ScanOnly][-1], losses[Carry][-1])
+
+
 def test_no_gradient_flows_through_carried_states_but_into_learned_starts(tmp_path):
     config, data, batches = carry_batches(tmp_path)
     config.model.learned_initial_state = True

@@ -53,12 +53,15 @@ class Arm:
 
 
 def measure_throughput(
-    configs: list[Config], rounds: int, experiment: str, progress: bool = True
+    configs: list[Config], rounds: int, output: str, progress: bool = True
 ) -> Iterator[dict[str, Any]]:
     """One record per configuration: in each round every arm in turn takes its next optimizer step (A B C A B C ...).
 
-    A step is the one that trains (``MambaLitModule.take_step``) on batches made beforehand. In matched mode
-    all arms of a round compute the same documents. Runs on one device.
+    A step is the one that trains (``MambaLitModule.take_step``), on one device and batches made beforehand. In matched mode all
+    arms of a round compute the same documents. Records are those of an experiment called as the folder ``output``.
+
+    Raises:
+        RuntimeError: arms that must agree on the loss of the first step's documents do not.
     """
     if (threads := configs[0].trainer.threads) is not None:
         torch.set_num_threads(threads)
@@ -92,7 +95,7 @@ def measure_throughput(
         seconds, tokens, slots = zip(*samples[name])
         yield make_record(
             kind="throughput",
-            experiment=Path(experiment).name,
+            experiment=Path(output).name,
             arm=name,
             config=decisive(arm.config) | {"run": run},
             seed=arm.config.seed,
