@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take minutes on a busy machine
 sys.path.insert(0, str(ROOT))
 
 from packmamba import MambaLM, SequenceLayout, ops  # noqa: E402
