@@ -30,6 +30,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
         """`encode` of each; the fast way for many."""
 
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids, begin and end tokens left out; bytes that are no text become U+FFFD."""
+
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Little-endian uint16 where every id fits, else uint32."""
@@ -65,6 +68,9 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
 
 
 class FileTokenizer:
@@ -113,6 +119,10 @@ class FileTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
 
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        own = [int(i) for i in ids if i not in (self.begin_id, self.end_id)]
+        return self._tokenizer.decode(own, skip_special_tokens=False)
+
 
 class TokenIds:
     """For documents that are token ids already; no begin and end tokens."""
@@ -129,3 +139,6 @@ class TokenIds:
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return " ".join(str(int(i)) for i in ids)

@@ -1,0 +1,211 @@
+"""The commands that take a trained model: eval, generate, export."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from omegaconf import OmegaConf
+
+from packmamba.config import ConfigError, DataConfig, at_least, key, load, parse_override, resolve, suggest
+from packmamba.records import append_record, check_writable, make_record, read_records
+
+
+@dataclass
+class EvalConfig:
+    """Keys of ``eval``."""
+
+    tasks: list[str] = key(["perplexity"], "Evaluations by name, or tasks of lm-evaluation-harness.")
+    data: DataConfig = field(default_factory=DataConfig)
+    examples: int = key(200, "Examples of each task.", at_least(1))
+    seed: int = key(1_000_000, "Seed of the tasks' examples.", at_least(0))
+    options: dict[str, Any] = key({}, "For each evaluation its parameters, such as options.mqar.num_pairs=4.")
+    max_slots: Optional[int] = key(None, "Slots of a pass; null: 16384 on a GPU, 2048 on a CPU.", at_least(1))
+    device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
+    dtype: Optional[str] = key(None, "dtype of the weights: float64, float32, bfloat16, float16; null: as they are.")
+    include_path: Optional[str] = key(None, "A folder with YAML tasks of lm-evaluation-harness.")
+    limit: Optional[int] = key(None, "Most examples of a task of lm-evaluation-harness; null: all.", at_least(1))
+    output: Optional[str] = key(None, "Folder for records/ and items/; null: evaluation/ in the model's folder.")
+    plugins: list[str] = key([], "Python modules to import first.")
+
+
+def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[dict[str, Any]]]:
+    """Answers every evaluation that has no record yet; returns the output folder and the records of all.
+
+    Each evaluation's record is written when it ends, so a killed command goes on with the next one.
+    """
+    from packmamba.evaluation.subject import read_config
+
+    config = _load(read_config(folder).data, folder, overrides)
+    output = Path(config.output) if config.output else Path(folder) / "evaluation"
+    check_writable(output / "records", "output")
+    from packmamba.evaluation.evaluate import EVALUATIONS
+    from packmamba.evaluation.subject import load_subject
+
+    theirs = _harness_tasks([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
+    subject = load_subject(folder, config.device, config.dtype)
+    on_gpu = next(subject.model.parameters()).is_cuda
+    max_slots = config.max_slots or (16384 if on_gpu else 2048)
+    found = []
+    for number, name in enumerate(config.tasks, start=1):
+        print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
+        run = _harness if name in theirs else _ours
+        found.append(run(name, subject, config, max_slots, output))
+    return output, found
+
+
+def _load(data: DataConfig, folder: str, overrides: Sequence[str]) -> EvalConfig:
+    config = resolve(
+        EvalConfig,
+        [(OmegaConf.create({"data": asdict(data)}), folder), *((parse_override(o), f"'{o}'") for o in overrides)],
+    )
+    if not config.tasks:
+        raise ConfigError("tasks: expected at least one, got none")
+    for name in config.options:
+        if name not in config.tasks:
+            raise ConfigError(f"options.{name}: not among tasks{suggest(name, config.tasks)}")
+    return config
+
+
+def _harness_tasks(names: list[str], config: EvalConfig, ours: list[str]) -> set[str]:
+    """Those of the names that lm-evaluation-harness knows. Raises ConfigError for any other."""
+    if not names:
+        return set()
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        hint = "tasks of lm-evaluation-harness need pip install 'packmamba[eval]'"
+        raise ConfigError(f"tasks: unknown '{names[0]}'{suggest(names[0], ours)}; {hint}") from None
+    known = TaskManager(include_path=config.include_path).all_tasks
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"tasks: unknown '{name}', neither ours nor lm-evaluation-harness'{suggest(name, ours)}")
+    return set(names)
+
+
+def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
+    from packmamba.evaluation.evaluate import Asked, evaluate
+
+    asked = Asked(
+        config.data, subject.tokenizer, config.examples, config.seed, max_slots, dict(config.options.get(name, {}))
+    )
+    data = asdict(config.data)
+    del data["cache_dir"]
+    settings = {"name": name, "examples": config.examples, "seed": config.seed, "options": asked.options,
+                "max_slots": max_slots, "dtype": config.dtype, "data": data}  # fmt: skip
+
+    def run() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
+        result = evaluate(name, subject.model, asked)
+        return result.metrics, result.curves, result.items, result.corpus_hash
+
+    return _recorded(settings, subject, output, run)
+
+
+def _harness(name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
+    settings = {"name": name, "harness": True, "limit": config.limit, "max_slots": max_slots, "dtype": config.dtype}
+
+    def run() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
+        from packmamba.evaluation.harness import PackMambaLM
+
+        found = lm_eval.simple_evaluate(
+            PackMambaLM(subject.model, str(subject.folder), max_slots), tasks=[name], limit=config.limit,
+            task_manager=TaskManager(include_path=config.include_path), log_samples=True,
+        )  # fmt: skip
+        values = {k.partition(",")[0]: v for k, v in found["results"][name].items() if isinstance(v, (int, float))}
+        items = [
+            {"doc_id": s["doc_id"], "responses": s["filtered_resps"]} | {m: s[m] for m in s["metrics"]}
+            for s in found["samples"][name]
+        ]
+        return values, {}, items, f"lm-eval {lm_eval.__version__} {name}"
+
+    return _recorded(settings, subject, output, run)
+
+
+def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) -> dict[str, Any]:
+    """The record of these settings: the one that is there, or a new one with its items beside it."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    path = output / "records" / f"{settings['name']}-{digest}.jsonl"
+    if path.is_file():
+        return next(r for r in read_records(output) if r["config"].get("id") == digest)
+    begun = time.perf_counter()
+    metrics, curves, items, corpus_hash = run()
+    lines = "".join(json.dumps(item, default=str) + "\n" for item in items)
+    (output / "items").mkdir(exist_ok=True)
+    (output / "items" / f"{settings['name']}-{digest}.jsonl").write_text(lines, encoding="utf-8")
+    record = make_record(
+        kind="evaluation",
+        experiment=subject.name,
+        arm=subject.name,
+        config={"id": digest, "evaluation": settings, "model": subject.model.config},
+        seed=subject.config.seed if subject.trained else 0,
+        corpus_hash=corpus_hash,
+        metrics=metrics,
+        curves=curves,
+        wall_seconds=time.perf_counter() - begun,
+    )
+    append_record(path, record)
+    return record
+
+
+@dataclass
+class GenerateConfig:
+    """Keys of ``generate``."""
+
+    max_new_tokens: int = key(64, "Most tokens that are added.", at_least(1))
+    temperature: float = key(0.0, "0: the most likely token; else logits are divided by it and a token is drawn.", at_least(0))
+    top_p: float = key(1.0, "Draw among the most likely tokens whose probabilities reach this sum.")
+    seed: int = key(0, "Seed of the draws.", at_least(0))
+    device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
+    dtype: Optional[str] = key(None, "dtype of the weights: float64, float32, bfloat16, float16; null: as they are.")
+
+
+def continue_text(folder: str, prompt: str, overrides: Sequence[str]) -> str:
+    """The prompt's continuation. Raises ConfigError without a tokenizer, or of a prompt without a token."""
+    config = load(GenerateConfig, None, overrides)
+    from packmamba.evaluation.generation import generate
+    from packmamba.evaluation.subject import load_subject
+
+    subject = load_subject(folder, config.device, config.dtype)
+    tokenizer = subject.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"{folder} has no tokenizer: its model speaks no text")
+    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
+    ids = [*begin, *tokenizer.encode(prompt).tolist()]
+    if not ids:
+        raise ConfigError("the prompt is empty, and the model has no begin token")
+    try:
+        (new,) = generate(
+            subject.model, [ids], config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed,
+            max_slots=max(2048, len(ids)),
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return tokenizer.decode(new)
+
+
+def export_model(folder: str, target: str) -> Path:
+    """Writes the model and its tokenizer in Hugging Face's format. Raises ConfigError for what that cannot hold."""
+    from packmamba.data.tokenizer_files import write_tokenizer
+    from packmamba.evaluation.subject import load_subject
+
+    subject = load_subject(folder, "cpu")
+    path = Path(target)
+    if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
+        raise ConfigError(f"{target} is there and not empty; name a new folder")
+    try:
+        subject.model.save_pretrained(path, format="huggingface")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if subject.tokenizer is not None:
+        data = subject.config.data
+        write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token)
+    return path
