@@ -62,12 +62,16 @@ def test_greedy_is_what_transformers_generates(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=16)
+    device = (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )  # where the peers are installed, transformers uses their kernels
     theirs = transformers.MambaForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path)
-    ours = MambaLM.from_pretrained(tmp_path)
+    theirs.to(device)
+    ours = MambaLM.from_pretrained(tmp_path).to(device)
     for prompt, new in zip(PROMPTS, generate(ours, PROMPTS, max_new_tokens=16)):
         expected = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=-1
+            torch.tensor([prompt], device=device), max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=-1
         )
         assert new == expected[0, len(prompt) :].tolist()
 

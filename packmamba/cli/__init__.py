@@ -158,7 +158,32 @@ def doctor(arguments: argparse.Namespace) -> None:
     print("\n".join(diagnose()))
 
 
-COMMANDS = {f.__name__: f for f in (demo, train, sweep, bench, report, reproduce, kernels, doctor)}
+def eval(arguments: argparse.Namespace) -> None:
+    """Ask a trained model: loss on text, tasks with a right answer, lm-evaluation-harness. The same command again resumes it."""
+    from packmamba.cli.models import evaluate_model
+    from packmamba.report.folder import format_table
+
+    output, records = evaluate_model(arguments.model, arguments.overrides)
+    print(f"\n{format_table(records)}\n\nRecords and items: {output}")
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    """Continue a text with a trained model."""
+    from packmamba.cli.models import continue_text
+
+    print(arguments.prompt + continue_text(arguments.model, arguments.prompt, arguments.overrides))
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Write a trained model and its tokenizer in Hugging Face's format."""
+    from packmamba.cli.models import export_model
+
+    print(f"Written to {export_model(arguments.model, arguments.folder)}; transformers' AutoModelForCausalLM reads it.")
+
+
+COMMANDS = {
+    f.__name__: f for f in (demo, train, sweep, eval, generate, export, bench, report, reproduce, kernels, doctor)
+}
 
 
 def limit_spinning() -> None:
@@ -201,7 +226,13 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
             command.add_argument("config", nargs="?", help="an experiment, <experiment>/<bench>, or a YAML file")
         if name == "reproduce":
             command.add_argument("experiment", nargs="?", help="an experiment, <experiment>/<step>, or all")
-        if name in ("demo", "train", "sweep", "bench", "reproduce"):
+        if name in ("eval", "generate", "export"):
+            command.add_argument("model", help="the folder of a run, or of a published checkpoint")
+        if name == "generate":
+            command.add_argument("prompt", help="the text to continue")
+        if name == "export":
+            command.add_argument("folder", help="a new folder")
+        if name in ("demo", "train", "sweep", "bench", "reproduce", "eval", "generate"):
             text = "settings, such as data.strategy=best_fit"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
         if name == "report":

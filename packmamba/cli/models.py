@@ -161,7 +161,9 @@ class GenerateConfig:
     """Keys of ``generate``."""
 
     max_new_tokens: int = key(64, "Most tokens that are added.", at_least(1))
-    temperature: float = key(0.0, "0: the most likely token; else logits are divided by it and a token is drawn.", at_least(0))
+    temperature: float = key(
+        0.0, "0: the most likely token; else logits are divided by it and a token is drawn.", at_least(0)
+    )
     top_p: float = key(1.0, "Draw among the most likely tokens whose probabilities reach this sum.")
     seed: int = key(0, "Seed of the draws.", at_least(0))
     device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")

@@ -81,7 +81,7 @@ def long_context(model: MambaLM, asked: Asked) -> Result:
     options = {"window": asked.data.row_length or 1024, "most": 64} | asked.options
     _check_options("long_context", options, ("window", "most"))
     corpus, numbers, documents = _validation(model, asked)
-    entries: list[dict[str, Any]] = list(context_gain(model, documents, max_slots=asked.max_slots, **options))  # type: ignore[arg-type]
+    entries: list[dict[str, Any]] = list(context_gain(model, documents, max_slots=asked.max_slots, **options))
     if not entries:
         raise ConfigError(
             f"data.row_length: no validation document is as long as two windows of {options['window']} tokens"

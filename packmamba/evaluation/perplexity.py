@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from packmamba.nn import MambaLM
 Losses = list[NDArray[np.float64]]
 
 
-def token_losses(model: MambaLM, documents: Sequence[Sequence[int]], max_slots: int = 16384) -> Losses:
+def token_losses(model: MambaLM, documents: Sequence[Any], max_slots: int = 16384) -> Losses:
     """Of each document of n tokens the (n - 1,) losses of tokens 1 to n - 1, each given all before it.
 
     Args:
@@ -72,7 +73,7 @@ def by_position(losses: Losses) -> list[dict[str, float]]:
 
 
 def context_gain(
-    model: MambaLM, documents: Sequence[Sequence[int]], window: int, most: int = 64, max_slots: int = 16384
+    model: MambaLM, documents: Sequence[Any], window: int, most: int = 64, max_slots: int = 16384
 ) -> list[dict[str, float]]:
     """What context before the last ``window`` tokens is worth, at 2, 4, ... ``most`` windows from a document's start.
 
@@ -102,7 +103,7 @@ def context_gain(
 
 
 def effective_remembrance(
-    model: MambaLM, documents: Sequence[Sequence[int]], length: int, starts: Sequence[int], max_slots: int = 16384
+    model: MambaLM, documents: Sequence[Any], length: int, starts: Sequence[int], max_slots: int = 16384
 ) -> dict[int, float]:
     """EffRem (arXiv 2507.02782): how much what came before token t still matters after ``length`` tokens.
 
@@ -122,7 +123,7 @@ def effective_remembrance(
     }
 
 
-def _last_distributions(model: MambaLM, documents: Sequence[Sequence[int]], max_slots: int) -> Tensor:
+def _last_distributions(model: MambaLM, documents: Sequence[Any], max_slots: int) -> Tensor:
     """(documents, vocabulary), after each document's last token."""
     last: dict[int, Tensor] = {}
 

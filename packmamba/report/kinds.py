@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from packmamba.records import METRICS
+from packmamba.report.evaluation import evaluation_label, evaluation_tables
 from packmamba.report.figures import Figure
 from packmamba.report.summary import Record
 from packmamba.report.tables import Table
@@ -50,5 +51,6 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "training": Kind(training_tables, training_figures, metrics=METRICS["training"], arms=training_legend),
     "throughput": Kind(throughput_tables, throughput_figures, metrics=METRICS["throughput"], arms=throughput_legend),
+    "evaluation": Kind(evaluation_tables, label=evaluation_label),
 }
 """What the library knows. An experiment's own kinds are in its report.py."""

@@ -15,6 +15,7 @@ from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
 from packmamba.records import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.callbacks import History, checkpoints
+from packmamba.training.model_folder import write_model
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import alone, decisive, record_path, run_folder, run_id
 from packmamba.training.strategy import leave_process_group
@@ -83,7 +84,9 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
         record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
+        weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
         if trainer.is_global_zero:
+            write_model(folder, config, module.model.config, weights)
             append_record(path, record)
     return record
 

@@ -1,0 +1,42 @@
+"""A run's folder is a model: its weights, configuration and tokenizer, as ``MambaLM.from_pretrained`` and ``eval`` read them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from packmamba.config import Config, to_dict
+from packmamba.data.sources import open_source
+from packmamba.data.tokenizer_files import write_tokenizer
+from packmamba.evaluation.subject import CONFIGURATION
+from packmamba.nn.checkpoint import write_pretrained
+
+PREFIX = "model."
+"""Of the model's weights among a LitModule's."""
+
+
+def write_model(folder: Path, config: Config, model: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Writes the model of a run that has ended into its folder; each file appears whole or not at all.
+
+    Args:
+        config: the run's.
+        model: a MambaLM's ``config``.
+        weights: a LitModule's state dict, whole.
+    """
+    own = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        made = Path(name)
+        write_pretrained(made, dict(model), own)
+        OmegaConf.save(OmegaConf.create(to_dict(config)), made / CONFIGURATION)
+        if open_source(config.data).vocab_size is None:
+            data = config.data
+            write_tokenizer(made, data.tokenizer, data.begin_token, data.end_token)
+        # config.json last: a folder that has it is whole.
+        for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(path, folder / path.name)

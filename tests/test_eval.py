@@ -1,0 +1,133 @@
+"""A run's folder is a model: eval, generate and export take it as it is."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from packmamba import MambaLM, cli
+from packmamba.evaluation.subject import load_subject
+from packmamba.records import read_records
+from packmamba.training.fit import fit
+from packmamba.training.runs import run_folder
+from runs import tiny_config
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    made = tiny_config(
+        tmp_path_factory.mktemp("run"), "data.begin_token=<s>", "data.end_token=</s>", "trainer.max_steps=3", "model.d_model=16"
+    )  # fmt: skip
+    fit(made, progress=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def run(config):
+    return run_folder(config)
+
+
+def test_a_run_is_a_model(run, config):
+    subject = load_subject(run, "cpu")
+    assert subject.trained and subject.config == config and subject.name == "tiny"
+    assert subject.tokenizer.vocab_size == 258
+    checkpoint = torch.load(run / "checkpoints" / "step=3.ckpt", weights_only=False)["state_dict"]
+    for name, tensor in MambaLM.from_pretrained(run).state_dict().items():
+        assert torch.equal(tensor, checkpoint[f"model.{name}"])
+
+
+def test_perplexity_is_the_run_s_validation_loss(run, config, capsys):
+    assert cli.main(["eval", str(run), "tasks=[perplexity]", "dtype=float64"]) == 0
+    assert "Evaluation: perplexity" in capsys.readouterr().out
+    (record,) = read_records(run / "evaluation")
+    (training,) = read_records(run)
+    assert record["metrics"]["loss"] == pytest.approx(training["metrics"]["val_loss"], abs=1e-5)
+    assert record["corpus_hash"] == training["corpus_hash"] and record["seed"] == config.seed
+    items = [
+        json.loads(line) for line in next((run / "evaluation" / "items").glob("perplexity*")).read_text().splitlines()
+    ]
+    targets = sum(item["targets"] for item in items)
+    assert sum(item["nats"] for item in items) / targets == pytest.approx(record["metrics"]["loss"])
+    # One byte a token, and a begin and an end token around each document.
+    assert [item["bytes"] for item in items] == [item["targets"] - 1 for item in items]
+    assert record["metrics"]["bits_per_byte"] == pytest.approx(
+        record["metrics"]["loss"] / np.log(2) * targets / sum(item["bytes"] for item in items)
+    )
+
+
+def test_any_run_on_any_corpus_and_what_is_done_is_not_repeated(run, tmp_path, capsys, monkeypatch):
+    other = tmp_path / "texts"
+    other.mkdir()
+    for i in range(4):
+        (other / f"{i}.txt").write_text("some other words " * (i + 1))
+    command = [
+        "eval", str(run), "tasks=[perplexity,parity,mqar]", "data.source=text", f"data.path={other}",
+        "data.validation_fraction=0.5", f"output={tmp_path}/out", "examples=5", "options.mqar.vocab_size=64",
+    ]  # fmt: skip
+    assert cli.main(command) == 0
+    records = read_records(tmp_path / "out")
+    assert {record["config"]["evaluation"]["name"] for record in records} == {"perplexity", "parity", "mqar"}
+    by_name = {record["config"]["evaluation"]["name"]: record for record in records}
+    assert by_name["mqar"]["metrics"]["chance"] == 1 / 32 and by_name["mqar"]["metrics"]["examples"] == 5
+    assert by_name["perplexity"]["metrics"]["documents"] == 2
+    monkeypatch.setattr("packmamba.evaluation.evaluate.evaluate", lambda *_: pytest.fail("computed again"))
+    assert cli.main(command) == 0
+    assert len(read_records(tmp_path / "out")) == 3
+    capsys.readouterr()
+
+
+def test_generate_continues_a_text(run, capsys):
+    assert cli.main(["generate", str(run), "abc", "max_new_tokens=5", "device=cpu"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("abc")
+    assert cli.main(["generate", str(run), "abc", "max_new_tokens=5", "device=cpu"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_export_gives_transformers_the_same_logits(run, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    assert cli.main(["export", str(run), str(tmp_path / "new")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
+    ids = torch.tensor([tokenizer.encode("some text")])
+    assert ids.tolist() == [list(b"some text")] and tokenizer.eos_token == "</s>"
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, MambaLM.from_pretrained(run)(ids), rtol=1e-4, atol=1e-4)
+    assert cli.main(["eval", str(tmp_path / "new"), "tasks=[parity]", "examples=3"]) == 0  # a checkpoint from elsewhere
+    assert cli.main(["export", str(run), str(tmp_path / "new")]) == 2
+    assert "is there and not empty; name a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "nowhere"], "nowhere holds no model: expected config.json and weights"),
+        (["eval", "RUN", "tasks=[mqarr]"], "tasks: unknown 'mqarr'"),
+        (["eval", "RUN", "tasks=[]"], "tasks: expected at least one, got none"),
+        (["eval", "RUN", "tasks=[mqar]", "options.mqar.pairs=3"], "options.mqar: "),
+        (["eval", "RUN", "tasks=[mqar]", "options.parity.length=3"], "options.parity: not among tasks"),
+        (["eval", "RUN", "tasks=[mqar]"], "mqar: needs a vocabulary of 8192, the model has 258"),
+        (["eval", "RUN", "examples=0"], "examples: expected at least 1, got 0"),
+        (["eval", "RUN", "task=[mqar]"], "unknown key 'task' in 'task=[mqar]'; did you mean 'tasks'?"),
+        (
+            ["eval", "RUN", "dtype=float8"],
+            "dtype: expected one of float64, float32, bfloat16, float16 or null, got 'float8'",
+        ),
+        (["eval", "RUN", "device=abacus"], "device: 'abacus' cannot be used here"),
+        (["generate", "RUN", "a", "max_new_tokens=0"], "max_new_tokens: expected at least 1, got 0"),
+        (["generate", "RUN", "a", "top_p=2"], "top_p: expected above 0 and at most 1, got 2.0"),
+    ],
+)
+def test_refuses_in_one_sentence(run, arguments, message, capsys):
+    assert cli.main([str(run) if argument == "RUN" else argument for argument in arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error and error.startswith("packmamba: error: ")
+
+
+def test_an_unfinished_run_says_so(run, tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    assert cli.main(["eval", str(tmp_path)]) == 2
+    assert "the run has not ended: repeat its command" in capsys.readouterr().err
