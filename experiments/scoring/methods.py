@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -68,20 +71,12 @@ def harness(model: MambaLM, batch: int, slow: bool) -> Method:
 
     ``slow``: transformers' path without kernels; else mamba-ssm's and causal-conv1d's, which must be installed.
     """
-    if not slow:
-        _show_peers()
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, format="huggingface")
-        theirs = AutoModelForCausalLM.from_pretrained(folder)
-        write_tokenizer(folder, "bytes", None, "</s>")  # requests are ids already, but the class wants one
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    device = next(model.parameters()).device
-    if slow is fast_path(theirs):
+    theirs, tokenizer = _transformers(model)
+    if slow is takes_kernels(theirs):
         raise ValueError(f"transformers' Mamba takes its {'fast' if slow else 'slow'} path here")
-    lm = HFLM(pretrained=theirs.to(device).eval(), tokenizer=tokenizer, batch_size=batch)
+    lm = HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=batch)
 
     def run(requests: Sequence[Request]) -> list[Score]:
         # Keys that differ: the class computes equal keys once.
@@ -91,13 +86,24 @@ def harness(model: MambaLM, batch: int, slow: bool) -> Method:
     return run
 
 
-def fast_path(theirs: Any) -> bool:
-    """Whether transformers' Mamba found the kernels."""
+@functools.cache
+def _transformers(model: MambaLM) -> tuple[Any, Any]:
+    with contextlib.suppress(ValueError):  # before transformers' model is imported, which looks for the kernels then
+        _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
+        _peer("mamba_ssm", "ops.triton.selective_state_update", "selective_state_update")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, format="huggingface")
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        write_tokenizer(folder, "bytes", None, "</s>")  # requests are ids already, but the class wants one
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return theirs.to(next(model.parameters()).device).eval(), tokenizer
+
+
+def takes_kernels(theirs: Any) -> bool:
+    """Whether transformers' Mamba found mamba-ssm's scan when it was imported."""
     module = sys.modules[type(theirs).__module__]
-    found = getattr(module, "selective_scan_fn", None)
-    return found is not None and "reference" not in repr(found)
-
-
-def _show_peers() -> None:
-    """mamba_ssm as a whole wants packages that its Mamba-1 kernels do not: shows transformers what it asks for."""
-    _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
+    found = [getattr(module, name, None) for name in ("mamba_inner_fn", "mamba_selective_scan", "selective_scan_fn")]
+    facts = [inspect.getclosurevars(function).nonlocals for function in found if function is not None]
+    return any(fact.get("is_new_implementation") for fact in facts)
