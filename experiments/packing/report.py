@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -13,7 +14,7 @@ from matplotlib.axes import Axes
 from packmamba.report import summary
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Interval, Record
+from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
@@ -97,7 +98,7 @@ def _intervals(plans: pd.DataFrame, lengths: Sequence[int]) -> list[Table]:
         ]
         title = f"{what}: means with 95 % intervals over seeds ({_data(plans)})"
         table = Table(f"packing-{name}-intervals", title, [Column("strategy", ("strategy",), False), *columns])
-        table.rows = _rows(plans, "label", lengths, lambda v, s=scale, m=metric: _cell(summary.interval(s * v[m])))
+        table.rows = _rows(plans, "label", lengths, partial(_interval_cell, scale, metric))
         table.notes = [f"{plans['seed'].nunique()} seeds, Student's t. A seed draws the lengths anew."]
         tables.append(table)
     return tables
@@ -208,7 +209,8 @@ def _rows(
     ]
 
 
-def _cell(found: Interval | None) -> Cell:
+def _interval_cell(scale: float, metric: str, group: pd.DataFrame) -> Cell:
+    found = summary.interval(scale * group[metric])
     if found is None:
         return Cell("-", (None, None, None))
     return Cell(f"{found.mean:#.3g} [{found.low:#.3g}, {found.high:#.3g}]", found[:3])

@@ -98,7 +98,8 @@ def _transformers(model: MambaLM) -> tuple[Any, Any]:
         theirs = AutoModelForCausalLM.from_pretrained(folder)
         write_tokenizer(folder, "bytes", None, "</s>")  # requests are ids already, but the class wants one
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    return theirs.to(next(model.parameters()).device).eval(), tokenizer
+    moved: Any = theirs
+    return moved.to(next(model.parameters()).device).eval(), tokenizer
 
 
 def takes_kernels(theirs: Any) -> bool:
