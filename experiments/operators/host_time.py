@@ -103,7 +103,6 @@ def _phases(arm: Arm, calls: int, device: torch.device) -> dict[str, Callable[[]
     dy = torch.ones_like(y)
 
     def seconds(work: Callable[[], Any]) -> float:
-        gc.collect()
         gc.disable()
         try:
             return timing.seconds(work, device)
