@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import textwrap
 
@@ -15,7 +14,7 @@ from packmamba.records import read_records
 from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from processes import ONE_THREAD, ROOT, fork, statuses
+from processes import ROOT, fork, fork_ranks, statuses
 from runs import final_state, losses_of, tiny_config, write_config
 
 # What each toy adds, and the keys that ask for it.
@@ -266,9 +265,9 @@ def test_workers_know_plugins(tmp_path):
 def test_ranks_know_plugins(tmp_path):
     keys = write_toy(tmp_path, "strategy")
     config = write_config(tmp_path / "train.yaml", tiny_config(tmp_path, "trainer.max_steps=2", "trainer.devices=2"))
-    arguments = [sys.executable, ROOT / "run.py", "train", config, *keys]
-    done = subprocess.run(arguments, cwd=tmp_path, env=ONE_THREAD, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    output = tmp_path / "output.txt"
+    ranks = fork_ranks(2, command, tmp_path, ["train", config, *keys], output=output)
+    assert statuses(*ranks) == [0, 0], output.read_text()
 
 
 def test_sweeps_and_benches_take_plugins(tmp_path):
