@@ -155,7 +155,9 @@ class SequenceLayout:
             if ids.unique().numel() != ids.numel():
                 values, counts = ids.unique(return_counts=True)
                 again = int(values[counts > 1][0])
-                raise ValueError(f"seq_idx[{b}]: expected each id in one place, got id {again} again after another")
+                raise ValueError(
+                    f"seq_idx[{b}]: expected the slots of an id side by side, got id {again} again after another"
+                )
         return cls._from_starts(idx, starts_here, offsets_from_values=False)
 
     @classmethod
@@ -191,7 +193,7 @@ class SequenceLayout:
         if missing.any():
             b = int(missing.nonzero()[0])
             raise ValueError(
-                f"cu_seqlens: row {b} starts at slot {b * row_length}, inside a document; rows cut documents"
+                f"cu_seqlens: expected row {b} to start with a document, at slot {b * row_length}, got none there"
             )
         return cls._checked((rows, row_length), cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
 

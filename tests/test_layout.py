@@ -123,7 +123,7 @@ REFUSALS = {
     "cu stands still": (
         lambda: SequenceLayout.from_cu_seqlens(INTS([0, 2, 2, 4]), rows=1, row_length=4), ValueError, "strictly.*2 then 2"),
     "cu crosses rows": (
-        lambda: SequenceLayout.from_cu_seqlens(INTS([0, 3, 8]), rows=2, row_length=4), ValueError, "row 1 starts at slot 4"),
+        lambda: SequenceLayout.from_cu_seqlens(INTS([0, 3, 8]), rows=2, row_length=4), ValueError, "row 1 to start with"),
     "cu of two dimensions": (
         lambda: SequenceLayout.from_cu_seqlens(INTS([[0, 4]]), rows=1, row_length=4), ValueError, r"\(S \+ 1,\)"),
 }  # fmt: skip

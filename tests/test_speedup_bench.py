@@ -240,7 +240,7 @@ SHORT_ROWS = {"strategy": "best_fit", "row_length": 100}
         ({"arms": {"a": SHORT_ROWS | {"parts": [STEPS]}}}, "arms.a: .*more than the data.row_length=100 slots"),
         ({"arms": {"a": {"strategy": "single", "layers": "mamba"}}}, "arms.a.layers: expected one of packmamba"),
         ({"arms": {"a": {"strategy": "single", "parts": ["split"]}}}, "arms.a.parts"),
-        ({"arms": {"a": {"strategy": "single", "parts": ["breakdown"]}}}, "arms.a.parts: a breakdown is of"),
+        ({"arms": {"a": {"strategy": "single", "parts": ["breakdown"]}}}, "arms.a.parts: breakdown needs"),
         ({"arms": {"a": {"strategy": "single", "parts": [STEPS], "layers": "mamba-ssm"}}}, "arms.a.layers: graphs and"),
         ({"arms": {"a": {"strategy": "single", "graphs": True, "layers": "mamba-ssm"}}}, "arms.a.layers: graphs and"),
         ({"arms": {"a": {"strategy": "single", "parts": [BARE, BARE]}}}, "arms.a.parts: duplicate"),

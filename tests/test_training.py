@@ -289,7 +289,7 @@ def test_every_step_takes_its_learning_rate(tmp_path):
         ("trainer.boundary=leek", "trainer.boundary: expected one of reset"),
         ("model.d_conv=5", "model.d_conv: expected 2, 3 or 4"),
         ("model.d_model=0", "model.d_model"),
-        ("model.vocab_size=3", "model.vocab_size: the corpus has 8"),
+        ("model.vocab_size=3", "model.vocab_size: expected at least 8"),
         ("ops.backend=fast", "ops.backend: expected one of auto"),
         ("model.dt_rank=all", "model.dt_rank"),
     ],

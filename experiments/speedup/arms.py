@@ -51,9 +51,9 @@ class Arm:
         if self.strategy == "single" and self.row_length is not None:
             yield f"row_length: expected null with strategy single, got {self.row_length}"
         if self.peer and (self.graphs or STEPS in self.parts):
-            yield "layers: graphs and steps are packmamba's, got 'mamba-ssm'"
+            yield "layers: graphs and steps need packmamba, got 'mamba-ssm'"
         if self.parts == [BREAKDOWN]:
-            yield f"parts: a breakdown is of {BARE} or {STEPS}, got neither"
+            yield f"parts: {BREAKDOWN} needs {BARE} or {STEPS} beside it, got neither"
 
     @property
     def packs(self) -> bool:

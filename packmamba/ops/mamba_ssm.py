@@ -71,7 +71,9 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """``ops.conv1d_pack`` by causal-conv1d, without states."""
     x, weight, bias, initial_state, layout, activation, return_final_state = a
     if initial_state is not None or return_final_state:
-        raise ValueError("initial_state, return_final_state: backend 'mamba_ssm' convolves without states")
+        raise ValueError(
+            "initial_state, return_final_state: the convolution of backend 'mamba_ssm' has no states, expected None and False"
+        )
     real = _real(layout)
     convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")
     x = torch.where(real, x, 0) if layout.num_tokens < layout.num_slots else x

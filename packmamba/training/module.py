@@ -49,7 +49,9 @@ class MambaLitModule(lightning.LightningModule):
             chosen(trainer, "boundary")(**trainer.boundary_options) for _ in range(2)
         )
         if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
-            raise ConfigError(f"model.vocab_size: the corpus has {vocab_size} tokens, got {config.model.vocab_size}")
+            raise ConfigError(
+                f"model.vocab_size: expected at least {vocab_size}, the tokens of the corpus, got {config.model.vocab_size}"
+            )
         self.optimizer_config = config.optimizer
         self.max_steps = trainer.max_steps
         self.cuda_graphs = trainer.cuda_graphs
