@@ -98,7 +98,7 @@ def test_an_experiment_of_ones_own(toy):
     folder = experiments.run_bench("toy", ["answer=44"])
     text = (folder / "records" / "toy.jsonl").read_text()
     assert '"num_documents": 44' in text and '"experiment": "toy"' in text
-    (kind,) = experiments.kinds_of(folder, [{"experiment": "toy"}]).values()
+    (kind,) = experiments.kinds_of(folder, [{"experiment": "toy", "config": {}}]).values()
     assert kind.tables([]) == []
 
 
@@ -106,7 +106,7 @@ def test_a_folder_s_own_report_comes_first(toy, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "report.py").write_text(REPORT.replace("packing", "mine"))
-    records = [{"experiment": "toy"}, {"experiment": "packing"}, {"experiment": "my runs"}]
+    records = [{"experiment": name, "config": {}} for name in ("toy", "packing", "my runs")]
     assert experiments.kinds_of(mine, records).keys() == {"mine"}
     (mine / "report.py").unlink()
     assert experiments.kinds_of(mine, records).keys() == {"packing"}

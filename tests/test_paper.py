@@ -12,11 +12,35 @@ from processes import ROOT
 LINK = re.compile(r'\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^\s)]+) "(\w+): ([^"]+)"\)')
 
 
+# Sentences of the README: a number, the headline that it rounds, its unit.
+ROUNDED = [
+    (r"([\d.]+)k real tokens/s", "speedup: 1.4B: real tokens/s", 1e3),
+    (r"\*\*([\d.]+)x\*\* mamba-ssm on one document", "speedup: 1.4B: over mamba-ssm, one document at a time", 1),
+    (r"([\d.]+)x if the GPU never waited", "speedup: 1.4B: over the same, if the GPU never waited for its host", 1),
+    (r"([\d.]+)x over our own single as CUDA", "speedup: 1.4B: over our own single, both as CUDA graphs", 1),
+    (r"([\d.]+)x mamba-ssm on the same rows", "speedup: 1.4B: over mamba-ssm on the same rows, where it leaks", 1),
+    (r"four GPUs: ([\d.]+)x one", "speedup: 1.4B: four GPUs over one, DDP", 1),
+    (r"([\d.]+) % in received order", "packing: padding in rows of 2048, received order", 0.01),
+    (r"\*\*([\d.]+) %\*\* in greedy", "packing: padding in rows of 2048, greedy within 4096 documents", 0.01),
+    (r"difference \*\*(-[\d.]+)e-10", "schemes: packed with reset minus padded, validation loss (nats)", 1e-10),
+    (r"Leaking shows .*?: (-[\d.]+)", "schemes: packed with leak minus padded, validation loss (nats)", 1),
+    (r"\*\*([\d.]+)x\*\* mamba-ssm's speed", "operators: GPU: mamba-ssm, not packed, over our scan", 1),
+    (r"([\d.]+)x its speed document", "operators: GPU: mamba-ssm, document by document, over our scan", 1),
+    (r"reaches ([\d.]+) % of the copy", "operators: GPU: our convolution forward, share of copy bandwidth", 0.01),
+    (r"forward, ([\d.]+) % backward", "operators: GPU: our convolution backward, share of copy bandwidth", 0.01),
+]
+
+
 @functools.cache
-def numbers(experiment):
-    """The text of every headline number, from the records."""
+def headlines(experiment):
+    """Every headline number's cell, from the records."""
     folder = experiments.find(experiment)
-    return {name: cell.text for name, cell in cells(experiments.module(folder, "reproduce").HEADLINES, folder).items()}
+    return cells(experiments.module(folder, "reproduce").HEADLINES, folder)
+
+
+def numbers(experiment):
+    """The text of every headline number."""
+    return {name: cell.text for name, cell in headlines(experiment).items()}
 
 
 def stated(text):
@@ -33,14 +57,14 @@ def wrong(text):
 
 
 def table_cells(text):
-    """Every cell of the document's tables by its row's first cell and its column's title."""
+    """Every cell of the document's tables by its row's first cell and its column's title; the second also by None."""
     found, header = {}, []
     for line in text.splitlines():
         row = [part.strip() for part in line.strip().strip("|").split("|")] if line.startswith("|") else []
         if row and not header:
             header = row
         elif row and not set("".join(row)) <= set("-: "):
-            found |= {(row[0], column): cell for column, cell in zip(header[1:], row[1:])}
+            found |= {(row[0], column): cell for column, cell in zip([*header[1:], None], [*row[1:], row[1]])}
         header = header if row else []
     return found
 
@@ -71,6 +95,14 @@ def test_a_changed_number_is_noticed():
     assert wrong('[1](x.md "packing: nothing")') == [("1", "nothing")]
 
 
+@pytest.mark.parametrize(("pattern", "headline", "unit"), ROUNDED)
+def test_sentences_of_the_readme_round_the_records(pattern, headline, unit):
+    (number,) = re.findall(pattern, (ROOT / "README.md").read_text(encoding="utf-8"))
+    experiment, _, name = headline.partition(": ")
+    digits = len(number.partition(".")[2])
+    assert f"{headlines(experiment)[name].values[0] / unit:.{digits}f}" == number
+
+
 @pytest.mark.parametrize("experiment", ["operators", "packing", "schemes", "speedup"])
 def test_a_readme_states_every_headline(experiment):
     """In a table: its row has the headline's name; or what follows a colon in it, and a column what is before."""
@@ -78,7 +110,7 @@ def test_a_readme_states_every_headline(experiment):
     differing = {}
     for name, number in numbers(experiment).items():
         group, _, what = name.partition(": ")
-        cell = found.get((what, group), found.get((name, "")))
+        cell = found.get((what, group), found.get((name, None)))
         if cell is None or cell.partition(" (the paper")[0] != number.replace("−", "-"):
             differing[name] = (cell, number)
     assert differing == {}
