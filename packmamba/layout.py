@@ -5,6 +5,7 @@ Shape letters: B rows, L slots of a row, S documents.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -18,12 +19,9 @@ _MAX_SLOTS = 2**31 - 1
 class Schedules(dict):
     """What kernels derived from a layout: an attribute of its ``starts``, since a graph hands operators tensors alone."""
 
-    def __init__(self, longest: int | None = None) -> None:
-        super().__init__()
-        self.longest = longest
-
     def __reduce__(self) -> tuple:
-        return Schedules, (self.longest,)  # a copy's tensors lie elsewhere
+        # A copy's tensors lie elsewhere. As a type that torch.load knows.
+        return OrderedDict, ([("longest", self.get("longest"))],)
 
 
 class SequenceLayout:
@@ -51,7 +49,7 @@ class SequenceLayout:
         self.num_tokens = num_tokens
         self.longest = longest
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
-            starts.schedules = Schedules(longest)  # type: ignore[attr-defined]
+            starts.schedules = Schedules(longest=longest)  # type: ignore[attr-defined]
         self.flowing: SequenceLayout | None = None  # what ``flow`` returns, where that may not be computed
 
     @classmethod

@@ -93,7 +93,7 @@ def test_compiled_blocks_hand_a_layout_s_schedules_to_their_kernels(monkeypatch)
         assert len(found) == 8, "two blocks, two operators, forward and backward"
         for name, schedules in found:
             assert schedules is (leaking if name.startswith("conv1d") else layout).starts.schedules, name
-        assert layout.starts.schedules.longest == layout.longest
+        assert layout.starts.schedules["longest"] == layout.longest
 
 
 @both

@@ -78,6 +78,14 @@ def test_a_layout_s_schedule_is_made_once(device):
         assert schedule.schedule_bytes(layout.starts) == 40
 
 
+def test_starts_are_saved_without_their_schedules(device, tmp_path):
+    layout = copy.deepcopy(LAYOUT)
+    run(layout)
+    torch.save(layout.starts, tmp_path / "starts.pt")
+    starts = torch.load(tmp_path / "starts.pt", weights_only=True)
+    assert torch.equal(starts, layout.starts) and schedule.schedule_bytes(starts) == 0
+
+
 def test_results_are_those_of_the_kernels(device):
     case = random_case("ssm_pack", LAYOUT, torch.float32, channels=16, d_state=16)
     found = case.run("cpu")

@@ -8,7 +8,7 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MOST_ROWS_LAYOUTS = 64
+MOST_ROWS_LAYOUTS = 16
 _rows_layouts: dict[tuple, SequenceLayout] = {}
 
 

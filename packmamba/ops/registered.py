@@ -7,6 +7,7 @@ kernels of a small model, and meets autograd alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -70,6 +71,7 @@ def register(
     schema = ", ".join(SCHEMA[kind].format(field) for field, kind in hints.items())
     values = flat + len(kinds) - options
 
+    make = functools.partial(tuple.__new__, arguments)  # without arguments' own __new__
     without = (None,) * (tensors - gradients)
 
     def places(others: tuple) -> list[Tensor]:
@@ -111,11 +113,11 @@ def register(
         """Without keys, of an eager call: its results are made here. With those of the dispatcher: further down there."""
 
         @staticmethod
-        def forward(ctx: Any, keys: Any, keep: bool, others: tuple, *given: Any) -> Any:
-            ctx.call = keys, keep, others
+        def forward(ctx: Any, call: tuple[Any, bool, tuple], *given: Any) -> Any:
+            keys, keep, others = ctx.call = call
             ctx.set_materialize_grads(False)
             if keys is None:
-                results = forward(arguments(*given, *others), keep)
+                results = forward(make(given + others), keep)
             else:
                 results = below_autograd(keys, (*given, *places(others), *others[layouts:], keep))
             ctx.save_for_backward(*given, *places(others), *results[outputs:])
@@ -128,17 +130,17 @@ def register(
             if not keep:
                 raise RuntimeError(f"packmamba::{name}: called with keep=False, so it cannot be differentiated")
             if keys is None and not torch.is_grad_enabled():
-                found = backward(arguments(*saved[:tensors], *others), saved[flat:], grads)
+                found = backward(make(saved[:tensors] + others), saved[flat:], grads)
             else:
                 given = (*grads[:outputs], *saved[:flat], *others[layouts:])
                 found = operator_backward(*given, *filled(saved[flat:], saved[0]))
                 found = tuple(None if t is None else grad for t, grad in zip(saved, found))
-            return None, None, None, *found, *without
+            return None, *found, *without
 
     def differentiated(keys: Any, *given: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(given[:gradients])):
             return below_autograd(keys, given)
-        return Differentiable.apply(keys, given[-1], gather(given[:-1])[tensors:], *given[:tensors])
+        return Differentiable.apply((keys, given[-1], gather(given[:-1])[tensors:]), *given[:tensors])
 
     _library.impl(name, differentiated, "Autograd", with_keyset=True)
     # torch.autograd.Function's own apply looks at each argument for functorch's wrappers, which ``eager`` rules out.
@@ -149,7 +151,7 @@ def register(
         if seen_by_tracing() or not PLAIN.issuperset(map(type, a)):
             return operator(*flatten(a), keep)[:outputs]
         if keep:
-            return apply(None, True, a[tensors:], *a[:tensors])
+            return apply((None, True, a[tensors:]), *a[:tensors])
         return forward(a, False)[:outputs]
 
     return call

@@ -55,14 +55,15 @@ def _widened(a: ConvArguments) -> tuple[Tensor | None, Tensor | None, Tensor | N
     )
 
 
-def _places(a: ConvArguments, widened: tuple) -> tuple[Tensor | None, ...]:
+def _places(a: ConvArguments, widened: tuple) -> tuple[Any, ...]:
     """weight, bias, starts, ends, initial_state as the kernels read them."""
     _, weight, bias, initial_state, layout, _, _ = a
-    weight, bias, initial_state = (
-        dense(given if wide is None or not wide.numel() else wide)
-        for given, wide in zip((weight, bias, initial_state), widened)
-    )
+    weight, bias, initial_state = map(_dense, (weight, bias, initial_state), widened)
     return weight, bias, layout.starts, layout.ends, initial_state
+
+
+def _dense(given: Any, wide: Tensor | None) -> Any:
+    return dense(given) if wide is None or not wide.numel() else wide.contiguous()
 
 
 def _state_shape(a: ConvArguments) -> tuple[int, ...]:

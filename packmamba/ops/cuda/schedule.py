@@ -76,7 +76,8 @@ def schedule(
     known = schedules.get(key)
     if known is not None and known.made_of == made_of:
         return known.found
-    longest = row_length if schedules.longest is None else schedules.longest
+    longest = schedules.get("longest")
+    longest = row_length if longest is None else longest
     planned = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
     known = schedules[key] = schedules.setdefault((planned, rows, row_length, stream), Schedule())
     if known.made_of != made_of:
@@ -87,18 +88,17 @@ def schedule(
     return known.found
 
 
-def schedules_of(starts: Tensor) -> Schedules:
+def schedules_of(starts: Tensor) -> dict:
     """Those of the layout that these starts belong to."""
-    try:
-        return starts.schedules  # type: ignore[attr-defined]
-    except AttributeError:
-        starts.schedules = made = Schedules()  # type: ignore[attr-defined]
-        return made
+    found = getattr(starts, "schedules", ())
+    if type(found) is not Schedules:  # of a tensor that no layout made, or of a copy
+        starts.schedules = found = Schedules(found)  # type: ignore[attr-defined]
+    return found
 
 
 def schedule_bytes(starts: Tensor) -> int:
     """Of all schedules made of a layout so far."""
-    memories = {id(known): known.found[0] for known in schedules_of(starts).values()}
+    memories = {id(made): made.found[0] for made in schedules_of(starts).values() if isinstance(made, Schedule)}
     return sum(memory.numel() * memory.element_size() for memory in memories.values())
 
 
