@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import glob
 import os
 import re
 import shlex
@@ -40,6 +41,7 @@ REGISTRIES = [  # what the plugin of a page adds to, put back after its test
     *("packmamba.data.packing:STRATEGIES", "packmamba.data.sources:SOURCES", "packmamba.nn.mixers:MIXERS"),
     *("packmamba.report.kinds:KINDS", "packmamba.ops.backends:BACKENDS"),
     *("packmamba.training.boundary:BOUNDARIES", "packmamba.training.optimizer:OPTIMIZERS"),
+    *("packmamba.evaluation.tasks:TASKS",),
 ]
 
 
@@ -83,7 +85,7 @@ def own_keys(words):
 
 def run(words, folder):
     """Runs a command of run.py on little data; the exit statuses of its processes."""
-    command, *arguments = words
+    command, *arguments = (path for word in words for path in sorted(glob.glob(word)) or [word])
     if command == "train":
         if not any(word.startswith("data.source=") for word in arguments):
             arguments += ["data.source=text", "data.path=my/folder"]
