@@ -6,7 +6,9 @@ import re
 import pytest
 
 from experiments import old_arms
+from experiments.operators.cpu_tables import operators_tables
 from experiments.operators.gpu_shapes import Arm as OperatorArm
+from experiments.operators.gpu_tables import gpu_operators_tables
 from experiments.speedup.report_models import Arm
 from packmamba.records import make_record, read_records
 from processes import ROOT
@@ -44,6 +46,26 @@ def test_fields_of_a_record_come_before_the_table():
     record = make_record("speedup", "speedup", "single", fields, 0, "corpus", {}, 1.0)
     assert old_arms.with_fields(record) is record
     assert Arm.of(record).label == "packed-512-greedy-graph"
+
+
+def test_an_arm_that_no_table_names_is_shown_by_its_fields():
+    fields = {
+        "operator": "scan",
+        "implementation": "mine",
+        "packing": "packed",
+        "boundaries": None,
+        "with_states": False,
+    }
+    (old,) = [r for r in of("operators", "gpu_operators") if r["arm"] == "scan"][:1]
+    new = {**old, "arm": "whatever", "config": {**old["config"], **fields}}
+    table = next(table for table in gpu_operators_tables([old, new]) if table.name == "gpu-times")
+    assert [row[3].text for row in table.rows] == ["ssm_pack", "mine, scan, packed"]
+    (old,) = [r for r in of("operators", "operators") if r["arm"] == "cpu" and r["config"]["operator"] == "ssm_pack"][
+        :1
+    ]
+    new = {**old, "config": {**old["config"], "operator": "scan", "implementation": "mine", "memory": "new"}}
+    (table,) = operators_tables([old, new])
+    assert [row[0].text for row in table.rows] == ["compiled, public operator", "mine, new"]
 
 
 def test_an_arm_without_fields_is_refused():

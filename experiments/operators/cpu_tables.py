@@ -52,7 +52,7 @@ def operators_tables(records: Sequence[Record]) -> list[Table]:
             speedup = slowest["metrics"]["seconds_median"] / metrics["seconds_median"] if slowest else None
             table.rows.append(
                 [
-                    word(_NAMES[arm]),
+                    word(_name(arm)),
                     Cell(f"{median:.3g} ± {spread:.2g}", (median, spread)),
                     number(bound, ".3g"),
                     number(median / bound, ".3g"),
@@ -79,11 +79,11 @@ def operators_figures(records: Sequence[Record]) -> list[Figure]:
     for ax, (operator, arms) in zip(panels, operators.items()):
         for rank, (arm, record) in enumerate(arms.items()):
             metrics = record["metrics"]
-            ax.barh(rank, 1e3 * metrics["seconds_median"], color=style_of(_NAMES[arm], rank)["color"], height=0.6)
+            ax.barh(rank, 1e3 * metrics["seconds_median"], color=style_of(_name(arm), rank)["color"], height=0.6)
             limit = 1e3 * metrics["bound_seconds"]
             what = "what the machine's rates allow" if rank == 0 else None
             ax.plot([limit, limit], [rank - 0.4, rank + 0.4], color=MUTED, linewidth=1.6, label=what)
-        ax.set_yticks(range(len(arms)), [_NAMES[arm] for arm in arms])
+        ax.set_yticks(range(len(arms)), [_name(arm) for arm in arms])
         ax.invert_yaxis()
         ax.set_xscale("log")
         ax.set_xlim(left=1)
@@ -94,6 +94,10 @@ def operators_figures(records: Sequence[Record]) -> list[Figure]:
         "Median time of the packed operators, forward and backward; the strokes are what the machine's rates allow."
     )
     return [finish(fig, "operators", caption)]
+
+
+def _name(arm: tuple[str, str]) -> str:
+    return _NAMES.get(arm, ", ".join(arm))
 
 
 def _by_operator(records: Sequence[Record]) -> dict[str, dict[tuple[str, str], Record]]:

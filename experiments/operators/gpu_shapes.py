@@ -25,6 +25,11 @@ class Arm(NamedTuple):
             raise ValueError(f"config of the record of {record['arm']} lacks {', '.join(missing)}")
         return cls(*(config[name] for name in cls._fields))
 
+    def __str__(self) -> str:
+        """As tables show it: by a name of its own, or by its fields."""
+        fields = (self.implementation, self.operator, self.packing, self.boundaries, "with states" * self.with_states)
+        return NAMES.get(self, ", ".join(field for field in fields if field))
+
 
 SCAN, CONV = Arm("scan"), Arm("conv")
 SCAN_STATES = Arm("scan", with_states=True)

@@ -229,9 +229,9 @@ def _times(found: Shapes) -> Table:
         ],
     )
     for shape, arms in found.items():
-        for arm in (arm for arm in NAMES if arm in arms):
+        for arm in sorted(arms, key=lambda arm: list(NAMES).index(arm) if arm in NAMES else len(NAMES)):
             metrics = arms[arm]["metrics"]
-            cells = [*_shape_cells(shape, arms[arm]), word(NAMES[arm])]
+            cells = [*_shape_cells(shape, arms[arm]), word(str(arm))]
             for what in ("forward", "backward", "total"):
                 values = [None if (v := metrics[f"{what}_{key}"]) is None else 1e3 * v for key in ("seconds", "spread")]
                 cells.append(Cell("-" if values[0] is None else f"{values[0]:.4g} ± {values[1]:.2g}", tuple(values)))
