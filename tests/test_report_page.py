@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from made_records import PACKING, packing, throughput, training, write
+from packmamba.experiments import kinds_of
+from packmamba.records import read_records
 from packmamba.report import training_figures
-from packmamba.report.folder import format_table, table_files, write_report
+from packmamba.report.folder import build_sections, format_table, table_files, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
+EXPERIMENTS = sorted({path.parents[1] for path in ROOT.glob("experiments/*/records/*.jsonl")})
 
 
 @pytest.mark.parametrize("make", [lambda folder: None, lambda folder: folder.mkdir()])
@@ -49,6 +52,11 @@ def test_report_is_one_file_that_asks_nobody(tmp_path):
     }
     assert sorted(base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources) == pictures
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    narrow = re.findall(r'srcset="data:image/png;base64,([^"]*)"', page)
+    assert len(narrow) == len(pictures) and all(base64.b64decode(each).startswith(b"\x89PNG") for each in narrow)
+    vectors = sorted((tmp_path / "figures").glob("*.pdf"))
+    assert [path.stem for path in vectors] == [path.stem for path in sorted((tmp_path / "figures").glob("*.png"))]
+    assert all(b"%PDF" in path.read_bytes() and b"CreationDate" not in path.read_bytes() for path in vectors)
     written = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}
     assert written == table_files(reversed(records), PACKING), "the order of records must not matter"
 
@@ -73,6 +81,67 @@ def test_the_page_says_what_its_arms_do(tmp_path):
     page = write_report(write(tmp_path, [training("single seq=3"), training("mine")])).read_text()
     assert "<strong>single</strong>: one document at a time" in page
     assert "side by side" not in page
+
+
+README = """# Is *this* <b>rendered</b>?
+
+**Question.** What, in two ways:
+- *today*
+- **tomorrow**
+
+**Command.** `run`
+
+## Findings
+It is +0.1 [0.0, 0.2] ([table](tables/t.md)).
+
+| what | how much |
+|---|---:|
+| it | 0.1 |
+
+## How
+By ![a picture](figures/x.png) hand.
+"""
+
+
+def test_the_readme_stands_on_the_page_findings_first(tmp_path):
+    (tmp_path / "README.md").write_text(README)
+    page = write_report(write(tmp_path, [training("padded"), training("packed-reset")])).read_text()
+    assert "<h1>Is <em>this</em> &lt;b&gt;rendered&lt;/b&gt;?</h1>" in page
+    assert "<title>Is this &lt;b&gt;rendered&lt;/b&gt;?</title>" in page
+    lead = page[page.index('class="lead"') : page.index('class="facts"')]
+    assert "<em>today</em>" in lead and "Command" not in lead
+    order = ["<h2>Findings</h2>", "It is +0.1 [0.0, 0.2] (table).", "<td>it</td>", "<h2>Arms</h2>", "<h2>Result</h2>"]
+    order += ["Validation loss and speed by arm", "<h2>About</h2>", "<code>run</code>", "<h2>How</h2>", "By  hand."]
+    places = [page.index(text) for text in order]
+    assert places == sorted(places) and "*" not in re.sub(r"<style>.*?</style>|base64,[\w+/=]+", "", page, flags=re.S)
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda folder: folder.name)
+def test_every_arm_of_a_committed_table_is_explained(folder):
+    records = read_records(folder)
+    explained = 0
+    for section in build_sections(records, figures=False, kinds=kinds_of(folder, records)):
+        for table in section.tables:
+            for i, column in enumerate(table.columns):
+                if column.title in ("arm", "packed arm", "strategy", "implementation"):
+                    names = {row[i].text for row in table.rows if "the paper" not in row[i].text}
+                    assert [name for name in names if not name.startswith(tuple(section.arms))] == []
+                    explained += len(names)
+    assert explained >= 4
+
+
+def test_nothing_drawn_is_cut_and_no_panel_is_empty(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(training_figures, "finish", lambda fig, name, caption: drawn.update({name: fig}))
+    arms = [f"mine a_long_key_of_a_grid={value},another_key_of_it={10 * value}" for value in range(9)]
+    training_figures.training_figures([training(arm) for arm in arms])
+    for fig in drawn.values():
+        fig.canvas.draw()
+        for legend in fig.legends:
+            box = legend.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= fig.bbox.width
+        assert all(ax.lines or ax.patches for ax in fig.axes)
+    assert len(drawn["loss-by-position"].axes) == 1, "nothing is compared"
 
 
 def test_one_seed_claims_nothing(tmp_path):
