@@ -121,7 +121,7 @@ def test_every_metric_s_differences_are_paired_also_by_position():
     assert float(row["val_loss_start"]) == float(row["val_loss_start_low"]) == 0
     first, second = table(records, "loss-by-position")
     assert (first["start"], first["end"], second["start"], second["end"]) == ("0", "7", "8", "63")
-    assert float(second["packed-leak_difference_high"]) == pytest.approx(0.5 + half)
+    assert float(second["difference_high"]) == pytest.approx(0.5 + half)
 
 
 def test_tables_are_written_as_markdown_csv_and_latex():

@@ -112,8 +112,9 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
     training = summary.frame(records, "training")
     if not training.empty:
         for title, metric in (("Parameters", "parameters"), ("Real tokens per run", "real_tokens"), ("Steps", "steps")):
-            low, high = training[metric].min(), training[metric].max()
-            facts[title] = f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+            counts = training[metric].dropna()
+            ends = dict.fromkeys(f"{count:,.0f}" for count in ([counts.min(), counts.max()] if len(counts) else []))
+            facts[title] = " to ".join(ends) or "-"
     return facts | {"Hardware": " / ".join(_unique(_hardware(record) for record in records))}
 
 

@@ -48,7 +48,7 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
         (Column("validation loss", _with_sd("val_loss")), lambda arm, _: mean_sd(arm["val_loss"])),
         (
             Column(f"minus {versus(arms)} [95% CI]", _DIFFERENCE),
-            lambda arm, _: _difference(difference(arm, arms, "val_loss")),
+            lambda arm, _: _difference(difference(arm, arms, "val_loss"), len(seeds)),
         ),
         (Column("loss, first 32 tokens", _with_sd("val_loss_start")), lambda arm, _: mean_sd(arm["val_loss_start"])),
         (
@@ -97,22 +97,20 @@ def _differences(arms: Sequence[Arm]) -> Table:
 
 
 def _positions(arms: Sequence[Arm]) -> Table:
-    paired = {arm.label: by_position(arm, arms) for arm in arms}
-    paired = {label: found for label, found in paired.items() if any(one.n > 1 for *_, one in found)}
+    paired = [(arm.label, *each) for arm in arms for each in by_position(arm, arms) if each[-1].n > 1]
+    columns = [Column("arm", ("arm",), False), Column("from token", ("start",)), Column("to token", ("end",))]
     table = Table(
         "loss-by-position",
-        f"Loss by position in the document, minus {versus(arms)}, in nats per target",
-        [Column("from token", ("start",)), Column("to token", ("end",))]
-        + [Column(f"{label} [95% CI]", tuple(f"{label}_{name}" for name in _DIFFERENCE)) for label in paired],
+        "Loss by position in the document, in nats per target",
+        [*columns, Column(f"minus {versus(arms)} [95% CI]", _DIFFERENCE)],
+        [
+            [word(label), number(start, ",.0f"), number(end - 1, ",.0f"), _difference(one)]
+            for label, start, end, one in paired
+        ],
     )
-    places = sorted({(start, end) for found in paired.values() for start, end, _ in found})
-    for place in places:
-        cells = [next((one for *where, one in found if (*where,) == place), None) for found in paired.values()]
-        table.rows.append([number(place[0], ",.0f"), number(place[1] - 1, ",.0f"), *map(_difference, cells)])
-    every = [one for found in paired.values() for *_, one in found]
-    excluding = sum(one.low > 0 or one.high < 0 for one in every)
+    excluding = sum(one.low > 0 or one.high < 0 for *_, one in paired)
     table.notes = [
-        f"Paired over seeds. {excluding} of {len(every)} intervals exclude zero; one in twenty would by chance."
+        f"Paired over seeds. {excluding} of {len(paired)} intervals exclude zero; one in twenty would by chance."
     ]
     return table
 
@@ -224,14 +222,16 @@ def _seeds(arm: Arm, expected: int) -> Cell:
     return Cell(str(finite) if finite == expected else f"{finite} of {expected}", (len(arm.runs),))
 
 
-def _difference(found: Interval | None) -> Cell:
+def _difference(found: Interval | None, expected: int = 0) -> Cell:
+    """Fewer pairs than expected are said."""
     if found is None:
         return Cell("-", (None, None, None, None))
     # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
     values = pd.Series(found[:3]).dropna()
     form = "+.4f" if values.abs().max() >= 1e-4 else "+.1e"
     mean, *bounds = (f"{value:{form}}" for value in values)
-    return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else f"{mean} (no claim)", tuple(found))
+    pairs = f" ({found.n} pairs)" if 1 < found.n < expected else ""
+    return Cell(f"{mean} [{', '.join(bounds)}]{pairs}" if bounds else f"{mean} (no claim)", tuple(found))
 
 
 def _with_sd(metric: str) -> tuple[str, str]:
