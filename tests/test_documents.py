@@ -101,7 +101,7 @@ def test_stdlib_holds_out_the_share_of_files_that_was_asked_for(monkeypatch, tmp
     files = {f"m{i}.py": f"def a(): return {i}\ndef b(): return {i}\n" for i in range(40)}
     tiny_stdlib(monkeypatch, tmp_path, files)
     sides = {}
-    for held_out, content in read(DataConfig(validation_fraction=0.25))[0]:
+    for held_out, content, _ in read(DataConfig(validation_fraction=0.25))[0]:
         sides.setdefault(content.split()[-1], set()).add(held_out)
     assert all(len(side) == 1 for side in sides.values())
     assert sum(True in side for side in sides.values()) == 10
@@ -251,7 +251,7 @@ def test_synthetic_lengths_are_the_distribution_to_the_bit(name):
     [
         (
             {"source": "txet"},
-            "data.source: expected one of stdlib, text, jsonl, synthetic, got 'txet'; did you mean 'text'?",
+            "data.source: expected one of stdlib, text, jsonl, synthetic, task, got 'txet'; did you mean 'text'?",
         ),
         ({"validation_fraction": 1.0}, "data.validation_fraction: expected at least 0 and below 1, got "),
         ({"validation_fraction": -0.1}, "data.validation_fraction: expected at least 0 and below 1, got "),
@@ -297,7 +297,7 @@ def test_documents_and_splits_are_the_same_in_another_process(tmp_path):
         "import sys; from collections import Counter; from packmamba.config import DataConfig\n"
         "from packmamba.data.sources import open_source\n"
         f"for data in {configs!r}:\n"
-        "    for held_out, content in open_source(data).read(lambda _: None, Counter()):\n"
+        "    for held_out, content, _ in open_source(data).read(lambda _: None, Counter()):\n"
         "        print(held_out, content if isinstance(content, str) else content.tolist())\n"
     )
     outputs = {

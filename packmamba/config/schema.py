@@ -64,7 +64,13 @@ class DataConfig:
         "Vocabulary of synthetic documents, which get no begin and end tokens.",
         Holds("1 to 2**32", lambda value: 1 <= value <= 2**32),
     )
-    corpus_seed: int = key(0, "Seed of synthetic documents and of the validation split.", at_least(0))
+    task: Optional[str] = key(
+        None,
+        "Whose examples are documents with source task, such as mqar.",
+        named("packmamba.evaluation.tasks:TASKS"),
+    )
+    task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
+    corpus_seed: int = key(0, "Seed of synthetic documents and examples, and of the validation split.", at_least(0))
     cache_dir: str = key("runs/corpora", "Where tokenised corpora are kept.")
 
     mode: str = key(

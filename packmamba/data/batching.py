@@ -20,9 +20,9 @@ class PackedBatch:
 
     Attributes:
         tokens: (B, L) int64; 0 at padding.
-        targets: (B, L) int64, the next token of the same document; 0 where there is none.
+        targets: (B, L) int64, the next token of the same document, or what a task wants said; 0 where there is none.
         loss_mask: (B, L) bool, where there is a target: at every token but a document's last, unless the document goes on
-            elsewhere (in a later batch, or as another piece).
+            elsewhere (in a later batch, or as another piece); in a task's documents where an answer counts.
         layout: where documents lie.
     """
 
@@ -87,7 +87,8 @@ class Arrangement:
     plan: PackingPlan
 
     def count(self, groups: list[np.ndarray]) -> tuple[int, int, int]:
-        """(real targets, real tokens, slots) of these batches; each token has a target but the last of each document."""
+        """(real targets, real tokens, slots) of these batches; each token has a target but the last of each document, unless
+        the corpus has targets of its own."""
         rows = np.concatenate(groups)
         before = self._counts_before
         targets, tokens = (before[:, rows + 1] - before[:, rows]).sum(axis=1).tolist()
@@ -97,10 +98,19 @@ class Arrangement:
     def _counts_before(self) -> np.ndarray:
         """(2, rows + 1) int64: targets and tokens of all rows before each."""
         plan = self.plan
-        ends_here = plan.start + plan.length == self.ends[plan.document]
         before = np.zeros((2, plan.length.size + 1), np.int64)
-        np.cumsum([plan.length - ends_here, plan.length], axis=1, out=before[:, 1:])
+        np.cumsum([self._targets_of_pieces(), plan.length], axis=1, out=before[:, 1:])
         return before[:, plan.row_offsets]
+
+    def _targets_of_pieces(self) -> np.ndarray:
+        plan = self.plan
+        own = getattr(self.corpus, "targets", None)
+        if own is None:
+            return plan.length - (plan.start + plan.length == self.ends[plan.document])
+        begins = self.corpus.offsets[self.documents[plan.document]] + plan.start
+        return np.array(
+            [(own[begin : begin + length] >= 0).sum() for begin, length in zip(begins.tolist(), plan.length.tolist())]
+        )
 
     def group_rows(self, rows: np.ndarray, slots_per_batch: int, rows_per_batch: int | None = None) -> list[np.ndarray]:
         """Splits consecutive ``rows`` (numbers of the plan's) into batches of at most ``slots_per_batch`` slots, but at least
@@ -124,6 +134,7 @@ class Arrangement:
         loss_mask = np.zeros(tokens.shape, bool)
         lengths: list[list[int]] = []
         offsets: list[list[int]] = []
+        own_targets = getattr(self.corpus, "targets", None) is not None
         for b, row in enumerate(rows):
             pieces = range(plan.row_offsets[row], plan.row_offsets[row + 1])
             lengths.append(plan.length[pieces.start : pieces.stop].tolist())
@@ -135,8 +146,14 @@ class Arrangement:
                 source = self.corpus.document(int(self.documents[planned]))
                 source = source[start : min(start + length + 1, int(self.ends[planned]))]
                 tokens[b, slot : slot + length] = source[:length]
-                targets[b, slot : slot + source.size - 1] = source[1:]
-                loss_mask[b, slot : slot + source.size - 1] = True
+                answers = self.corpus.answers(int(self.documents[planned])) if own_targets else None
+                if answers is None:
+                    targets[b, slot : slot + source.size - 1] = source[1:]
+                    loss_mask[b, slot : slot + source.size - 1] = True
+                else:
+                    here = answers[start : start + length]
+                    targets[b, slot : slot + length] = np.maximum(here, 0)
+                    loss_mask[b, slot : slot + length] = here >= 0
                 slot += length
         layout = SequenceLayout.from_lengths(lengths, row_length=row_length, offsets=offsets)
         return PackedBatch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(loss_mask), layout)

@@ -50,6 +50,8 @@ class Corpus:
     """(n + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]."""
     lengths: np.ndarray
     """(n,) int32, tokens of each document; at least one."""
+    targets: np.ndarray | None
+    """(T,) int32, what is to be said after each token, -1 for nothing; None: the token that follows, but at documents' ends."""
     corpus_hash: str
     """Of the tokens and lengths of both splits."""
 
@@ -66,6 +68,8 @@ class Corpus:
         self.tokens = self._map("tokens", token_dtype(self.vocab_size), self.num_tokens)
         self.offsets = self._map("offsets", np.dtype("<i8"), self.num_documents + 1)
         self.lengths = self._map("lengths", np.dtype("<i4"), self.num_documents)
+        answers = meta["splits"][split].get("answers")
+        self.targets = None if answers is None else self._map("targets", np.dtype("<i4"), self.num_tokens)
         self._plain_tokens = self.tokens.view(np.ndarray)  # slicing a memmap object costs several times as much
 
     def _map(self, name: str, dtype: np.dtype, size: int) -> np.ndarray:
@@ -80,6 +84,10 @@ class Corpus:
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         return self._plain_tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def answers(self, index: int) -> np.ndarray | None:
+        """Targets of a document where the corpus has targets of its own, (lengths[index],); else None."""
+        return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
 
     def __len__(self) -> int:
         return self.num_documents
@@ -180,9 +188,9 @@ def _prepare(
             for batch in _batches(source.read(bar.update, skipped)):
                 encoded = tokenizer.encode_batch([document.content for document in batch])
                 skipped["empty_documents"] += sum(not len(tokens) for tokens in encoded)
-                pairs = [(document.held_out, ids) for document, ids in zip(batch, encoded, strict=True) if len(ids)]
-                train.write([tokens for held_out, tokens in pairs if not held_out])
-                validation.write([tokens for held_out, tokens in pairs if held_out])
+                found = [(document, ids) for document, ids in zip(batch, encoded, strict=True) if len(ids)]
+                for writer, held_out in ((train, False), (validation, True)):
+                    writer.write([(ids, document.targets) for document, ids in found if document.held_out == held_out])
         _check_split(train.num_documents, validation.num_documents, data)
         header = [tokenizer.vocab_size, tokenizer.begin_id, tokenizer.end_id, *train.digests(), *validation.digests()]
         meta = {
@@ -191,7 +199,7 @@ def _prepare(
             "vocab_size": tokenizer.vocab_size,
             "begin_id": tokenizer.begin_id,
             "end_id": tokenizer.end_id,
-            "splits": {w.split: {"documents": w.num_documents, "tokens": w.num_tokens} for w in (train, validation)},
+            "splits": {w.split: w.counts() for w in (train, validation)},
             "skipped": dict(+skipped),
         }
         with open(temporary / "meta.json", "w") as file:
@@ -240,21 +248,44 @@ class _Writer:
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(2)]
         self._files = [open(folder / f"{split}.{name}", "wb") for name in ("tokens", "lengths", "offsets")]
         self._files[2].write(np.zeros(1, "<i8").tobytes())
+        self._targets: Any = None  # a file, if documents have targets of their own
+        self._targets_path = folder / f"{split}.targets"
+        self.num_answers = 0
 
-    def write(self, documents: list[np.ndarray]) -> None:
-        if not documents:
+    def write(self, pairs: list[tuple[np.ndarray, Any]]) -> None:
+        """Tokens of each document, and its own targets or None."""
+        if not pairs:
             return
+        documents = [tokens for tokens, _ in pairs]
+        self._write_targets([targets for _, targets in pairs if targets is not None])
         lengths = np.array([len(document) for document in documents], "<i8") + len(self._begin) + len(self._end)
         if lengths.max() >= 2**31:
             raise ConfigError(f"a document has {lengths.max()} tokens, more than 2**31 - 1; cut it in data.path")
         pieces = [piece for document in documents for piece in (self._begin, document, self._end)]
         arrays = [np.concatenate(pieces, dtype=self._dtype), lengths.astype("<i4"), self.num_tokens + lengths.cumsum()]
-        for file, array in zip(self._files, arrays, strict=True):
+        for file, array in zip(self._files, arrays, strict=False):
             file.write(array.data)
         for digest, array in zip(self._hashes, arrays, strict=False):
             digest.update(array.data)
         self.num_documents += len(documents)
         self.num_tokens += int(lengths.sum())
+
+    def _write_targets(self, targets: list[np.ndarray]) -> None:
+        if not targets:
+            return
+        if self._targets is None:
+            self._targets = open(self._targets_path, "wb")
+            self._files.append(self._targets)
+            self._hashes.append(hashlib.blake2b(digest_size=16))
+        array = np.concatenate(targets).astype("<i4")
+        self._targets.write(array.data)
+        self._hashes[-1].update(array.data)
+        self.num_answers += int((array >= 0).sum())
+
+    def counts(self) -> dict[str, int]:
+        """What meta.json says of the split."""
+        found = {"documents": self.num_documents, "tokens": self.num_tokens}
+        return found if self._targets is None else found | {"answers": self.num_answers}
 
     def digests(self) -> list[str]:
         return [digest.hexdigest() for digest in self._hashes]

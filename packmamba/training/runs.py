@@ -26,6 +26,8 @@ PLACES = ("runs_dir", "output", "data.cache_dir")
 """Keys that decide where files are kept, not what is trained."""
 
 LATER_KEYS: dict[str, Any] = {
+    "data.task": None,
+    "data.task_options": {},
     "trainer.cuda_graphs": False,
     "model.mixer": "mamba1",
     "model.mixer_options": {},

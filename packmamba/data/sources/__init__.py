@@ -21,6 +21,7 @@ from packmamba.data.sources.source import (
 )
 from packmamba.data.sources.stdlib import open_stdlib
 from packmamba.data.sources.synthetic import open_synthetic
+from packmamba.data.sources.task import open_task
 from packmamba.data.sources.text import open_text
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
@@ -28,6 +29,7 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "text": open_text,
     "jsonl": open_jsonl,
     "synthetic": open_synthetic,
+    "task": open_task,
 }
 """What ``data.source`` may name: each checks its keys and lists its files, and reads none yet. Plugins may add to it."""
 

@@ -18,6 +18,9 @@ class Document(NamedTuple):
     """Belongs to the validation split."""
     content: Any
     """str; token ids, (length,) integers, where the source has a vocab_size."""
+    targets: Any = None
+    """(length,) integers, what is to be said after each token, -1 for nothing; None: the token that follows. All documents
+    of a source have them, or none."""
 
 
 @dataclass(frozen=True)
