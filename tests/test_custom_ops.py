@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from arrangements import AWKWARD
@@ -163,3 +165,44 @@ def test_no_states_are_kept_where_no_gradient_is_needed(operator):
     with torch.no_grad():
         y, _ = getattr(ops, operator)(**case.tensors, **case.options, layout=case.layout, backend="cpu")
     assert torch.equal(y, case.run("cpu")["y"])
+
+
+@both
+def test_whoever_looks_at_operators_sees_this_one(operator):
+    """An eager call goes around the dispatcher, but not where a mode or a tensor of another type wants to know of it."""
+    case = random_case(operator, AWKWARD["splits"], torch.float32, states=False)
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **kwargs or {})
+
+    expected = case.run("cpu")
+    with Log():
+        found = case.run("cpu")
+    assert f"packmamba.{operator}.default" in seen and f"packmamba.{operator}_backward.default" in seen
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(tensor) for name, tensor in case.tensors.items()}
+        y = getattr(ops, operator)(**fake, **case.options, backend="cpu")
+    assert isinstance(y, FakeTensor) and y.shape == expected["y"].shape
+
+
+def test_a_call_without_a_layout_may_follow_one_in_inference_mode():
+    case = random_case("conv1d_pack", SequenceLayout.from_rows(3, 11), torch.float32, states=False)
+    expected = case.run("cpu")
+    case.layout = None
+    with torch.inference_mode():
+        ops.conv1d_pack(**case.tensors, **case.options)
+    assert all(torch.equal(value, expected[name]) for name, value in case.run("cpu").items())
+
+
+@both
+def test_a_layout_written_to_before_the_backward_is_refused(operator):
+    case = random_case(operator, SequenceLayout.from_lengths([[3, 4]], row_length=7), torch.float32, states=False)
+    tensors = {name: tensor.detach().requires_grad_() for name, tensor in case.tensors.items()}
+    y = getattr(ops, operator)(**tensors, **case.options, layout=case.layout)
+    case.layout.starts.copy_(case.layout.starts.clone())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
