@@ -15,13 +15,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from packmamba.config import ConfigError, check_command, import_plugins, parse_override, read_yaml, resolve, suggest
 from packmamba.records import check_writable
-from packmamba.report.kinds import Kind
+
+if TYPE_CHECKING:  # its libraries take a second
+    from packmamba.report.kinds import Kind
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
