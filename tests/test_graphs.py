@@ -198,7 +198,7 @@ def emulated(monkeypatch):
 @pytest.mark.parametrize("boundary", ["reset", "leak"])
 def test_gradients_are_those_of_eager_steps_where_capturing_is_emulated(emulated, boundary, most):
     emulated.setattr(graphs, "MOST_GRAPHS", most)
-    lit = module("model.learned_initial_state=true", "ops.backend=cpu", device="cpu")
+    lit = module("model.learned_initial_state=true", "model.d_model=16", "ops.backend=cpu", device="cpu")
     emulated.setattr(BatchGraphs, "lit", lit, raising=False)
     replay = BatchGraphs(lambda batch: lit.loss(batch, BOUNDARIES[boundary]()), list(lit.parameters()))
     steps = [BATCHES, *([batch] for batch in BATCHES), BATCHES[2:], BATCHES[1:2], BATCHES[:2]]
