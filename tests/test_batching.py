@@ -54,6 +54,7 @@ def expected_pairs(corpus, limit=None):
     return tokens, targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["matched", "stream"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("overlong", ["pieces", "truncate"])
@@ -84,6 +85,7 @@ def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):
         assert len({data.steps[step].num_targets for data in steps.values()}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["matched", "stream"])
 @pytest.mark.parametrize(
     "keys", [["data.strategy=greedy"], ["data.strategy=single"], CARRY], ids=["packed", "single", "carry"]

@@ -82,6 +82,7 @@ def build_small(kernels):
     print(build.build("cpu"))
 
 
+@pytest.mark.slow
 def test_eight_processes_build_once(small_kernels, tmp_path):
     counting = tmp_path / "compiler"
     counting.write_text(
@@ -111,6 +112,7 @@ def test_a_damaged_library_is_built_again(small_kernels, kept, capfd):
     assert "Compiling" in capfd.readouterr().err and build.describe("cpu").built
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("march", "needs"), [("x86-64", "sse2"), ("x86-64-v3", "avx512f")])
 def test_the_kernels_are_right_for_older_instruction_sets(march, needs, tmp_path):
     """What is built here is for this machine. Older ones run other code; AVX2's is an AVX2 machine's own."""
@@ -150,12 +152,14 @@ def test_info_says_what_is_built_and_what_is_missing():
     assert all(row["built"] or row["path"] or row["problem"] for row in rows.values())
 
 
+@pytest.mark.slow
 def test_without_a_compiler_one_warning_names_the_fix_and_the_reference_runs(tmp_path):
     printed = run_python(FORWARD, tmp_path, CXX="no-such-compiler", PATH="/nowhere", PACKMAMBA_CACHE=str(tmp_path))
     assert printed.count("UserWarning") == 1
     assert "install g++" in printed and build.BUILD_COMMAND in printed
 
 
+@pytest.mark.slow
 def test_without_a_compiler_an_explicit_backend_raises(tmp_path):
     code = FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
     code = "try:\n" + textwrap.indent(code, "    ") + "except Exception as error: print(type(error), error)"

@@ -62,6 +62,7 @@ def test_a_typo_is_one_sentence_and_status_2(name, tmp_path, capsys):
     assert len(lines) == 1 and lines[0].startswith("run.py: error: ") and message in lines[0]
 
 
+@pytest.mark.slow
 def test_a_typo_in_the_shell():
     process = run_py("train", "configs/train.yaml", "data.strategy=best-fit")
     output, errors = process.communicate(timeout=120)

@@ -30,6 +30,7 @@ def arguments_of(case):
     return (*(v for n in names for v in places.get(n, (given[n],))), True)
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "optional"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -48,6 +48,7 @@ def stdlib(stdlib_files):
     return [document for file in stdlib_files for document in file]
 
 
+@pytest.mark.slow
 def test_stdlib_has_thousands_of_documents_with_a_heavy_tail(stdlib):
     sizes = np.array([len(document.content.encode()) for document in stdlib])
     assert 10_000 < len(sizes) < 25_000

@@ -54,6 +54,7 @@ def test_every_folder_is_an_experiment():
     assert experiments.find("speedup") == ROOT / "experiments" / "speedup"
 
 
+@pytest.mark.slow
 def test_the_package_imports_no_experiment():
     code = "import sys, packmamba.experiments as e; e.names(); print([m for m in sys.modules if m.startswith('experiments')])"
     command = [sys.executable, "-c", code]

@@ -80,6 +80,7 @@ def test_the_fused_operator_is_the_composition_of_the_references(layout, states,
     assert_close(outputs[1], outputs[0], 1e-12)
 
 
+@pytest.mark.slow
 def test_opcheck():
     tensors, (conv_state, ssm_state) = arguments()
     places = (LAYOUT.starts, LAYOUT.ends, LAYOUT.starts, LAYOUT.ends)
@@ -186,6 +187,7 @@ def test_recomputing_keeps_less():
     assert kept["block"] < 1.1 * (d_model + 1) * slot + 2 * 512 * 4 * d_model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", block.RECOMPUTE)
 @pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
 def test_compiled_blocks_are_eager_ones(recompute, given, fresh_compiler):
@@ -225,6 +227,7 @@ def test_one_compilation_serves_all_blocks_and_layouts(fresh_compiler):
     assert len(graphs) <= 4
 
 
+@pytest.mark.slow
 def test_inductor(fresh_compiler):
     """The compiler itself, once: block, loss and both backwards."""
     tokens, targets, mask = random_tokens(), random_tokens(seed=4), LAYOUT.documents >= 0

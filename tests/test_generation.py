@@ -45,6 +45,7 @@ def test_draws_are_those_of_the_seed(model):
     assert first[:2] == generate(model, PROMPTS[:2], max_new_tokens=8, temperature=1.0, seed=3)
 
 
+@pytest.mark.slow
 def test_draws_follow_the_probabilities(model):
     with torch.no_grad():
         p = model(torch.tensor([[5, 6]]))[0, -1].softmax(-1)

@@ -264,6 +264,7 @@ def test_the_limit_is_that_of_the_unit_that_binds():
     assert gpu_shapes.scan_limit(many) == pytest.approx((10 * elements / 4e12, 14 * elements / 4e12))
 
 
+@pytest.mark.slow
 def test_tables_and_figures_of_one_folder_with_every_arm():
     (section,) = build_sections(every_record(), kinds=KINDS)
     assert [t.name for t in section.tables] == [

@@ -194,6 +194,7 @@ def emulated(monkeypatch):
     return monkeypatch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [64, 1])
 @pytest.mark.parametrize("boundary", ["reset", "leak"])
 def test_gradients_are_those_of_eager_steps_where_capturing_is_emulated(emulated, boundary, most):

@@ -89,6 +89,7 @@ def evaluate(model, tasks, monkeypatch, tmp_path):
     return lm_eval.simple_evaluate(model, tasks=names, task_manager=tasks, bootstrap_iters=0, log_samples=True)
 
 
+@pytest.mark.slow
 def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, tmp_path):
     theirs = evaluate(HFLM(str(checkpoint), batch_size=1, device="cpu"), tasks, monkeypatch, tmp_path)
     ours = evaluate(PackMambaLM(str(checkpoint), max_slots=256, device="cpu"), tasks, monkeypatch, tmp_path)

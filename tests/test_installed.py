@@ -26,6 +26,7 @@ def installed(tmp_path_factory):
     return target
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_modules_kernels_and_configurations(installed):
     expected = {path.relative_to(ROOT) for path in (ROOT / "packmamba").rglob("*.py")}
     for top, suffixes in (("kernels", (".cpp", ".h", ".cu", ".cuh")), ("configs", (".yaml",))):
@@ -33,12 +34,14 @@ def test_the_wheel_holds_modules_kernels_and_configurations(installed):
     assert len(expected) > 100 and all((installed / path).is_file() for path in expected)
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_builds_and_runs(installed, tmp_path):
     code = FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
     printed = run_python(code + "import packmamba; print(packmamba.__file__)", tmp_path, path=installed)
     assert str(installed) in printed
 
 
+@pytest.mark.slow
 def test_installed_commands_run_in_an_empty_folder(installed, tmp_path):
     """All in one process, which imports PyTorch once."""
     command = [sys.executable, str(installed / "bin" / "packmamba"), "trian"]

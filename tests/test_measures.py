@@ -119,6 +119,7 @@ def test_answers_are_those_of_examples_alone(model, name):
 LINES = "\n".join(f"    value_{i % 7}{i} = compute({i * 37 % 101}, name_{i % 5})" for i in range(200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TASKS))
 def test_an_untrained_model_is_at_chance_or_below(name):
     """Tasks do not give their answers away."""

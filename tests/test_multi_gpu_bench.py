@@ -60,6 +60,7 @@ def torchrun(command, env, timeout_seconds):
     return max(map(abs, done)), output.read_text()
 
 
+@pytest.mark.slow
 def test_every_strategy_has_the_loss_of_one_device(tmp_path, monkeypatch):
     monkeypatch.setattr(multi_gpu, "_run", torchrun)
     run(tmp_path / "records" / "multi_gpu.jsonl")

@@ -77,6 +77,7 @@ def test_random_layouts(operator, backend, data):
     assert_parity(case, backend, dtype)
 
 
+@pytest.mark.slow
 @every_backend
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_long_documents(operator, backend):

@@ -26,6 +26,7 @@ TINY = {
 }
 
 
+@pytest.mark.slow
 def test_every_arm_is_recorded_and_tabulated(tmp_path):
     threads = torch.get_num_threads()
     bench.run(configured(bench.Config, TINY), tmp_path / "records" / "operators.jsonl", progress=False)

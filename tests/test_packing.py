@@ -366,6 +366,7 @@ def million():
     return draw_lengths("documents-2k", 1_000_000, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_length", [2048, 16384])
 @pytest.mark.parametrize(
     "strategy, seconds",

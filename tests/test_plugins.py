@@ -180,12 +180,14 @@ def train(folder, keys, start_method=None):
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("toy", TOYS)
 def test_a_plugin_s_name_is_trained(tmp_path, toy):
     record = train(tmp_path, write_toy(tmp_path, toy))
     assert record["metrics"]["steps"] == 2 and record["config"]["plugins"] == ["toy"]
 
 
+@pytest.mark.slow
 def test_a_plugin_s_table_and_figure_are_in_the_report(tmp_path):
     """For an experiment's own they stand in its report.py: one file, as here."""
     (tmp_path / "toy.py").write_text(textwrap.dedent(TOY_REPORT))
@@ -252,6 +254,7 @@ def test_what_a_plugin_has_not_is_refused(tmp_path, toy, key, message):
     assert message in output.read_text() and output.read_text().count("\n") == 1
 
 
+@pytest.mark.slow
 def test_workers_know_plugins(tmp_path):
     losses = []
     for start_method, workers in ((None, 0), ("fork", 1), ("spawn", 1)):
@@ -262,6 +265,7 @@ def test_workers_know_plugins(tmp_path):
     assert losses[0] == losses[1] == losses[2]
 
 
+@pytest.mark.slow
 def test_ranks_know_plugins(tmp_path):
     keys = write_toy(tmp_path, "strategy")
     config = write_config(tmp_path / "train.yaml", tiny_config(tmp_path, "trainer.max_steps=2", "trainer.devices=2"))
@@ -270,6 +274,7 @@ def test_ranks_know_plugins(tmp_path):
     assert statuses(*ranks) == [0, 0], output.read_text()
 
 
+@pytest.mark.slow
 def test_sweeps_and_benches_take_plugins(tmp_path):
     write_toy(tmp_path, "strategy")
     base = write_config(tmp_path / "base.yaml", tiny_config(tmp_path, "trainer.max_steps=1"))

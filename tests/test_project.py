@@ -48,6 +48,7 @@ def test_extras_are_those_documented():
         assert any(mark in requirement for mark in (">=", "==")), f"{requirement} has no lower bound"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_config_loads(path):
     keys = OmegaConf.to_container(OmegaConf.load(path))
@@ -81,6 +82,7 @@ def test_make_asks_for_a_newer_python(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_make_test_gpu_asks_for_a_gpu(tmp_path):
     output = tmp_path / "output.txt"

@@ -179,6 +179,7 @@ def test_differences_by_rounding_are_not_printed_as_nothing():
     assert "-3.0e-09 (no claim)" in text
 
 
+@pytest.mark.slow
 def test_corpora_never_meet(tmp_path):
     ours = [training("padded", 0, 2.0), training("packed-reset", 0, 2.5), throughput("single", 50.0)]
     other = [training("packed-reset", 1, 7.0, corpus="corpus-b"), throughput("packed-reset", 400.0, corpus="corpus-b")]

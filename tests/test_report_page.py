@@ -29,6 +29,7 @@ def test_a_folder_without_records_is_one_sentence(tmp_path, make):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_report_is_one_file_that_asks_nobody(tmp_path):
     arms = ["single", "padded", "packed-reset", "packed-leak"]
     records = [training(arm, seed, 2.0 + 0.1 * i + 0.01 * seed * i) for i, arm in enumerate(arms) for seed in (0, 1)]
@@ -77,6 +78,7 @@ def test_time_in_learning_curves_is_that_of_arms_timed_in_turns(monkeypatch):
     assert x == [[5 / 7, 10 / 7]] * 2 and "which is no comparison" in caption
 
 
+@pytest.mark.slow
 def test_the_page_says_what_its_arms_do(tmp_path):
     page = write_report(write(tmp_path, [training("single seq=3"), training("mine")])).read_text()
     assert "<strong>single</strong>: one document at a time" in page
@@ -144,6 +146,7 @@ def test_nothing_drawn_is_cut_and_no_panel_is_empty(monkeypatch):
     assert len(drawn["loss-by-position"].axes) == 1, "nothing is compared"
 
 
+@pytest.mark.slow
 def test_one_seed_claims_nothing(tmp_path):
     records = [training("padded", 0, 2.0), training("packed-reset", 0, 1.9)]
     assert "-0.1000 (no claim)" in format_table(records)

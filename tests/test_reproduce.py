@@ -36,6 +36,7 @@ def committed():
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
+@pytest.mark.slow
 def test_packing_from_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = committed()
@@ -128,6 +129,7 @@ def test_a_typo_is_one_sentence(what, arguments, message):
         reproduce.load_plans(what, arguments)
 
 
+@pytest.mark.slow
 def test_the_keys_of_every_step_are_its_file_s():
     """Those that scale=small adds too."""
     from packmamba.training.sweep import load_sweep

@@ -29,6 +29,7 @@ def leaves(value):
         yield value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

@@ -20,6 +20,7 @@ from runs import final_state, tiny_config
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key",
     [

@@ -37,6 +37,7 @@ def load(**changes):
     return config
 
 
+@pytest.mark.slow
 def test_every_arm_is_recorded_and_tabulated(tmp_path):
     scoring.run(load(), tmp_path / "records" / "scoring.jsonl", progress=False)
     records = read_records(tmp_path)
@@ -51,6 +52,7 @@ def test_every_arm_is_recorded_and_tabulated(tmp_path):
     assert all(arm in text for arm in ARMS)
 
 
+@pytest.mark.slow
 def test_a_wrong_arm_is_not_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "padded", lambda model, batch: lambda requests: [Score(0.0, False)] * len(requests))
     with pytest.raises(RuntimeError, match="short-context, padded-8: scores differ by"):

@@ -32,6 +32,7 @@ def assert_trained_as_one(both, alone, tolerance):
 
 
 # Lightning refuses FSDP2 in float64.
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "precision", "tolerance"), [("ddp", "64-true", 1e-9), ("fsdp2", "32-true", 1e-4)])
 def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
     keys = [
@@ -56,6 +57,7 @@ def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
     assert_trained_as_one(both, alone, tolerance)
 
 
+@pytest.mark.slow
 def test_two_machines_train_as_one_by_torchrun(tmp_path):
     """The README's recipe, each machine a torchrun with one process."""
     keys = ["data.strategy=greedy", "data.slots_per_batch=24"]
@@ -115,6 +117,7 @@ def test_gradients_meet_once_a_step_during_its_last_backward(tmp_path, monkeypat
     assert second.count("s") > 1 and second.index("s") < second.rindex("m"), "some are sent before all are made"
 
 
+@pytest.mark.slow
 def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
     keys = ["data.strategy=greedy", "data.slots_per_batch=24", "trainer.devices=2", "trainer.strategy=fsdp2",
             "trainer.max_steps=20", "trainer.checkpoint_every=4", "trainer.validate_every=10"]  # fmt: skip
@@ -136,6 +139,7 @@ def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
     assert_trained_as_one(killed, whole, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [[0], [1], [0, 1]])
 def test_ranks_end_together_when_any_is_told_to(tmp_path, told):
     keys = ["data.strategy=greedy", "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=200",

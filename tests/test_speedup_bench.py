@@ -40,6 +40,7 @@ def arms_of(part):
     return [name for name, arm in ARMS.items() if part in arm.get("parts", [BARE])]
 
 
+@pytest.mark.slow
 def test_every_part_is_recorded(everything):
     records, _ = everything
     by_kind = {}
@@ -134,6 +135,7 @@ def test_growth_alone_is_measured(tmp_path):
     assert [record["config"]["axis"] for record in records] == 2 * ["row_length"] + 2 * ["mean_length"]
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_alike_is_not_compared(tmp_path):
     """The latest counts, and those that were measured as it was."""
     records = run(tmp_path, parts=[BARE], arms=some("single", "padded-256"))

@@ -18,6 +18,7 @@ from experiments.speedup.model import Model
 from experiments.speedup.report_breakdown import FAMILIES as BREAKDOWN
 
 
+@pytest.mark.slow
 def test_arms_take_their_turns_as_they_are_named(tmp_path, monkeypatch):
     """Graphs apart from the others, after a warm-up on all that they are timed on; breakdowns are of one step."""
     seen = []
@@ -55,6 +56,7 @@ def test_arms_take_their_turns_as_they_are_named(tmp_path, monkeypatch):
     assert found == {"single": 12.0, "single-graph": 3.0}
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_fit_into_memory_together_are_timed_alone(tmp_path, monkeypatch, capsys):
     take_turns, seen = steps.take_turns, []
 
@@ -75,6 +77,7 @@ def test_steps_that_do_not_fit_into_memory_together_are_timed_alone(tmp_path, mo
     assert left_out == "left out, 130m, padded-256, steps: does not fit into memory"
 
 
+@pytest.mark.slow
 def test_steps_have_the_memory_of_the_bare_loop(tmp_path, monkeypatch):
     """Its weights, which hold its gradients, are not referred to any more once memory is freed."""
     weights, alive, build = [], [], Model.build
@@ -93,6 +96,7 @@ def test_steps_have_the_memory_of_the_bare_loop(tmp_path, monkeypatch):
     assert weights and alive == [0]
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_fit_leave_their_memory(tmp_path, monkeypatch):
     """The next arm is timed when those that failed, and their trainer, are not referred to any more."""
     weights, alive, make = [], [], steps.MambaLitModule
@@ -117,6 +121,7 @@ def test_steps_that_do_not_fit_leave_their_memory(tmp_path, monkeypatch):
     assert weights and alive == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
     build = Model.build
 
@@ -131,6 +136,7 @@ def test_a_model_that_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "left out, 370m, what was not recorded before: does not fit into memory\n"
 
 
+@pytest.mark.slow
 def test_no_profiler_outlives_what_does_not_fit(tmp_path, monkeypatch):
     """It would slow all that is timed after it."""
     end = steps.Watch.on_train_batch_end
@@ -145,6 +151,7 @@ def test_no_profiler_outlives_what_does_not_fit(tmp_path, monkeypatch):
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_steps_is_one(tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
