@@ -59,10 +59,10 @@ def demo(arguments: argparse.Namespace) -> None:
 def train(arguments: argparse.Namespace) -> None:
     """Train one model. The same command again resumes it."""
     from packmamba.config import CONFIGS, load_config
-    from packmamba.report.folder import format_table
 
     # Before the other imports, which take seconds.
     config = load_config(arguments.config or CONFIGS / "train.yaml", arguments.overrides)
+    from packmamba.report.folder import format_table
     from packmamba.training.fit import fit
     from packmamba.training.runs import record_path, run_folder
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtrit
 
 Record = Mapping[str, Any]
 
@@ -72,7 +72,7 @@ def interval(values: pd.Series) -> Interval | None:
     if values.empty:
         return None
     # The quantile to three decimals, as books print it, so that intervals published before scipy made them stay.
-    half = round(stats.t.ppf(0.975, len(values) - 1), 3) * values.sem() if len(values) > 1 else math.nan
+    half = round(stdtrit(len(values) - 1, 0.975), 3) * values.sem() if len(values) > 1 else math.nan
     return Interval(values.mean(), values.mean() - half, values.mean() + half, len(values))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
@@ -40,34 +40,40 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
-    seeds = sorted({seed for arm in arms for seed in arm.runs.index})
-    columns: list[tuple[Column, Callable[[Arm, Speed], Cell]]] = [
-        (Column("arm", ("arm",), False), lambda arm, _: word(arm.label)),
-        (Column("seeds", ("seeds",)), lambda arm, _: _seeds(arm, len(seeds))),
-        (Column("real tokens", ("real_tokens",)), lambda arm, _: number(arm["real_tokens"].mean(), ",.0f")),
-        (Column("validation loss", _with_sd("val_loss")), lambda arm, _: mean_sd(arm["val_loss"])),
-        (
-            Column(f"minus {versus(arms)} [95% CI]", _DIFFERENCE),
-            lambda arm, _: _difference(difference(arm, arms, "val_loss"), len(seeds)),
-        ),
-        (Column("loss, first 32 tokens", _with_sd("val_loss_start")), lambda arm, _: mean_sd(arm["val_loss_start"])),
-        (
-            Column("loss, evaluated as trained", _with_sd("val_loss_as_trained")),
-            lambda arm, _: mean_sd(arm["val_loss_as_trained"]),
-        ),
-        (
-            Column("real tokens/s", ("real_tokens_per_second",)),
-            lambda _, speed: number(speed.real_tokens_per_second, ",.0f"),
-        ),
-        (Column("padding", ("padding_fraction",)), lambda _, speed: percent(speed.padding_fraction)),
-        (Column("speedup over single", ("speedup",)), lambda _, speed: number(speed.speedup, ".2f", "x")),
-        (Column("peak memory", ("peak_memory_bytes",)), lambda arm, _: gibibytes(arm["peak_memory_bytes"].mean())),
+    seeds = {seed for arm in arms for seed in arm.runs.index}
+    columns = [
+        Column("arm", ("arm",), False),
+        Column("seeds", ("seeds",)),
+        Column("real tokens", ("real_tokens",)),
+        Column("validation loss", _with_sd("val_loss")),
+        Column(f"minus {versus(arms)} [95% CI]", _DIFFERENCE),
+        Column("loss, first 32 tokens", _with_sd("val_loss_start")),
+        Column("loss, evaluated as trained", _with_sd("val_loss_as_trained")),
+        Column("real tokens/s", ("real_tokens_per_second",)),
+        Column("padding", ("padding_fraction",)),
+        Column("speedup over single", ("speedup",)),
+        Column("peak memory", ("peak_memory_bytes",)),
     ]
-    for metric in ("val_loss_as_trained", "peak_memory_bytes"):  # columns that may have nothing to show
-        if not any(arm[metric].notna().any() for arm in arms):
-            columns = [pair for pair in columns if metric not in pair[0].names]
-    table = Table("training", "Validation loss and speed by arm", [column for column, _ in columns])
-    table.rows = [[cell(arm, speed) for _, cell in columns] for arm, speed in zip(arms, speeds)]
+    rows = [
+        [
+            word(arm.label),
+            _seeds(arm, len(seeds)),
+            number(arm["real_tokens"].mean(), ",.0f"),
+            mean_sd(arm["val_loss"]),
+            _difference(difference(arm, arms, "val_loss"), len(seeds)),
+            mean_sd(arm["val_loss_start"]),
+            mean_sd(arm["val_loss_as_trained"]),
+            number(speed.real_tokens_per_second, ",.0f"),
+            percent(speed.padding_fraction),
+            number(speed.speedup, ".2f", "x"),
+            gibibytes(arm["peak_memory_bytes"].mean()),
+        ]
+        for arm, speed in zip(arms, speeds)
+    ]
+    empty = {m for m in ("val_loss_as_trained", "peak_memory_bytes") if not any(arm[m].notna().any() for arm in arms)}
+    shown = [i for i, column in enumerate(columns) if not empty.intersection(column.names)]
+    table = Table("training", "Validation loss and speed by arm", [columns[i] for i in shown])
+    table.rows = [[row[i] for i in shown] for row in rows]
     table.notes = [
         "Losses are nats per real target. Validation runs one document at a time from zero state, for every arm alike.",
         "Real tokens/s, padding and speedup: whole optimizer steps, arms interleaved in one process, medians."
@@ -118,38 +124,23 @@ def _positions(arms: Sequence[Arm]) -> Table:
 def throughput_tables(records: Sequence[Record]) -> list[Table]:
     """Interleaved timings, arms of one run together; ``records`` are of one corpus."""
     timed = summary.timed_arms(records)
-    columns: list[tuple[Column, Callable[[Arm], Cell]]] = [
-        (Column("arm", ("arm",), False), lambda arm: word(arm.name)),
-        (Column("rounds", ("rounds",)), lambda arm: number(arm["rounds"].mean(), ".0f")),
-        (
-            Column("seconds/step, median", ("seconds_per_step_median",)),
-            lambda arm: number(arm["seconds_per_step_median"].mean(), ".4g"),
-        ),
-        (
-            Column("interquartile range", ("seconds_per_step_spread",)),
-            lambda arm: number(arm["seconds_per_step_spread"].mean(), ".2g"),
-        ),
-        (
-            Column("real tokens/s", ("real_tokens_per_second",)),
-            lambda arm: number(arm["real_tokens_per_second"].mean(), ",.0f"),
-        ),
-        (Column("slots/s", ("slots_per_second",)), lambda arm: number(arm["slots_per_second"].mean(), ",.0f")),
-        (Column("padding", ("padding_fraction",)), lambda arm: percent(arm["padding_fraction"].mean())),
-        (Column("speedup over single", ("speedup",)), lambda arm: number(summary.speedup(arm, timed), ".2f", "x")),
-        (Column("run", ("run",)), lambda arm: word(dict(arm.variant)["run"])),
-    ]
+    metrics = {
+        "rounds": ("rounds", ".0f"),
+        "seconds_per_step_median": ("seconds/step, median", ".4g"),
+        "seconds_per_step_spread": ("interquartile range", ".2g"),
+        "real_tokens_per_second": ("real tokens/s", ",.0f"),
+        "slots_per_second": ("slots/s", ",.0f"),
+    }
+    columns = [Column("arm", ("arm",), False), *(Column(title, (name,)) for name, (title, _) in metrics.items())]
+    columns += [Column("padding", ("padding_fraction",)), Column("speedup over single", ("speedup",))]
     table = Table(
-        "throughput",
-        "Time of optimizer steps, arms interleaved in one process",
-        [column for column, _ in columns],
-        [[cell(arm) for _, cell in columns] for arm in timed],
-        ["Only arms of one run are compared. Speedup is the ratio of real tokens per second."],
+        "throughput", "Time of optimizer steps, arms interleaved in one process", [*columns, Column("run", ("run",))]
     )
-    busy = [r["metrics"].get("cores_of_others") or 0 for r in records if r["kind"] == "throughput"]
-    if max(busy, default=0) >= 0.5:
-        table.notes.append(
-            f"Other programs kept up to {max(busy):.1f} cores busy meanwhile: times are longer than on an idle machine."
-        )
+    for arm in timed:
+        cells = [number(arm[name].mean(), form) for name, (_, form) in metrics.items()]
+        cells += [percent(arm["padding_fraction"].mean()), number(summary.speedup(arm, timed), ".2f", "x")]
+        table.rows.append([word(arm.name), *cells, word(dict(arm.variant)["run"])])
+    table.notes = ["Only arms of one run are compared. Speedup is the ratio of real tokens per second."]
     return [table] if timed else []
 
 
