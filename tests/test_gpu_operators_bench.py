@@ -9,7 +9,8 @@ import torch
 from configured import configured
 
 from experiments.operators import gpu as gpu_operators
-from experiments.operators import gpu_arms, gpu_bars, gpu_inputs, gpu_shapes, gpu_turns, positions
+from experiments.operators import gpu_bars, gpu_implementations, gpu_inputs, gpu_shapes, gpu_turns, positions
+from experiments.operators.arms import GPU_ARMS
 from experiments.operators.report import KINDS
 from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError
@@ -65,33 +66,33 @@ def inputs():
 @pytest.fixture(scope="module")
 def built(inputs):
     """What ``build`` makes of the arms that run anywhere, and the peers by what stands for them here."""
-    here = {name: arm for name, arm in gpu_arms.ARMS.items() if arm.implementation in ("packmamba", "torch")}
+    here = {name: arm for name, arm in GPU_ARMS.items() if arm.implementation in ("packmamba", "torch")}
     here = {name: arm for name, arm in here.items() if arm.operator != "schedule" and not arm.elsewhere}
-    made, references = gpu_arms.build(here, inputs, SOME, 48)
+    made, references = gpu_implementations.build(here, inputs, SOME, 48)
     for packing in ("unpacked", "by-document", "padded"):
-        made[f"mamba-ssm-{packing}"] = gpu_arms.mamba(PEER, packing, inputs, 48)
-    made["mamba2-ssd"], references["ssd"] = gpu_arms.ssd(chunk_scan, inputs, SOME)
-    made["causal-conv1d"] = gpu_arms.causal_conv(convolve, inputs)
+        made[f"mamba-ssm-{packing}"] = gpu_implementations.mamba(PEER, packing, inputs, 48)
+    made["mamba2-ssd"], references["ssd"] = gpu_implementations.ssd(chunk_scan, inputs, SOME)
+    made["causal-conv1d"] = gpu_implementations.causal_conv(convolve, inputs)
     return made, references
 
 
 def test_every_arm_computes_what_it_is_held_against(built):
     errors = gpu_turns.check(*built, LAYOUT, SOME)
-    assert errors.keys() == gpu_arms.ARMS.keys() - {"projections", "schedule", "scan-indices", "conv1d-indices"}
+    assert errors.keys() == GPU_ARMS.keys() - {"projections", "schedule", "scan-indices", "conv1d-indices"}
     assert all(0 < output < 1e-2 for output, _ in errors.values())
     assert {name for name, (_, gradients) in errors.items() if gradients} == {"scan", "scan-states", "conv1d"}
 
 
 def test_peers_that_are_missing_are_named_once(inputs, capsys):
-    peers = {name: arm for name, arm in gpu_arms.ARMS.items() if arm.implementation not in ("packmamba", "torch")}
-    made, _ = gpu_arms.build(peers, inputs, SOME, 48)
+    peers = {name: arm for name, arm in GPU_ARMS.items() if arm.implementation not in ("packmamba", "torch")}
+    made, _ = gpu_implementations.build(peers, inputs, SOME, 48)
     named = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
     assert named == [f"no {name}" for name in dict.fromkeys(arm.implementation for arm in peers.values())] and not made
 
 
 def test_padded_documents_are_as_long_as_asked_and_no_shorter_than_the_longest(inputs, built):
     for pad_to, length in ((48, 48), (7, 40)):
-        ((u, *_),), _ = gpu_arms.mamba(PEER, "padded", inputs, pad_to).prepare(LAYOUT)
+        ((u, *_),), _ = gpu_implementations.mamba(PEER, "padded", inputs, pad_to).prepare(LAYOUT)
         assert u.shape == (4, 128, length)
         assert torch.equal(u[2, :, :33].T, inputs.scan["u"][0, 41:74])
     by_document, _ = built[0]["mamba-ssm-by-document"].prepare(LAYOUT)
@@ -110,12 +111,14 @@ def test_arms_differentiate_everything(built):
 def test_a_wrong_arm_is_not_timed(built, victim):
     arm = built[0][victim]
     if arm.gradients:
-        wrong = gpu_arms.Implementation(
+        wrong = gpu_implementations.Implementation(
             arm.forward, arm.backward, lambda layout: arm.prepare(layout.flow()), arm.output, "scan", True
         )
         wrong.prepare = lambda layout: Leaking(**vars(arm.prepare(layout)))
     else:
-        wrong = gpu_arms.Implementation(arm.forward, None, arm.prepare, lambda *a: arm.output(*a) * 1.02, arm.expects)
+        wrong = gpu_implementations.Implementation(
+            arm.forward, None, arm.prepare, lambda *a: arm.output(*a) * 1.02, arm.expects
+        )
     with pytest.raises(RuntimeError, match=f"{victim}: .* is off by .*; nothing is timed"):
         gpu_turns.check({victim: wrong}, built[1], LAYOUT, SOME)
 
@@ -140,7 +143,7 @@ def test_position_bytes_counted_by_hand():
     spans = 128 // 32  # the chip has room for more, but spans have 32 slots at least
     assert positions.conv_bytes(128, 2, 33, 132, 6, indices=False) == spans * 20 + 2 * 8
     assert positions.conv_bytes(128, 2, 33, 132, 6, indices=True) == 4 * 16 * (spans + 16 + 16)
-    assert positions.position_bytes(gpu_arms.ARMS["mamba2-ssd"], LAYOUT, 33, 132) == (None, None)
+    assert positions.position_bytes(GPU_ARMS["mamba2-ssd"], LAYOUT, 33, 132) == (None, None)
 
 
 def test_spans_of_the_convolution_fill_whole_waves():
@@ -176,12 +179,12 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_run_records_every_arm_that_is_ours(tmp_path):
-    ours = [name for name, arm in gpu_arms.ARMS.items() if arm.implementation in ("packmamba", "torch")]
+    ours = [name for name, arm in GPU_ARMS.items() if arm.implementation in ("packmamba", "torch")]
     values = {"shapes": ["256,128,40", "300,64,short"], "arms": ours, "layouts": 2, "rounds": 2, "slow_rounds": 1}
     gpu_operators.run(configured(gpu_operators.Config, values), tmp_path / "records" / "r.jsonl", False)
     records = read_records(tmp_path)
     assert sorted(record["arm"] for record in records) == sorted(2 * ours)
-    assert all(vars(gpu_arms.ARMS[record["arm"]]).items() <= record["config"].items() for record in records)
+    assert all(GPU_ARMS[record["arm"]].fields().items() <= record["config"].items() for record in records)
     for made in records:
         metrics = made["metrics"]
         assert metrics["forward_seconds"] > 0 and metrics["clock_hz"] > 1e8 and metrics["copy_bytes_per_second"] > 1e10

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from experiments import old_arms
+from experiments.operators.arms import GpuArm
 from experiments.operators.cpu_tables import operators_tables
-from experiments.operators.gpu_shapes import Arm as OperatorArm
 from experiments.operators.gpu_tables import gpu_operators_tables
 from experiments.speedup.report_models import Arm
 from packmamba.records import make_record, read_records
@@ -36,7 +36,7 @@ def test_labels_of_whole_models_are_the_names_they_had():
 
 
 def test_arms_differ_in_a_field():
-    for of_arm, records in ((Arm.of, of("speedup", "speedup")), (OperatorArm.of, of("operators", "gpu_operators"))):
+    for of_arm, records in ((Arm.of, of("speedup", "speedup")), (GpuArm.of, of("operators", "gpu_operators"))):
         names = {record["arm"] for record in records}
         assert len({of_arm(old_arms.with_fields(record)) for record in records}) == len(names) > 10
 
@@ -59,13 +59,16 @@ def test_an_arm_that_no_table_names_is_shown_by_its_fields():
     (old,) = [r for r in of("operators", "gpu_operators") if r["arm"] == "scan"][:1]
     new = {**old, "arm": "whatever", "config": {**old["config"], **fields}}
     table = next(table for table in gpu_operators_tables([old, new]) if table.name == "gpu-times")
-    assert [row[3].text for row in table.rows] == ["ssm_pack", "mine, scan, packed"]
+    assert [row[3].text for row in table.rows] == ["ssm_pack", "scan, mine, packed"]
     (old,) = [r for r in of("operators", "operators") if r["arm"] == "cpu" and r["config"]["operator"] == "ssm_pack"][
         :1
     ]
-    new = {**old, "config": {**old["config"], "operator": "scan", "implementation": "mine", "memory": "new"}}
+    new = {
+        **old,
+        "config": {**old["config"], "operator": "scan", "implementation": "mine", "packing": "packed", "memory": "new"},
+    }
     (table,) = operators_tables([old, new])
-    assert [row[0].text for row in table.rows] == ["compiled, public operator", "mine, new"]
+    assert [row[0].text for row in table.rows] == ["compiled, public operator", "mine, packed, new"]
 
 
 def test_an_arm_without_fields_is_refused():

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.operators.arms import CPU_ARMS, CpuArm
 from packmamba import SequenceLayout, ops, timing
 from packmamba.config import ConfigError, at_least, each, key, one_of, some, unique
 from packmamba.ops import build
@@ -32,34 +33,10 @@ Call = Callable[[], dict[str, Tensor]]
 """Forward and backward: the output y and the gradient of each input."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """What the tables compare; its records hold these fields."""
-
-    implementation: str
-    """packmamba, compiled; reference, vectorised PyTorch; or transformers, its slow path."""
-    packing: str = "packed"
-    """packed, or by-document: each alone."""
-    memory: str = "new"
-    """new: through the public operator, which allocates its results; at_hand: packmamba's kernels into memory that is there."""
-
-    @property
-    def slow(self) -> bool:
-        return self.implementation != "packmamba"
-
-
-ARMS = {
-    "cpu": Arm("packmamba"),
-    "cpu-kernels": Arm("packmamba", memory="at_hand"),
-    "reference": Arm("reference"),
-    "transformers": Arm("transformers", "by-document"),
-}
-
-
 @dataclass
 class Config:
     experiment: str = key("operators", "The question, which the records name.")
-    arms: list[str] = key(list(ARMS), "Arms of cpu.ARMS.", each(one_of(*ARMS)), unique, some("arm"))
+    arms: list[str] = key(list(CPU_ARMS), "Arms of arms.CPU_ARMS.", each(one_of(*CPU_ARMS)), unique, some("arm"))
     tokens: int = key(4096, "Tokens of the scan's one row, all real.", at_least(1))
     shortest: int = key(16, "Shortest document; lengths are drawn log-uniformly.", at_least(1))
     longest: int = key(1024, "Longest document.", at_least(1))
@@ -108,7 +85,7 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
 
 
 def _run_operator(c: Config, operator: Operator, records_path: Path, progress: bool) -> None:
-    arms = {name: ARMS[name] for name in c.arms}
+    arms = {name: CPU_ARMS[name] for name in c.arms}
     calls = {name: operator.call(arm) for name, arm in arms.items()}
     expected = operator.expected()
 
@@ -140,7 +117,7 @@ def _run_operator(c: Config, operator: Operator, records_path: Path, progress: b
             kind="operators",
             experiment=c.experiment,
             arm=name,
-            config={"operator": operator.name, **asdict(arms[name]), **settings},
+            config={"operator": operator.name, **arms[name].fields(), **settings},
             seed=c.seed,
             corpus_hash=f"log-uniform lengths in [{c.shortest}, {c.longest}]",
             metrics={
@@ -185,7 +162,7 @@ def machine_rates(rounds: int = 3) -> dict[str, float]:
     }
 
 
-def _bound(c: Config, operator: str, arm: Arm, rates: dict[str, float]) -> float:
+def _bound(c: Config, operator: str, arm: CpuArm, rates: dict[str, float]) -> float:
     if operator == "scan":
         elements = c.tokens * c.channels * c.states
         multiply_adds = MULTIPLY_ADDS / rates["multiply_adds_per_second"]
@@ -224,7 +201,7 @@ class Operator:
     checked: dict[str, Tensor]
     """The leaves in float64; where channels are independent, the first ones stand for all."""
 
-    def call(self, arm: Arm) -> Call:
+    def call(self, arm: CpuArm) -> Call:
         if arm.memory == "at_hand":
             return self.kernels()
         if arm.implementation == "transformers":

@@ -5,31 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.old_arms import records_of
+from experiments.operators.arms import CPU_ARMS, CpuArm
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, word
 
 _OPERATORS = {"scan": "ssm_pack", "conv": "conv1d_pack"}
-_NAMES = {
-    ("packmamba", "new"): "compiled, public operator",
-    ("packmamba", "at_hand"): "compiled, memory at hand",
-    ("reference", "new"): "vectorised reference",
-    ("transformers", "new"): "transformers, slow path",
-}
-
-DESCRIPTIONS = {
-    "compiled, public operator": "our kernels as they are called; their outputs are new memory",
-    "compiled, memory at hand": "our kernels, writing into memory that was used before",
-    "vectorised reference": "our path in plain PyTorch",
-    "transformers, slow path": "what transformers runs without CUDA kernels",
-}
 
 
 def operators_tables(records: Sequence[Record]) -> list[Table]:
     """One table for each operator: of equal arms the latest record counts."""
     tables = []
     for operator, arms in _by_operator(records).items():
-        slowest = arms.get(("transformers", "new"))
+        slowest = arms.get(CPU_ARMS["transformers"])
         config = next(iter(arms.values()))["config"]
         table = Table(
             f"operators-{operator.replace('_', '-')}",
@@ -52,7 +40,7 @@ def operators_tables(records: Sequence[Record]) -> list[Table]:
             speedup = slowest["metrics"]["seconds_median"] / metrics["seconds_median"] if slowest else None
             table.rows.append(
                 [
-                    word(_name(arm)),
+                    word(str(arm)),
                     Cell(f"{median:.3g} ± {spread:.2g}", (median, spread)),
                     number(bound, ".3g"),
                     number(median / bound, ".3g"),
@@ -79,11 +67,11 @@ def operators_figures(records: Sequence[Record]) -> list[Figure]:
     for ax, (operator, arms) in zip(panels, operators.items()):
         for rank, (arm, record) in enumerate(arms.items()):
             metrics = record["metrics"]
-            ax.barh(rank, 1e3 * metrics["seconds_median"], color=style_of(_name(arm), rank)["color"], height=0.6)
+            ax.barh(rank, 1e3 * metrics["seconds_median"], color=style_of(str(arm), rank)["color"], height=0.6)
             limit = 1e3 * metrics["bound_seconds"]
             what = "what the machine's rates allow" if rank == 0 else None
             ax.plot([limit, limit], [rank - 0.4, rank + 0.4], color=MUTED, linewidth=1.6, label=what)
-        ax.set_yticks(range(len(arms)), [_name(arm) for arm in arms])
+        ax.set_yticks(range(len(arms)), [str(arm) for arm in arms])
         ax.invert_yaxis()
         ax.set_xscale("log")
         ax.set_xlim(left=1)
@@ -96,16 +84,11 @@ def operators_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "operators", caption)]
 
 
-def _name(arm: tuple[str, str]) -> str:
-    return _NAMES.get(arm, ", ".join(arm))
-
-
-def _by_operator(records: Sequence[Record]) -> dict[str, dict[tuple[str, str], Record]]:
-    """By operator, then by implementation and whether its results lie in new memory."""
-    found: dict[str, dict[tuple[str, str], Record]] = {}
+def _by_operator(records: Sequence[Record]) -> dict[str, dict[CpuArm, Record]]:
+    """By operator, then by arm."""
+    found: dict[str, dict[CpuArm, Record]] = {}
     for record in records_of(records, "operators"):
-        config = record["config"]
-        found.setdefault(_OPERATORS[config["operator"]], {})[config["implementation"], config["memory"]] = record
+        found.setdefault(_OPERATORS[record["config"]["operator"]], {})[CpuArm.of(record)] = record
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.operators.gpu_arms import ARMS, HEAD_CHANNELS
+from experiments.operators.arms import GPU_ARMS
+from experiments.operators.gpu_implementations import HEAD_CHANNELS
 from experiments.operators.gpu_inputs import STATES
 from experiments.operators.gpu_turns import Elsewhere, Prepared, copy_bytes_per_second, elsewhere
 from experiments.operators.positions import position_bytes
@@ -30,7 +31,7 @@ Metrics = dict[str, float | None]
 @dataclass
 class Config:
     experiment: str = key("operators", "The question, which the records name.")
-    arms: list[str] = key(list(ARMS), "Arms of gpu_arms.ARMS.", each(one_of(*ARMS)), unique, some("arm"))
+    arms: list[str] = key(list(GPU_ARMS), "Arms of arms.GPU_ARMS.", each(one_of(*GPU_ARMS)), unique, some("arm"))
     shapes: list[str] = key(
         ["16384,4096,documents-2k"],
         "tokens,channels,documents each; documents: documents-2k, short, heavy, one, or the length of every document.",
@@ -95,7 +96,7 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
                     experiment=c.experiment,
                     arm=arm,
                     config={
-                        **asdict(ARMS[arm]), "tokens": tokens, "channels": channels, "documents": documents,
+                        **GPU_ARMS[arm].fields(), "tokens": tokens, "channels": channels, "documents": documents,
                         "states": STATES, "dtype": "bfloat16", "layouts": len(rows), "rounds": c.rounds,
                         "mean_documents": sum(map(len, rows)) / len(rows),
                     },
@@ -134,7 +135,7 @@ def _measure(
     c: Config, other: Elsewhere, tokens: int, channels: int, documents: str, rows: list[list[int]]
 ) -> dict[str, Metrics]:
     shape = (tokens, channels, documents, rows, c.seed)
-    arms = {name: ARMS[name] for name in c.arms if tokens <= c.slow_tokens or not ARMS[name].slow}
+    arms = {name: GPU_ARMS[name] for name in c.arms if tokens <= c.slow_tokens or not GPU_ARMS[name].slow}
     there = {name: arm for name, arm in arms.items() if arm.elsewhere}
     other.start(*shape, there)
     here = Prepared(*shape, {name: arm for name, arm in arms.items() if not arm.elsewhere})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from experiments.operators.arms import GpuArm
 from experiments.operators.gpu_shapes import (
     CONV,
     SCAN,
@@ -12,7 +13,6 @@ from experiments.operators.gpu_shapes import (
     SCAN_STATES,
     SSD,
     UNPACKED,
-    Arm,
     Shape,
     Shapes,
     copy_shares,
@@ -31,7 +31,7 @@ class Bar(NamedTuple):
     percent: bool = False
 
 
-def _ratio(arm: Arm, *shapes: Shape) -> Callable[[Shapes], float | None]:
+def _ratio(arm: GpuArm, *shapes: Shape) -> Callable[[Shapes], float | None]:
     """The smallest over the shapes; None if one is missing."""
 
     def measure(found: Shapes) -> float | None:

@@ -9,18 +9,17 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 
+from experiments.operators.arms import GpuArm
 from experiments.operators.gpu_shapes import (
     BY_DOCUMENT,
     CAUSAL_CONV,
     CONV,
-    NAMES,
     PADDED,
     SCAN,
     SCAN_INDICES,
     SCAN_STATES,
     SSD,
     UNPACKED,
-    Arm,
     Arms,
     Shape,
     Shapes,
@@ -32,7 +31,7 @@ from experiments.operators.gpu_shapes import (
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.summary import Record
 
-_SCANS: dict[Arm, dict[str, Any]] = {
+_SCANS: dict[GpuArm, dict[str, Any]] = {
     PADDED: {"color": "#E69F00", "marker": "v"},
     BY_DOCUMENT: {"color": "#7A4B9A", "marker": "^"},
     UNPACKED: {"color": "#D55E00", "marker": "s"},
@@ -41,7 +40,7 @@ _SCANS: dict[Arm, dict[str, Any]] = {
     SCAN_STATES: {"color": "#9aa0a8", "linewidth": 5.0},
     SCAN: {"color": "#0072B2", "marker": "o"},
 }
-_CONVS: dict[Arm, dict[str, Any]] = {
+_CONVS: dict[GpuArm, dict[str, Any]] = {
     CONV: {"color": "#0072B2", "marker": "o"},
     CAUSAL_CONV: {"color": "#D55E00", "marker": "s"},
 }
@@ -89,7 +88,7 @@ def _figure(name: str, label: str, where: str, points: Points, apart: Points = (
         return None
     fig, (left, right) = axes(2, width=11.0, height=5.4)
     for arm, style in _SCANS.items():
-        _draw(left, points, apart, partial(_per_token, arm), NAMES[arm], style)
+        _draw(left, points, apart, partial(_per_token, arm), arm.label, style)
     limits = [(x, 1e9 * sum(scan_limit(arms[SCAN])) / _tokens(arms)) for x, arms in points if SCAN in arms]
     left.plot(*zip(*limits), color=MUTED, linestyle=(0, (2, 1.5)), linewidth=1.6, label="the hardware's limit")
     for arm, style in _CONVS.items():
@@ -100,7 +99,7 @@ def _figure(name: str, label: str, where: str, points: Points, apart: Points = (
                 points,
                 apart,
                 partial(_share, arm, direction),
-                f"{NAMES[arm]}, {way}",
+                f"{arm.label}, {way}",
                 style | {"linestyle": dashes},
             )
     right.axhline(100, color=MUTED, linestyle=(0, (2, 1.5)), linewidth=1.6, label="copying")
@@ -142,12 +141,12 @@ def _draw(
         )
 
 
-def _per_token(arm: Arm, arms: Arms) -> float | None:
+def _per_token(arm: GpuArm, arms: Arms) -> float | None:
     time = seconds(arms, arm)
     return None if time is None else 1e9 * time / _tokens(arms)
 
 
-def _share(arm: Arm, direction: int, arms: Arms) -> float | None:
+def _share(arm: GpuArm, direction: int, arms: Arms) -> float | None:
     return 100 * copy_shares(arms[arm])[direction] if arm in arms else None
 
 

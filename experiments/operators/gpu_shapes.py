@@ -6,68 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from experiments.old_arms import records_of
+from experiments.operators.arms import GPU_ARMS, GpuArm
 from packmamba.report.summary import Record, natural
 
-
-class Arm(NamedTuple):
-    """What a table compares, by the fields of a record's configuration."""
-
-    operator: str
-    implementation: str = "packmamba"
-    packing: str = "packed"
-    boundaries: str | None = "schedule"
-    with_states: bool = False
-
-    @classmethod
-    def of(cls, record: Record) -> Arm:
-        config = record["config"]
-        if missing := [name for name in cls._fields if name not in config]:
-            raise ValueError(f"config of the record of {record['arm']} lacks {', '.join(missing)}")
-        return cls(*(config[name] for name in cls._fields))
-
-    def __str__(self) -> str:
-        """As tables show it: by a name of its own, or by its fields."""
-        fields = (self.implementation, self.operator, self.packing, self.boundaries, "with states" * self.with_states)
-        return NAMES.get(self, ", ".join(field for field in fields if field))
-
-
-SCAN, CONV = Arm("scan"), Arm("conv")
-SCAN_STATES = Arm("scan", with_states=True)
-SCAN_INDICES, CONV_INDICES = (arm._replace(boundaries="indices") for arm in (SCAN, CONV))
-UNPACKED, BY_DOCUMENT, PADDED = (
-    Arm("scan", "mamba-ssm", packing, None) for packing in ("unpacked", "by-document", "padded")
-)
-SSD = Arm("scan", "mamba2-ssd", boundaries="indices")
-CAUSAL_CONV = Arm("conv", "causal-conv1d", boundaries="indices")
-PROJECTIONS, SCHEDULE = Arm("projections", "torch", boundaries=None), Arm("schedule")
-NAMES = {
-    SCAN: "ssm_pack",
-    SCAN_STATES: "ssm_pack, states in and out",
-    SCAN_INDICES: "ssm_pack, an index per token",
-    UNPACKED: "mamba-ssm, not packed",
-    BY_DOCUMENT: "mamba-ssm, document by document",
-    PADDED: "mamba-ssm, padded",
-    SSD: "Mamba-2 SSD with seq_idx",
-    CONV: "conv1d_pack",
-    CONV_INDICES: "conv1d_pack, an index per token",
-    CAUSAL_CONV: "causal-conv1d with seq_idx",
-    PROJECTIONS: "matrix products of the block",
-    SCHEDULE: "the batch's schedule, once",
-}
-DESCRIPTIONS = {
-    SCAN: "our scan with z, D, bias and softplus; where documents start is in the batch's schedule",
-    SCAN_STATES: "the same with a state to start from and the last state of each document, and their gradients",
-    SCAN_INDICES: "the same, with an index per token instead of the schedule: the paper's mechanism",
-    UNPACKED: "mamba-ssm's scan on the row as one document, so it leaks",
-    BY_DOCUMENT: "mamba-ssm's scan, one call for each document",
-    PADDED: "mamba-ssm's scan, each document in a row of its own, filled up",
-    SSD: "Mamba-2's scan (state space duality), which keeps packed documents apart",
-    CONV: "our convolution with SiLU; where documents start is in the batch's schedule",
-    CONV_INDICES: "the same, with an index per token instead of the schedule",
-    CAUSAL_CONV: "causal-conv1d's kernel, which keeps packed documents apart",
-    PROJECTIONS: "the four projections of a block, for scale",
-    SCHEDULE: "made once for a batch, used by all layers",
-}
+SCAN, SCAN_STATES, SCAN_INDICES, UNPACKED, BY_DOCUMENT, PADDED, SSD, CONV, CONV_INDICES, CAUSAL_CONV, PROJECTIONS, SCHEDULE = (
+    GPU_ARMS[name]
+    for name in (
+        "scan", "scan-states", "scan-indices", "mamba-ssm-unpacked", "mamba-ssm-by-document", "mamba-ssm-padded",
+        "mamba2-ssd", "conv1d", "conv1d-indices", "causal-conv1d", "projections", "schedule",
+    )
+)  # fmt: skip
 # config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved rounds,
 # spreads interquartile ranges, activations bfloat16 tensors of tokens x channels, errors relative to float64, position bytes
 # what all warps read together; null where it was not measured or has no meaning.
@@ -96,17 +44,17 @@ class Shape(NamedTuple):
         return f"{self.tokens} x {self.channels}, {documents}"
 
 
-Arms = Mapping[Arm, Record]
+Arms = Mapping[GpuArm, Record]
 Shapes = Mapping[Shape, Arms]
 
 
-def by_shape(records: Sequence[Record]) -> dict[Shape, dict[Arm, Record]]:
+def by_shape(records: Sequence[Record]) -> dict[Shape, dict[GpuArm, Record]]:
     """Arms of each shape, which were timed in turns; of equal ones the latest."""
-    groups: dict[Shape, dict[Arm, Record]] = {}
+    groups: dict[Shape, dict[GpuArm, Record]] = {}
     for record in sorted(records_of(records, "gpu_operators"), key=lambda record: record["time"]):
         config = record["config"]
         shape = Shape(config["tokens"], config["channels"], config["documents"])
-        groups.setdefault(shape, {})[Arm.of(record)] = record
+        groups.setdefault(shape, {})[GpuArm.of(record)] = record
 
     def order(shape: Shape) -> tuple:
         return shape.documents != "documents-2k", shape.channels, shape.tokens, natural(shape.documents)
@@ -114,12 +62,12 @@ def by_shape(records: Sequence[Record]) -> dict[Shape, dict[Arm, Record]]:
     return {shape: groups[shape] for shape in sorted(groups, key=order)}
 
 
-def seconds(arms: Arms, arm: Arm) -> float | None:
+def seconds(arms: Arms, arm: GpuArm) -> float | None:
     """Forward and backward."""
     return arms[arm]["metrics"]["total_seconds"] if arm in arms else None
 
 
-def over(arms: Arms, arm: Arm, ours: Arm) -> float | None:
+def over(arms: Arms, arm: GpuArm, ours: GpuArm) -> float | None:
     """An arm's time over ours."""
     times = seconds(arms, arm), seconds(arms, ours)
     return times[0] / times[1] if times[0] and times[1] else None

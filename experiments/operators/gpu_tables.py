@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.operators.arms import GPU_ARMS
 from experiments.operators.gpu_bars import bars_table
 from experiments.operators.gpu_shapes import (
     BACKWARD_BYTES,
@@ -13,7 +14,6 @@ from experiments.operators.gpu_shapes import (
     CONV_BYTES,
     CONV_INDICES,
     FORWARD_BYTES,
-    NAMES,
     PADDED,
     PROJECTIONS,
     SCAN,
@@ -67,7 +67,7 @@ def _scan(found: Shapes) -> Table:
             Column("backward (ms)", ("backward_ms",)),
             Column("limit (ms)", ("limit_ms",)),
             Column("times the limit", ("times_limit",)),
-            *(Column(NAMES[arm], (column,)) for arm, column in others.items()),
+            *(Column(arm.label, (column,)) for arm, column in others.items()),
             Column("kept, workspace (activations)", ("kept", "workspace")),
         ],
     )
@@ -202,7 +202,7 @@ def _positions(found: Shapes) -> Table:
             table.rows.append(
                 [
                     *_shape_cells(shape, arms[arm]),
-                    word(NAMES[arm]),
+                    word(arm.label),
                     *(Cell(f"{count / 1024:,.0f}", (count,)) for count in read),
                     Cell(f"{activations / 2**20:,.0f}", (activations,)),
                     percent(sum(read) / activations),
@@ -228,8 +228,9 @@ def _times(found: Shapes) -> Table:
             Column("of gradients", ("gradient_error",)),
         ],
     )
+    known = list(GPU_ARMS.values())
     for shape, arms in found.items():
-        for arm in sorted(arms, key=lambda arm: list(NAMES).index(arm) if arm in NAMES else len(NAMES)):
+        for arm in sorted(arms, key=lambda arm: known.index(arm) if arm in known else len(known)):
             metrics = arms[arm]["metrics"]
             cells = [*_shape_cells(shape, arms[arm]), word(str(arm))]
             for what in ("forward", "backward", "total"):

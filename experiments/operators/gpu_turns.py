@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from experiments.operators import gpu_arms
-from experiments.operators.gpu_arms import Arm, Implementation
+from experiments.operators.arms import GpuArm
+from experiments.operators.gpu_implementations import Implementation, build
 from experiments.operators.gpu_inputs import Inputs, Reference, relative_error
 from packmamba import SequenceLayout
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS
@@ -38,14 +38,14 @@ class Prepared:
     """
 
     def __init__(
-        self, tokens: int, channels: int, documents: str, rows: list[list[int]], seed: int, arms: Mapping[str, Arm]
+        self, tokens: int, channels: int, documents: str, rows: list[list[int]], seed: int, arms: Mapping[str, GpuArm]
     ) -> None:
         self.layouts = [SequenceLayout.from_lengths([row], row_length=tokens).to("cuda") for row in rows]
         some = torch.linspace(0, channels - 1, CHECKED_CHANNELS, device="cuda").long()
         inputs = Inputs.random(tokens, channels, seed, "cuda")
         distribution = LENGTH_DISTRIBUTIONS.get(documents)
         pad_to = distribution.longest if distribution and distribution.longest <= PAD_TO else 0
-        self.arms, references = gpu_arms.build(arms, inputs, some, pad_to)
+        self.arms, references = build(arms, inputs, some, pad_to)
         # What the allocator hands out next is this, so that an element that is not written fails the check.
         torch.full((8 * tokens * channels,), torch.nan, device="cuda")
         self.errors = check(self.arms, references, self.layouts[0], some)

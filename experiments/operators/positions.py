@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.operators.gpu_arms import Arm
+from experiments.operators.arms import GpuArm
 from packmamba import SequenceLayout
 from packmamba.ops.cuda.schedule import CUT_SHARE, schedule
 
@@ -71,7 +71,7 @@ def conv_bytes(slots: int, documents: int, channels: int, multiprocessors: int, 
 
 
 def position_bytes(
-    arm: Arm, layout: SequenceLayout, channels: int, multiprocessors: int
+    arm: GpuArm, layout: SequenceLayout, channels: int, multiprocessors: int
 ) -> tuple[int | None, int | None]:
     """Forward and backward, of our operators; (None, None) for other arms."""
     if arm.implementation != "packmamba" or arm.operator not in ("scan", "conv") or arm.with_states:

@@ -1,6 +1,6 @@
-"""What the bench of the operators on a GPU compares: arms as data, and how each implementation is called.
+"""How each implementation of the operators is called on a GPU.
 
-Another arm is a line of ``ARMS``; another implementation is a function and a line of ``BUILDERS``.
+Another one is a function and a line of ``BUILDERS``; arms that use it are in experiments.operators.arms.
 Shapes: T tokens of the one row, S documents, P slots of a padded document, D channels, N states.
 """
 
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.operators.arms import GpuArm
 from experiments.operators.gpu_inputs import STATES, Call, Inputs, Reference, references
 from packmamba import SequenceLayout, ops
 from packmamba.ops.cuda.schedule import schedule
@@ -23,47 +24,6 @@ from packmamba.timing import Phases
 
 HEAD_CHANNELS, HEAD_STATES = 64, 128
 """Of Mamba-2: channels that share a step size, and states of each."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """What the tables compare; its record holds these fields."""
-
-    operator: str
-    """scan, conv, projections (the block's matrix products, for scale) or schedule (making it, once a batch)."""
-    implementation: str = "packmamba"
-    """A name in ``BUILDERS``."""
-    packing: str = "packed"
-    """packed: rows with boundaries; unpacked: the row as one document; by-document: each alone; padded: one batch."""
-    boundaries: str | None = "schedule"
-    """What kernels find boundaries by: schedule; indices, one for each token; null where there are none."""
-    with_states: bool = False
-    """An initial state goes in, the final one comes out."""
-
-    @property
-    def slow(self) -> bool:
-        return self.packing in ("by-document", "padded")
-
-    @property
-    def elsewhere(self) -> bool:
-        """Of a build of our kernels whose names are the same, so in another process."""
-        return self.implementation == "packmamba" and self.boundaries == "indices"
-
-
-ARMS = {
-    "scan": Arm("scan"),
-    "scan-states": Arm("scan", with_states=True),
-    "conv1d": Arm("conv"),
-    "projections": Arm("projections", "torch", boundaries=None),
-    "schedule": Arm("schedule"),
-    "mamba-ssm-unpacked": Arm("scan", "mamba-ssm", "unpacked", None),
-    "mamba-ssm-by-document": Arm("scan", "mamba-ssm", "by-document", None),
-    "mamba-ssm-padded": Arm("scan", "mamba-ssm", "padded", None),
-    "mamba2-ssd": Arm("scan", "mamba2-ssd", boundaries="indices"),
-    "causal-conv1d": Arm("conv", "causal-conv1d", boundaries="indices"),
-    "scan-indices": Arm("scan", boundaries="indices"),
-    "conv1d-indices": Arm("conv", boundaries="indices"),
-}
 
 
 @dataclass
@@ -92,7 +52,7 @@ class Implementation:
             yield
 
 
-def packmamba(arm: Arm, inputs: Inputs) -> Implementation:
+def packmamba(arm: GpuArm, inputs: Inputs) -> Implementation:
     """The public operators, with gradients of everything; or what is made once for a batch."""
     tokens, channels = inputs.dy.shape[1:]
     if arm.operator == "schedule":
@@ -239,14 +199,16 @@ def causal_conv(convolve: Callable[..., Tensor], inputs: Inputs) -> Implementati
     return Implementation(forward, backward, output=lambda y, _: y.transpose(1, 2), expects="conv")
 
 
-def _mamba_ssm(arm: Arm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]) -> Implementation:
+def _mamba_ssm(
+    arm: GpuArm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
+) -> Implementation:
     import selective_scan_cuda
 
     return mamba(selective_scan_cuda, arm.packing, inputs, pad_to)
 
 
 def _mamba2_ssd(
-    arm: Arm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
+    arm: GpuArm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
 ) -> Implementation:
     made, references["ssd"] = ssd(
         find_peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined"), inputs, some
@@ -255,14 +217,14 @@ def _mamba2_ssd(
 
 
 def _causal_conv1d(
-    arm: Arm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
+    arm: GpuArm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
 ) -> Implementation:
     from causal_conv1d import causal_conv1d_fn
 
     return causal_conv(causal_conv1d_fn, inputs)
 
 
-BUILDERS: dict[str, Callable[[Arm, Inputs, Tensor, int, dict[str, Reference]], Implementation]] = {
+BUILDERS: dict[str, Callable[[GpuArm, Inputs, Tensor, int, dict[str, Reference]], Implementation]] = {
     "packmamba": lambda arm, inputs, *_: packmamba(arm, inputs),
     "torch": lambda arm, inputs, *_: projections(inputs),
     "mamba-ssm": _mamba_ssm,
@@ -273,7 +235,7 @@ BUILDERS: dict[str, Callable[[Arm, Inputs, Tensor, int, dict[str, Reference]], I
 
 
 def build(
-    arms: Mapping[str, Arm], inputs: Inputs, some: Tensor, pad_to: int
+    arms: Mapping[str, GpuArm], inputs: Inputs, some: Tensor, pad_to: int
 ) -> tuple[dict[str, Implementation], dict[str, Reference]]:
     """The arms' implementations, and what their outputs must agree with; a peer that is missing is named once."""
     made: dict[str, Implementation] = {}

@@ -1,0 +1,176 @@
+"""The arms of the experiment, as data: the fields that their records hold, what tables call them, and what each does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+Self = TypeVar("Self", bound="_Fields")
+
+
+@dataclass(frozen=True)
+class _Fields:
+    label: str = field(default="", compare=False, kw_only=True)
+    does: str = field(default="", compare=False, kw_only=True)
+
+    def fields(self) -> dict[str, Any]:
+        """What its records' configurations hold."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
+
+    @classmethod
+    def of(cls: type[Self], record: Mapping[str, Any]) -> Self:
+        """A record's arm. Raises ValueError where its configuration lacks a field."""
+        config, names = record["config"], [entry.name for entry in fields(cls) if entry.compare]
+        if missing := [name for name in names if name not in config]:
+            raise ValueError(f"config of the record of {record['arm']} lacks {', '.join(missing)}")
+        arm = cls(**{name: config[name] for name in names})
+        return next((known for known in (*GPU_ARMS.values(), *CPU_ARMS.values()) if known == arm), arm)
+
+    def __str__(self) -> str:
+        """As tables show it: by a name of its own, or by its fields."""
+        values = [name if value is True else value for name, value in self.fields().items()]
+        return self.label or ", ".join(str(value) for value in values if value)
+
+
+@dataclass(frozen=True)
+class GpuArm(_Fields):
+    """On a GPU."""
+
+    operator: str
+    """scan, conv, projections (the block's matrix products) or schedule (making it, once a batch)."""
+    implementation: str = "packmamba"
+    """A name in gpu_implementations.BUILDERS."""
+    packing: str = "packed"
+    """packed: rows with boundaries; unpacked: the row as one document; by-document: each alone; padded: one batch."""
+    boundaries: str | None = "schedule"
+    """What kernels find boundaries by: schedule; indices, one for each token; null where there are none."""
+    with_states: bool = False
+    """An initial state goes in, the final one comes out."""
+
+    @property
+    def slow(self) -> bool:
+        return self.packing in ("by-document", "padded")
+
+    @property
+    def elsewhere(self) -> bool:
+        """Of a build of our kernels whose names are the same, so in another process."""
+        return self.implementation == "packmamba" and self.boundaries == "indices"
+
+
+GPU_ARMS = {
+    "scan": GpuArm(
+        "scan",
+        label="ssm_pack",
+        does="our scan with z, D, bias and softplus; where documents start is in the batch's schedule",
+    ),
+    "scan-states": GpuArm(
+        "scan",
+        with_states=True,
+        label="ssm_pack, states in and out",
+        does="the same with a state to start from and the last state of each document, and their gradients",
+    ),
+    "scan-indices": GpuArm(
+        "scan",
+        boundaries="indices",
+        label="ssm_pack, an index per token",
+        does="the same, with an index per token instead of the schedule: the paper's mechanism",
+    ),
+    "mamba-ssm-unpacked": GpuArm(
+        "scan",
+        "mamba-ssm",
+        "unpacked",
+        None,
+        label="mamba-ssm, not packed",
+        does="mamba-ssm's scan on the row as one document, so it leaks",
+    ),
+    "mamba-ssm-by-document": GpuArm(
+        "scan",
+        "mamba-ssm",
+        "by-document",
+        None,
+        label="mamba-ssm, document by document",
+        does="mamba-ssm's scan, one call for each document",
+    ),
+    "mamba-ssm-padded": GpuArm(
+        "scan",
+        "mamba-ssm",
+        "padded",
+        None,
+        label="mamba-ssm, padded",
+        does="mamba-ssm's scan, each document in a row of its own, filled up",
+    ),
+    "mamba2-ssd": GpuArm(
+        "scan",
+        "mamba2-ssd",
+        boundaries="indices",
+        label="Mamba-2 SSD with seq_idx",
+        does="Mamba-2's scan (state space duality), which keeps packed documents apart",
+    ),
+    "conv1d": GpuArm(
+        "conv",
+        label="conv1d_pack",
+        does="our convolution with SiLU; where documents start is in the batch's schedule",
+    ),
+    "conv1d-indices": GpuArm(
+        "conv",
+        boundaries="indices",
+        label="conv1d_pack, an index per token",
+        does="the same, with an index per token instead of the schedule",
+    ),
+    "causal-conv1d": GpuArm(
+        "conv",
+        "causal-conv1d",
+        boundaries="indices",
+        label="causal-conv1d with seq_idx",
+        does="causal-conv1d's kernel, which keeps packed documents apart",
+    ),
+    "projections": GpuArm(
+        "projections",
+        "torch",
+        boundaries=None,
+        label="matrix products of the block",
+        does="the four projections of a block, for scale",
+    ),
+    "schedule": GpuArm(
+        "schedule", label="the batch's schedule, once", does="made once for a batch, used by all layers"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class CpuArm(_Fields):
+    """On a CPU, for both operators."""
+
+    implementation: str
+    """packmamba, compiled; reference, vectorised PyTorch; or transformers, its slow path."""
+    packing: str = "packed"
+    """packed, or by-document: each alone."""
+    memory: str = "new"
+    """new: through the public operator, which allocates its results; at_hand: packmamba's kernels into memory that is there."""
+
+    @property
+    def slow(self) -> bool:
+        return self.implementation != "packmamba"
+
+
+CPU_ARMS = {
+    "cpu": CpuArm(
+        "packmamba",
+        label="compiled, public operator",
+        does="our kernels as they are called; their outputs are new memory",
+    ),
+    "cpu-kernels": CpuArm(
+        "packmamba",
+        memory="at_hand",
+        label="compiled, memory at hand",
+        does="our kernels, writing into memory that was used before",
+    ),
+    "reference": CpuArm("reference", label="vectorised reference", does="our path in plain PyTorch"),
+    "transformers": CpuArm(
+        "transformers",
+        "by-document",
+        label="transformers, slow path",
+        does="what transformers runs without CUDA kernels",
+    ),
+}
