@@ -5,6 +5,7 @@ import csv
 import glob
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -69,6 +70,7 @@ def folder(tmp_path, monkeypatch):
     (mine / "documents.jsonl").write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)  # half of the time; other tests draw
     registries = [named(place).registry() for place in REGISTRIES]
     before = [dict(registry) for registry in registries]
     yield tmp_path
@@ -170,7 +172,9 @@ def test_every_link_leads_somewhere(page):
             assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
-def test_the_readme_is_a_front_door():
+def test_the_readme_is_a_front_door(tmp_path):
+    runpy.run_path(str(ROOT / "docs" / "figures" / "make_schemes.py"))["draw"](tmp_path)
+    assert (tmp_path / "schemes.png").stat().st_size > 50_000
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 100
 
 
