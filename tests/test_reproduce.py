@@ -130,6 +130,15 @@ def test_a_typo_is_one_sentence(what, arguments, message):
 
 
 @pytest.mark.slow
+def test_an_empty_folder_has_nothing_to_reproduce(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "CHECKOUT", tmp_path)
+    with pytest.raises(ConfigError, match="^there is no experiment with a reproduce.py below /"):
+        reproduce.load_plans("all", [])
+    with pytest.raises(ConfigError, match="^unknown experiment 'packing': there is no folder experiments/ in /"):
+        reproduce.load_plans("packing", [])
+
+
 def test_the_keys_of_every_step_are_its_file_s():
     """Those that scale=small adds too."""
     from packmamba.training.sweep import load_sweep

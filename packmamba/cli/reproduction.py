@@ -52,6 +52,8 @@ def load_plans(what: str, arguments: list[str]) -> list[Plan]:
         raise ConfigError(f"scale: expected one of {', '.join(SCALES)}, got '{scale}'")
     plans, refused = [], []
     chosen = reproducible() if what == "all" else [what]
+    if not chosen:
+        raise ConfigError(f"there is no experiment with a reproduce.py below {Path.cwd() / 'experiments'}")
     for name in chosen:
         question, _, step = name.partition("/")
         declared = module(find(question), "reproduce")
