@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,3 +16,9 @@ torch.set_num_threads(1)
 def pytest_configure(config):
     if os.environ.get("PACKMAMBA_TEST_GPU") and not torch.cuda.is_available():
         raise pytest.UsageError("make test-gpu needs a GPU that PyTorch can use; make test runs what needs none")
+
+
+def pytest_collection_finish():
+    """What was imported stays: a collection that looks through it takes half a second, and benches ask for many."""
+    gc.collect()
+    gc.freeze()
