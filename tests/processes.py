@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 # A server of its own, in which nothing runs: a process that has computed gradients must not fork.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["packmamba.training.fit", "packmamba.report.folder"])
+FORKS.set_forkserver_preload(["packmamba.training.fit", "packmamba.report.folder", "torch.utils.tensorboard"])
 
 
 def run_py(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
