@@ -145,3 +145,11 @@ def test_threads_that_wait_sleep_soon(named, spins):
     environment = {**kept, "OMP_DISPLAY_ENV": "verbose", **named}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("bench", "speedup/multi_gpu"), ("report", "schemes"), ("reproduce", "packing")]
+)
+def test_without_a_name_a_command_lists_what_there_is(command, name, capsys):
+    assert run.main([command]) == 0
+    assert name in dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())

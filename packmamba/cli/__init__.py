@@ -87,7 +87,7 @@ def bench(arguments: argparse.Namespace) -> None:
     if arguments.config is None:
         files = [path for name in names() for path in sorted(find(name).glob("*.yaml")) if "bench" in read_yaml(path)]
         folders = {path: path.parent.name for path in files}
-        _list({name if path.stem == name else f"{name}/{path.stem}": path for path, name in folders.items()}, "bench")
+        _list({name if path.stem == name else f"{name}/{path.stem}": path for path, name in folders.items()})
         return
     arguments.folder = str(run_bench(arguments.config, arguments.overrides))
     report(arguments)
@@ -101,7 +101,7 @@ def report(arguments: argparse.Namespace) -> None:
     from packmamba.report.folder import format_table, write_report
 
     if arguments.folder is None:
-        _list({name: find(name) / "README.md" for name in names()}, "report")
+        _list({name: find(name) / "README.md" for name in names()})
         return
     folder = folder_of(arguments.folder)
     try:
@@ -113,15 +113,15 @@ def report(arguments: argparse.Namespace) -> None:
     print(f"\n{format_table(records, kinds)}\n\nReport, with figures: {path}")
 
 
-def _list(named: dict[str, Path], command: str) -> None:
-    """What the command takes, each beside the first line of its file."""
-    from packmamba.errors import COMMAND, ConfigError
+def _list(named: dict[str, Path]) -> None:
+    """What a command takes, each beside the first line of its file."""
+    from packmamba.errors import ConfigError
 
     if not named:
         raise ConfigError(f"there is no folder experiments/ in {Path.cwd()}: name a file or a folder")
     for name, file in sorted(named.items()):
         line = file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") if file.is_file() else ""
-        print(f"{COMMAND} {command} {name:{max(map(len, named))}}  {line}")
+        print(f"{name:{max(map(len, named))}}  {line}")
 
 
 def reproduce(arguments: argparse.Namespace) -> None:
@@ -130,7 +130,7 @@ def reproduce(arguments: argparse.Namespace) -> None:
     from packmamba.experiments import find
 
     if arguments.experiment is None:
-        _list({name: find(name) / "README.md" for name in reproducible()}, "reproduce")
+        _list({name: find(name) / "README.md" for name in reproducible()})
         return
     reproduce(arguments.experiment, arguments.overrides)
 
