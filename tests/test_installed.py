@@ -56,6 +56,8 @@ def test_installed_commands_run_in_an_empty_folder(installed, tmp_path):
         (2, ["bench"]),
         (2, ["bench", "speedup"]),
         (2, ["report", "speedup"]),
+        (2, ["reproduce"]),
+        (2, ["reproduce", "speedup"]),
         (2, ["sweep", "missing.yaml"]),
     ]
     code = f"from packmamba.cli import main\nprint([main(arguments) for _, arguments in {commands}])"
@@ -63,4 +65,4 @@ def test_installed_commands_run_in_an_empty_folder(installed, tmp_path):
     assert printed[-1] == str([status for status, _ in commands]), "\n".join(printed)
     assert (tmp_path / "runs" / "demo" / "report.html").is_file()
     errors = [line for line in printed if line.startswith("packmamba: error: ")]
-    assert len(errors) == 4 and all(f"no folder experiments/ in {tmp_path}" in error for error in errors[:3])
+    assert len(errors) == 6 and all(f"no folder experiments/ in {tmp_path}" in error for error in errors[:5])
