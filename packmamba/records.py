@@ -33,7 +33,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,12 @@ def make_record(
     record = _plain(record)
     validate_record(record)
     return record
+
+
+def write_items(path: str | Path, items: Iterable[Mapping[str, Any]]) -> None:
+    """What an evaluation says of each document or example, one JSON line each, so that differences can be paired over them."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join(json.dumps(item, default=str) + "\n" for item in items), encoding="utf-8")
 
 
 def validate_record(record: Any) -> None:

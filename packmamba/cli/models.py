@@ -14,7 +14,7 @@ from typing import Any, Optional
 from omegaconf import OmegaConf
 
 from packmamba.config import ConfigError, DataConfig, at_least, key, load, parse_override, resolve, suggest
-from packmamba.records import append_record, check_writable, make_record, read_records
+from packmamba.records import append_record, check_writable, make_record, read_records, write_items
 
 
 @dataclass
@@ -45,13 +45,12 @@ def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[di
     config = _load(read_config(folder).data, folder, overrides)
     output = Path(config.output) if config.output else Path(folder) / "evaluation"
     check_writable(output / "records", "output")
-    from packmamba.evaluation.evaluate import EVALUATIONS
+    from packmamba.evaluation.evaluate import EVALUATIONS, slots
     from packmamba.evaluation.subject import load_subject
 
     theirs = _harness_tasks([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
     subject = load_subject(folder, config.device, config.dtype)
-    on_gpu = next(subject.model.parameters()).is_cuda
-    max_slots = config.max_slots or (16384 if on_gpu else 2048)
+    max_slots = config.max_slots or slots(subject.model)
     found = []
     for number, name in enumerate(config.tasks, start=1):
         print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
@@ -138,9 +137,7 @@ def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) ->
         return next(r for r in read_records(output) if r["config"].get("id") == digest)
     begun = time.perf_counter()
     metrics, curves, items, corpus_hash = run()
-    lines = "".join(json.dumps(item, default=str) + "\n" for item in items)
-    (output / "items").mkdir(exist_ok=True)
-    (output / "items" / f"{settings['name']}-{digest}.jsonl").write_text(lines, encoding="utf-8")
+    write_items(output / "items" / f"{settings['name']}-{digest}.jsonl", items)
     record = make_record(
         kind="evaluation",
         experiment=subject.name,

@@ -12,11 +12,13 @@ from packmamba.config.rules import (
     at_least,
     between,
     chosen,
+    each,
     key,
     named,
     names,
     one_of,
     options,
+    unique,
     unknown_options,
 )
 
@@ -237,6 +239,15 @@ class OpsConfig:
     )
 
 
+def stray_options(given: dict[str, Any], evaluations: list[str]) -> Iterator[str]:
+    """A sentence for each entry of ``evaluation_options`` that is of no evaluation, or no mapping."""
+    for name, parameters in given.items():
+        if name not in evaluations:
+            yield f"evaluation_options.{name}: not among evaluations, which are {', '.join(evaluations) or 'none'}"
+        elif not isinstance(parameters, dict):
+            yield f"evaluation_options.{name}: expected parameters and their values, got {parameters!r}"
+
+
 @dataclass
 class Config:
     name: str = key("train", "Names the run's folder and its arm in tables.")
@@ -250,6 +261,16 @@ class Config:
         "Python modules to import first, from the current folder or installed; keys may name what they add to registries. "
         "Their names are part of the run's name.",
     )
+    evaluations: list[str] = key(
+        [],
+        "Evaluations that the trained model answers, such as [perplexity, next_line]; their numbers join the run's record.",
+        each(named("packmamba.evaluation.evaluate:EVALUATIONS")),
+        unique,
+    )
+    evaluation_options: dict[str, Any] = key(
+        {}, "For each of the evaluations its parameters, such as evaluation_options.mqar.num_pairs=4."
+    )
+    evaluation_examples: int = key(200, "Examples of each task among the evaluations.", at_least(1))
     seed: int = key(
         0,
         "Seed of initial weights and of the order of documents.",
@@ -263,6 +284,7 @@ class Config:
     ops: OpsConfig = field(default_factory=OpsConfig)
 
     def problems(self) -> Iterator[str]:
+        yield from stray_options(self.evaluation_options, self.evaluations)
         data, trainer = self.data, self.trainer
         boundary = chosen(trainer, "boundary")
         if boundary.continues:

@@ -1,12 +1,14 @@
-"""Tables of evaluations: a line for each model that answered the same questions."""
+"""Tables of evaluations: models that answered the same questions, and trained arms whose runs ended with evaluations."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from packmamba.report.summary import Record, frame
-from packmamba.report.tables import Column, Table, mean_sd, number, word
+from packmamba.report import summary
+from packmamba.report.summary import Arm, Record, frame
+from packmamba.report.tables import Cell, Column, Table, mean_sd, number, word
+from packmamba.report.training import DIFFERENCE, difference, difference_cell, versus
 
 TITLES = {
     "accuracy": "accuracy",
@@ -18,6 +20,8 @@ TITLES = {
     "bits_per_byte": "bits per byte",
 }
 COUNTS = ("answers", "examples", "documents", "targets")
+MAIN = ("choice_accuracy", "accuracy", "loss")
+"""An evaluation's main number: the first of these that it has, else its first."""
 
 
 def evaluation_tables(records: Sequence[Record]) -> list[Table]:
@@ -27,9 +31,8 @@ def evaluation_tables(records: Sequence[Record]) -> list[Table]:
         return []
     name = runs["config.evaluation.name"].iloc[0]
     present = list(dict.fromkeys(metric for record in records for metric in record["metrics"]))
-    metrics = sorted((m for m in present if m not in COUNTS), key=[*TITLES, *present].index)
-    columns = [Column("model", ("model",), False), Column("runs", ("runs",))]
-    columns += [Column(TITLES.get(m, m.replace("_", " ")), (m, f"{m}_sd")) for m in metrics]
+    metrics = _measures(present)
+    columns = [Column("model", ("model",), False), Column("runs", ("runs",)), *map(_column, metrics)]
     columns += [Column(count, (count,)) for count in COUNTS if count in present]
     table = Table("evaluation", f"Evaluation: {name}", columns)
     for arm, group in runs.groupby("arm", sort=False):
@@ -44,3 +47,80 @@ def evaluation_label(records: Sequence[Record]) -> str:
     """The evaluation's name and a short hash of its questions."""
     chosen = [record for record in records if record["kind"] == "evaluation"][0]
     return f"{chosen['config']['evaluation']['name']}-{zlib.crc32(chosen['corpus_hash'].encode()) & 0xFFFF:04x}"
+
+
+def arms_evaluations(arms: Iterable[Arm]) -> dict[str, list[str]]:
+    """The evaluations that the runs of these arms ended with, and the metrics of each, the main number first."""
+    found: dict[str, list[str]] = {}
+    for metric in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
+        name, _, own = metric.partition(".")
+        if name not in ("config", "curves"):
+            found.setdefault(name, []).append(own)
+    for metrics in found.values():
+        main = next((m for m in MAIN if m in metrics), metrics[0])
+        metrics.sort(key=lambda m: m != main)
+    return found
+
+
+def arms_evaluation_tables(records: Sequence[Record]) -> list[Table]:
+    """For each evaluation of the trained arms its numbers and the main one's paired difference; ``records`` are of one corpus."""
+    arms = summary.training_arms(records)
+    return [_arms_table(name, metrics, arms) for name, metrics in arms_evaluations(arms).items()]
+
+
+def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
+    main, counts = present[0], [count for count in COUNTS if count in present]
+    others = [m for m in _measures(present) if m not in (main, "chance")]
+    chance = ["chance"] * ("chance" in present)
+    table = Table(
+        f"evaluation-{name}",
+        f"Evaluation by arm: {name}",
+        [
+            Column("arm", ("arm",), False),
+            Column("seeds", ("seeds", "seeds_without")),
+            _column(main),
+            Column(f"minus {versus(arms)} [95% CI]", DIFFERENCE),
+            *map(_column, others),
+            *(Column(one, (one,)) for one in (*chance, *counts)),
+        ],
+    )
+    seeds = {seed for arm in arms for seed in arm.runs.index}
+    lacking = []
+    for arm in arms:
+        values = arm[f"{name}.{main}"]
+        have = int(values.count())
+        if have < len(seeds):
+            lacking.append(f"{have} of {len(seeds)}")
+        table.rows.append(
+            [
+                word(arm.label),
+                Cell(lacking[-1] if have < len(seeds) else str(have), (have, len(seeds) - have)),
+                mean_sd(values),
+                difference_cell(difference(arm, arms, f"{name}.{main}"), len(seeds)),
+                *(mean_sd(arm[f"{name}.{m}"]) for m in others),
+                *(number(arm[f"{name}.{m}"].mean(), ".4g") for m in chance),
+                *(number(arm[f"{name}.{m}"].mean(), ",.0f") for m in counts),
+            ]
+        )
+    table.notes = [
+        "Every arm's model answers the same questions, each document from zero state. Differences are paired over seeds, with "
+        "95 % intervals by Student's t."
+    ]
+    if lacking:
+        table.notes.append(
+            f"Seeds: {lacking[0]} means that the other runs lack the number. Means are over those that have it."
+        )
+    return table
+
+
+def _measures(present: Sequence[str]) -> list[str]:
+    """Without counts, in the order of ``TITLES``, then as they come."""
+    return sorted((m for m in present if m not in COUNTS), key=[*TITLES, *present].index)
+
+
+def _column(metric: str) -> Column:
+    return Column(title(metric), (metric, f"{metric}_sd"))
+
+
+def title(metric: str) -> str:
+    return TITLES.get(metric, metric.replace("_", " "))

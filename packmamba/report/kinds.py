@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from packmamba.records import METRICS
-from packmamba.report.evaluation import evaluation_label, evaluation_tables
+from packmamba.report.evaluation import arms_evaluation_tables, evaluation_label, evaluation_tables
 from packmamba.report.figures import Figure
 from packmamba.report.summary import Record
 from packmamba.report.tables import Table
@@ -49,7 +49,9 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "training": Kind(training_tables, training_figures, metrics=METRICS["training"], arms=training_legend),
+    "training": Kind(training_tables, training_figures, metrics=METRICS["training"], arms=training_legend).extended(
+        arms_evaluation_tables
+    ),
     "throughput": Kind(throughput_tables, throughput_figures, metrics=METRICS["throughput"], arms=throughput_legend),
     "evaluation": Kind(evaluation_tables, label=evaluation_label),
 }

@@ -24,7 +24,10 @@ PARITY_SEEDS = 5
 """A claim of parity needs at least this many seeds (three for other claims on accuracy)."""
 
 # Differences in these keys do not make another experiment of the same arm.
-_BOOKKEEPING = ("name", "experiment", "output", "seed", "runs_dir", "run", "data.cache_dir", "trainer.checkpoint_every")
+_BOOKKEEPING = (
+    *("name", "experiment", "output", "seed", "runs_dir", "run"),
+    *("data.cache_dir", "trainer.checkpoint_every", "evaluations"),
+)
 
 
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:

@@ -10,8 +10,8 @@ from packmamba.report import summary
 from packmamba.report.summary import PARITY_SEEDS, Arm, Interval, Record, Speed
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
-_DIFFERENCE = ("difference", "difference_low", "difference_high", "pairs")
-_SAID = {f"config.{key}" for key in ("data.strategy", "trainer.boundary", "name", "seed", "run")}
+DIFFERENCE = ("difference", "difference_low", "difference_high", "pairs")
+_SAID = {f"config.{key}" for key in ("data.strategy", "trainer.boundary", "name", "seed", "run", "evaluations")}
 _PAIRED = {"val_loss": "validation loss", "val_loss_start": "loss, first 32 tokens"}
 
 
@@ -46,7 +46,7 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
         Column("seeds", ("seeds",)),
         Column("real tokens", ("real_tokens",)),
         Column("validation loss", _with_sd("val_loss")),
-        Column(f"minus {versus(arms)} [95% CI]", _DIFFERENCE),
+        Column(f"minus {versus(arms)} [95% CI]", DIFFERENCE),
         Column("loss, first 32 tokens", _with_sd("val_loss_start")),
         Column("loss, evaluated as trained", _with_sd("val_loss_as_trained")),
         Column("real tokens/s", ("real_tokens_per_second",)),
@@ -60,7 +60,7 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
             _seeds(arm, len(seeds)),
             number(arm["real_tokens"].mean(), ",.0f"),
             mean_sd(arm["val_loss"]),
-            _difference(difference(arm, arms, "val_loss"), len(seeds)),
+            difference_cell(difference(arm, arms, "val_loss"), len(seeds)),
             mean_sd(arm["val_loss_start"]),
             mean_sd(arm["val_loss_as_trained"]),
             number(speed.real_tokens_per_second, ",.0f"),
@@ -89,7 +89,7 @@ def _differences(arms: Sequence[Arm]) -> Table:
     """Only with intervals: from two seeds on."""
     columns = [Column("arm", ("arm",), False), Column("minus", ("baseline",), False)]
     columns += [
-        Column(f"{title} [95% CI]", tuple(name.replace("difference", metric) for name in _DIFFERENCE))
+        Column(f"{title} [95% CI]", tuple(name.replace("difference", metric) for name in DIFFERENCE))
         for metric, title in _PAIRED.items()
     ]
     table = Table("differences", "Paired differences over seeds, in nats per target", columns)
@@ -97,7 +97,7 @@ def _differences(arms: Sequence[Arm]) -> Table:
         found = [difference(arm, arms, metric) for metric in _PAIRED]
         if any(one and one.n > 1 for one in found):
             baseline = summary.baseline_of(arm, arms)
-            table.rows.append([word(arm.label), word(baseline.label), *map(_difference, found)])
+            table.rows.append([word(arm.label), word(baseline.label), *map(difference_cell, found)])
     table.notes = ["Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."]
     return table
 
@@ -108,9 +108,9 @@ def _positions(arms: Sequence[Arm]) -> Table:
     table = Table(
         "loss-by-position",
         "Loss by position in the document, in nats per target",
-        [*columns, Column(f"minus {versus(arms)} [95% CI]", _DIFFERENCE)],
+        [*columns, Column(f"minus {versus(arms)} [95% CI]", DIFFERENCE)],
         [
-            [word(label), number(start, ",.0f"), number(end - 1, ",.0f"), _difference(one)]
+            [word(label), number(start, ",.0f"), number(end - 1, ",.0f"), difference_cell(one)]
             for label, start, end, one in paired
         ],
     )
@@ -213,7 +213,7 @@ def _seeds(arm: Arm, expected: int) -> Cell:
     return Cell(str(finite) if finite == expected else f"{finite} of {expected}", (len(arm.runs),))
 
 
-def _difference(found: Interval | None, expected: int = 0) -> Cell:
+def difference_cell(found: Interval | None, expected: int = 0) -> Cell:
     """Fewer pairs than expected are said."""
     if found is None:
         return Cell("-", (None, None, None, None))

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from packmamba.report import summary
+from packmamba.report.evaluation import arms_evaluations, title
 from packmamba.report.figures import INK, MUTED, Figure, axes, engineering, finish, legend_below, name_bars, style_of
 from packmamba.report.summary import Arm, Record, Speed
 from packmamba.report.training import by_position, difference, versus
@@ -24,9 +25,13 @@ def training_figures(records: Sequence[Record]) -> list[Figure]:
     styled = _styled(arms)
     drawn = [
         _learning_curves(styled, speeds),
-        _differences(styled),
+        _differences(styled, "val_loss", "differences", "validation loss", "nats per target; below zero is better"),
         _speed_bars([(arm.label, style["color"], speed) for (arm, style), speed in zip(styled, speeds)]),
         _loss_by_position(styled),
+        *(
+            _differences(styled, f"{name}.{main}", f"differences-{name}", f"{name}, {title(main)}", title(main))
+            for name, (main, *_) in arms_evaluations(arms).items()
+        ),
     ]
     return [figure for figure in drawn if figure is not None]
 
@@ -95,9 +100,9 @@ def _learning_curves(styled: Styled, speeds: Sequence[Speed]) -> Figure | None:
     )
 
 
-def _differences(styled: Styled) -> Figure | None:
+def _differences(styled: Styled, metric: str, name: str, what: str, unit: str) -> Figure | None:
     arms = [arm for arm, _ in styled]
-    pairs = [(arm, style, found) for arm, style in styled if (found := difference(arm, arms, "val_loss"))]
+    pairs = [(arm, style, found) for arm, style in styled if (found := difference(arm, arms, metric))]
     pairs = [pair for pair in pairs if pair[2].n > 1]
     if not pairs:
         return None
@@ -106,16 +111,16 @@ def _differences(styled: Styled) -> Figure | None:
     for y, (arm, style, found) in enumerate(pairs):
         baseline = summary.baseline_of(arm, arms)
         labels.append(f"{arm.label} - {baseline.title}")
-        dots = (arm["val_loss"] - baseline["val_loss"]).dropna()
+        dots = (arm[metric] - baseline[metric]).dropna()
         ax.plot(dots, [y] * len(dots), "o", color=style["color"], alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(found.mean, y, xerr=found.high - found.mean, fmt="D", color=style["color"], capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
     name_bars(ax, labels)
-    ax.set(title="Difference in validation loss", xlabel="nats per target; below zero is better")
+    ax.set(title=f"Difference in {what}", xlabel=unit)
     return finish(
         fig,
-        "differences",
-        "Paired differences in validation loss: each seed (dots), mean and 95 % confidence interval.",
+        name,
+        f"Paired differences in {what}: each seed (dots), mean and 95 % confidence interval.",
     )
 
 

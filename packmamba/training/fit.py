@@ -15,6 +15,7 @@ from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
 from packmamba.records import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.callbacks import History, checkpoints
+from packmamba.training.evaluations import check_evaluations, run_evaluations
 from packmamba.training.model_folder import write_model
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import alone, decisive, record_path, run_folder, run_id
@@ -29,6 +30,7 @@ def check_run(config: Config) -> None:
         raise ConfigError("trainer.cuda_graphs needs a GPU that PyTorch can use")
     with torch.device("meta"):
         MambaLitModule(config, 1)
+    check_evaluations(config)
 
 
 def fit(config: Config, progress: bool = True) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
     data = PackingDataModule(config, progress=progress)
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     module = MambaLitModule(config, data.corpora.train.vocab_size)
+    check_evaluations(config, len(module.model.lm_head.weight))
     with alone(folder) if trainer.is_global_zero else nullcontext():
         if trainer.is_global_zero and path.is_file():
             raise ConfigError(f"another process has just finished this run; its record is {path}")
@@ -87,6 +90,7 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
         weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
         if trainer.is_global_zero:
             write_model(folder, config, module.model.config, weights)
+            record["metrics"] |= run_evaluations(config, folder, trainer.strategy.root_device, progress)
             append_record(path, record)
     return record
 

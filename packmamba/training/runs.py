@@ -35,6 +35,9 @@ LATER_KEYS: dict[str, Any] = {
     "optimizer.options": {},
     "trainer.boundary_options": {},
     "plugins": [],
+    "evaluations": [],
+    "evaluation_options": {},
+    "evaluation_examples": 200,
 }
 """Keys that came after runs were named, and the value that stands for their absence: with it a run's name is what it was."""
 

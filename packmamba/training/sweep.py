@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from packmamba.config import Config, at_least, key, load, load_config, some
+from packmamba.config import Config, at_least, each, key, load, load_config, named, some
 from packmamba.records import append_record, check_writable
 from packmamba.training.fit import check_run, fit
 from packmamba.training.runs import record_path
@@ -30,6 +31,12 @@ class SweepConfig:
     grid: dict[str, list[Any]] = key(
         {}, "For each key the values it takes, in every combination with every arm, such as seed: [0, 1, 2]."
     )
+    evaluations: list[str] = key(
+        [],
+        "Evaluations that every run's model answers when it is trained, such as [next_line, passkey].",
+        each(named("packmamba.evaluation.evaluate:EVALUATIONS")),
+    )
+    evaluation_options: dict[str, Any] = key({}, "For each of the evaluations its parameters; see the key of a run.")
     plugins: list[str] = key([], "Python modules that every run imports first; see the key of a run.")
     throughput_rounds: int = key(
         0,
@@ -47,6 +54,8 @@ class SweepConfig:
 
 
 SWEEP_KEYS = SweepConfig.__dataclass_fields__
+EVALUATED = ("evaluations", "evaluation_options")
+"""Keys of a sweep that become those of its runs."""
 
 
 def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[SweepConfig, list[Config]]:
@@ -66,13 +75,15 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
 
 def _runs(sweep: SweepConfig) -> Iterator[list[str]]:
     """Each run's ``key=value`` assignments; grid values other than seeds become part of the arm's name."""
-    for values in itertools.product(*sweep.grid.values()):
-        point = dict(zip(sweep.grid, values))
+    for combination in itertools.product(*sweep.grid.values()):
+        point = dict(zip(sweep.grid, combination))
         suffix = "".join(f" {key.rpartition('.')[2]}={value}" for key, value in point.items() if key != "seed")
         for arm, keys in sweep.arms.items():
             place = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
             place |= {"plugins": str(sweep.plugins)} if sweep.plugins else {}
-            yield [f"{key}={_literal(value)}" for key, value in {**sweep.common, **keys, **point, **place}.items()]
+            asked = {key: json.dumps(value) for key in EVALUATED if (value := getattr(sweep, key))}
+            values = {**asked, **sweep.common, **keys, **point, **place}
+            yield [f"{key}={_literal(value)}" for key, value in values.items()]
 
 
 def _literal(value: Any) -> str:

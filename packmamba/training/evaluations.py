@@ -1,0 +1,56 @@
+"""What a trained model answers when its run ends: the evaluations that the configuration names."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from packmamba.config import Config
+from packmamba.evaluation.evaluate import Asked, check_evaluation, evaluate, slots
+from packmamba.evaluation.subject import load_subject
+from packmamba.records import write_items
+
+
+def check_evaluations(config: Config, vocab_size: int | None = None) -> None:
+    """Refuses before training what an evaluation would refuse after it. Raises ConfigError naming the key.
+
+    Args:
+        vocab_size: the model's; None: not known yet, and the documents are not looked at.
+    """
+    for name in config.evaluations:
+        check_evaluation(name, _asked(config, name), vocab_size)
+
+
+def run_evaluations(config: Config, folder: Path, device: torch.device, progress: bool) -> dict[str, float | None]:
+    """The numbers of all evaluations, ``<evaluation>.<metric>``; null where one is not finite.
+
+    The model is the one in the run's folder, so ``eval`` of that folder gives the same. Each document starts from a fresh
+    state, whatever the arm trains with. Answers go to evaluation/items/<evaluation>.jsonl in the folder.
+    """
+    if not config.evaluations:
+        return {}
+    subject = load_subject(folder, str(device))
+    numbers: dict[str, float | None] = {}
+    for name in config.evaluations:
+        if progress:
+            print(f"evaluation {name}", file=sys.stderr, flush=True)
+        asked = _asked(config, name)
+        asked.tokenizer, asked.max_slots = subject.tokenizer, slots(subject.model)
+        result = evaluate(name, subject.model, asked)
+        write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
+        for metric, value in result.metrics.items():
+            numbers[f"{name}.{metric}"] = value if math.isfinite(value) else None
+    return numbers
+
+
+def _asked(config: Config, name: str) -> Asked:
+    return Asked(
+        config.data,
+        tokenizer=None,
+        examples=config.evaluation_examples,
+        options=config.evaluation_options.get(name, {}),
+        key="evaluation_options",
+    )

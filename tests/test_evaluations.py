@@ -1,0 +1,169 @@
+"""Evaluations of a run when its training ends: numbers in its record, answers in its folder, differences in tables."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pytest
+import yaml
+
+from made_records import table, training
+from packmamba import cli
+from packmamba.config import ConfigError
+from packmamba.config.load import load_config
+from packmamba.evaluation.tasks import TASKS
+from packmamba.evaluation.tasks.parity import Parity
+from packmamba.records import METRICS, read_records
+from packmamba.report import training_figures
+from packmamba.report.folder import build_sections, table_files
+from packmamba.training.fit import check_run, fit
+from packmamba.training.runs import run_folder, run_id
+from packmamba.training.sweep import load_sweep, run_sweep
+from runs import tiny_config, write_config
+
+ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=12", "evaluation_options.parity.length=6"]
+SPEED = {"real_tokens_per_second", "slots_per_second", "train_seconds"}
+
+
+def tiny(folder, *overrides):
+    return tiny_config(folder, "trainer.max_steps=2", "trainer.validate_every=2", *overrides)
+
+
+def test_the_numbers_of_a_record_are_those_of_eval(tmp_path, capsys):
+    path = write_config(tmp_path / "train.yaml", tiny(tmp_path, *ASKED))
+    records = []
+    for seed in (0, 1):
+        assert cli.main(["train", str(path), f"seed={seed}"]) == 0
+        config = load_config(path, [f"seed={seed}"])
+        folder = run_folder(config)
+        (record,) = read_records(folder)
+        command = ["eval", str(folder), "tasks=[parity,perplexity]", "examples=12", "options.parity.length=6"]
+        assert cli.main([*command, "device=cpu"]) == 0
+        for evaluated in read_records(folder / "evaluation"):
+            name = evaluated["config"]["evaluation"]["name"]
+            (theirs,) = (folder / "evaluation" / "items").glob(f"{name}-*.jsonl")
+            items = folder / "evaluation" / "items" / f"{name}.jsonl"
+            assert items.read_text() == theirs.read_text() and items.read_text()
+            own = {key: value for key, value in record["metrics"].items() if key.startswith(f"{name}.")}
+            assert own == {f"{name}.{key}": value for key, value in evaluated["metrics"].items()}
+        assert record["metrics"]["perplexity.loss"] == pytest.approx(record["metrics"]["val_loss"], abs=1e-5)
+        assert record["metrics"]["parity.examples"] == 12 and record["metrics"]["perplexity.bits_per_byte"] > 0
+        records.append(record)
+    assert records[0]["metrics"]["parity.nats"] != records[1]["metrics"]["parity.nats"]
+    capsys.readouterr()
+
+
+def test_a_run_without_evaluations_is_what_it_was(tmp_path):
+    config, asked = tiny(tmp_path), tiny(tmp_path, *ASKED)
+    assert run_id(config) == run_id(tiny(tmp_path, "evaluations=[]")) != run_id(asked)
+    before, after = (fit(one, progress=False) for one in (config, asked))
+    assert before["metrics"].keys() == set(METRICS["training"])
+    assert not before["config"].keys() & {"evaluations", "evaluation_options", "evaluation_examples"}
+    for metric in METRICS["training"]:
+        assert metric in SPEED or before["metrics"][metric] == after["metrics"][metric]
+    assert not (run_folder(config) / "evaluation").exists()
+
+
+def test_a_sweep_gives_paired_differences(tmp_path, monkeypatch):
+    base = write_config(tmp_path / "base.yaml", tiny(tmp_path))
+    sweep = {
+        "output": str(tmp_path / "sweep"),
+        "base": str(base),
+        "evaluations": ["parity", "perplexity"],
+        "evaluation_options": {"parity": {"length": 6}},
+        "common": {"evaluation_examples": 12},
+        "arms": {
+            "padded": {"data.strategy": "padded"},
+            "leak": {"data.strategy": "greedy", "trainer.boundary": "leak"},
+        },
+        "grid": {"seed": [0, 1]},
+    }
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(sweep))
+    sweep, configs = load_sweep(path)
+    assert all(config.evaluations == ["parity", "perplexity"] for config in configs)
+    assert all(config.evaluation_options == {"parity": {"length": 6}} for config in configs)
+    records = read_records(run_sweep(sweep, configs, progress=False))
+    files = table_files(records)
+    monkeypatch.setattr(training_figures, "finish", lambda fig, name, caption: (plt.close(fig), name)[1])
+    figures = training_figures.training_figures(records)
+    for name, metric in (("parity", "parity.nats"), ("perplexity", "perplexity.loss")):
+        by_run = {(record["arm"], record["seed"]): record["metrics"] for record in records}
+        main = f"{name}.{'accuracy' if name == 'parity' else 'loss'}"
+        differences = [by_run["leak", seed][main] - by_run["padded", seed][main] for seed in (0, 1)]
+        padded, leak = table(records, f"evaluation-{name}")
+        assert (padded["arm"], leak["arm"], leak["seeds"], leak["pairs"]) == ("padded", "leak", "2", "2")
+        assert float(leak["difference"]) == pytest.approx(sum(differences) / 2, rel=1e-6, abs=1e-12)
+        assert float(leak["difference_low"]) <= float(leak["difference"]) <= float(leak["difference_high"])
+        own = [by_run["leak", seed][metric] for seed in (0, 1)]
+        assert float(leak[metric.split(".")[1]]) == pytest.approx(sum(own) / 2, rel=1e-6)
+        assert {f"evaluation-{name}.{form}" for form in ("md", "csv", "tex")} <= files.keys()
+        assert f"differences-{name}" in figures
+
+
+def test_the_main_number_of_a_table_and_seeds_without_it():
+    choices = [
+        training(arm, seed, **{"next_line.accuracy": 0.1, "next_line.nats": 3.0, "next_line.choice_accuracy": right,
+                               "next_line.chance": 0.25, "next_line.examples": 200})
+        for arm, rights in (("padded", (0.5, 0.25, None)), ("packed-reset", (0.75, 1.0, 0.5)))
+        for seed, right in enumerate(rights)
+    ]  # fmt: skip
+    padded, packed = table(choices, "evaluation-next_line")
+    assert (float(padded["choice_accuracy"]), float(padded["chance"]), padded["seeds"]) == (0.375, 0.25, "2")
+    assert padded["seeds_without"] == "1"
+    assert (float(packed["difference"]), packed["pairs"], packed["difference_low"] < packed["difference"]) == (
+        0.5,
+        "2",
+        True,
+    )
+    (section,) = build_sections(choices, figures=False)
+    shown = next(table for table in section.tables if table.name == "evaluation-next_line")
+    assert [row[1].text for row in shown.rows] == ["2 of 3", "3"]
+    assert any("2 of 3 means" in note for note in shown.notes)
+    # The same run before it had evaluations is no other arm.
+    before = training("padded", 2, config={"evaluations": []})
+    assert len(table([*choices, before], "evaluation-next_line")) == 2
+    # Without a known main number the first.
+    (first, second) = table([training(arm, **{"long_context.gain_2": 0.5, "long_context.documents": 3.0})
+                             for arm in ("padded", "packed-leak")], "evaluation-long_context")  # fmt: skip
+    assert float(first["gain_2"]) == 0.5 and first["documents"] == "3" and float(second["difference"]) == 0
+
+
+def test_a_plugin_s_task_is_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "mine", type("Mine", (Parity,), {"chance": 0.4}))
+    record = fit(tiny(tmp_path, "evaluations=[mine]", "evaluation_examples=2"), progress=False)
+    assert record["metrics"]["mine.chance"] == 0.4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["evaluations=[paritty]"], "evaluations: expected one of mqar, .*did you mean 'parity'"),
+        (["evaluations=[parity,parity]"], "evaluations: duplicate 'parity'"),
+        (["evaluation_options.parity.length=3"], "evaluation_options.parity: not among evaluations, which are none"),
+        (["evaluations=[parity]", "evaluation_options.parity=3"], "evaluation_options.parity: expected parameters"),
+        (["evaluations=[parity]", "evaluation_options.parity.size=3"], "evaluation_options.parity: unknown option 'size'"),
+        (["evaluations=[parity]", "evaluation_options.parity.length=0"], "evaluation_options.parity: length: "),
+        (["evaluations=[perplexity]", "evaluation_options.perplexity.most=2"], "evaluation_options.perplexity: unknown"),
+        (["evaluations=[long_context]", "evaluation_options.long_context.most=1"], "long_context.most: expected an int"),
+        (["evaluation_examples=0"], "evaluation_examples: expected at least 1, got 0"),
+    ],
+)  # fmt: skip
+def test_refuses_before_anything_is_read(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_run(tiny(tmp_path, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["evaluations=[mqar]"], "mqar: needs a vocabulary of 8192, the model has 256"),
+        (
+            ["evaluations=[long_context]", "data.row_length=30"],
+            "no validation document is as long as two windows of 30",
+        ),
+    ],
+)
+def test_refuses_before_training(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(tiny(tmp_path, *overrides), progress=False)
+    assert not list(tmp_path.glob("runs/*/checkpoints/*"))
