@@ -3,6 +3,7 @@
 import ast
 import csv
 import glob
+import importlib.util
 import os
 import re
 import runpy
@@ -37,7 +38,11 @@ TINY_RUN = [
     *("data.row_length=64", "data.tokens_per_step=128", "data.slots_per_batch=128", "data.validation_documents=4"),
 ]
 TINY_BENCH = {"packing": ["num_documents=100", "seeds=[0]", "row_lengths=[2048]"]}
-WRITES = {"own_sweep.md": "runs/my_sweep/tables/differences.md", "extend.md": "runs/with_my_table/tables/slots.md"}
+WRITES = {
+    "evaluate.md": "runs/my_evaluations/tables/evaluation-parity.md",
+    "own_sweep.md": "runs/my_sweep/tables/differences.md",
+    "extend.md": "runs/with_my_table/tables/slots.md",
+}
 REGISTRIES = [  # what the plugin of a page adds to, put back after its test
     *("packmamba.data.packing:STRATEGIES", "packmamba.data.sources:SOURCES", "packmamba.nn.mixers:MIXERS"),
     *("packmamba.report.kinds:KINDS", "packmamba.ops.backends:BACKENDS"),
@@ -68,6 +73,7 @@ def folder(tmp_path, monkeypatch):
         (mine / "folder" / f"{number}.txt").write_text("a few words of my own, " * (number % 4 + 1))
     (mine / "lines.txt").write_text("".join(f"line {number} of many\n" for number in range(200)))
     (mine / "documents.jsonl").write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)  # half of the time; other tests draw
@@ -126,13 +132,17 @@ def check(words):
 def test_every_command_of_a_page_runs(page, folder, capsys):
     for block in blocks(page):  # files first: a file may be explained in several blocks
         if (block["note"] or "").startswith("file: "):
-            with (folder / block["note"].removeprefix("file: ")).open("a") as file:
+            path = folder / block["note"].removeprefix("file: ")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
                 file.write(block["text"])
     names = {}
     for block in blocks(page):
         note, language, text = block["note"] or "", block["language"], block["text"]
         if note.startswith("file: "):
             continue
+        if note.startswith("extra ") and importlib.util.find_spec(note.removeprefix("extra ")) is None:
+            continue  # where the extra is installed, this block runs
         if language == "python":
             exec(compile(text, page.name, "exec"), names)
         elif language == "sh":

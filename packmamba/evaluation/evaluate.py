@@ -202,7 +202,7 @@ def _windows(asked: Asked) -> dict[str, int]:
 
 def _check_length(documents: Sequence[np.ndarray], window: int) -> None:
     if max(map(len, documents)) < 2 * window:
-        raise ConfigError(f"data.row_length: no validation document is as long as two windows of {window} tokens")
+        raise ConfigError(f"long_context: no validation document is as long as two windows of {window} tokens")
 
 
 def _check_options(name: str, asked: Asked, known: Sequence[str]) -> None:
