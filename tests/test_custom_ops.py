@@ -131,6 +131,25 @@ def test_autocast_leaves_the_operators_to_their_inputs(operator):
 
 
 @both
+def test_derivatives_that_kernels_lack_are_refused(operator):
+    """Never a gradient that is silently zero."""
+    case = random_case(operator, AWKWARD["splits"], torch.float64)
+    first, *others = (tensor.requires_grad_() for tensor in case.tensors.values())
+    names, function = list(case.tensors), getattr(ops, operator)
+
+    def call(*tensors):
+        return function(**dict(zip(names, tensors)), **case.options, layout=case.layout, backend="cpu")[0]
+
+    (kept,) = torch.autograd.grad(call(first, *others).square().sum(), first, create_graph=True)
+    (once,) = torch.autograd.grad(call(first, *others).square().sum(), first)
+    assert torch.equal(kept, once) and kept.requires_grad
+    with pytest.raises(RuntimeError, match=f"{operator}: compiled kernels have no second derivatives"):
+        torch.autograd.grad(kept.square().sum() + first.sum(), first)
+    with pytest.raises(RuntimeError, match=f"{operator}: compiled kernels have no forward-mode derivatives"):
+        torch.func.jvp(lambda x: call(x, *(t.detach() for t in others)), (first.detach(),), (first.detach(),))
+
+
+@both
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(operator, use_reentrant):
     case = random_case(operator, AWKWARD["splits"], torch.float32, states=False)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from packmamba.layout import SequenceLayout
 from packmamba.ops.checks import seen_by_tracing
@@ -109,6 +110,19 @@ def register(
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keys & torch._C._after_autograd_keyset, *given)
 
+    class Gradients(torch.autograd.Function):
+        """Of a backward whose own graph is kept: they refuse to be differentiated; else they would count as constants."""
+
+        @staticmethod
+        def forward(ctx: Any, found: tuple, *of: Tensor | None) -> tuple:
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, *_: Tensor | None) -> tuple:
+            raise RuntimeError(
+                f"packmamba::{name}: compiled kernels have no second derivatives; take backend='reference'"
+            )
+
     class Differentiable(torch.autograd.Function):
         """Without keys, of an eager call: its results are made here. With those of the dispatcher: further down there."""
 
@@ -133,8 +147,11 @@ def register(
                 found = backward(make(saved[:tensors] + others), saved[flat:], grads)
             else:
                 given = (*grads[:outputs], *saved[:flat], *others[layouts:])
-                found = operator_backward(*given, *filled(saved[flat:], saved[0]))
+                with torch.no_grad():
+                    found = operator_backward(*given, *filled(saved[flat:], saved[0]))
                 found = tuple(None if t is None else grad for t, grad in zip(saved, found))
+                if torch.is_grad_enabled():
+                    found = Gradients.apply(found, *grads, *saved[:tensors])
             return None, *found, *without
 
     def differentiated(keys: Any, *given: Any) -> Any:
@@ -148,6 +165,12 @@ def register(
 
     def call(a: Arguments) -> tuple:
         keep = torch.is_grad_enabled() and _any_requires_grad(a[:gradients])
+        if forward_ad._current_level >= 0 and any(
+            t is not None and forward_ad.unpack_dual(t).tangent is not None for t in a[:tensors]
+        ):
+            raise RuntimeError(
+                f"packmamba::{name}: compiled kernels have no forward-mode derivatives; take backend='reference'"
+            )
         if seen_by_tracing() or not PLAIN.issuperset(map(type, a)):
             return operator(*flatten(a), keep)[:outputs]
         if keep:
