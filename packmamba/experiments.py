@@ -162,19 +162,24 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
         loaded = merged
     if "bench" not in loaded:
         check_command("bench", path, loaded)
+        raise ConfigError(f"{path}: bench: expected <experiment>/<bench>, got none")
     folder, name = _named(path, str(loaded.pop("bench", "")))
     benches = _benches(folder)
     if name not in benches:
         raise ConfigError(f"{path}: bench: expected one of {', '.join(benches)}, got '{name}'")
     bench = benches[name]
-    output = Path(loaded.pop("output", None) or RUNS / name)
+    output = loaded.pop("output", None) or RUNS / name
+    if not isinstance(output, (str, Path)):
+        raise ConfigError(f"output: expected a folder, got {output}")
     names = {key.name for key in dataclasses.fields(bench.config)}
-    import_plugins(loaded.get("plugins") or [])
+    if not isinstance(plugins := loaded.get("plugins") or [], (list, ListConfig)):
+        raise ConfigError(f"plugins: expected a list, such as [a,b], got {plugins!r}")
+    import_plugins(plugins)
     if "plugins" not in names:
         loaded.pop("plugins", None)
     own = {"experiment": folder.name} if "experiment" in names else {}
     config: Any = resolve(bench.config, [(OmegaConf.create(own), ""), (loaded, str(path))])
-    return LoadedBench(folder.name, name, bench.run, config, output)
+    return LoadedBench(folder.name, name, bench.run, config, Path(output))
 
 
 def _selected(loaded: DictConfig, override: DictConfig) -> DictConfig:

@@ -40,6 +40,8 @@ MISTAKES = {
     "a folder that cannot be": (
         ["train", "configs/train.yaml", "data.strategy=greedy", "runs_dir=/proc/runs"], "runs_dir: /proc/runs/"),
     "a bench": (["bench", "experiments/packing/packing.yaml", "bench=speed"], "bench: expected one of packing"),
+    "a list as a bench's output": (["bench", "packing", "output=[a]"], "output: expected a folder, got ['a']"),
+    "a word as a bench's plugins": (["bench", "packing", "plugins=word"], "plugins: expected a list, such as [a,b], got 'word'"),
     "a bench of a run": (["bench", "configs/train.yaml"], "python run.py train configs/train.yaml"),
     "a bench of a sweep": (["bench", "configs/demo.yaml"], "python run.py sweep configs/demo.yaml"),
     "a sweep of a run": (["sweep", "configs/train.yaml"], "python run.py train configs/train.yaml"),

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import pytest
 
@@ -37,6 +37,8 @@ class Toy:
     kind: str = key("plain", "Which.", one_of("plain", "bold"), old_name="type")
     names: list[str] = key(["a"], "Each once.", some("name"), unique)
     sizes: list[int] = key([1], "Rows.", each(at_least(1)))
+    options: dict[str, Any] = key({}, "Further ones.")
+    grid: dict[str, list[Any]] = key({}, "For each its values.")
     lengths: str = key("short", "A distribution.", named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS"))
 
     def problems(self) -> Iterator[str]:
@@ -57,6 +59,15 @@ class Toy:
         ("lengths=shirt", "lengths: expected one of documents-2k, short, heavy, got 'shirt'; did you mean 'short'?"),
         ("rounds=many", "rounds in 'rounds=many': Value 'many' of type 'str' could not be converted to Integer"),
         ("sizes=3", "sizes in 'sizes=3': expected a list, such as [a,b]"),
+        ("sizes={a: 3}", "sizes in 'sizes={a: 3}': expected a list, such as [a,b]"),
+        ("kind=[bold]", "kind in 'kind=[bold]': expected one value, got a list"),
+        ("kind={a: b}", "kind in 'kind={a: b}': expected one value, got keys and values"),
+        ("options=3", "options in 'options=3': expected keys and their values"),
+        ("options=[3]", "options in 'options=[3]': expected keys and their values"),
+        ("names=null", "names in 'names=null': expected a value, got null"),
+        ("share=null", "share in 'share=null': expected a value, got null"),
+        ("grid={a: 3}", "grid.a in 'grid={a: 3}': expected a list, such as [a,b]"),
+        ("grid=[a]", "grid in 'grid=[a]': expected keys and their values"),
         ("round=3", "unknown key 'round' in 'round=3'; did you mean 'rounds'?"),
         ("rounds", "expected key=value, got 'rounds'"),
     ],

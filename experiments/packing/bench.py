@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from packmamba import timing
-from packmamba.config import at_least, each, key, named, one_of, unique
+from packmamba.config import at_least, each, key, named, one_of, some, unique
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import OVERLONG, STRATEGIES, PackingPlan, plan_rows
 from packmamba.experiments import Bench
@@ -28,10 +28,14 @@ class Config:
     )
     num_documents: int = key(200_000, "Documents of one plan.", at_least(1))
     strategies: list[str] = key(
-        list(STRATEGIES), "Strategies to compare.", each(named("packmamba.data.packing:STRATEGIES")), unique
+        list(STRATEGIES),
+        "Strategies to compare.",
+        some("strategy"),
+        each(named("packmamba.data.packing:STRATEGIES")),
+        unique,
     )
     row_lengths: list[int] = key(
-        [1024, 2048, 4096, 8192, 16384], "Slots of a row, for every strategy.", each(at_least(1))
+        [1024, 2048, 4096, 8192, 16384], "Slots of a row, for every strategy.", each(at_least(1)), some("row length")
     )
     buffers: list[int] = key(
         [64, 256, 1024, 4096, 16384, 65536],
@@ -43,7 +47,7 @@ class Config:
         "What a document longer than a row does: error, truncate or pieces; split cuts anyway.",
         one_of(*OVERLONG),
     )
-    seeds: list[int] = key([0, 1, 2], "Seeds of the draws of lengths.", each(at_least(0)))
+    seeds: list[int] = key([0, 1, 2], "Seeds of the draws of lengths.", some("seed"), each(at_least(0)))
     rounds: int = key(5, "How often each plan is timed.", at_least(1))
 
     def problems(self) -> Iterator[str]:

@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 """The configurations that come with PackMamba: package data of an installed wheel, or the top of a checkout."""
 MODEL_DIRECTORY = CONFIGS / "model"
+A_LIST, KEYS = "expected a list, such as [a,b]", "expected keys and their values"
 
 
 Schema = TypeVar("Schema")
@@ -111,6 +112,8 @@ def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
         merged = OmegaConf.merge(config, update)
     except OmegaConfBaseException as error:
         raise _wrong_value(error, origin) from None
+    except TypeError:  # of a list where keys are expected, or keys where a list is, without saying where
+        raise ConfigError(_wrong_container(config, update, origin)) from None
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -118,13 +121,29 @@ def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
 def _wrong_value(error: OmegaConfBaseException, origin: str | Path) -> ConfigError:
     """What a value of the wrong type is refused with."""
     text = str(error).splitlines()[0]
-    for kind, words in (
-        ("ListConfig", "expected a list, such as [a,b]"),
-        ("DictConfig", "expected keys and their values"),
-    ):
-        if kind in text:
-            text = words
+    if "not a ListConfig" in text or "List[" in text:
+        text = A_LIST
+    elif "not a DictConfig" in text or "Dict[" in text:
+        text = KEYS
+    elif "ListConfig" in text or "DictConfig" in text:
+        text = f"expected one value, got {'a list' if 'ListConfig' in text else 'keys and values'}"
+    elif "'None'" in text or "is not Optional" in text:
+        text = "expected a value, got null"
     return ConfigError(f"{getattr(error, 'full_key', None) or '?'} in {origin}: {text}")
+
+
+def _wrong_container(known: DictConfig, update: DictConfig, origin: str, prefix: str = "") -> str:
+    """The refusal of the first list where keys are expected, or the other way round."""
+    for key in map(str, update):
+        have, given = known.get(key), update.get(key)
+        if isinstance(have, ListConfig) and isinstance(given, DictConfig):
+            return f"{prefix}{key} in {origin}: {A_LIST}"
+        if isinstance(have, DictConfig) and isinstance(given, ListConfig):
+            return f"{prefix}{key} in {origin}: {KEYS}"
+        if isinstance(have, DictConfig) and isinstance(given, DictConfig):
+            if found := _wrong_container(have, given, origin, f"{prefix}{key}."):
+                return found
+    return "" if prefix else f"{origin}: a list stands where keys are expected, or keys where a list is"
 
 
 def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str) -> None:

@@ -23,6 +23,6 @@ def import_plugins(plugins: Iterable[str]) -> None:
             importlib.import_module(plugin)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"plugins: cannot import '{plugin}' ({reason})") from None
