@@ -163,10 +163,10 @@ def validate_record(record: Any) -> None:
 
 
 def check_writable(folder: str | Path, key: str) -> None:
-    """Makes the folder. Raises ConfigError naming the key if it cannot be written: before work, not after it."""
+    """Raises ConfigError naming the key if the folder cannot be made or written: before work, not after it. Leaves nothing."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+        tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise ConfigError(f"{key}: {folder} cannot be written ({error.strerror})") from None
 

@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_documents_are_read(tmp_
 def test_a_run_is_refused_before_documents_are_read(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
         fit(tiny_config(tmp_path, override), progress=False)
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "runs").exists()
 
 
 def test_saving_is_not_training_time(tmp_path, monkeypatch):
@@ -189,3 +189,10 @@ def test_the_output_folder_may_be_called_by_its_old_name(tmp_path):
     config = tiny_config(tmp_path, f"experiment={tmp_path}/mine", "trainer.max_steps=1")
     assert config.output == f"{tmp_path}/mine" and fit(config, progress=False)["experiment"] == "mine"
     assert record_path(config).parent == tmp_path / "mine" / "records" and record_path(config).is_file()
+
+
+def test_an_output_folder_may_be_the_current_one(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    config = tiny_config(tmp_path, "output=.", "trainer.max_steps=1")
+    assert fit(config, progress=False)["experiment"] == "mine"

@@ -18,7 +18,7 @@ from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.evaluations import check_evaluations, run_evaluations
 from packmamba.training.model_folder import write_model
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import alone, decisive, record_path, run_folder, run_id
+from packmamba.training.runs import alone, decisive, name_of, record_path, run_folder, run_id
 from packmamba.training.strategy import leave_process_group
 from packmamba.training.trainer import make_trainer, quieten
 
@@ -121,7 +121,7 @@ def training_record(
     on_gpu = module.device.type == "cuda"
     return make_record(
         kind="training",
-        experiment=Path(config.output).name if config.output else run_id(config),
+        experiment=name_of(config.output) if config.output else run_id(config),
         arm=config.name,
         config=decisive(config),
         seed=config.seed,

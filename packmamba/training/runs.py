@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,10 +72,16 @@ def record_path(config: Config) -> Path:
     return folder / "records" / f"{run_id(config)}.jsonl"
 
 
+def name_of(output: str) -> str:
+    """Of the experiment whose records a folder holds: the folder's, also where it is called ``.``."""
+    return os.path.basename(os.path.abspath(output)) or "root"
+
+
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Keeps the run's folder to this process. Raises ConfigError if another has it, or if it cannot be written."""
     check_writable(folder, "runs_dir")
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of loaders' workers that outlive it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning
@@ -17,7 +16,7 @@ from packmamba.config import Config, ModelConfig
 from packmamba.data.datamodule import PackingDataModule, StepDataset
 from packmamba.records import make_record
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import decisive
+from packmamba.training.runs import decisive, name_of
 
 WARM_UP = 1
 """Rounds that are not kept, after the first step of each arm, which is the gate's."""
@@ -95,7 +94,7 @@ def measure_throughput(
         seconds, tokens, slots = zip(*samples[name])
         yield make_record(
             kind="throughput",
-            experiment=Path(output).name,
+            experiment=name_of(output),
             arm=name,
             config=decisive(arm.config) | {"run": run},
             seed=arm.config.seed,
