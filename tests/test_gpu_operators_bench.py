@@ -2,6 +2,7 @@
 
 import csv
 import io
+import sys
 import types
 
 import pytest
@@ -83,7 +84,13 @@ def test_every_arm_computes_what_it_is_held_against(built):
     assert {name for name, (_, gradients) in errors.items() if gradients} == {"scan", "scan-states", "conv1d"}
 
 
-def test_peers_that_are_missing_are_named_once(inputs, capsys):
+def test_peers_that_are_missing_are_named_once(inputs, capsys, monkeypatch):
+    def missing(package, module, name):
+        raise ValueError(f"{package} is not installed")
+
+    monkeypatch.setattr(gpu_implementations, "find_peer", missing)
+    for package in ("causal_conv1d", "selective_scan_cuda"):
+        monkeypatch.setitem(sys.modules, package, None)
     peers = {name: arm for name, arm in GPU_ARMS.items() if arm.implementation not in ("packmamba", "torch")}
     made, _ = gpu_implementations.build(peers, inputs, SOME, 48)
     named = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]

@@ -55,7 +55,10 @@ def device(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: device.capturing, raising=False)
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=1 << 20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: properties)
+    real = torch.cuda.get_device_properties  # the compiler asks for a GPU's, where there is one, and keeps them
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda of=None: properties if str(of) == "cpu" else real(of)
+    )
     monkeypatch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cuda"])
     return device
 

@@ -141,6 +141,11 @@ def throughput_tables(records: Sequence[Record]) -> list[Table]:
         cells += [percent(arm["padding_fraction"].mean()), number(summary.speedup(arm, timed), ".2f", "x")]
         table.rows.append([word(arm.name), *cells, word(dict(arm.variant)["run"])])
     table.notes = ["Only arms of one run are compared. Speedup is the ratio of real tokens per second."]
+    busy = max((arm["cores_of_others"].max() for arm in timed), default=0.0)
+    if busy >= 0.5:
+        table.notes.append(
+            f"Other programs kept up to {busy:.1f} cores busy meanwhile: times are longer than on an idle machine."
+        )
     return [table] if timed else []
 
 
