@@ -132,7 +132,7 @@ def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Ki
     Plugins of the runs are imported first, so that their tables and figures are made too; one that is gone is left out.
     """
     records = list(records)
-    for plugin in dict.fromkeys(name for record in records for name in record["config"].get("plugins", ())):
+    for plugin in dict.fromkeys(name for record in records for name in _plugins(record["config"])):
         try:
             import_plugins([plugin])
         except ConfigError as error:
@@ -142,6 +142,11 @@ def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Ki
     if modules == [None]:
         modules = [module(find(name), "report") for name in sorted({r["experiment"] for r in records}) if name in known]
     return {kind: made for found in modules if found is not None for kind, made in found.KINDS.items()}
+
+
+def _plugins(config: Mapping[str, Any]) -> list[str]:
+    plugins = config.get("plugins")
+    return plugins if isinstance(plugins, list) else []
 
 
 def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBench:

@@ -72,6 +72,14 @@ def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
     assert record["metrics"]["seconds_per_step_median"] == 2 and record["metrics"]["seconds_per_step_spread"] == 0
 
 
+def test_values_are_taken_as_they_are(tmp_path):
+    """Not read as YAML again: a name may be a word or a mark of YAML."""
+    names, values = ["a: b", "a # b", "null", "[x"], {"data.end_token": "true", "data.begin_token": "< #1: a>"}
+    _, configs = load_sweep(write_sweep(tmp_path, arms=dict.fromkeys(names, values), grid={}))
+    assert {config.name for config in configs} == set(names)
+    assert {(config.data.begin_token, config.data.end_token) for config in configs} == {("< #1: a>", "true")}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -87,6 +95,9 @@ def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
         ({"arms": {"x": {"trainer.boundary": "lek"}}}, "trainer.boundary: expected one of"),
         ({"arms": {"x": {"model.d_conv": 5}}}, "model.d_conv: expected 2, 3 or 4, got 5"),
         ({"grid": {"seed": 0}}, "grid.seed in .*sweep.yaml: .*"),
+        ({"arms": ["x"]}, "^arms in .*sweep.yaml: expected keys and their values$"),
+        ({"arms": {"x": {"data.path": "${nothing}"}}}, "Interpolation key 'nothing' not found"),
+        ({"arms": {"x": {"": 3}}}, "^expected a key for 3, got ''"),
         ({"arms": {"x": "padded"}}, "arms.* in .*sweep.yaml"),
     ],
 )

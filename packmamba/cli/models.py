@@ -69,6 +69,8 @@ def _load(data: DataConfig, folder: str, overrides: Sequence[str]) -> EvalConfig
     for name in config.options:
         if name not in config.tasks:
             raise ConfigError(f"options.{name}: not among tasks{suggest(name, config.tasks)}")
+        if not isinstance(config.options[name], dict):
+            raise ConfigError(f"options.{name}: expected keys and their values, got {config.options[name]!r}")
     return config
 
 
@@ -200,6 +202,7 @@ def export_model(folder: str, target: str) -> Path:
     path = Path(target)
     if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
         raise ConfigError(f"{target} is there and not empty; name a new folder")
+    check_writable(path, "folder")
     try:
         subject.model.save_pretrained(path, format="huggingface")
     except ValueError as error:

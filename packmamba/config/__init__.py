@@ -4,6 +4,7 @@ from packmamba.config.check import check, describe
 from packmamba.config.load import (
     CONFIGS,
     MODEL_DIRECTORY,
+    assign,
     check_command,
     load,
     load_config,
@@ -44,6 +45,7 @@ __all__ = [
     "OptimizerConfig",
     "TrainerConfig",
     "above",
+    "assign",
     "at_least",
     "between",
     "check",

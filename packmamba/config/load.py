@@ -52,7 +52,11 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> S
     config = OmegaConf.structured(schema)
     for update, origin in layers:
         config = _merge(config, update, origin)
-    return check(cast(Schema, OmegaConf.to_object(config)))
+    try:
+        values = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:  # of ${...}
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    return check(cast(Schema, values))
 
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] | None = None) -> Config:
@@ -86,6 +90,15 @@ def read_yaml(path: str | Path) -> DictConfig:
         raise ConfigError(f"config file {path} must hold keys and values, not a list")
     assert isinstance(loaded, DictConfig)
     return loaded
+
+
+def assign(key: str, value: Any) -> tuple[DictConfig, str]:
+    """``a.b`` and its value, taken as it is, as a layer of ``resolve``."""
+    if not key.strip(" ."):
+        raise ConfigError(f"expected a key for {value!r}, got '{key}'")
+    update = OmegaConf.create()
+    OmegaConf.update(update, key, value)
+    return update, f"'{key}={value}'"
 
 
 def parse_override(override: str) -> DictConfig:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from packmamba.config import Config, at_least, each, key, load, load_config, named, some
+from omegaconf import DictConfig
+
+from packmamba.config import (
+    Config,
+    assign,
+    at_least,
+    check_command,
+    each,
+    key,
+    load,
+    named,
+    parse_override,
+    read_yaml,
+    resolve,
+    some,
+)
 from packmamba.records import append_record, check_writable
 from packmamba.training.fit import check_run, fit
 from packmamba.training.runs import record_path
@@ -65,29 +80,30 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
     """
     own = [override for override in overrides or [] if override.partition("=")[0].partition(".")[0] in SWEEP_KEYS]
     sweep = load(SweepConfig, path, own, "sweep")
-    base = None if sweep.base is None else Path(path).parent / sweep.base
+    layers = []
+    if sweep.base is not None:
+        base = Path(path).parent / sweep.base
+        layers.append((read_yaml(base), str(base)))
+        check_command("train", base, layers[0][0])
     others = [override for override in overrides or [] if override not in own]
-    configs = [load_config(base, [*assignments, *others]) for assignments in _runs(sweep)]
+    last = [(parse_override(override), f"'{override}'") for override in others]
+    configs = [resolve(Config, copy.deepcopy([*layers, *assigned, *last])) for assigned in _runs(sweep)]
     for config in configs:
         check_run(config)
     return sweep, configs
 
 
-def _runs(sweep: SweepConfig) -> Iterator[list[str]]:
-    """Each run's ``key=value`` assignments; grid values other than seeds become part of the arm's name."""
+def _runs(sweep: SweepConfig) -> Iterator[list[tuple[DictConfig, str]]]:
+    """What each run sets over the base; grid values other than seeds become part of the arm's name."""
     for combination in itertools.product(*sweep.grid.values()):
         point = dict(zip(sweep.grid, combination))
         suffix = "".join(f" {key.rpartition('.')[2]}={value}" for key, value in point.items() if key != "seed")
         for arm, keys in sweep.arms.items():
-            place = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
-            place |= {"plugins": str(sweep.plugins)} if sweep.plugins else {}
-            asked = {key: json.dumps(value) for key in EVALUATED if (value := getattr(sweep, key))}
+            place: dict[str, Any] = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
+            place |= {"plugins": sweep.plugins} if sweep.plugins else {}
+            asked = {key: value for key in EVALUATED if (value := getattr(sweep, key))}
             values = {**asked, **sweep.common, **keys, **point, **place}
-            yield [f"{key}={_literal(value)}" for key, value in values.items()]
-
-
-def _literal(value: Any) -> str:
-    return "null" if value is None else str(value)
+            yield [assign(key, value) for key, value in values.items()]
 
 
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) -> Path:
