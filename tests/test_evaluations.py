@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import pytest
 import yaml
 
+import run
 from made_records import table, training
 from packmamba import cli
 from packmamba.config import ConfigError
@@ -15,9 +16,12 @@ from packmamba.evaluation.tasks.parity import Parity
 from packmamba.records import METRICS, read_records
 from packmamba.report import training_figures
 from packmamba.report.folder import build_sections, table_files
+from packmamba.training import evaluations
 from packmamba.training.fit import check_run, fit
+from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import run_folder, run_id
 from packmamba.training.sweep import load_sweep, run_sweep
+from processes import fork_ranks, statuses
 from runs import tiny_config, write_config
 
 ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=12", "evaluation_options.parity.length=6"]
@@ -126,6 +130,30 @@ def test_the_main_number_of_a_table_and_seeds_without_it():
     (first, second) = table([training(arm, **{"long_context.gain_2": 0.5, "long_context.documents": 3.0})
                              for arm in ("padded", "packed-leak")], "evaluation-long_context")  # fmt: skip
     assert float(first["gain_2"]) == 0.5 and first["documents"] == "3" and float(second["difference"]) == 0
+
+
+def test_a_run_whose_evaluation_failed_only_evaluates(tmp_path, monkeypatch):
+    config = tiny(tmp_path, *ASKED)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluations, "evaluate", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fit(config, progress=False)
+    monkeypatch.setattr(MambaLitModule, "training_step", lambda *_: pytest.fail("trained again"))
+    record = fit(config, progress=False)
+    assert record["metrics"]["steps"] == 2 and record["metrics"]["perplexity.loss"] == pytest.approx(
+        record["metrics"]["val_loss"], abs=1e-5
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_one_of_several_ranks_evaluates(tmp_path, strategy):
+    config = tiny(tmp_path, *ASKED, "data.strategy=greedy", "trainer.devices=2", f"trainer.strategy={strategy}")
+    path, output = write_config(tmp_path / "both.yaml", config), tmp_path / "output.txt"
+    assert statuses(*fork_ranks(2, run.main, ["train", str(path)], output=output)) == [0, 0], output.read_text()
+    (record,) = read_records(run_folder(config))
+    assert record["metrics"]["perplexity.loss"] == pytest.approx(record["metrics"]["val_loss"], abs=1e-5)
+    assert output.read_text().count("evaluation parity") == 1
 
 
 def test_a_plugin_s_task_is_an_evaluation(tmp_path, monkeypatch):

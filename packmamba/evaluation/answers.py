@@ -121,8 +121,8 @@ class Accuracy(Metric):
     sums: Tensor
     choices: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         # (length or load, bucket, [answers, right, nats]); [examples with choices, right, right by bytes]
         self.add_state("sums", torch.zeros(2, self.BUCKETS, 3, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("choices", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
