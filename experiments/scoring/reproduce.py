@@ -1,0 +1,16 @@
+"""What makes the experiment's records, and the numbers that its README rests on."""
+
+from packmamba.experiments import Headline, Step
+
+STEPS = [Step("scoring.yaml", small=("rounds=2", "prompts=[1,16]"), gpus=1, gpu_gib=70, packages=("transformers",))]
+
+
+def _rate(workload: str, arm: str) -> Headline:
+    return Headline(f"{workload}: {arm}, requests/s", f"scoring-{workload}", {"arm": arm}, "requests_per_second")
+
+
+HEADLINES = [
+    _rate(workload, arm)
+    for workload in ("short-context", "long-context")
+    for arm in ("packed", "packed-unshared", "padded-8", "padded-64", "hf-64")
+]
