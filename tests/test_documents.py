@@ -56,6 +56,7 @@ def test_stdlib_has_thousands_of_documents_with_a_heavy_tail(stdlib):
     assert sizes.max() > 20 * np.median(sizes)
 
 
+@pytest.mark.slow
 def test_stdlib_documents_are_whole_functions_as_they_stand_in_the_file(stdlib):
     assert sum(document.content.lstrip().startswith("@") for document in stdlib) > 500
     for document in stdlib:

@@ -15,6 +15,8 @@ from packmamba.training.fit import fit
 from packmamba.training.runs import run_folder
 from runs import tiny_config
 
+pytestmark = pytest.mark.slow  # all need a trained run
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):

@@ -67,6 +67,7 @@ def test_a_run_without_evaluations_is_what_it_was(tmp_path):
     assert not (run_folder(config) / "evaluation").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_gives_paired_differences(tmp_path, monkeypatch):
     base = write_config(tmp_path / "base.yaml", tiny(tmp_path))
     sweep = {

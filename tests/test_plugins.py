@@ -236,6 +236,7 @@ def test_what_a_plugin_carries_is_gone_on_from(tmp_path, monkeypatch, toy):
     assert losses_of(fit(stopped, progress=False)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("toy", "key", "message"),
     [

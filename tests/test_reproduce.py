@@ -139,6 +139,7 @@ def test_an_empty_folder_has_nothing_to_reproduce(tmp_path, monkeypatch):
         reproduce.load_plans("packing", [])
 
 
+@pytest.mark.slow
 def test_the_keys_of_every_step_are_its_file_s():
     """Those that scale=small adds too."""
     from packmamba.training.sweep import load_sweep

@@ -95,6 +95,7 @@ class Meetings(lightning.Callback):
         self.noted.append("step")
 
 
+@pytest.mark.slow
 def test_gradients_meet_once_a_step_during_its_last_backward(tmp_path, monkeypatch):
     """More than DDP's first bucket of 1 MB, so that there is something to overlap; several batches a step."""
     noted = Meetings()

@@ -85,12 +85,14 @@ def test_every_part_is_recorded(everything):
         assert f"Steps and bare loop were run at different commits, apart: {arms}." in tables[name].notes
 
 
+@pytest.mark.slow
 def test_long_work_shows_how_far_it_is(everything):
     _, shown = everything
     for what in ("compares losses", "forward and backward", "growth", "optimizer steps"):
         assert f"{what}: 100%" in shown
 
 
+@pytest.mark.slow
 def test_a_wrong_arm_is_not_timed(tmp_path, monkeypatch):
     """Here packed rows leak: the layout that the model is given is not the batch's."""
     module = bare_loop.growth.MambaLitModule
