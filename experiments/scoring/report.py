@@ -141,6 +141,7 @@ KINDS = {
         scoring_figures,
         label=lambda records: summary.of_kind(records, "scoring")[0]["config"]["workload"],
         metrics=SCORING,
+        arms=scoring_legend,
     ),
     "generation": Kind(generation_tables, metrics=GENERATION),
 }
