@@ -127,6 +127,7 @@ def count_page_faults(keep):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.slow
 def test_freed_memory_is_kept(tmp_path):
     faults = []
     for keep in (False, True):

@@ -88,6 +88,7 @@ def test_an_arm_with_another_loss_is_not_recorded(tmp_path, monkeypatch):
     assert [record["arm"] for record in read_records(tmp_path)] == ["ddp-1"]
 
 
+@pytest.mark.slow
 def test_an_arm_that_takes_too_long_is_told_to_end(tmp_path, monkeypatch):
     """As torchrun must be, whose ranks would outlive it."""
     waits = f"""

@@ -124,6 +124,7 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
         fit(config, progress=False)
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_trains_is_refused(tmp_path):
     config = tiny_config(tmp_path, "data.strategy=greedy")
     path, output = write_config(tmp_path / "run.yaml", config), tmp_path / "output.txt"

@@ -115,6 +115,7 @@ def train_and_note(path, folder):
     return status
 
 
+@pytest.mark.slow
 def test_ranks_meet_at_logged_steps_only_besides_their_gradients(tmp_path):
     config = tiny_config(tmp_path, *KEYS, "trainer.devices=2", "trainer.strategy=ddp")
     path = write_config(tmp_path / "run.yaml", config)

@@ -63,6 +63,7 @@ def test_a_run_is_refused_before_documents_are_read(tmp_path, override, message)
     assert not (tmp_path / "cache").exists() and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_saving_is_not_training_time(tmp_path, monkeypatch):
     save = lightning.Trainer.save_checkpoint
     monkeypatch.setattr(lightning.Trainer, "save_checkpoint", lambda *a, **k: (time.sleep(0.5), save(*a, **k))[1])
