@@ -70,6 +70,7 @@ def test_one_graph_for_a_hundred_layouts():
     assert len(graphs) <= 3, "the first compilation and at most two more"
 
 
+@pytest.mark.slow
 def test_compiled_blocks_hand_a_layout_s_schedules_to_their_kernels(monkeypatch):
     """They see tensors alone; without what the host knows, kernels would prepare for longer documents than there are."""
     torch._dynamo.reset()

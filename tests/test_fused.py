@@ -200,6 +200,7 @@ def test_compiled_blocks_are_eager_ones(recompute, given, fresh_compiler):
         assert_close(results(fast, tokens, states, {"layout": layout}), expected)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_leak_where_asked(fresh_compiler):
     tokens = random_tokens()
     model, fast = build(), build()

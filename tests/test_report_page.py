@@ -105,6 +105,7 @@ By ![a picture](figures/x.png) hand.
 """
 
 
+@pytest.mark.slow
 def test_the_readme_stands_on_the_page_findings_first(tmp_path):
     (tmp_path / "README.md").write_text(README)
     page = write_report(write(tmp_path, [training("padded"), training("packed-reset")])).read_text()

@@ -35,6 +35,7 @@ def write_sweep(tmp_path, **changes):
     return path
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_its_grid_once(tmp_path):
     path = write_sweep(tmp_path)
     sweep, configs = load_sweep(path, ["model.d_model=4"])
