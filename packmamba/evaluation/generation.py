@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from packmamba.evaluation.passes import Start, Starts, States, log_probabilities, read
 from packmamba.evaluation.scoring import check_ids
@@ -77,7 +78,9 @@ def go_on(
     hidden, states = _read(model, texts, max_slots)
     new: list[list[int]] = [[] for _ in texts]
     going = list(range(len(texts)))
+    bar = tqdm(total=max_new_tokens, desc="writes", unit="step", disable=None)
     while True:
+        bar.update()
         uniform = torch.tensor([draws[i].random() for i in going], dtype=torch.float64)
         chosen = _choose(model, hidden, temperature, top_p, uniform).tolist()
         rows = []
@@ -86,6 +89,7 @@ def go_on(
             if len(new[i]) < max_new_tokens and not ended(i, new[i]):
                 rows.append(row)
         if not rows:
+            bar.close()
             return new
         if len(rows) < len(going):
             index = torch.tensor(rows, device=hidden.device)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -105,7 +106,11 @@ def read(
 
         return Segment(list(map(int, documents[i][first:end])), done, start, keep=not whole or finals is not None)
 
-    return run_passes(model, [piece(i, 0, None) for i in range(len(documents)) if len(documents[i])], max_slots)
+    segments = [piece(i, 0, None) for i in range(len(documents)) if len(documents[i])]
+    with tqdm(total=sum(map(len, documents)), desc="reads", unit="token", unit_scale=True, disable=None) as bar:
+        for tokens in run_passes(model, segments, max_slots):
+            bar.update(tokens)
+            yield tokens
 
 
 def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int, device: torch.device) -> list[Segment]:
