@@ -20,6 +20,7 @@ from packmamba.config import (
     each,
     key,
     load,
+    load_config,
     named,
     one_of,
     some,
@@ -144,3 +145,8 @@ def test_what_can_be_is_refused_before_torch_is_imported(override):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_size_is_a_name_and_no_way_to_another_file():
+    with pytest.raises(ConfigError, match=r"model '\.\./train' in 'model=\.\./train' is unknown; known sizes: 1\.4b, "):
+        load_config(None, ["model=../train"])

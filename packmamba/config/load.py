@@ -115,11 +115,10 @@ def parse_override(override: str) -> DictConfig:
 def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
     if isinstance(update.get("model"), str) and isinstance(config.get("model"), DictConfig):
         name = update.model
-        path = MODEL_DIRECTORY / f"{name}.yaml"
-        if not path.is_file():
-            known = sorted(p.stem for p in MODEL_DIRECTORY.glob("*.yaml"))
+        known = sorted(path.stem for path in MODEL_DIRECTORY.glob("*.yaml"))
+        if name not in known:
             raise ConfigError(f"model '{name}' in {origin} is unknown; known sizes: {', '.join(known)}")
-        update = OmegaConf.merge(update, {"model": read_yaml(path)})  # type: ignore[assignment]
+        update = OmegaConf.merge(update, {"model": read_yaml(MODEL_DIRECTORY / f"{name}.yaml")})  # type: ignore[assignment]
     _check_keys(update, config, origin, "")
     try:
         merged = OmegaConf.merge(config, update)
