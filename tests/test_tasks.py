@@ -192,6 +192,16 @@ def test_contradiction_tells_whose_value_a_read_would_say():
     assert min(kinds.count(kind) for kind in (OWN, UNWRITTEN, INTRUDING)) > 50
 
 
+def test_contradiction_s_begin_token_is_one_id_more_and_changes_nothing_else():
+    task, marked = make("contradiction"), make("contradiction", begin=True)
+    assert (task.vocab_size, marked.vocab_size) == (35, 36)
+    for index in range(20):
+        example, begun = task.example(0, index), marked.example(0, index)
+        assert begun.tokens.tolist() == [35, *example.tokens]
+        assert np.array_equal(begun.targets[1:], example.targets) and np.array_equal(begun.mask[1:], example.mask)
+        assert not begun.mask[0] and begun.notes == example.notes
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -208,6 +218,7 @@ def test_contradiction_tells_whose_value_a_read_would_say():
         ("noisy_recall", {"noise": 1.0}, "noise: expected at least 0 and below 1, got 1.0"),
         ("fuzzy_recall", {"num_keys": 9}, "num_keys: expected at most the 8 tokens of keys, got 9"),
         ("contradiction", {"read_fraction": 0}, "read_fraction: expected above 0 and below 1, got 0"),
+        ("contradiction", {"begin": 1}, "begin: expected true or false, got 1"),
         ("passkey", {"depth": 2}, "depth: expected 0 to 1 or None, got 2"),
         ("passkey", {"documents": ["short"]}, "documents: expected at least 4096 bytes of text, got 5"),
         ("next_line", {"documents": ["a\nb\n"]}, "documents: expected files in which a line has 3 others like it"),

@@ -18,27 +18,37 @@ class Contradiction:
     """A document is a list of events: ``write key value`` or ``read key answer``. The answer is the value written last to the key
     in this document, or ``none``.
 
-    Ids: 0 write, 1 read, 2 none, then keys, then values. Answers are part of the document: a model reads them too.
+    Ids: 0 write, 1 read, 2 none, then keys, values and, if there is one, the begin token. Answers are part of the document: a
+    model reads them too.
 
     Args:
         events: events of a document; the last one is a read.
         num_keys, num_values: how many keys and values there are; all documents share them.
         read_fraction: share of the events that read.
+        begin: a token of its own begins each document, so that a model can see where one starts.
     """
 
     WRITE, READ, NONE = 0, 1, 2
     num_examples = None
 
     def __init__(
-        self, events: Span = (8, 64), num_keys: int = 16, num_values: int = 16, read_fraction: float = 0.5
+        self,
+        events: Span = (8, 64),
+        num_keys: int = 16,
+        num_values: int = 16,
+        read_fraction: float = 0.5,
+        begin: bool = False,
     ) -> None:
         self.events = check_span("events", events, 1)
         self.num_keys = check_integer("num_keys", num_keys, 1)
         self.num_values = check_integer("num_values", num_values, 1)
         if not 0 < read_fraction < 1:
             raise ValueError(f"read_fraction: expected above 0 and below 1, got {read_fraction!r}")
+        if not isinstance(begin, bool):
+            raise ValueError(f"begin: expected true or false, got {begin!r}")
         self.read_fraction = read_fraction
-        self.vocab_size = 3 + num_keys + num_values
+        self.begin = begin
+        self.vocab_size = 3 + num_keys + num_values + begin
 
     @property
     def chance(self) -> float:
@@ -51,7 +61,7 @@ class Contradiction:
         reads = rng.random(events) < self.read_fraction
         reads[-1] = True
         held: dict[int, int] = {}
-        tokens: list[int] = []
+        tokens = [self.vocab_size - 1] if self.begin else []
         answers: dict[int, int] = {}
         for read in reads:
             key = 3 + int(rng.integers(self.num_keys))
