@@ -52,7 +52,7 @@ def device(monkeypatch):
     for module in (launch, schedule):
         monkeypatch.setattr(module, "operator", device.operator)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: device.stream, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(launch, "current_device", lambda: -1)  # not torch's own, which the compiler asks too
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: device.capturing, raising=False)
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=1 << 20)
     real = torch.cuda.get_device_properties  # the compiler asks for a GPU's, where there is one, and keeps them

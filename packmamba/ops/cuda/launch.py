@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from packmamba.ops.build import operator
-from packmamba.ops.cuda.schedule import current_stream, schedule
+from packmamba.ops.cuda.schedule import current_device, current_stream, schedule
 
 
 def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
@@ -26,7 +26,7 @@ def launch(
     if u.dtype == torch.float64:
         raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
     device = u.get_device()
-    if device != torch._C._cuda_getDevice():
+    if device != current_device():
         with torch.cuda.device(device):
             launch(name, direction, arguments, u, documents, cuts, last)
         return

@@ -118,6 +118,10 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def current_device() -> int:
+    return torch._C._cuda_getDevice()
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
