@@ -27,6 +27,7 @@ def host_tables(records: Sequence[Record]) -> list[Table]:
         [
             Column("operator", ("operator",), False),
             Column("arguments", ("arguments",), False),
+            Column("implementation", ("implementation",), False),
             *(Column(title, (f"{phase}_us", f"{phase}_spread_us")) for phase, title in PHASES.items()),
         ],
     )
@@ -34,7 +35,14 @@ def host_tables(records: Sequence[Record]) -> list[Table]:
         config, metrics = record["config"], record["metrics"]
         times = [(1e6 * metrics[f"{phase}_seconds"], 1e6 * metrics[f"{phase}_spread"]) for phase in PHASES]
         cells = [Cell(f"{median:.1f} ± {spread:.1f}", (median, spread)) for median, spread in times]
-        table.rows.append([word(_NAMES[config["operator"]]), word(config["arguments"]), *cells])
+        table.rows.append(
+            [
+                word(_NAMES[config["operator"]]),
+                word(config["arguments"]),
+                word(config.get("implementation", "packmamba")),
+                *cells,
+            ]
+        )
     calls = next(iter(arms.values()))["config"]["calls"]
     table.notes = [
         f"Wall time of {calls} calls in a row on a row of 64 tokens and 64 channels; median and interquartile range.",

@@ -13,8 +13,9 @@ Activations are bfloat16 on a GPU and float32 on a CPU, parameters float32. Of m
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from torch import Tensor
 
 from packmamba import SequenceLayout, ops, timing
 from packmamba.config import at_least, key
+from packmamba.ops.mamba_ssm import _peer as find_peer
 from packmamba.records import append_record, make_record, provenance
 
-LENGTH, CHANNELS, STATES = 64, 64, 16
+LENGTH = CHANNELS = 64  # so that channels first or last is one shape
+STATES = 16
 PHASES = ("forward", "recorded", "backward", "floor", "one_by_one")
 
 
@@ -37,9 +40,15 @@ class Arm:
     """scan or conv."""
     arguments: str = "all"
     """all that a Mamba block gives the operator, or as few as it takes."""
+    implementation: str = "packmamba"
 
 
-ARMS = {"conv": Arm("conv"), "conv-few": Arm("conv", "few"), "scan": Arm("scan"), "scan-few": Arm("scan", "few")}
+PEERS = {"conv": "causal-conv1d", "scan": "mamba-ssm"}
+OURS = {"conv": Arm("conv"), "conv-few": Arm("conv", "few"), "scan": Arm("scan"), "scan-few": Arm("scan", "few")}
+ARMS = OURS | {
+    f"{name}-{PEERS[arm.operator]}": replace(arm, implementation=PEERS[arm.operator]) for name, arm in OURS.items()
+}
+"""Ours, and the peers' functions where they are installed, without documents, which they do not know."""
 
 
 @dataclass
@@ -54,19 +63,20 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     """Appends one record for each arm: seconds of one call, medians and interquartile ranges, of each of ``PHASES``."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()
+    arms = {name: arm for name, arm in ARMS.items() if _is_here(arm, device)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(c.seed)
     try:
         turns = {
             f"{name} {phase}": (lambda turn, measure=measure: measure() / c.calls)
-            for name, arm in ARMS.items()
+            for name, arm in arms.items()
             for phase, measure in _phases(arm, c.calls, device).items()
         }
         times = timing.take_turns(turns, c.rounds, bar="host time" if progress else None)
     finally:
         torch.set_num_threads(threads)
-    for name, arm in ARMS.items():
+    for name, arm in arms.items():
         metrics: dict[str, float] = {}
         for phase in PHASES:
             found = times[f"{name} {phase}"]
@@ -82,6 +92,23 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             wall_seconds=sum(map(sum, times.values())),
         )
         append_record(records_path, record)
+
+
+def _is_here(arm: Arm, device: torch.device) -> bool:
+    """Whether an arm can run; a peer that is missing on a GPU is named."""
+    if arm in OURS.values():
+        return True
+    try:
+        return device.type == "cuda" and bool(_peer(arm.operator))
+    except ValueError as error:
+        print(f"left out: {arm.implementation} ({arm.arguments} arguments): {error}", file=sys.stderr)
+        return False
+
+
+def _peer(operator: str) -> Callable[..., Tensor]:
+    if operator == "conv":
+        return find_peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")
+    return find_peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
 
 
 class Floor(torch.autograd.Function):
@@ -144,17 +171,21 @@ def _operator(arm: Arm, device: torch.device) -> tuple[Callable[..., Tensor], di
     def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, dtype=dtype, device=device).requires_grad_()
 
-    layout = SequenceLayout.from_lengths([[LENGTH - 24, 24]], row_length=LENGTH).to(device)
+    ours = arm.implementation == "packmamba"
+    wide = torch.float32 if ours else dtype  # the peer's convolution takes a weight of the activations' dtype
     x, delta, z = (draw(1, LENGTH, CHANNELS, dtype=dtype) for _ in range(3))
-    B, C = (draw(1, LENGTH, STATES, dtype=dtype) for _ in range(2))
-    A = (-torch.rand(CHANNELS, STATES, device=device)).requires_grad_()
-    operator: Callable[..., Tensor]
     few: dict[str, Any]
     more: dict[str, Any]
     if arm.operator == "conv":
-        operator, few = ops.conv1d_pack, {"x": x, "weight": draw(CHANNELS, 4)}
-        more = {"bias": draw(CHANNELS), "activation": "silu"}
+        few = {"x": x, "weight": draw(CHANNELS, 4, dtype=wide)}
+        more = {"bias": draw(CHANNELS, dtype=wide), "activation": "silu"}
     else:
-        operator, few = ops.ssm_pack, {"u": x, "delta": delta, "A": A, "B": B, "C": C}
+        B, C = (draw(1, *((LENGTH, STATES) if ours else (STATES, LENGTH)), dtype=dtype) for _ in range(2))
+        A = (-torch.rand(CHANNELS, STATES, device=device)).requires_grad_()
+        few = {"u": x, "delta": delta, "A": A, "B": B, "C": C}
         more = {"D": draw(CHANNELS), "z": z, "delta_bias": draw(CHANNELS), "delta_softplus": True}
-    return operator, few if arm.arguments == "few" else {**few, **more, "layout": layout}
+    if not ours:
+        return _peer(arm.operator), few if arm.arguments == "few" else few | more
+    layout = SequenceLayout.from_lengths([[LENGTH - 24, 24]], row_length=LENGTH).to(device)
+    operator = ops.conv1d_pack if arm.operator == "conv" else ops.ssm_pack
+    return operator, few if arm.arguments == "few" else few | more | {"layout": layout}
