@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from packmamba import MambaLM
-from packmamba.evaluation.answers import Accuracy, answer, choose
+from packmamba.evaluation.answers import Accuracy, answer, choose, items
 from packmamba.evaluation.perplexity import (
     bits_per_byte,
     by_position,
@@ -106,8 +106,8 @@ def test_answers_are_those_of_examples_alone(model, name):
                 ]
                 assert said.choice == int(np.argmax(values))
                 assert said.by_bytes == int(np.argmax(np.array(values) / [len(c) for c in example.choices]))
-    metric.update(some[:5], examples[:5])
-    metric.update(some[5:], examples[5:])
+    metric.update(items(some[:5], examples[:5]))
+    metric.update(items(some[5:], examples[5:]))
     result = metric.compute()
     right = np.concatenate([said.right for said in some])
     assert result["accuracy"] == pytest.approx(right.mean()) and result["answers"] == len(right)
@@ -134,7 +134,7 @@ def test_an_untrained_model_is_at_chance_or_below(name):
         torch.manual_seed(seed)
         lm = MambaLM(vocab_size=task.vocab_size, d_model=16, n_layer=1)
         metric = Accuracy()
-        metric.update(answer(lm, examples, max_slots=4096), examples)
+        metric.update(items(answer(lm, examples, max_slots=4096), examples))
         result = metric.compute()
         accuracies.append(result["choice_accuracy" if task.num_examples else "accuracy"])
     count = 4 * len(examples)

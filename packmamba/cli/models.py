@@ -91,15 +91,19 @@ def _harness_tasks(names: list[str], config: EvalConfig, ours: list[str]) -> set
 
 
 def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
-    from packmamba.evaluation.evaluate import Asked, evaluate
+    from packmamba.evaluation.asked import Asked
+    from packmamba.evaluation.evaluate import evaluate
 
     asked = Asked(
-        config.data, subject.tokenizer, config.examples, config.seed, max_slots, dict(config.options.get(name, {}))
-    )
+        config.data, subject.tokenizer, config.examples, config.seed, max_slots, dict(config.options.get(name, {})),
+        trainer=subject.config.trainer,
+    )  # fmt: skip
     data = asdict(config.data)
     del data["cache_dir"]
     settings = {"name": name, "examples": config.examples, "seed": config.seed, "options": asked.options,
                 "max_slots": max_slots, "dtype": config.dtype, "data": data}  # fmt: skip
+    if asked.boundary().as_trained:
+        settings["boundary"] = {subject.config.trainer.boundary: subject.config.trainer.boundary_options}
 
     def run() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
         result = evaluate(name, subject.model, asked)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric
 
-from packmamba.evaluation.passes import log_probabilities, read
+from packmamba.evaluation.passes import Reader, log_probabilities, read
 from packmamba.evaluation.scoring import score
 from packmamba.evaluation.tasks import Example
 from packmamba.nn import MambaLM
@@ -39,13 +40,16 @@ class Answer:
     by_bytes: int | None = None
 
 
-def answer(model: MambaLM, examples: Sequence[Example], max_slots: int = 16384) -> list[Answer]:
+def answer(
+    model: MambaLM, examples: Sequence[Example], max_slots: int = 16384, reader: Reader | None = None
+) -> list[Answer]:
     """A model's answers, each document from a fresh state; order and company of the examples change no bit.
 
     Args:
         model: its vocabulary holds the task's ids.
         examples: of a task.
         max_slots: slots of a pass, which bound the memory; longer examples go piece by piece.
+        reader: how the examples' tokens are read instead; choices are left out.
 
     Raises:
         ValueError: an id outside of the model's vocabulary.
@@ -66,9 +70,9 @@ def answer(model: MambaLM, examples: Sequence[Example], max_slots: int = 16384) 
         largest = int(max(example.tokens.max(), example.targets.max()))
         if largest >= vocab_size:
             raise ValueError(f"examples[{i}]: expected ids below the model's vocab_size {vocab_size}, got {largest}")
-    for _ in read(model, [example.tokens for example in examples], max_slots, see):
+    for _ in reader(see) if reader else read(model, [example.tokens for example in examples], max_slots, see):
         _settle(model, asked, said, nats)
-    chosen = choose(model, examples, max_slots)
+    chosen = [(None, None)] * len(examples) if reader else choose(model, examples, max_slots)
     return [
         Answer(
             np.array(said[i], dtype=np.int64), np.array(said[i]) == example.targets[example.mask], np.array(nats[i]),
@@ -109,11 +113,22 @@ def _settle(
     asked.clear()
 
 
+def items(answers: Sequence[Answer], examples: Sequence[Example]) -> list[dict[str, Any]]:
+    """What is kept of each example: plain numbers, from which ``Accuracy`` makes its own."""
+    return [
+        {"length": said.length, "load": said.load, "answers": len(said.right), "right": int(said.right.sum()),
+         "nats": float(said.nats.sum())}
+        | ({} if said.choice is None else {"choice": said.choice, "by_bytes": said.by_bytes, "answer": example.answer})
+        for said, example in zip(answers, examples)
+    ]  # fmt: skip
+
+
 class Accuracy(Metric):
     """Share of right answers and their loss, together and by doubling length and load: [1, 2), [2, 4), ...
 
-    Update with ``Answer`` objects. Sums over ranks. ``compute`` gives ``accuracy``, ``nats``, ``answers``, ``choice_accuracy``
-    and ``choice_accuracy_by_bytes`` (NaN without choices), and the tables ``by_length`` and ``by_load``.
+    Update with ``items``. Sums over ranks. ``compute`` gives ``accuracy``, ``nats``, ``answers``; of multiple choice
+    ``choice_accuracy``, ``choice_accuracy_by_bytes``, and ``bits_per_byte`` of the right choice, whose ids are bytes (else these
+    are NaN); and the tables ``by_length`` and ``by_load``.
     """
 
     full_state_update = False
@@ -127,13 +142,13 @@ class Accuracy(Metric):
         self.add_state("sums", torch.zeros(2, self.BUCKETS, 3, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("choices", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, answers: Sequence[Answer], examples: Sequence[Example]) -> None:
-        for said, example in zip(answers, examples):
-            values = torch.tensor([len(said.right), said.right.sum(), said.nats.sum()], dtype=torch.float64)
-            for axis, size in enumerate((said.length, said.load)):
+    def update(self, items: Iterable[Mapping[str, Any]]) -> None:
+        for item in items:
+            values = torch.tensor([item["answers"], item["right"], item["nats"]], dtype=torch.float64)
+            for axis, size in enumerate((item["length"], item["load"])):
                 self.sums[axis, min(size.bit_length() - 1, self.BUCKETS - 1)] += values.to(self.sums.device)
-            if example.answer is not None:
-                right = [1.0, said.choice == example.answer, said.by_bytes == example.answer]
+            if "choice" in item:
+                right = [1.0, item["choice"] == item["answer"], item["by_bytes"] == item["answer"]]
                 self.choices += torch.tensor(right, dtype=torch.float64, device=self.choices.device)
 
     def compute(self) -> dict[str, Any]:
@@ -145,6 +160,7 @@ class Accuracy(Metric):
             "answers": count,
             "choice_accuracy": chosen[0] / examples if examples else float("nan"),
             "choice_accuracy_by_bytes": chosen[1] / examples if examples else float("nan"),
+            "bits_per_byte": nats / count / math.log(2) if examples and count else float("nan"),
             "by_length": self._table(0),
             "by_load": self._table(1),
         }

@@ -22,6 +22,10 @@ States = list[tuple[Tensor, ...]]
 """For each layer the tensors that documents start from or end with, indexed by document."""
 Start = tuple[States, int]
 """The states of some documents, and which of them is meant."""
+See = Callable[[int, int, Tensor], None]
+"""Given a document's number, the place of a piece's first token in it, and the piece's activations (n, d_model)."""
+Reader = Callable[[See], Iterator[int]]
+"""Reads some documents of its own; before it yields the tokens of a pass, ``See`` got the pieces in it."""
 
 KEPT_SLOTS = 64
 """A pass keeps the final states of one document for so many of its slots: a state is as large as some tens of tokens."""
@@ -83,7 +87,7 @@ def read(
     model: MambaLM,
     documents: Sequence[Any],
     max_slots: int,
-    see: Callable[[int, int, Tensor], None],
+    see: See,
     finals: dict[int, Start] | None = None,
 ) -> Iterator[int]:
     """Reads documents from fresh states, those longer than a pass piece by piece; yields the tokens of each pass.

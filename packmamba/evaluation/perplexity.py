@@ -15,27 +15,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from packmamba.evaluation.passes import log_probabilities, read
+from packmamba.evaluation.passes import Reader, log_probabilities, read
 from packmamba.nn import MambaLM
 
 Losses = list[NDArray[np.float64]]
 
 
-def token_losses(model: MambaLM, documents: Sequence[Any], max_slots: int = 16384) -> Losses:
+def token_losses(
+    model: MambaLM, documents: Sequence[Any], max_slots: int = 16384, reader: Reader | None = None
+) -> Losses:
     """Of each document of n tokens the (n - 1,) losses of tokens 1 to n - 1, each given all before it.
 
     Args:
         model: on any device, in any dtype.
         documents: token ids; one of a single token has no losses.
         max_slots: slots of a pass, which bound the memory.
+        reader: how these documents are read instead of each from a fresh state.
     """
     parts: list[list[NDArray[np.float64]]] = [[] for _ in documents]
     made: list[tuple[int, Tensor, Sequence[int]]] = []
 
     def see(i: int, first: int, hidden: Tensor) -> None:
-        made.append((i, hidden, documents[i][first + 1 : first + 1 + len(hidden)]))
+        targets = documents[i][first + 1 : first + 1 + len(hidden)]
+        made.append((i, hidden[: len(targets)], targets))
 
-    for _ in read(model, [document[:-1] for document in documents], max_slots, see):
+    for _ in reader(see) if reader else read(model, [document[:-1] for document in documents], max_slots, see):
         hidden = torch.cat([part for _, part, _ in made])
         targets = torch.tensor([int(token) for _, _, some in made for token in some], device=hidden.device)
         losses = torch.cat(

@@ -18,8 +18,15 @@ TITLES = {
     "choice_accuracy_by_bytes": "right choices, by bytes",
     "loss": "loss",
     "bits_per_byte": "bits per byte",
+    "accuracy_as_trained": "accuracy as trained",
+    "nats_as_trained": "nats an answer as trained",
+    "loss_as_trained": "loss as trained",
+    "accuracy_intruding": "accuracy, intruding reads",
+    "accuracy_intruding_as_trained": "accuracy as trained, intruding reads",
+    "best_intruding_as_trained": "best possible as trained, intruding reads",
+    "best_as_trained": "best possible as trained",
 }
-COUNTS = ("answers", "examples", "documents", "targets")
+COUNTS = ("answers", "examples", "documents", "targets", "reads_intruding")
 MAIN = ("choice_accuracy", "accuracy", "loss")
 """An evaluation's main number: the first of these that it has, else its first."""
 
@@ -103,8 +110,8 @@ def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
             ]
         )
     table.notes = [
-        "Every arm's model answers the same questions, each document from zero state. Differences are paired over seeds, with "
-        "95 % intervals by Student's t."
+        "Every arm's model answers the same questions, each document from zero state; as trained, in its run's rows with its "
+        "boundary scheme. Differences are paired over seeds, with 95 % intervals by Student's t."
     ]
     if lacking:
         table.notes.append(

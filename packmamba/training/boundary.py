@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from packmamba.data.batching import PackedBatch
 from packmamba.layout import SequenceLayout
@@ -41,6 +42,19 @@ class Boundary:
 
     def keep(self, batch: PackedBatch, states: list[State]) -> None:
         """Takes the states that the batch's documents leave, as ``start`` has them."""
+
+    def hidden(self, model: MambaLM, batch: PackedBatch) -> Tensor:
+        """The activations of a batch (B, L, d_model) that the head makes logits from, read with this scheme."""
+        conv_layout, ssm_layout = self.layouts(batch.layout)
+        found = model(
+            batch.tokens, layout=batch.layout, conv_layout=conv_layout, ssm_layout=ssm_layout,
+            states=self.start(model, batch), return_states=self.keeps, return_hidden=True,
+        )  # fmt: skip
+        if not self.keeps:
+            return found
+        hidden, states = found
+        self.keep(batch, states)
+        return hidden
 
     def reset(self) -> None:
         """Forgets all batches, before an evaluation."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from packmamba.config import Config
-from packmamba.evaluation.evaluate import Asked, check_evaluation, evaluate, slots
+from packmamba.evaluation.asked import Asked
+from packmamba.evaluation.evaluate import check_evaluation, evaluate, slots
 from packmamba.evaluation.subject import load_subject
 from packmamba.records import write_items
 
@@ -27,8 +28,8 @@ def check_evaluations(config: Config, vocab_size: int | None = None) -> None:
 def run_evaluations(config: Config, folder: Path, device: torch.device, progress: bool) -> dict[str, float | None]:
     """The numbers of all evaluations, ``<evaluation>.<metric>``; null where one is not finite.
 
-    The model is the one in the run's folder, so ``eval`` of that folder gives the same. Each document starts from a fresh
-    state, whatever the arm trains with. Answers go to evaluation/items/<evaluation>.jsonl in the folder.
+    The model is the one in the run's folder, so ``eval`` of that folder gives the same: each document from a fresh state, and
+    where the arm trains otherwise, also as trained. Answers go to evaluation/items/<evaluation>.jsonl in the folder.
     """
     if not config.evaluations:
         return {}
@@ -53,4 +54,5 @@ def _asked(config: Config, name: str) -> Asked:
         examples=config.evaluation_examples,
         options=config.evaluation_options.get(name, {}),
         key="evaluation_options",
+        trainer=config.trainer,
     )

@@ -85,14 +85,7 @@ class MambaLitModule(lightning.LightningModule):
     def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target."""
         layout = batch.layout
-        conv_layout, ssm_layout = boundary.layouts(layout)
-        hidden = self.model(
-            batch.tokens, layout=layout, conv_layout=conv_layout, ssm_layout=ssm_layout,
-            states=boundary.start(self.model, batch), return_states=boundary.keeps, return_hidden=True,
-        )  # fmt: skip
-        if boundary.keeps:
-            hidden, states = hidden
-            boundary.keep(batch, states)
+        hidden = boundary.hidden(self.model, batch)
         slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
         weight = self.model.lm_head.weight
         return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled)

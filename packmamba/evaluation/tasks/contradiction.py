@@ -5,6 +5,8 @@ Ours. A model whose state leaks from the document before says that one's values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -81,3 +83,39 @@ class Contradiction:
         left = np.array([before.get(int(example.tokens[place]), -1) for place in places], dtype=np.int64)
         own = example.targets[places] != self.NONE
         return np.where(own, OWN, np.where(left >= 0, INTRUDING, UNWRITTEN)), left
+
+    def best(self, row: Sequence[Example]) -> list[NDArray[np.int64]]:
+        """The answers to each example's reads that the best reader gives who reads these examples as one, from the first, and is
+        not told where the next begins: what a model can reach whose state leaks.
+
+        It knows how examples are drawn, and weighs by Bayes' rule at which event the current one may have begun: an answer that
+        contradicts what was written is a sign of a new document. It does not know in which order examples were packed.
+        """
+        low, high = self.events
+        lengths = np.arange(high + 1)
+        ends = np.where(lengths >= low, 1 / np.maximum(high - lengths + 1, 1), 0.0)  # at length n, if it is that long
+        written: dict[int, tuple[int, int]] = {}  # key -> the event that wrote it last, and what
+        weights = {0: 1.0}  # event -> how likely the current document began there
+        said: list[list[int]] = [[] for _ in row]
+        events = [(i, event) for i, example in enumerate(row) for event in self._events(example)]
+        for now, (i, (kind, key, value)) in enumerate(events):
+            goes_on = {start: (1 - ends[now - start + 1]) for start in weights}
+            if kind == self.READ:
+                of_kind = {start: goes_on[start] * self.read_fraction + 1 - goes_on[start] for start in weights}
+                place, held = written.get(key, (-1, self.NONE))
+                before = sum(weights[s] * of_kind[s] for s in weights if s <= place)
+                after = sum(weights[s] * of_kind[s] for s in weights if s > place)
+                said[i].append(held if before > after else self.NONE)
+                weights = {s: w for s, w in weights.items() if (s <= place) == (value != self.NONE)}
+                began = sum(w * (1 - goes_on[s]) for s, w in weights.items())
+                weights = {s: w * goes_on[s] * self.read_fraction for s, w in weights.items()} | {now + 1: began}
+            else:
+                written[key] = (now, value)
+                weights = {s: w * goes_on[s] * (1 - self.read_fraction) for s, w in weights.items()}
+            total = sum(weights.values())
+            weights = {s: w / total for s, w in weights.items() if w}
+        return [np.array(some, dtype=np.int64) for some in said]
+
+    def _events(self, example: Example) -> list[list[int]]:
+        """Kind, key, and value or answer; an example's tokens lack nothing."""
+        return example.tokens.reshape(-1, 3).tolist()
