@@ -158,6 +158,14 @@ def doctor(arguments: argparse.Namespace) -> None:
     print("\n".join(diagnose()))
 
 
+def corpus(arguments: argparse.Namespace) -> None:
+    """Make a corpus from the Python packages of this machine, or check one against its manifest."""
+    from packmamba.cli.corpus import make_corpus
+
+    output, text = make_corpus(arguments.overrides)
+    print(f"\n{text}\nManifest and card: {output}")
+
+
 def eval(arguments: argparse.Namespace) -> None:
     """Ask a trained model: loss on text, tasks with a right answer, lm-evaluation-harness. The same command again resumes it."""
     from packmamba.cli.models import evaluate_model
@@ -182,7 +190,8 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 COMMANDS = {
-    f.__name__: f for f in (demo, train, sweep, eval, generate, export, bench, report, reproduce, kernels, doctor)
+    f.__name__: f
+    for f in (demo, train, sweep, corpus, eval, generate, export, bench, report, reproduce, kernels, doctor)
 }
 
 
@@ -232,7 +241,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
             command.add_argument("prompt", help="the text to continue")
         if name == "export":
             command.add_argument("folder", help="a new folder")
-        if name in ("demo", "train", "sweep", "bench", "reproduce", "eval", "generate"):
+        if name in ("demo", "train", "sweep", "corpus", "bench", "reproduce", "eval", "generate"):
             text = "settings, such as data.strategy=best_fit"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
         if name == "report":

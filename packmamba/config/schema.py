@@ -37,6 +37,12 @@ class DataConfig:
     path: Optional[str] = key(
         None, "A folder whose every visible file is a document (text), or a JSON-lines file or folder of them (jsonl)."
     )
+    unit: Optional[str] = key(
+        None,
+        "What a document of source packages is: files, functions, or mixture (half of the files whole, of the others the "
+        "functions); null: files.",
+        one_of("files", "functions", "mixture"),
+    )
     text_key: str = key("text", "The field of a JSON line that holds the document (jsonl).")
     bad_lines: str = key(
         "error",
@@ -110,6 +116,8 @@ class DataConfig:
         strategy = chosen(self, "strategy")
         if self.streams > 1 and not strategy.splits_documents:
             yield f"data.streams: only strategy split has streams, got {self.streams} with '{self.strategy}'"
+        if self.unit is not None and self.source != "packages":
+            yield f"data.unit: only data.source=packages has units, got '{self.unit}' with '{self.source}'"
         if self.row_length is None and strategy.needs_row_length:
             yield f"data.row_length: strategy '{self.strategy}' needs one, got null"
 

@@ -1,7 +1,8 @@
 """Tokens on disk: a corpus is prepared once under a hash of all that decides its tokens, and memory-mapped after.
 
 A corpus's folder holds ``meta.json`` and for each split, little-endian and without headers: ``<split>.tokens`` (uint16
-or uint32), ``<split>.offsets`` (int64) and ``<split>.lengths`` (int32). It appears by one rename, so it is whole or not
+or uint32), ``<split>.offsets`` (int64) and ``<split>.lengths`` (int32); where documents have their own targets or groups also
+``<split>.targets`` and ``<split>.groups`` (int32). It appears by one rename, so it is whole or not
 there.
 """
 
@@ -26,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources import Document, Source, open_source
+from packmamba.data.sources import Document, Member, Source, open_source
 from packmamba.data.tokenization import TokenIds, Tokenizer, load_tokenizer, token_dtype
 
 FORMAT = 1  # part of every key: raise it when the same keys and files shall give other tokens or another folder
@@ -52,6 +53,9 @@ class Corpus:
     """(n,) int32, tokens of each document; at least one."""
     targets: np.ndarray | None
     """(T,) int32, what is to be said after each token, -1 for nothing; None: the token that follows, but at documents' ends."""
+    groups: np.ndarray | None
+    """(n,) int32, what each document belongs to, by its place in ``group_names``; None: documents have no groups."""
+    group_names: list[str]
     corpus_hash: str
     """Of the tokens and lengths of both splits."""
 
@@ -70,6 +74,8 @@ class Corpus:
         self.lengths = self._map("lengths", np.dtype("<i4"), self.num_documents)
         answers = meta["splits"][split].get("answers")
         self.targets = None if answers is None else self._map("targets", np.dtype("<i4"), self.num_tokens)
+        self.group_names = meta["splits"][split].get("groups", [])
+        self.groups = self._map("groups", np.dtype("<i4"), self.num_documents) if self.group_names else None
         self._plain_tokens = self.tokens.view(np.ndarray)  # slicing a memmap object costs several times as much
 
     def _map(self, name: str, dtype: np.dtype, size: int) -> np.ndarray:
@@ -88,6 +94,10 @@ class Corpus:
     def answers(self, index: int) -> np.ndarray | None:
         """Targets of a document where the corpus has targets of its own, (lengths[index],); else None."""
         return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
+
+    def group(self, index: int) -> str | None:
+        """What a document belongs to."""
+        return None if self.groups is None else self.group_names[self.groups[index]]
 
     def __len__(self) -> int:
         return self.num_documents
@@ -190,7 +200,9 @@ def _prepare(
                 skipped["empty_documents"] += sum(not len(tokens) for tokens in encoded)
                 found = [(document, ids) for document, ids in zip(batch, encoded, strict=True) if len(ids)]
                 for writer, held_out in ((train, False), (validation, True)):
-                    writer.write([(ids, document.targets) for document, ids in found if document.held_out == held_out])
+                    some = [(ids, document) for document, ids in found if document.held_out == held_out]
+                    writer.write([(ids, document.targets) for ids, document in some])
+                    writer.write_groups([document.group for _, document in some if isinstance(document, Member)])
         _check_split(train.num_documents, validation.num_documents, data)
         header = [tokenizer.vocab_size, tokenizer.begin_id, tokenizer.end_id, *train.digests(), *validation.digests()]
         meta = {
@@ -251,6 +263,9 @@ class _Writer:
         self._targets: Any = None  # a file, if documents have targets of their own
         self._targets_path = folder / f"{split}.targets"
         self.num_answers = 0
+        self._groups: dict[str, int] = {}
+        self._groups_path = folder / f"{split}.groups"
+        self._groups_file: Any = None
 
     def write(self, pairs: list[tuple[np.ndarray, Any]]) -> None:
         """Tokens of each document, and its own targets or None."""
@@ -282,9 +297,21 @@ class _Writer:
         self._hashes[-1].update(array.data)
         self.num_answers += int((array >= 0).sum())
 
-    def counts(self) -> dict[str, int]:
+    def write_groups(self, groups: list[str]) -> None:
+        """What each of the documents that were just written belongs to."""
+        if not groups:
+            return
+        if self._groups_file is None:
+            self._groups_file = open(self._groups_path, "wb")
+            self._files.append(self._groups_file)
+        numbers = [self._groups.setdefault(group, len(self._groups)) for group in groups]
+        self._groups_file.write(np.array(numbers, "<i4").data)
+
+    def counts(self) -> dict[str, Any]:
         """What meta.json says of the split."""
-        found = {"documents": self.num_documents, "tokens": self.num_tokens}
+        found: dict[str, Any] = {"documents": self.num_documents, "tokens": self.num_tokens}
+        if self._groups:
+            found["groups"] = list(self._groups)
         return found if self._targets is None else found | {"answers": self.num_answers}
 
     def digests(self) -> list[str]:

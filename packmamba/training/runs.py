@@ -29,6 +29,7 @@ PLACES = ("runs_dir", "output", "data.cache_dir")
 LATER_KEYS: dict[str, Any] = {
     "data.task": None,
     "data.task_options": {},
+    "data.unit": None,
     "trainer.cuda_graphs": False,
     "model.mixer": "mamba1",
     "model.mixer_options": {},

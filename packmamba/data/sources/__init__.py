@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 from packmamba.config import DataConfig, check
 from packmamba.data.sources.jsonl import open_jsonl
+from packmamba.data.sources.packages import open_packages
 from packmamba.data.sources.source import (
     Document,
+    Member,
     Source,
     held_out_files,
     list_files,
@@ -28,6 +30,7 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "stdlib": open_stdlib,
     "text": open_text,
     "jsonl": open_jsonl,
+    "packages": open_packages,
     "synthetic": open_synthetic,
     "task": open_task,
 }
@@ -36,6 +39,7 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
 __all__ = [
     "SOURCES",
     "Document",
+    "Member",
     "Source",
     "held_out_files",
     "list_files",

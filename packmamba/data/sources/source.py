@@ -23,6 +23,18 @@ class Document(NamedTuple):
     of a source have them, or none."""
 
 
+class Member(Document):
+    """A document of a group, such as a package: the corpus keeps it. All documents of a source are members, or none."""
+
+    group: str
+
+    @classmethod
+    def of(cls, group: str, held_out: bool, content: Any) -> Member:
+        made = cls(held_out, content)
+        made.group = group
+        return made
+
+
 @dataclass(frozen=True)
 class Source:
     """A stream of documents, checked and ready to be read as often as one likes."""

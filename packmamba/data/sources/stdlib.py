@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import io
 import platform
 import sysconfig
-import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packmamba.config import ConfigError, DataConfig
+from packmamba.data.python_files import functions_of
 from packmamba.data.sources.source import Document, Source, held_out_files, list_files, reads_no_path, stat_files
 
 # Tests are not typical functions, lib2to3's hold broken files, and installed packages are not the standard library.
@@ -34,26 +32,11 @@ def open_stdlib(data: DataConfig) -> Source:
     def read(advance: Callable[[int], object], skipped: Counter[str]) -> Iterator[Document]:
         for name in files:
             code = (root / name).read_bytes()
-            try:
-                encoding, _ = tokenize.detect_encoding(io.BytesIO(code).readline)
-                tree = ast.parse(code)
-            except (SyntaxError, ValueError):
+            functions = functions_of(code)
+            if functions is None:
                 skipped["unparsable_files"] += 1
-            else:
-                lines = code.splitlines(keepends=True)  # of bytes: splits where the parser counts lines, not at \f
-                for function in _functions(tree):
-                    start = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
-                    text = b"".join(lines[start - 1 : function.end_lineno]).decode(encoding)
-                    yield Document(name in held_out, text)
+            for text in functions or ():
+                yield Document(name in held_out, text)
             advance(len(code))
 
     return Source([platform.python_version(), str(root), fingerprint], total, "B", read)
-
-
-def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
-        for child in getattr(node, block, ()):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield child
-            else:
-                yield from _functions(child)
