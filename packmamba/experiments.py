@@ -161,30 +161,34 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
                 f"experiment '{question}' has no bench '{name or question}'{suggest(name, _benches(folder))}"
             )
     loaded = read_yaml(path)
-    for override in overrides or []:
-        merged = OmegaConf.merge(loaded, _selected(loaded, parse_override(override)))
-        assert isinstance(merged, DictConfig)
-        loaded = merged
     if "bench" not in loaded:
         check_command("bench", path, loaded)
         raise ConfigError(f"{path}: bench: expected <experiment>/<bench>, got none")
-    folder, name = _named(path, str(loaded.pop("bench", "")))
+    layers = [(loaded, str(path))]
+    for override in overrides or []:
+        layers.append((_selected(loaded, parse_override(override)), f"'{override}'"))
+    folder, name = _named(path, str(_taken(layers, "bench")))
     benches = _benches(folder)
     if name not in benches:
         raise ConfigError(f"{path}: bench: expected one of {', '.join(benches)}, got '{name}'")
     bench = benches[name]
-    output = loaded.pop("output", None) or RUNS / name
+    output = _taken(layers, "output") or RUNS / name
     if not isinstance(output, (str, Path)):
         raise ConfigError(f"output: expected a folder, got {output}")
-    names = {key.name for key in dataclasses.fields(bench.config)}
-    if not isinstance(plugins := loaded.get("plugins") or [], (list, ListConfig)):
+    plugins = _taken(layers, "plugins") or []
+    if not isinstance(plugins, (list, ListConfig)):
         raise ConfigError(f"plugins: expected a list, such as [a,b], got {plugins!r}")
     import_plugins(plugins)
-    if "plugins" not in names:
-        loaded.pop("plugins", None)
-    own = {"experiment": folder.name} if "experiment" in names else {}
-    config: Any = resolve(bench.config, [(OmegaConf.create(own), ""), (loaded, str(path))])
+    own = {"experiment": folder.name, "plugins": plugins}
+    names = {key.name for key in dataclasses.fields(bench.config)}
+    given = OmegaConf.create({key: value for key, value in own.items() if key in names})
+    config: Any = resolve(bench.config, [(given, ""), *layers])
     return LoadedBench(folder.name, name, bench.run, config, Path(output))
+
+
+def _taken(layers: list[tuple[DictConfig, str]], key: str) -> Any:
+    """What the last layer that has the key says of it; the key is gone from all."""
+    return ([layer.pop(key) for layer, _ in layers if key in layer] or [None])[-1]
 
 
 def _selected(loaded: DictConfig, override: DictConfig) -> DictConfig:

@@ -84,8 +84,8 @@ def test_a_copied_file_finds_its_bench(tmp_path):
         ("nothing", [], "^unknown experiment 'nothing'; known: operators, packing, schemes, scoring, speedup$"),
         ("speedup/multigpu", [], "^experiment 'speedup' has no bench 'multigpu'; did you mean 'multi_gpu'[?]$"),
         ("schemes", [], "^.*schemes.yaml is for another command: python run.py sweep .*schemes.yaml$"),
-        ("packing", ["seed=1"], "^unknown key 'seed' in .*packing.yaml; did you mean 'seeds'[?]$"),
-        ("packing", ["rounds=few"], "^rounds in .*packing.yaml: "),
+        ("packing", ["seed=1"], "^unknown key 'seed' in 'seed=1'; did you mean 'seeds'[?]$"),
+        ("packing", ["rounds=few"], "^rounds in 'rounds=few': "),
     ],
 )
 def test_what_is_not_there_is_one_sentence(what, overrides, message):

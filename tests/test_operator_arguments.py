@@ -81,6 +81,7 @@ REFUSALS = [
     ("ssm_pack", "z", off_stride, ValueError, "unit stride", "stride 7;"),
     ("ssm_pack", "delta_bias", lambda b: b[:2], ValueError, r"shape \(5,\)", r"\(2,\)"),
     ("ssm_pack", "delta_bias", torch.Tensor.half, TypeError, "float32 beside float32 u", "float16"),
+    ("ssm_pack", "delta_softplus", lambda _: "yes", TypeError, "True or False", "'yes'"),
     ("ssm_pack", "initial_state", lambda h: h[0], ValueError, r"shape \(4, 5, 4\)", r"\(5, 4\)"),
     ("ssm_pack", "initial_state", lambda h: h[:2], ValueError, r"shape \(4, 5, 4\)", r"\(2, 5, 4\)"),
     ("ssm_pack", "initial_state", torch.Tensor.bfloat16, TypeError, "float32 beside float32 u", "bfloat16"),
