@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from packmamba import ops as ops
+    from packmamba.isolation import leakcheck as leakcheck
     from packmamba.layout import SequenceLayout as SequenceLayout
     from packmamba.nn import MambaLM as MambaLM
     from packmamba.nn import PackedMamba as PackedMamba
 
 __version__ = "0.1.0"
-__all__ = ["MambaLM", "PackedMamba", "SequenceLayout", "ops"]
+__all__ = ["MambaLM", "PackedMamba", "SequenceLayout", "leakcheck", "ops"]
 
-_HOMES = {"SequenceLayout": "packmamba.layout", "MambaLM": "packmamba.nn", "PackedMamba": "packmamba.nn"}
+_HOMES = {
+    "SequenceLayout": "packmamba.layout",
+    "MambaLM": "packmamba.nn",
+    "PackedMamba": "packmamba.nn",
+    "leakcheck": "packmamba.isolation",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,10 @@ KEPT_APART = {
 }
 WITHOUT_TORCH = {"errors", "config", "records", "report", "experiments"}
 TORCH = {"torch", "lightning", "torchmetrics"}
-LAZY = {"SequenceLayout": "packmamba.layout", "PackedMamba": "packmamba.nn", "MambaLM": "packmamba.nn"}
+LAZY = {
+    "SequenceLayout": "packmamba.layout", "PackedMamba": "packmamba.nn", "MambaLM": "packmamba.nn",
+    "leakcheck": "packmamba.isolation",
+}  # fmt: skip
 
 SOURCES = sorted((ROOT / "packmamba").rglob("*.py"))
 PYTHON = sorted(

@@ -1,0 +1,81 @@
+"""Does anything cross a document boundary? Asked of any causal language model, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from packmamba.isolation.check import check, padding_is_harmless
+from packmamba.isolation.probes import WithoutDropout, undisturbed
+from packmamba.isolation.verdict import LeakCheck, Mode
+from packmamba.isolation.ways import subject_of
+
+__all__ = ["LeakCheck", "Mode", "leakcheck"]
+
+ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65))
+"""Lengths of documents: awkward ones, and some that end where kernels cut their chunks. The sums are primes, which no other
+axis of a model is as long as."""
+
+
+def leakcheck(
+    model_or_callable: Any,
+    boundaries: str = "position_ids",
+    vocab_size: int | None = None,
+    lengths: Sequence[int] | None = None,
+) -> LeakCheck:
+    """Changes documents of a packed row and looks at the others, bit by bit, forward and backward, in both modes.
+
+    Forward: a document's last token is changed, another's first token, and for each document everything but it. Backward: a
+    document's loss is differentiated by what all tokens are embedded to. Then each document is computed alone. Random states,
+    modes, buffers, gradients and weights are left as they were; each call draws the same random numbers.
+
+    Args:
+        model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument (called with
+            ``use_cache=False``); or a MambaLM (by its layout); or a callable (tokens (1, L) int64, lengths) -> logits (1, L, V).
+        boundaries: how the model is told where documents start: position_ids, seq_idx, cu_seq_lens_q (with the arguments that
+            go with it), several joined by +; or attention_mask: documents in rows of their own, padded on either side.
+        vocab_size: ids are below it; None: the model's, of a callable 32.
+        lengths: of the documents, at least two; None: awkward ones.
+
+    Raises:
+        TypeError, ValueError: what is checked is no such model, its logits are not finite, or no token moves them.
+        Exception: the model's own, where it fails without boundaries too.
+    """
+    subject = subject_of(model_or_callable, boundaries, vocab_size)
+    if lengths is not None and (len(lengths) < 2 or min(lengths) < 1):
+        raise ValueError(f"lengths: expected at least two documents of at least one token, got {list(lengths)}")
+    rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= subject.longest]
+    if not rows:
+        raise ValueError(f"lengths: the model takes {subject.longest} positions; name documents that fit")
+    result = LeakCheck(subject.boundaries, {})
+
+    def checked(name: str, rows: Sequence[Sequence[int]], alone: bool) -> Mode:
+        mode = Mode(name)
+        for row in rows:
+            for way in subject.ways:
+                check(subject, way, row, mode, alone)
+        return mode
+
+    with undisturbed(subject.modules):
+        for module in subject.modules:
+            module.eval()
+        first = checked("evaluation mode" if subject.modules else "as it is", rows, True)
+        result.modes["evaluation" if subject.modules else "as it is"] = first
+        if first.raises is not None or not subject.modules:
+            return result
+        result.padding = {way.name: padding_is_harmless(subject, way, rows[0]) for way in subject.padded}
+        for module in subject.modules:
+            module.train()
+        mode = checked("training mode", rows[:1], False)
+        if mode.leaks and not first.leaks:
+            with WithoutDropout(), torch.compiler.set_stance("force_eager"):
+                other = checked("training mode", rows[:1], False)
+            if not other.leaks:
+                other.notes.append(
+                    "Checked without dropout: with it, other documents decide which random numbers are drawn."
+                )
+                mode = other
+        result.modes["training"] = mode
+    return result

@@ -1,0 +1,232 @@
+"""What moves when other documents change, and where it moves first. Shapes: L slots, R x W a model's own slots."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from packmamba.isolation.ways import Way
+
+SEED = 0
+
+
+@contextmanager
+def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Leaves random states, modes, buffers and gradients as they were."""
+    everything = [module for root in modules for module in root.modules()]
+    training = [module.training for module in everything]
+    buffers = [dict(module._buffers) for module in everything]
+    values = [b.clone() for found in buffers for b in found.values() if b is not None]
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002, what a model's code may draw from
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.inference_mode(False):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        saved = iter(values)
+        for module, flag, found in zip(everything, training, buffers):
+            module.training = flag
+            module._buffers.update(found)
+            for buffer in found.values():
+                if buffer is not None and not _same(buffer, value := next(saved)):
+                    with torch.no_grad():
+                        buffer.copy_(value)
+
+
+def reseed() -> None:
+    """Each call draws the same random numbers: dropout then takes the same."""
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002
+
+
+def logits_of(call: Callable[..., Tensor], tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(L, V). Raises TypeError, ValueError: what was called gives no logits for each token."""
+    reseed()
+    logits = call(tokens[None], lengths)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise TypeError(
+            f"logits: expected a floating-point tensor, got {getattr(logits, 'dtype', type(logits).__name__)}"
+        )
+    if logits.dim() != 3 or logits.shape[:2] != (1, len(tokens)):
+        raise ValueError(f"logits: expected shape (1, {len(tokens)}, vocabulary), got {tuple(logits.shape)}")
+    return logits[0]
+
+
+def moved(one: Tensor, other: Tensor) -> Tensor:
+    """Where any bit of a value counts as moved: equal values, and not-a-number beside not-a-number, have not."""
+    return (one != other) & ~(one.isnan() & other.isnan()) if one.is_floating_point() else one != other
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and not bool(moved(one, other).any())
+
+
+def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
+    """Marks of a module's tensor by the model's slots, (R, W); None if it has no such axis. A convolution's may be longer."""
+    if values.dim() and values.shape[0] == rows * width:
+        return values.reshape(rows, width, -1).any(-1)
+    if values.dim() < 2 or values.shape[0] != rows:
+        return None
+    axis = next((i for i in range(1, values.dim()) if values.shape[i] == width), None)
+    if axis is None:
+        if not width < values.shape[-1] <= width + 8:
+            return None
+        axis, values = values.dim() - 1, values.narrow(-1, 0, width)
+    return values.movedim(axis, 1).reshape(rows, width, -1).any(-1)
+
+
+class Entries(TorchFunctionMode):
+    """Catches what tokens become where they become numbers (an embedding's rows), so that it can be differentiated by it."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+        self._whole = {id(tokens): tokens}  # what is computed from tokens and is no floating-point number yet
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor) or not any(id(leaf) in self._whole for leaf in tree_leaves((args, kwargs))):
+            return result
+        if not result.is_floating_point():
+            self._whole[id(result)] = result
+            return result
+        name = getattr(func, "__name__", "")
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            return result  # in place: what it returns is not looked at
+        if not result.requires_grad:
+            result = result.detach().requires_grad_()
+        self.found.append(result)
+        return result.clone()  # may be written to
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Dropout lets everything through."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name and args:
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        return func(*args, **kwargs)
+
+
+def crossing_gradients(
+    way: Way, tokens: Tensor, lengths: Sequence[int], targets: Sequence[int]
+) -> tuple[bool | None, str]:
+    """Whether the loss of any of the ``targets``, documents by number, has a gradient at another document's tokens.
+
+    The loss is a random linear form of the document's logits. A gradient that is not a number counts as one. None: no gradient
+    to look at, and why.
+    """
+    caught: list[Entries] = []
+
+    def call(rows: Tensor, own: Sequence[int]) -> Tensor:
+        with Entries(rows) as entries:
+            caught.append(entries)
+            return way.call(rows, own)
+
+    with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        try:
+            logits = logits_of(call, tokens, lengths)
+            entries = caught[0].found
+            if not logits.requires_grad or not entries:
+                return None, "the logits have no gradient"
+            places = spans(lengths)
+            weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED)).to(logits)
+            crossed, reached = False, False
+            for number in targets:
+                begin, end = places[number]
+                part = logits[begin:end]
+                loss = torch.where(part.isfinite(), part * weights[begin:end], 0.0).sum()
+                inside = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+                inside[begin:end] = True
+                own = way.place(inside, lengths)
+                for gradient in torch.autograd.grad(loss, entries, retain_graph=True, allow_unused=True):
+                    marks = None if gradient is None else by_slot(gradient != 0, *own.shape)
+                    if marks is not None:
+                        crossed = crossed or bool((marks & ~own).any())
+                        reached = reached or bool((marks & own).any())
+        except RuntimeError as error:
+            if "heckpoint" not in str(error):
+                raise
+            return None, "reentrant checkpointing does not let its gradients be looked at"
+    return (crossed, "") if crossed or reached else (None, "the logits have no gradient at the model's own tokens")
+
+
+def first_module(
+    way: Way, modules: Sequence[nn.Module], base: Tensor, changed: Tensor, lengths: Sequence[int], watched: Tensor
+) -> tuple[str, int | None] | None:
+    """Name and class of the first module whose output moves at watched slots while its input does not, and up to which slot.
+
+    Where a module's input moves first, what moved it is code of the module that calls it.
+    """
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        before: dict[Any, list[Tensor]] = {}
+        with _events(modules, lambda key, caller, tensors: before.setdefault(key, [t.clone() for t in tensors])):
+            logits_of(way.call, base, lengths)
+        found: list[tuple[str, int | None]] = []
+        marks = way.place(watched, lengths)
+
+        def compare(key: Any, caller: str, tensors: list[Tensor]) -> None:
+            if found:
+                return
+            for one, other in zip(before.get(key, []), tensors):
+                if one.shape == other.shape and (slots := by_slot(moved(one, other), *marks.shape)) is not None:
+                    if (slots := slots & marks).any():
+                        last = int(slots[0].nonzero().max()) if way.name == "packed" else None
+                        found.append((caller, last))
+                        return
+
+        with _events(modules, compare):
+            logits_of(way.call, changed, lengths)
+    return found[0] if found else None
+
+
+@contextmanager
+def _events(modules: Sequence[nn.Module], see: Callable[[Any, str, list[Tensor]], Any]) -> Iterator[None]:
+    """Calls see(key, who computed them, tensors) for the inputs and outputs of every module, in the order of computation."""
+    named = {id(m): (name, m) for root in modules for name, m in root.named_modules()}
+    titles = {i: f"{name} ({type(m).__name__})" if name else type(m).__name__ for i, (name, m) in named.items()}
+    stack: list[str] = []
+    counts: dict[Any, int] = {}
+
+    def event(kind: str, module: nn.Module, caller: str, values: Any) -> None:
+        nth = counts[kind, id(module)] = counts.get((kind, id(module)), 0) + 1
+        see((kind, id(module), nth), caller, [v for v in tree_leaves(values) if isinstance(v, Tensor)])
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if stack:  # tokens themselves are meant to change
+            event("in", module, stack[-1], (args, kwargs))
+        stack.append(titles[id(module)])
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        title = stack.pop()
+        event("out", module, title, dict(result) if hasattr(result, "keys") else result)
+
+    handles = [m.register_forward_pre_hook(enter, with_kwargs=True, prepend=True) for _, m in named.values()]
+    handles += [m.register_forward_hook(leave) for _, m in named.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each document begins and ends."""
+    ends = np.cumsum(lengths).tolist()
+    return [(end - n, end) for end, n in zip(ends, lengths)]

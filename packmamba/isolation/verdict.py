@@ -1,0 +1,174 @@
+"""What a check found, and its sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+CONVOLUTION = 8
+"""Most tokens that a convolution reaches: the widest in use, and one more."""
+
+
+@dataclass
+class Mode:
+    """What was found in evaluation mode, in training mode, or of a callable as it is.
+
+    Attributes:
+        isolated_forward: changing other documents' tokens moves no bit of a document's logits.
+        isolated_backward: a document's loss has no gradient at other documents' tokens; None: there is no gradient to see.
+        same_as_alone: packed logits are those of each document alone, within the tolerance; None: not compared.
+        largest: the largest move of another document's logits.
+        after: tokens that a changed last token of a document reaches behind it; ``endless``: up to the end of the row.
+        before: tokens of earlier documents that a document's changed first token reaches.
+        inside: tokens that it reaches in its own document.
+        module, module_reach, module_endless: the first module whose output another document moves, and how far in it.
+        difference: largest relative difference of a document packed from itself alone; ``tolerance``: what rounding may be.
+        rounding: other documents' logits move by rounding alone: no gradient connects them.
+        ignored: the boundary argument changes no bit; None: there is none.
+        raises: the error of a model that refuses the boundary argument.
+        notes: what else is worth a sentence.
+    """
+
+    name: str
+    isolated_forward: bool | None = None
+    isolated_backward: bool | None = None
+    same_as_alone: bool | None = None
+    largest: float = 0.0
+    after: int = 0
+    endless: bool = False
+    before: int = 0
+    inside: int = 0
+    module: str | None = None
+    module_reach: int | None = None
+    module_endless: bool = False
+    difference: float | None = None
+    tolerance: float | None = None
+    rounding: bool = False
+    ignored: bool | None = None
+    raises: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def leaks(self) -> bool:
+        return self.isolated_forward is False or self.isolated_backward is False
+
+    def sentences(self, boundaries: str) -> Iterator[str]:
+        if self.raises is not None:
+            yield f"{self.name}: refuses {boundaries}: {self.raises}"
+            return
+        if self.isolated_forward:
+            yield f"{self.name}: changing other documents moves no bit of a document's logits."
+        else:
+            yield f"{self.name}: changing other documents moves a document's logits, by up to {self.largest:.2g}."
+        if self.after:
+            yield f"  A document's last token reaches the documents behind it: {_reach(self.after, self.endless)}."
+        if self.before:
+            yield f"  A document's first token reaches {self.before} tokens of the documents before it."
+        if self.module is not None:
+            far = "" if self.module_reach is None else f": {_reach(self.module_reach, self.module_endless)}"
+            yield f"  The first module that leaks is {self.module}{far}."
+        if self.isolated_backward is False:
+            yield "  A document's loss has a gradient at another document's tokens."
+        elif self.isolated_backward:
+            yield "  A document's loss has no gradient at another document's tokens."
+        if self.rounding:
+            yield (
+                f"  Logits move by rounding alone ({self.largest:.1g}): other documents decide the shapes of products, as in "
+                "mixtures of experts, and no gradient connects them."
+            )
+        if self.difference is not None:
+            what = "are those of" if self.same_as_alone else "differ from"
+            yield (
+                f"  Packed logits {what} each document alone: relative difference {self.difference:.1g}, where rounding may "
+                f"make {self.tolerance:.0g}."
+            )
+        if self.ignored:
+            yield f"  The model ignores {boundaries} silently: without it, every bit is the same."
+        yield from (f"  {note}" for note in self.notes)
+
+
+def _reach(tokens: int, endless: bool) -> str:
+    if tokens <= CONVOLUTION and not endless:
+        return f"{tokens} tokens, which is a convolution"
+    if endless:
+        return f"all {tokens} tokens up to the end of the row, which is a state or attention"
+    return f"{tokens} tokens, which is a state that fades, or several convolutions"
+
+
+@dataclass
+class LeakCheck:
+    """The verdict of ``leakcheck``; ``str`` has it in sentences.
+
+    Attributes:
+        boundaries: by what documents were told apart: the argument of that name, layout (a MambaLM), lengths (a callable).
+        modes: by name what was found in each.
+        padding: for each side whether documents padded there neither move with what the padding holds nor differ from
+            themselves alone; for models that take an attention_mask, and a MambaLM. No part of ``leaks``, unless
+            attention_mask is what is asked about.
+    """
+
+    boundaries: str
+    modes: dict[str, Mode]
+    padding: dict[str, bool | None] = field(default_factory=dict)
+
+    @property
+    def leaks(self) -> bool:
+        """Anything crosses a boundary, forward or backward, in any mode."""
+        return any(mode.leaks for mode in self.modes.values())
+
+    @property
+    def isolated_forward(self) -> bool | None:
+        return self._all("isolated_forward")
+
+    @property
+    def isolated_backward(self) -> bool | None:
+        return self._all("isolated_backward")
+
+    @property
+    def same_as_alone(self) -> bool | None:
+        return self._all("same_as_alone")
+
+    @property
+    def raises(self) -> str | None:
+        """The error of a model that refuses the boundary argument."""
+        return next((mode.raises for mode in self.modes.values() if mode.raises is not None), None)
+
+    @property
+    def ignored(self) -> bool:
+        """The boundary argument changes no bit of the logits."""
+        return any(mode.ignored for mode in self.modes.values())
+
+    @property
+    def reach(self) -> int:
+        """Tokens behind its document that a last token reaches in the logits."""
+        return max(mode.after for mode in self.modes.values())
+
+    @property
+    def module(self) -> str | None:
+        """The first module that leaks."""
+        return next((mode.module for mode in self.modes.values() if mode.module is not None), None)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing leaks, nothing is refused, and documents are what they are alone."""
+        return not self.leaks and self.raises is None and self.same_as_alone is not False
+
+    def _all(self, name: str) -> bool | None:
+        """False if it is in any mode; None if it is known in none."""
+        found = [value for mode in self.modes.values() if (value := getattr(mode, name)) is not None]
+        return all(found) if found else None
+
+    def __str__(self) -> str:
+        if self.leaks:
+            head = f"Documents leak (boundaries: {self.boundaries})."
+        elif self.raises is not None:
+            head = f"Nothing was checked: the model refuses {self.boundaries}."
+        elif self.same_as_alone is False:
+            head = f"No document moves another (boundaries: {self.boundaries}), but packed they are not what they are alone."
+        else:
+            head = f"Nothing crosses a document boundary (boundaries: {self.boundaries})."
+        lines = [head, *(line for mode in self.modes.values() for line in mode.sentences(self.boundaries))]
+        for side, tight in self.padding.items():
+            does = "documents are what they are alone" if tight else "documents are not what they are alone"
+            lines.append(f"Padding on the {side}: {'the model refuses it' if tight is None else does}.")
+        return "\n".join(lines)

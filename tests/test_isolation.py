@@ -1,0 +1,315 @@
+"""leakcheck finds what crosses a document boundary and raises no false alarm: each model here is tight, or leaks, as made."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from packmamba import MambaLM, SequenceLayout, leakcheck
+
+VOCAB = 23
+
+
+def layout_of(tokens, lengths):
+    return SequenceLayout.from_lengths([lengths], row_length=tokens.shape[1])
+
+
+def mamba(**options):
+    torch.manual_seed(0)
+    return MambaLM(VOCAB, 16, 2, d_state=4, **options)
+
+
+def by_document(function):
+    """A row function applied to each document by itself."""
+    return lambda x, lengths: torch.cat([function(part) for part in x.split(list(lengths), 1)], 1)
+
+
+def mean_so_far(x):
+    return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+class Toy(nn.Module):
+    """Embedding, something along the row, head; it finds documents in position_ids."""
+
+    def __init__(self, along, *middle):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.middle = nn.Sequential(nn.Linear(16, 16), *middle)
+        self.head = nn.Linear(16, VOCAB)
+        self.along = along
+
+    def forward(self, input_ids, position_ids=None):
+        starts = [0] if position_ids is None else (position_ids[0] == 0).nonzero().flatten().tolist()
+        lengths = np.diff([*starts, input_ids.shape[1]]).tolist()
+        x = self.along(self.middle(self.embedding(input_ids)), lengths)
+        return SimpleNamespace(logits=self.head(x))
+
+
+class ThroughTime(nn.Module):
+    """Batch norm over all slots of a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Experts(nn.Module):
+    """A mixture of experts. With a capacity, an expert drops tokens that come after it is full."""
+
+    def __init__(self, capacity=None):
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16)) for _ in range(4))
+        self.capacity, self.drops = capacity, nn.Dropout(0.0)
+
+    def forward(self, x):
+        flat = x.reshape(-1, x.shape[-1])
+        choice = self.router(flat).argmax(-1)
+        out = flat.clone()
+        for number, expert in enumerate(self.experts):
+            mine = (choice == number).nonzero().flatten()[: self.capacity]
+            out[mine] = out[mine] + self.drops(expert(flat[mine]))  # as many rows as other tokens leave it
+        return out.view_as(x)
+
+
+def with_drops(experts, p=0.5):
+    experts.drops.p = p
+    return experts
+
+
+TIGHT = {
+    "each document by itself": lambda: Toy(by_document(mean_so_far)),
+    "bidirectional": lambda: Toy(by_document(lambda x: x + x.mean(1, keepdim=True))),
+    "dropout": lambda: Toy(by_document(mean_so_far), nn.Dropout(0.3)),
+    "experts": lambda: Toy(by_document(mean_so_far), Experts()),
+    "experts with dropout": lambda: Toy(by_document(mean_so_far), with_drops(Experts())),
+    "tied embeddings": lambda: tied(Toy(by_document(mean_so_far))),
+    "nothing along the row": lambda: Toy(lambda x, lengths: x),
+    "minus infinity for some ids": lambda: Masked(by_document(mean_so_far)),
+}
+
+
+class Masked(Toy):
+    def forward(self, input_ids, position_ids=None):
+        return super().forward(input_ids, position_ids).logits.masked_fill(torch.arange(VOCAB) < 3, -torch.inf)
+
+
+def tied(toy):
+    toy.head.weight = toy.embedding.weight
+    return toy
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_a_tight_model_passes(name):
+    result = leakcheck(TIGHT[name]())
+    assert not result.leaks and result.isolated_forward and result.isolated_backward and result.same_as_alone, str(
+        result
+    )
+    assert result.ok and result.reach == 0 and result.module is None
+
+
+def behind(function):
+    """x plus something of the whole row."""
+    return lambda x, lengths: by_document(mean_so_far)(x, lengths) + function(x)
+
+
+def taps(x):
+    return F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1).mean(-1)
+
+
+def from_the_first_token(x, lengths):
+    """What no last token shows."""
+    return by_document(mean_so_far)(x, lengths) + x[:, :1].detach().sign()
+
+
+LEAKS = {  # forward, backward
+    "a state": (lambda: Toy(lambda x, lengths: mean_so_far(x)), False, False),
+    "a convolution": (lambda: Toy(lambda x, lengths: taps(x)), False, False),
+    "a later document": (lambda: Toy(behind(lambda x: x.flip(1).cumsum(1).flip(1) / 50)), False, False),
+    "no gradient": (lambda: Toy(behind(lambda x: x.cumsum(1).detach() / 50)), False, True),
+    "a gradient alone": (lambda: Toy(behind(lambda x: mean_so_far(x) - mean_so_far(x).detach())), True, False),
+    "a gradient that is not a number": (lambda: Toy(behind(lambda x: 0 * (x - x).cumsum(1).abs().sqrt())), True, False),
+    "a reset by multiplication": (lambda: Toy(behind(lambda x: 1e-30 * x.cumsum(1) * 1e25)), False, False),
+    "the row's first token alone": (lambda: Toy(from_the_first_token), False, True),
+    "experts that are full": (lambda: Toy(by_document(mean_so_far), Experts(capacity=30)), False, True),
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_leak_is_found(name):
+    make, forward, backward = LEAKS[name]
+    result = leakcheck(make())
+    assert result.leaks and not result.ok
+    assert (result.isolated_forward, result.isolated_backward) == (forward, backward), str(result)
+
+
+def test_how_far_and_where():
+    result = leakcheck(LEAKS["a state"][0]())
+    assert result.reach == result.modes["evaluation"].after == 129 and result.modes["evaluation"].endless
+    assert "a state or attention" in str(result)
+    result = leakcheck(LEAKS["a convolution"][0]())
+    assert (
+        result.reach == 3
+        and not result.modes["evaluation"].endless
+        and "3 tokens, which is a convolution" in str(result)
+    )
+    assert leakcheck(LEAKS["a later document"][0]()).modes["evaluation"].before > 0
+
+    class Stack(nn.Module):
+        """Layers that are tight, then one whose convolution is a module that leaks, as Hugging Face's slow path has it."""
+
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(VOCAB, 16)
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+            self.conv1d = nn.Conv1d(16, 16, 4, padding=3)
+            self.head = nn.Linear(16, VOCAB)
+
+        def forward(self, input_ids, **_):
+            x = self.embedding(input_ids)
+            for layer in self.layers:
+                x = layer(x)
+            x = self.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+            return self.head(x.cumsum(1))
+
+    result = leakcheck(Stack())
+    assert result.module == "conv1d (Conv1d)" and result.modes["evaluation"].module_reach == 3
+    assert result.modes["evaluation"].endless and result.ignored
+
+
+def test_batch_norm_leaks_in_training_alone_and_is_left_as_it_was():
+    toy = Toy(by_document(mean_so_far), ThroughTime())
+    before = {name: value.clone() for name, value in toy.state_dict().items()}
+    result = leakcheck(toy)
+    assert not result.modes["evaluation"].leaks and result.modes["training"].leaks and result.leaks
+    assert "middle.1" in result.module
+    for name, value in toy.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_everything_is_left_as_it_was():
+    toy = Toy(by_document(mean_so_far), nn.Dropout(0.3)).train()
+    toy.head.eval()
+    toy(torch.arange(9)[None]).logits.sum().backward()
+    gradients = [p.grad.clone() for p in toy.parameters()]
+    torch.manual_seed(5)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    leakcheck(toy)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()  # noqa: NPY002
+    assert toy.training and toy.middle.training and not toy.head.training
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(toy.parameters(), gradients))
+
+
+def test_what_is_carried_between_calls_leaks():
+    class Carrying(Toy):
+        last = 0.0
+
+        def forward(self, input_ids, position_ids=None):
+            logits = super().forward(input_ids, position_ids).logits + self.last
+            self.last = logits.detach().mean()
+            return logits
+
+    result = leakcheck(Carrying(by_document(mean_so_far)))
+    assert result.leaks and "carried from one call to the next" in str(result)
+
+
+def test_a_place_in_the_row_shows_in_no_move():
+    """What depends on how long the documents before are."""
+    toy = Toy(lambda x, lengths: by_document(mean_so_far)(x, lengths) + torch.arange(x.shape[1])[:, None] / 50)
+    result = leakcheck(toy)
+    assert not result.leaks and result.same_as_alone is False and not result.ok
+    assert "not what they are alone" in str(result)
+
+
+@pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q", "position_ids+seq_idx"])
+def test_an_argument_that_a_model_refuses(name):
+    result = leakcheck(Toy(by_document(mean_so_far)), boundaries=name)
+    assert "TypeError" in result.raises and not result.leaks and not result.ok and result.isolated_forward is None
+    assert str(result).startswith(f"Nothing was checked: the model refuses {name}.")
+
+
+def test_our_model_by_its_layout():
+    model = mamba()
+    result = leakcheck(model)
+    assert result.ok and result.padding == {"right": True} and result.boundaries == "layout"
+
+    def leaking(conv, scan):
+        def call(tokens, lengths):
+            layout = layout_of(tokens, lengths)
+            flows = (layout.flow() if leaks else layout for leaks in (conv, scan))
+            return model(tokens, layout, *flows)
+
+        return call
+
+    assert leakcheck(leaking(False, False), vocab_size=VOCAB).ok
+    for conv, scan in ((True, False), (False, True), (True, True)):
+        result = leakcheck(leaking(conv, scan), vocab_size=VOCAB)
+        assert result.leaks and result.isolated_forward is False and result.isolated_backward is False
+        assert result.module == "backbone.layers.0 (Block)"
+    compiled = mamba()
+    compiled.compile_blocks(backend="eager")
+    assert leakcheck(compiled).ok
+
+
+def test_callables():
+    """Without modules, without gradients, in other dtypes, with ids of the size that was asked for."""
+    seen = []
+
+    def tight(tokens, lengths):
+        seen.append(int(tokens.max()))
+        assert tokens.dtype == torch.int64 and tokens.shape == (1, sum(lengths))
+        return by_document(lambda x: x.cumsum(1))(F.one_hot(tokens, 7).bfloat16(), lengths)
+
+    result = leakcheck(tight, vocab_size=7)
+    assert result.ok and result.isolated_backward and max(seen) == 6 and list(result.modes) == ["as it is"]
+    leaking = leakcheck(lambda tokens, lengths: F.one_hot(tokens, 32).double().cumsum(1))
+    assert (leaking.isolated_forward, leaking.isolated_backward, leaking.same_as_alone) == (False, False, False)
+    with torch.no_grad():
+        model = mamba()
+        assert leakcheck(lambda t, lengths: model(t, layout_of(t, lengths)), vocab_size=VOCAB).isolated_backward
+    unseen = leakcheck(lambda t, lengths: model(t, layout_of(t, lengths)).detach(), vocab_size=VOCAB)
+    assert unseen.ok and unseen.isolated_backward is None and "no gradient" in str(unseen)
+    assert leakcheck(tight, vocab_size=7, lengths=[3, 4]).ok
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((3,), "model_or_callable: expected a model or a callable, got int"),
+        ((Toy(mean_so_far), "positions"), "boundaries: expected one of position_ids, seq_idx"),
+        ((Toy(mean_so_far), "attention_mask+seq_idx"), "boundaries: expected one of"),
+        ((Toy(mean_so_far), "position_ids", 1), "vocab_size: expected an integer of at least 3, got 1"),
+        ((Toy(mean_so_far), "position_ids", None, [5]), "lengths: expected at least two documents"),
+        ((lambda t, _: torch.zeros(1, t.shape[1], 4),), "a changed token does not move its own logits"),
+        ((lambda t, _: torch.full((1, t.shape[1], 4), torch.nan),), "expected finite numbers"),
+        ((lambda t, _: t,), "logits: expected a floating-point tensor, got torch.int64"),
+        ((lambda t, _: torch.zeros(3, 4, 5),), r"logits: expected shape \(1, 19, vocabulary\), got \(3, 4, 5\)"),
+    ],
+)
+def test_refuses_in_one_sentence(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        leakcheck(*arguments)
+
+
+def test_an_error_of_the_model_itself_is_the_model_s():
+    def broken(tokens, lengths):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        leakcheck(broken)
+
+    class Broken(Toy):
+        def forward(self, input_ids, position_ids=None):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        leakcheck(Broken(mean_so_far))
