@@ -1,0 +1,162 @@
+"""What models answer: trained ones at sizes within and beyond those of their training, untrained ones on every task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from packmamba import MambaLM
+from packmamba.config import ConfigError, above, at_least, each, key, named
+from packmamba.evaluation.answers import Accuracy, answer
+from packmamba.evaluation.evaluate import slots
+from packmamba.evaluation.subject import load_subject, read_config
+from packmamba.evaluation.tasks import TASKS
+from packmamba.experiments import Bench
+from packmamba.records import append_record, make_record, provenance
+
+
+@dataclass
+class AnswersConfig:
+    experiment: str = ""
+    runs: Optional[str] = key(None, "Folder of the trained runs; null: runs/ in the output folder.")
+    questions: dict[str, Any] = key(
+        {}, "For each trained arm: task, options (its parameters), varied (one more parameter) and its values."
+    )
+    untrained: list[str] = key(
+        [], "Tasks that untrained models answer too.", each(named("packmamba.evaluation.tasks:TASKS"))
+    )
+    untrained_options: dict[str, Any] = key({}, "For each of these tasks its parameters; else their defaults.")
+    seeds: list[int] = key([0, 1, 2], "Seeds of untrained weights.", each(at_least(0)))
+    d_model: int = key(64, "Width of untrained models.", at_least(1))
+    n_layer: int = key(2, "Layers of untrained models.", above(0))
+    examples: int = key(500, "Examples of a task, at each value.", at_least(1))
+    examples_seed: int = key(1_000_000, "Seed of the examples; those of training have others.", at_least(0))
+
+
+@dataclass
+class Question:
+    """What a trained arm is asked: a task at several values of one of its parameters."""
+
+    task: str
+    varied: str
+    values: list[Any]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, arm: str, fields: dict[str, Any]) -> Question:
+        """Raises ConfigError naming what is wrong."""
+        try:
+            asked = cls(**{"options": {}} | fields)
+            for value in asked.values:
+                asked.at(value)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"questions.{arm}: {error}") from None
+        return asked
+
+    def at(self, value: Any) -> Any:
+        return TASKS[self.task](**self.options, **{self.varied: value})
+
+
+def run(config: AnswersConfig, records_path: Path, progress: bool = True) -> None:
+    """Appends a record of kind ``answers`` for each trained run and of kind ``untrained`` for each task and seed.
+
+    Raises:
+        ConfigError: a value is refused, or there is no run of an arm; nothing has been measured.
+    """
+    provenance()
+    questions = {arm: Question.of(arm, fields) for arm, fields in config.questions.items()}
+    folder = Path(config.runs) if config.runs else records_path.parent.parent / "runs"
+    runs = {arm: _runs_of(arm, folder) for arm in questions}
+    for arm, asked in questions.items():
+        for path in runs[arm]:
+            _ask_trained(config, arm, asked, path, records_path, progress)
+    for name in tqdm(config.untrained, desc="untrained", disable=None if progress else True):
+        _ask_untrained(config, name, records_path)
+
+
+def _runs_of(arm: str, folder: Path) -> list[Path]:
+    found = [path.parent for path in sorted(folder.glob("*/config.json")) if read_config(path.parent).name == arm]
+    if not found:
+        raise ConfigError(f"questions.{arm}: expected trained runs of this arm in {folder}, found none")
+    return found
+
+
+def _ask_trained(
+    config: AnswersConfig, arm: str, asked: Question, path: Path, records_path: Path, progress: bool
+) -> None:
+    begun = time.perf_counter()
+    subject = load_subject(path, "cpu")
+    points, chance = [], 0.0
+    for value in tqdm(asked.values, desc=f"{arm}, seed {subject.config.seed}", disable=None if progress else True):
+        task = asked.at(value)
+        chance = task.chance
+        points.append({"value": value} | _numbers(subject.model, _examples(task, config)))
+    append_record(
+        records_path,
+        make_record(
+            kind="answers",
+            experiment=config.experiment,
+            arm=arm,
+            config={
+                "task": asked.task, "options": asked.options, "varied": asked.varied, "examples": config.examples,
+                "trained": subject.config.data.task_options,
+            },
+            seed=subject.config.seed,
+            corpus_hash=f"{asked.task} {sorted(asked.options.items())} by {asked.varied}, seed {config.examples_seed}",
+            metrics={"chance": chance},
+            curves={"answers": points},
+            wall_seconds=time.perf_counter() - begun,
+        ),
+    )  # fmt: skip
+
+
+def _ask_untrained(config: AnswersConfig, name: str, records_path: Path) -> None:
+    """Beside the models stands who always says the most frequent answer: chance may be below it."""
+    options = config.untrained_options.get(name, {})
+    task = TASKS[name](**options)
+    examples = _examples(task, config)
+    answers = np.concatenate([example.targets[example.mask] for example in examples])
+    frequent = None if examples[0].choices else float(np.bincount(answers).max() / len(answers))
+    for seed in config.seeds:
+        begun = time.perf_counter()
+        torch.manual_seed(seed)
+        model = MambaLM(vocab_size=task.vocab_size, d_model=config.d_model, n_layer=config.n_layer).eval()
+        append_record(
+            records_path,
+            make_record(
+                kind="untrained",
+                experiment=config.experiment,
+                arm=name,
+                config={"options": options, "d_model": config.d_model, "n_layer": config.n_layer, "examples": config.examples},
+                seed=seed,
+                corpus_hash="untrained",
+                metrics=_numbers(model, examples) | {"chance": task.chance, "most_frequent": frequent},
+                wall_seconds=time.perf_counter() - begun,
+            ),
+        )  # fmt: skip
+
+
+def _examples(task: Any, config: AnswersConfig) -> list[Any]:
+    count = min(config.examples, task.num_examples or config.examples)
+    return [task.example(config.examples_seed, index) for index in range(count)]
+
+
+def _numbers(model: MambaLM, examples: Sequence[Any]) -> dict[str, float]:
+    """accuracy, nats, answers; of multiple choice the share of right choices, and how many there were."""
+    metric = Accuracy(sync_on_compute=False)
+    metric.update(answer(model, examples, slots(model)), examples)
+    found = metric.compute()
+    numbers = {name: found[name] for name in ("accuracy", "nats", "answers")}
+    if examples[0].choices:
+        numbers |= {"accuracy": found["choice_accuracy"], "answers": len(examples)}
+    return numbers
+
+
+BENCHES = {"answers": Bench(AnswersConfig, run)}

@@ -1,0 +1,185 @@
+"""Tables and figures of the tasks: are they learned, far beyond the training's sizes too, and by models that learned nothing?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pandas as pd
+from scipy.special import stdtrit
+
+from packmamba.report import summary
+from packmamba.report.evaluation import arms_evaluation_tables
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
+from packmamba.report.kinds import Kind
+from packmamba.report.summary import Record, frame
+from packmamba.report.tables import Cell, Column, Table, number, percent, word
+
+SEED = "#0072B2"
+
+
+def _task(records: Sequence[Record], kind: str = "training") -> str:
+    """The task that the records are about, and whether its documents have begin tokens."""
+    config = summary.of_kind(records, kind)[0]["config"]
+    if kind == "answers":
+        return config["task"]
+    return config["data"]["task"] + ("-begin" if config["data"].get("task_options", {}).get("begin") else "")
+
+
+def learned_tables(records: Sequence[Record]) -> list[Table]:
+    """What it took to learn a task, a line for each arm; ``records`` are of one corpus."""
+    arms = summary.training_arms(records)
+    table = Table(
+        "learned",
+        f"{_task(records)}: what was trained, and how long it took",
+        [
+            Column("arm", ("arm",), False),
+            Column("seeds", ("seeds",)),
+            Column("layers", ("layers",)),
+            Column("parameters", ("parameters",)),
+            Column("steps", ("steps",)),
+            Column("real tokens", ("real_tokens",)),
+            Column("validation loss, largest", ("val_loss_max",)),
+            Column("accuracy, smallest", ("accuracy_min",)),
+            Column("accuracy, mean", ("accuracy",)),
+            Column("answers", ("answers",)),
+            Column("cores", ("cores",)),
+            Column("seconds, longest", ("wall_seconds_max",)),
+        ],
+    )
+    for arm in arms:
+        accuracy = arm[f"{arm.runs['config.data.task'].iloc[0]}.accuracy"]
+        answers = arm[f"{arm.runs['config.data.task'].iloc[0]}.answers"]
+        cores = max(record["hardware"]["cores"] for record in summary.of_kind(records, "training"))
+        table.rows.append([
+            word(arm.label), number(len(arm.runs), "d"), number(arm.runs["config.model.n_layer"].iloc[0], "d"),
+            number(arm["parameters"].iloc[0], ",.0f"), number(arm["steps"].max(), ",.0f"),
+            number(arm["real_tokens"].mean(), ",.0f"), number(arm["val_loss"].max(), ".4f"), percent(accuracy.min()),
+            percent(accuracy.mean()), number(answers.mean(), ",.0f"), number(cores, "d"),
+            number(arm.runs["wall_seconds"].max(), ",.0f"),
+        ])  # fmt: skip
+    table.notes = [
+        "Seconds are of a whole run, its evaluations with it. Accuracy is of documents one at a time, from zero state."
+    ]
+    return [table, *(arms_evaluation_tables(records) if len(arms) > 1 else ())]
+
+
+def answers_tables(records: Sequence[Record]) -> list[Table]:
+    """Accuracy at each size; ``records`` are of one trained task."""
+    points, varied, chance = _points(records)
+    table = Table(
+        "answers",
+        f"{_task(records, 'answers')}: accuracy by {varied.replace('_', ' ')}",
+        [
+            Column("arm", ("arm",), False),
+            Column(varied.replace("_", " "), ("value",)),
+            Column("in training", ("in_training",), False),
+            Column("seeds", ("seeds",)),
+            Column("accuracy [95% CI]", ("accuracy", "accuracy_low", "accuracy_high")),
+            Column("smallest", ("accuracy_min",)),
+            Column("answers, each seed", ("answers",)),
+            Column("chance", ("chance",)),
+        ],
+    )
+    for (arm, value), group in points.groupby(["arm", "value"], sort=False):
+        found = summary.interval(group["accuracy"])
+        assert found is not None
+        text = f"{100 * found.mean:.1f} %"
+        if found.n > 1:
+            text += f" [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+        table.rows.append([
+            word(str(arm)), number(value, "d"), word("yes" if group["trained"].iloc[0] else "no"), number(found.n, "d"),
+            Cell(text, tuple(found[:3])), percent(group["accuracy"].min()), number(group["answers"].mean(), ",.0f"),
+            percent(chance),
+        ])  # fmt: skip
+    table.notes = ["Means over seeds with 95 % intervals by Student's t; every seed's model gets the same questions."]
+    return [table]
+
+
+def answers_figures(records: Sequence[Record]) -> list[Figure]:
+    """Accuracy against size, a line for each seed."""
+    points, varied, chance = _points(records)
+    fig, (ax,) = axes(1, width=6.4, height=3.6)
+    for seed, group in points.groupby("seed"):
+        ax.plot(group["value"], 100 * group["accuracy"], color=SEED, alpha=0.8, marker="o", linewidth=1.4,
+                label="a trained model, each seed" if seed == points["seed"].min() else None)  # fmt: skip
+    ax.axhline(100 * chance, color=MUTED, linewidth=1.2, linestyle=(0, (5, 2)), label="chance")
+    trained = points[points["trained"]]["value"]
+    if len(trained):
+        ax.axvspan(trained.min(), trained.max(), color=SEED, alpha=0.08, linewidth=0, label="sizes in training")
+    values = sorted(points["value"].unique())
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(values, [str(value) for value in values])
+    ax.minorticks_off()
+    name = _task(records, "answers")
+    ax.set(ylim=(-3, 103), xlabel=varied.replace("_", " "), ylabel="right answers (%)", title=name)
+    legend_below(fig, columns=3)
+    return [
+        finish(
+            fig, "answers", f"{name}: right answers against {varied.replace('_', ' ')}, each document from zero state."
+        )
+    ]
+
+
+def _points(records: Sequence[Record]) -> tuple[pd.DataFrame, str, float]:
+    """One row for each seed and value; of a repeated run the latest; ``trained``: the value is among those of the training."""
+    latest = {(r["arm"], r["seed"]): r for r in sorted(summary.of_kind(records, "answers"), key=lambda r: r["time"])}
+    rows, varied, chance = [], "", 0.0
+    for (arm, seed), record in sorted(latest.items()):
+        varied, chance = record["config"]["varied"], record["metrics"]["chance"]
+        span = record["config"]["trained"].get(varied)
+        low, high = span if isinstance(span, list) else (span, span)
+        for point in record["curves"]["answers"]:
+            inside = low is not None and low <= point["value"] <= high
+            rows.append(point | {"arm": arm, "seed": seed, "trained": inside})
+    return pd.DataFrame(rows), varied, chance
+
+
+def untrained_tables(records: Sequence[Record]) -> list[Table]:
+    """Every task's accuracy without training, beside chance."""
+    runs = frame(records, "untrained").drop_duplicates(["arm", "seed"], keep="last")
+    table = Table(
+        "untrained",
+        "Models that were never trained",
+        [
+            Column("task", ("task",), False),
+            Column("seeds", ("seeds",)),
+            Column("answers", ("answers",)),
+            Column("accuracy [95% CI]", ("accuracy", "accuracy_low", "accuracy_high")),
+            Column("chance", ("chance",)),
+            Column("the most frequent answer, always", ("most_frequent",)),
+            Column("above chance", ("above",), False),
+        ],
+    )
+    for task, group in runs.groupby("arm", sort=False):
+        right, answers = (group["accuracy"] * group["answers"]).sum(), group["answers"].sum()
+        low, high = wilson(right, answers)
+        chance, frequent = group["chance"].iloc[0], group["most_frequent"].iloc[0]
+        mean = right / answers
+        table.rows.append([
+            word(str(task)), number(len(group), "d"), number(answers, ",.0f"),
+            Cell(f"{100 * mean:.2f} % [{100 * low:.2f}, {100 * high:.2f}]", (mean, low, high)),
+            percent(chance), percent(frequent), word("yes" if low > chance else "no"),
+        ])  # fmt: skip
+    table.notes = [
+        "Answers of all seeds together; Wilson's 95 % interval. Above chance: the whole interval is. next_line: right choices of "
+        "four. The most frequent answer is that of the examples, which nobody knows beforehand."
+    ]
+    return [table]
+
+
+def wilson(right: float, answers: float) -> tuple[float, float]:
+    """The 95 % interval of a share by its count (Wilson 1927)."""
+    z = stdtrit(math.inf, 0.975)
+    centre = (right + z**2 / 2) / (answers + z**2)
+    half = z / (answers + z**2) * math.sqrt(right * (answers - right) / answers + z**2 / 4)
+    return centre - half, centre + half
+
+
+KINDS = {
+    "training": Kind(learned_tables, label=_task),
+    "answers": Kind(
+        answers_tables, answers_figures, label=lambda records: _task(records, "answers"), metrics=("chance",)
+    ),
+    "untrained": Kind(untrained_tables, metrics=("accuracy", "answers", "chance", "most_frequent")),
+}
