@@ -201,6 +201,12 @@ def test_corpora_never_meet(tmp_path):
     assert "Corpus corpus-a" in page and "Corpus corpus-b" in page
 
 
+def test_records_of_others_may_say_little_and_have_any_hash(tmp_path):
+    one = training("packed-reset", 0, 2.0) | {"config": {}, "curves": {}}
+    write_report(write(tmp_path, [one | {"corpus_hash": "a/b"}, one | {"corpus_hash": "../c"}]))
+    assert {path.stem for path in (tmp_path / "tables").glob("training*.md")} == {"training-a-b", "training-..-c"}
+
+
 def test_speedup_needs_single_in_the_same_run():
     arms = ["single", "padded", "packed-reset"]
     records = [training(arm) for arm in arms]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,8 @@ def build_sections(
                 raise ValueError(f"metrics of the {name} record of {record['arm']} lack {', '.join(missing)}")
         having = [section for section in sections if summary.of_kind(section.records, name)]
         for section in having:
-            label = f"-{kind.label(section.records)}" if len(having) > 1 else ""
+            # A hash that another program wrote may hold what no file's name can.
+            label = "-" + re.sub(r"[^\w.-]+", "-", kind.label(section.records)) if len(having) > 1 else ""
             note = f"Corpus {section.corpus}."
             if len(having) > 1:
                 note += f" The other corpora of this folder ({len(having) - 1}) have tables of their own."

@@ -164,7 +164,7 @@ def _legend(arms: Sequence[Arm]) -> dict[str, str]:
     legend: dict[str, str] = {}
     for arm in arms:
         peers = [peer.runs.iloc[0].filter(like="config.").map(repr) for peer in arms if peer.setting == arm.setting]
-        usual = pd.DataFrame(peers).mode().iloc[0]
+        usual = pd.DataFrame(peers).mode().iloc[0] if peers[0].size else peers[0]
         config = arm.runs.iloc[0]
         keys = [key for key in usual.index if key not in _SAID and repr(config[key]) != usual[key]]
         keys = ["config.data.strategy"] * (arm.scheme not in ("single", "padded")) + keys
