@@ -104,6 +104,17 @@ class DataConfig:
     tokens_per_step: int = key(
         4096, "What one optimizer step consumes on all ranks: real tokens (matched) or slots (stream).", at_least(1)
     )
+    cut_documents: Optional[int] = key(
+        None,
+        "Cut longer training documents into parts of at most this many tokens before they are shuffled; each part starts from "
+        "zero, in every arm.",
+        LENGTH,
+    )
+    cut_at_steps: bool = key(
+        False,
+        "Cut a document where a step ends, in every arm alike, so that a step holds exactly tokens_per_step tokens; its rest "
+        "starts from zero in the next step. Needs mode matched.",
+    )
     slots_per_batch: int = key(
         4096, "Most slots of one forward pass; a step that needs more accumulates gradients.", at_least(1)
     )
@@ -116,6 +127,8 @@ class DataConfig:
         strategy = chosen(self, "strategy")
         if self.streams > 1 and not strategy.splits_documents:
             yield f"data.streams: only strategy split has streams, got {self.streams} with '{self.strategy}'"
+        if self.cut_at_steps and self.mode != "matched":
+            yield f"data.cut_at_steps: only steps of mode matched count tokens, got '{self.mode}'"
         if self.unit is not None and self.source != "packages":
             yield f"data.unit: only data.source=packages has units, got '{self.unit}' with '{self.source}'"
         if self.row_length is None and strategy.needs_row_length:

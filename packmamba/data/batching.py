@@ -77,14 +77,16 @@ class Arrangement:
     Attributes:
         corpus: where the tokens are.
         documents: (n,) the corpus's number of each planned document.
-        ends: (n,) where each planned document ends for us: its length, or less if it was truncated.
+        ends: (n,) where each planned document ends for us: its length, or less if only a part of it is planned.
         plan: rows of pieces of these documents.
+        begins: (n,) where each planned document begins for us, which its pieces count from; None: at its first token.
     """
 
     corpus: Corpus
     documents: np.ndarray
     ends: np.ndarray
     plan: PackingPlan
+    begins: np.ndarray | None = None
 
     def count(self, groups: list[np.ndarray]) -> tuple[int, int, int]:
         """(real targets, real tokens, slots) of these batches; each token has a target but the last of each document, unless
@@ -104,10 +106,11 @@ class Arrangement:
 
     def _targets_of_pieces(self) -> np.ndarray:
         plan = self.plan
+        start = plan.start if self.begins is None else plan.start + self.begins[plan.document]
         own = getattr(self.corpus, "targets", None)
         if own is None:
-            return plan.length - (plan.start + plan.length == self.ends[plan.document])
-        begins = self.corpus.offsets[self.documents[plan.document]] + plan.start
+            return plan.length - (start + plan.length == self.ends[plan.document])
+        begins = self.corpus.offsets[self.documents[plan.document]] + start
         return np.array(
             [(own[begin : begin + length] >= 0).sum() for begin, length in zip(begins.tolist(), plan.length.tolist())]
         )
@@ -142,6 +145,7 @@ class Arrangement:
             slot = 0
             for piece, length, start in zip(pieces, lengths[-1], offsets[-1]):
                 planned = plan.document[piece]
+                start += 0 if self.begins is None else int(self.begins[planned])
                 # One token more than the piece holds, if the document goes on: the target of its last.
                 source = self.corpus.document(int(self.documents[planned]))
                 source = source[start : min(start + length + 1, int(self.ends[planned]))]

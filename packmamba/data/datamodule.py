@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from packmamba.config import Config, ConfigError, DataConfig, check, chosen, import_plugins
 from packmamba.data.batching import Arrangement, PackedBatch, StepBatch, empty_batch
 from packmamba.data.corpus import Corpora, Corpus, load_corpora
-from packmamba.data.schedule import Schedule, arrange, group
+from packmamba.data.schedule import Schedule, arrange, group, parts_of
 
 
 class StepDataset(Dataset):
@@ -132,7 +132,7 @@ class PackingDataModule(lightning.LightningDataModule):
         evaluations = [EvaluationDataset(arrangement, groups[rank::world_size])]
         if self.boundary.as_trained:
             # Every rank evaluates all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
-            arrangement = arrange(corpus, documents, data)
+            arrangement = arrange(corpus, parts_of(corpus, documents, data), data)
             rows = np.arange(arrangement.plan.num_rows)
             evaluations.append(EvaluationDataset(arrangement, group(arrangement, rows, data, self.boundary.continues)))
         return evaluations

@@ -11,16 +11,22 @@ from packmamba.config import ConfigError, DataConfig
 from packmamba.data.batching import Arrangement
 from packmamba.data.corpus import Corpus
 from packmamba.data.packing import STRATEGIES, plan_rows
+from packmamba.data.parts import Parts
 
 WINDOW_DOCUMENTS = 1_000_000
 
 
-def arrange(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Arrangement:
-    """The documents in rows, as the configuration's strategy says. Raises ConfigError if one is too long for a row."""
+def arrange(corpus: Corpus, documents: np.ndarray | Parts, data: DataConfig) -> Arrangement:
+    """Whole documents, or parts of them, in rows, as the configuration's strategy says.
+
+    Raises ConfigError if one is too long for a row.
+    """
+    parts = documents if isinstance(documents, Parts) else Parts.whole(documents, corpus.lengths)
+    documents, begins, lengths = parts.documents, parts.begins, parts.lengths
     ends = corpus.lengths[documents].astype(np.int64)
     try:
         plan = plan_rows(
-            ends,
+            lengths,
             row_length=data.row_length,
             strategy=data.strategy,
             overlong=data.overlong,
@@ -30,8 +36,14 @@ def arrange(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Arrangem
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if data.overlong == "truncate" and data.row_length is not None and not STRATEGIES[data.strategy].splits_documents:
-        ends = np.minimum(ends, data.row_length)
-    return Arrangement(corpus, documents, ends, plan)
+        ends = np.where(lengths > data.row_length, begins + data.row_length, ends)
+    return Arrangement(corpus, documents, ends, plan, begins)
+
+
+def parts_of(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Parts:
+    """The documents, cut as ``data.cut_documents`` says."""
+    parts = Parts.whole(documents, corpus.lengths)
+    return parts if data.cut_documents is None else parts.cut(data.cut_documents)
 
 
 @dataclass
@@ -41,6 +53,7 @@ class Schedule:
     Matched: a step is the next documents until ``data.tokens_per_step`` real tokens, arranged by the strategy, so that
     every strategy gets the same documents. Stream: the strategy fills rows from the window's documents, and a step is
     the next rows until ``data.tokens_per_step`` slots. The last step of a window may be smaller; nothing is dropped.
+    Documents may be cut first (``data.cut_documents``), and by the ends of matched steps (``data.cut_at_steps``).
 
     Args:
         corpus: training documents.
@@ -59,7 +72,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.corpus.num_documents == 0:
             raise ConfigError(f"data.source={self.data.source} gives no training documents")
-        longest = int(self.corpus.lengths.max())
+        longest = min(int(self.corpus.lengths.max()), self.data.cut_documents or 2**31)
         row_length = self.data.row_length
         splits = STRATEGIES[self.data.strategy].splits_documents
         if self.data.overlong == "error" and row_length is not None and longest > row_length and not splits:
@@ -82,7 +95,7 @@ class Schedule:
             arrangement = arrange(self.corpus, window.order[first:last], self.data)
             rows = np.arange(arrangement.plan.num_rows)
         else:
-            arrangement, rows = window.arrangement, window.order[first:last]
+            arrangement, rows = window.arrangement, np.asarray(window.order[first:last])
         return arrangement, group(arrangement, rows, self.data, self.carry, self.world_size)
 
     def _window(self, number: int) -> _Window:
@@ -96,10 +109,14 @@ class Schedule:
         part = np.random.default_rng([self.seed, epoch]).permutation(per_epoch)[place]
         documents = np.arange(part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents))
         rng = np.random.default_rng([self.seed, epoch, part])
-        documents = rng.permutation(documents)
+        parts = parts_of(self.corpus, rng.permutation(documents), self.data)
+        if self.data.cut_documents is not None:
+            parts = parts[rng.permutation(len(parts))]  # else steps would be full of one long document
         if self.data.mode == "matched":
-            return _Window(documents, _edges(self.corpus.lengths[documents], self.data.tokens_per_step), None)
-        arrangement = arrange(self.corpus, documents, self.data)
+            if self.data.cut_at_steps:
+                parts = parts.cut_at(self.data.tokens_per_step)
+            return _Window(parts, _edges(parts.lengths, self.data.tokens_per_step), None)
+        arrangement = arrange(self.corpus, parts, self.data)
         rows = np.arange(arrangement.plan.num_rows)
         if not STRATEGIES[self.data.strategy].keeps_order:
             # A packer that sorts by length must not impose a curriculum.
@@ -109,7 +126,7 @@ class Schedule:
 
 @dataclass
 class _Window:
-    order: np.ndarray  # documents (matched) or rows of the arrangement (stream), as they come
+    order: Parts | np.ndarray  # documents (matched) or rows of the arrangement (stream), as they come
     edges: list[int]  # step i holds order[edges[i]:edges[i + 1]]
     arrangement: Arrangement | None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -25,7 +26,7 @@ class History(Callback):
 
     Seconds are those of whole optimizer steps with their data, without evaluations and checkpoints. The first steps of a process
     warm up: throughput leaves them out. Saved with checkpoints, so a resumed run has one history. ``shown`` is what the line of
-    progress says of the last step that was logged.
+    progress says of the last step that was logged; ``extremes`` has the least and the most tokens and targets of a step.
     """
 
     WARMUP_STEPS = 3
@@ -33,6 +34,7 @@ class History(Callback):
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
         self.totals: dict[str, float] = {"steps": 0, "real_tokens": 0, "slots": 0, "targets": 0, "seconds": 0.0}
+        self.extremes: dict[str, float] = {}
         self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
         self.train: list[dict[str, float]] = []
         self.validation: list[dict[str, float]] = []
@@ -43,7 +45,7 @@ class History(Callback):
         self._clock = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("totals", "timed", "train", "validation", "by_position")
+        names = ("totals", "extremes", "timed", "train", "validation", "by_position")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -65,6 +67,22 @@ class History(Callback):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             self._count(seconds=self._lap())
+
+    def span(self, name: str) -> str:
+        """Least and most of a step, one number if they are equal."""
+        least, most = (self.extremes[f"{name}_per_step_{which}"] for which in ("least", "most"))
+        return f"{least:.0f}" if least == most else f"{least:.0f}-{most:.0f}"
+
+    def per_step(self) -> dict[str, float]:
+        """Tokens and targets of a step, least, mean and most: what the record holds."""
+        means = {"tokens": self.totals["real_tokens"], "targets": self.totals["targets"]}
+        return {
+            f"{name}_per_step_{which}": total / self.totals["steps"]
+            if which == "mean"
+            else self.extremes.get(f"{name}_per_step_{which}", math.nan)
+            for name, total in means.items()
+            for which in ("least", "mean", "most")
+        }
 
     def _lap(self) -> float:
         now = time.perf_counter()
@@ -102,13 +120,21 @@ class History(Callback):
         self.totals["steps"] = step
         self._count(real_tokens=tokens, slots=slots, seconds=seconds)
         self.totals["targets"] += batch.num_targets
+        for name, amount in (("tokens", tokens), ("targets", batch.num_targets)):
+            for which, choose in (("least", min), ("most", max)):
+                key = f"{name}_per_step_{which}"
+                self.extremes[key] = choose(self.extremes.get(key, amount), amount)
         self._recent = [*self._recent[-19:], (tokens, slots, seconds)]
         if point or not on_gpu:
             tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
             rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
             module.log_dict(rates | {"train/learning_rate": module.learning_rate(step - 1)})
             module.log("data/padding_fraction", 1 - tokens / slots)
-            self.shown = {"loss": float(outputs["loss"]), "real_tok/s": f"{tokens / seconds:.0f}"}
+            self.shown = {
+                "loss": float(outputs["loss"]),
+                "real_tok/s": f"{tokens / seconds:.0f}",
+                "tok/step": self.span("tokens"),
+            }
         if point:
             self.train.append(self._point(float(outputs["loss"])))
 

@@ -130,6 +130,7 @@ def training_record(
             "steps": totals["steps"],
             "real_tokens": totals["real_tokens"],
             "targets": totals["targets"],
+            **history.per_step(),
             "val_loss": last["loss"],
             "val_loss_start": last["loss_start"],
             "val_loss_as_trained": last.get("loss_as_trained"),

@@ -30,6 +30,8 @@ LATER_KEYS: dict[str, Any] = {
     "data.task": None,
     "data.task_options": {},
     "data.unit": None,
+    "data.cut_documents": None,
+    "data.cut_at_steps": False,
     "trainer.cuda_graphs": False,
     "model.mixer": "mamba1",
     "model.mixer_options": {},
