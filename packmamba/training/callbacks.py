@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,17 +167,31 @@ class History(Callback):
         }
 
 
+class Stopped(Exception):
+    """A run was told to stop; it goes on from the checkpoint that it has just written."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped after step {step}")
+        self.step = step
+
+
 class Checkpoints(LightningCheckpoint):
     """Saves every ``every`` optimizer steps and at the last, after that step's evaluation if it has one; keeps the newest.
 
     A checkpoint appears whole or not at all, so a run may be killed at any moment.
+
+    Args:
+        stop: asked after each step, with its number, whether the run shall stop there: it is saved and ends with Stopped.
     """
 
-    def __init__(self, folder: Path, every: int, validate_every: int, history: History) -> None:
+    def __init__(
+        self, folder: Path, every: int, validate_every: int, history: History, stop: Callable[[int], bool] | None = None
+    ) -> None:
         self.folder = folder
         self.history = history
         self.every = every
         self.validate_every = validate_every
+        self.stop = stop
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -190,13 +205,16 @@ class Checkpoints(LightningCheckpoint):
 
     def _save_if_due(self, trainer: lightning.Trainer) -> None:
         step = trainer.global_step
-        if step % self.every and step != trainer.max_steps:
+        stop = self.stop is not None and self.stop(step) and step != trainer.max_steps
+        if step % self.every and step != trainer.max_steps and not stop:
             return
         self.history.settle()
         trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
         if trainer.is_global_zero:
             for old in checkpoints(self.folder)[:-1]:
                 old.unlink(missing_ok=True)
+        if stop:
+            raise Stopped(step)
         self.history.restart_clock()
 
 
@@ -206,6 +224,13 @@ def checkpoints(folder: Path) -> list[Path]:
         return []
     named = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+
+
+def newest_step(folder: Path) -> int:
+    """Of the newest checkpoint; 0 without one."""
+    return max(
+        (int(match[1]) for path in checkpoints(folder) if (match := CHECKPOINT_NAME.fullmatch(path.name))), default=0
+    )
 
 
 class Progress(TQDMProgressBar):

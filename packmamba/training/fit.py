@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,28 @@ def check_run(config: Config) -> None:
     check_evaluations(config)
 
 
-def fit(config: Config, progress: bool = True) -> dict[str, Any]:
+def fit(config: Config, progress: bool = True, stop: Callable[[int], bool] | None = None) -> dict[str, Any]:
     """Trains, evaluates and writes the record, which it returns.
 
     A run whose record exists is not repeated; one that has a checkpoint goes on from it, on a CPU to the same bits as if it had
-    never stopped.
+    never stopped. What runs before it in the same process changes nothing.
+
+    Args:
+        stop: asked after each step, with its number, whether the run shall stop there.
 
     Raises:
         ConfigError: naming the key.
+        Stopped: by ``stop``; a checkpoint is written.
     """
+    threads = torch.get_num_threads()
     try:
-        return _fit(config, progress)
+        return _fit(config, progress, stop)
     finally:
+        torch.set_num_threads(threads)
         leave_process_group()
 
 
-def _fit(config: Config, progress: bool) -> dict[str, Any]:
+def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
     provenance()  # cached: the record names the code as it was when the run began
     check_run(config)
@@ -71,7 +78,7 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
         torch.set_num_threads(config.trainer.threads)
     quieten()
     history = History(config.trainer.log_every)
-    trainer = make_trainer(config, folder, history, progress)
+    trainer = make_trainer(config, folder, history, progress, stop)
     try:
         choose(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:

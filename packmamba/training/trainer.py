@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning
@@ -15,12 +16,14 @@ from packmamba.training.callbacks import Checkpoints, History, Progress
 from packmamba.training.strategy import make_strategy, stop_together
 
 
-def make_trainer(config: Config, folder: Path, history: History, progress: bool) -> lightning.Trainer:
-    """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches."""
+def make_trainer(
+    config: Config, folder: Path, history: History, progress: bool, stop: Callable[[int], bool] | None = None
+) -> lightning.Trainer:
+    """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches. ``stop``: see Checkpoints."""
     options = config.trainer
     callbacks = [
         history,
-        Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history),
+        Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history, stop),
     ]
     try:
         trainer = lightning.Trainer(
