@@ -227,6 +227,14 @@ class TrainerConfig:
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
     max_steps: int = key(200, "Optimizer steps.", at_least(1))
     validate_every: int = key(50, "Steps between evaluations; the last step is always evaluated.", at_least(1))
+    average_snapshots: int = key(
+        1,
+        "Evaluate and keep the mean of the weights at this many evenly spaced steps up to the last; 1 keeps the last weights.",
+        at_least(1),
+    )
+    average_share: float = key(
+        0.1, "Share of the steps, the last ones, over which snapshots are spaced.", between(0, 1)
+    )
     checkpoint_every: int = key(50, "Steps between checkpoints.", at_least(1))
     log_every: int = key(10, "Steps between logged points.", at_least(1))
     precision: str = key("32-true", "Lightning's precision.")
@@ -328,6 +336,9 @@ class Config:
                 f"trainer.strategy=fsdp2 cannot keep the states of trainer.boundary={trainer.boundary}, which live outside its "
                 "shards; use ddp"
             )
+        if trainer.strategy == "fsdp2" and trainer.average_snapshots > 1:
+            snapshots = trainer.average_snapshots
+            yield f"trainer.average_snapshots: trainer.strategy=fsdp2 keeps shares of weights, expected 1, got {snapshots}"
         if trainer.strategy == "fsdp2" and trainer.precision in ("16-mixed", "64-true"):
             yield f"trainer.strategy=fsdp2 needs trainer.precision=bf16-mixed or 32-true, got '{trainer.precision}'"
         for name, value, known in (

@@ -15,6 +15,7 @@ from packmamba.config import Config, ConfigError, check
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
 from packmamba.records import append_record, check_writable, make_record, provenance, read_records
+from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.evaluations import check_evaluations, run_evaluations
 from packmamba.training.model_folder import write_model
@@ -78,7 +79,9 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
         torch.set_num_threads(config.trainer.threads)
     quieten()
     history = History(config.trainer.log_every)
-    trainer = make_trainer(config, folder, history, progress, stop)
+    options = config.trainer
+    average = Average(snapshot_steps(options.max_steps, options.average_snapshots, options.average_share))
+    trainer = make_trainer(config, folder, history, progress, stop, [average] if average.at else [])
     try:
         choose(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
@@ -93,6 +96,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
         _train(trainer, module, data, folder)
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
+        if average.at:
+            last = history.validation[-1]
+            average.load_into(module.model)
+            trainer.validate(module, data, verbose=False)
+            history.validation[-1]["loss_last_weights"] = last["loss"]
         record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
         weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
         if trainer.is_global_zero:
@@ -122,7 +130,8 @@ def _train(trainer: lightning.Trainer, module: MambaLitModule, data: PackingData
 def training_record(
     config: Config, corpus_hash: str, module: MambaLitModule, history: History, wall_seconds: float
 ) -> dict[str, Any]:
-    """The run's record: losses at its last evaluation, throughput after the first steps, curves."""
+    """The run's record: losses at its last evaluation, which is of the mean of weights if there is one; throughput after
+    the first steps; curves."""
     totals, timed, last = history.totals, history.timed, history.validation[-1]
     timed = timed if timed["seconds"] else totals
     on_gpu = module.device.type == "cuda"
@@ -139,6 +148,7 @@ def training_record(
             "targets": totals["targets"],
             **history.per_step(),
             "val_loss": last["loss"],
+            **{f"val_{name}": last[name] for name in ("loss_last_weights",) if name in last},
             "val_loss_start": last["loss_start"],
             "val_loss_as_trained": last.get("loss_as_trained"),
             "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],

@@ -34,6 +34,8 @@ LATER_KEYS: dict[str, Any] = {
     "data.cut_documents": None,
     "data.cut_at_steps": False,
     "trainer.cuda_graphs": False,
+    "trainer.average_snapshots": 1,
+    "trainer.average_share": 0.1,
     "model.mixer": "mamba1",
     "model.mixer_options": {},
     "optimizer.name": "adamw",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import lightning
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from packmamba.config import Config, ConfigError
@@ -17,12 +18,19 @@ from packmamba.training.strategy import make_strategy, stop_together
 
 
 def make_trainer(
-    config: Config, folder: Path, history: History, progress: bool, stop: Callable[[int], bool] | None = None
+    config: Config,
+    folder: Path,
+    history: History,
+    progress: bool,
+    stop: Callable[[int], bool] | None = None,
+    further: Sequence[Callback] = (),
 ) -> lightning.Trainer:
-    """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches. ``stop``: see Checkpoints."""
+    """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches. ``stop``: see Checkpoints, which also hold
+    what ``further`` callbacks keep."""
     options = config.trainer
     callbacks = [
         history,
+        *further,
         Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history, stop),
     ]
     try:
