@@ -170,6 +170,9 @@ def test_the_best_reader_is_perfect_in_one_document_and_not_in_two():
         for kind, said, target in zip(kinds, task.best(pair)[1], pair[1].targets[pair[1].mask]):
             right[kind == INTRUDING].append(said == target)
     assert np.mean(right[True]) < 0.9 < np.mean(right[False])
+    told = Contradiction(begin=True)
+    pair = [told.example(0, 0), told.example(0, 1)]
+    assert all(np.array_equal(said, example.targets[example.mask]) for said, example in zip(told.best(pair), pair))
 
 
 @pytest.mark.slow

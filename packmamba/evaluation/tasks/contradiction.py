@@ -89,8 +89,11 @@ class Contradiction:
         not told where the next begins: what a model can reach whose state leaks.
 
         It knows how examples are drawn, and weighs by Bayes' rule at which event the current one may have begun: an answer that
-        contradicts what was written is a sign of a new document. It does not know in which order examples were packed.
+        contradicts what was written is a sign of a new document. It does not know in which order examples were packed. Where a
+        token begins each document, it is always right.
         """
+        if self.begin:
+            return [example.targets[example.mask] for example in row]
         low, high = self.events
         lengths = np.arange(high + 1)
         ends = np.where(lengths >= low, 1 / np.maximum(high - lengths + 1, 1), 0.0)  # at length n, if it is that long
