@@ -71,6 +71,11 @@ def folder(tmp_path, monkeypatch):
     (mine / "folder").mkdir(parents=True)
     for number in range(20):
         (mine / "folder" / f"{number}.txt").write_text("a few words of my own, " * (number % 4 + 1))
+    (mine / "code").mkdir()
+    for number in range(20):
+        (mine / "code" / f"{number}.py").write_text(
+            "".join(f"name_{i}{number} = {i * 37 % 101:03d}\n" for i in range(30))
+        )
     (mine / "lines.txt").write_text("".join(f"line {number} of many\n" for number in range(200)))
     (mine / "documents.jsonl").write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))

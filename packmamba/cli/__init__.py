@@ -175,6 +175,13 @@ def eval(arguments: argparse.Namespace) -> None:
     print(f"\n{format_table(records)}\n\nRecords and items: {output}")
 
 
+def questions(arguments: argparse.Namespace) -> None:
+    """Write a multiple-choice task for lm-evaluation-harness, made from the validation documents of a text of yours."""
+    from packmamba.cli.models import write_task
+
+    print(f"Written: {write_task(arguments.folder, arguments.overrides)}")
+
+
 def generate(arguments: argparse.Namespace) -> None:
     """Continue a text with a trained model."""
     from packmamba.cli.models import continue_text
@@ -191,7 +198,7 @@ def export(arguments: argparse.Namespace) -> None:
 
 COMMANDS = {
     f.__name__: f
-    for f in (demo, train, sweep, corpus, eval, generate, export, bench, report, reproduce, kernels, doctor)
+    for f in (demo, train, sweep, corpus, eval, questions, generate, export, bench, report, reproduce, kernels, doctor)
 }
 
 
@@ -239,9 +246,9 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
             command.add_argument("model", help="the folder of a run, or of a published checkpoint")
         if name == "generate":
             command.add_argument("prompt", help="the text to continue")
-        if name == "export":
-            command.add_argument("folder", help="a new folder")
-        if name in ("demo", "train", "sweep", "corpus", "bench", "reproduce", "eval", "generate"):
+        if name in ("export", "questions"):
+            command.add_argument("folder", help="a new folder" if name == "export" else "where its files go")
+        if name in ("demo", "train", "sweep", "corpus", "bench", "reproduce", "eval", "generate", "questions"):
             text = "settings, such as data.strategy=best_fit"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
         if name == "report":

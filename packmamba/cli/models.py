@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -13,7 +14,7 @@ from typing import Any, Optional
 
 from omegaconf import OmegaConf
 
-from packmamba.config import ConfigError, DataConfig, at_least, key, load, parse_override, resolve, suggest
+from packmamba.config import ConfigError, DataConfig, at_least, key, load, named, parse_override, resolve, suggest
 from packmamba.records import append_record, check_writable, make_record, read_records, write_items
 
 
@@ -48,13 +49,13 @@ def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[di
     from packmamba.evaluation.evaluate import EVALUATIONS, slots
     from packmamba.evaluation.subject import load_subject
 
-    theirs = _harness_tasks([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
+    manager = _harness_tasks([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
     subject = load_subject(folder, config.device, config.dtype)
     max_slots = config.max_slots or slots(subject.model)
     found = []
     for number, name in enumerate(config.tasks, start=1):
         print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
-        run = _harness if name in theirs else _ours
+        run = _ours if name in EVALUATIONS else functools.partial(_harness, manager)
         found.append(run(name, subject, config, max_slots, output))
     return output, found
 
@@ -74,20 +75,24 @@ def _load(data: DataConfig, folder: str, overrides: Sequence[str]) -> EvalConfig
     return config
 
 
-def _harness_tasks(names: list[str], config: EvalConfig, ours: list[str]) -> set[str]:
-    """Those of the names that lm-evaluation-harness knows. Raises ConfigError for any other."""
+def _harness_tasks(names: list[str], config: EvalConfig, ours: list[str]) -> Any:
+    """lm-evaluation-harness' manager of the tasks with these names. Raises ConfigError for one that it does not know."""
     if not names:
-        return set()
+        return None
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
         hint = "tasks of lm-evaluation-harness need pip install 'packmamba[eval]'"
         raise ConfigError(f"tasks: unknown '{names[0]}'{suggest(names[0], ours)}; {hint}") from None
-    known = TaskManager(include_path=config.include_path).all_tasks
+    if config.include_path is not None:
+        own = TaskManager(include_path=config.include_path, include_defaults=False)  # its own take long to read
+        if set(names) <= set(own.all_tasks):
+            return own
+    manager = TaskManager(include_path=config.include_path)
     for name in names:
-        if name not in known:
+        if name not in manager.all_tasks:
             raise ConfigError(f"tasks: unknown '{name}', neither ours nor lm-evaluation-harness'{suggest(name, ours)}")
-    return set(names)
+    return manager
 
 
 def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
@@ -112,18 +117,17 @@ def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: P
     return _recorded(settings, subject, output, run)
 
 
-def _harness(name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
+def _harness(manager: Any, name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
     settings = {"name": name, "harness": True, "limit": config.limit, "max_slots": max_slots, "dtype": config.dtype}
 
     def run() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
         import lm_eval
-        from lm_eval.tasks import TaskManager
 
         from packmamba.evaluation.harness import PackMambaLM
 
         found = lm_eval.simple_evaluate(
             PackMambaLM(subject.model, str(subject.folder), max_slots), tasks=[name], limit=config.limit,
-            task_manager=TaskManager(include_path=config.include_path), log_samples=True,
+            task_manager=manager, log_samples=True,
         )  # fmt: skip
         values = {k.partition(",")[0]: v for k, v in found["results"][name].items() if isinstance(v, (int, float))}
         items = [
@@ -157,6 +161,36 @@ def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) ->
     )
     append_record(path, record)
     return record
+
+
+@dataclass
+class QuestionsConfig:
+    """Keys of ``questions``."""
+
+    task: str = key("next_line", "The task, one with choices.", named("packmamba.evaluation.tasks:TASKS"))
+    data: DataConfig = field(default_factory=DataConfig)
+    examples: int = key(200, "Most questions.", at_least(1))
+    seed: int = key(1_000_000, "Seed of the order of choices.", at_least(0))
+    options: dict[str, Any] = key(
+        {"next_line": {"documents": "validation"}}, "Parameters of the task, such as options.next_line.context=512."
+    )
+    plugins: list[str] = key([], "Python modules to import first.")
+
+
+def write_task(folder: str, overrides: Sequence[str]) -> Path:
+    """Writes a task of lm-evaluation-harness made from the validation documents of ``data``; returns its YAML's path."""
+    config = load(QuestionsConfig, None, overrides)
+    check_writable(folder, "folder")
+    from packmamba.evaluation.asked import Asked
+    from packmamba.evaluation.on_tasks import drawn
+    from packmamba.evaluation.questions import write_questions
+
+    asked = Asked(config.data, None, config.examples, config.seed, options=config.options.get(config.task, {}))
+    _, _, examples = drawn(config.task, asked, 256)
+    try:
+        return write_questions(folder, config.task, examples)
+    except ValueError as error:
+        raise ConfigError(f"task: {error}") from None
 
 
 @dataclass

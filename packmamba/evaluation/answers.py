@@ -28,7 +28,7 @@ class Answer:
         right: (k,) bool.
         nats: (k,) float64, minus the log-probability of the right ids.
         length, load: the example's.
-        choice: of multiple choice, the most likely choice; by_bytes: the most likely one divided by its length; else None.
+        choice: of multiple choice, the most likely choice; by_bytes: the most likely one divided by its bytes; else None.
     """
 
     said: NDArray[np.int64]
@@ -83,13 +83,14 @@ def answer(
 
 
 def choose(model: MambaLM, examples: Sequence[Example], max_slots: int = 16384) -> list[tuple[int | None, int | None]]:
-    """Of multiple choice, the choice with the highest log-likelihood, as it is and divided by its length (ids are bytes)."""
-    requests = [(example.tokens[: example.load].tolist(), choice) for example in examples for choice in example.choices]
+    """Of multiple choice, the choice with the highest log-likelihood, as it is and divided by its bytes: its ids, unless
+    ``example.notes["bytes"]`` says how many those are."""
+    requests = [(example.context.tolist(), choice) for example in examples for choice in example.choices]
     scores = iter(score(model, requests, max_slots) if requests else ())
     found: list[tuple[int | None, int | None]] = []
     for example in examples:
         values = np.array([next(scores).log_likelihood for _ in example.choices])
-        lengths = np.array([len(choice) for choice in example.choices])
+        lengths = np.array(example.notes.get("bytes") or [len(choice) for choice in example.choices])
         found.append((int(values.argmax()), int((values / lengths).argmax())) if len(values) else (None, None))
     return found
 
@@ -118,17 +119,23 @@ def items(answers: Sequence[Answer], examples: Sequence[Example]) -> list[dict[s
     return [
         {"length": said.length, "load": said.load, "answers": len(said.right), "right": int(said.right.sum()),
          "nats": float(said.nats.sum())}
-        | ({} if said.choice is None else {"choice": said.choice, "by_bytes": said.by_bytes, "answer": example.answer})
+        | ({} if said.choice is None else
+           {"choice": said.choice, "by_bytes": said.by_bytes, "answer": example.answer, "bytes": _bytes_of_right(example)})
         for said, example in zip(answers, examples)
     ]  # fmt: skip
+
+
+def _bytes_of_right(example: Example) -> int:
+    assert example.answer is not None
+    return example.notes["bytes"][example.answer] if "bytes" in example.notes else len(example.choices[example.answer])
 
 
 class Accuracy(Metric):
     """Share of right answers and their loss, together and by doubling length and load: [1, 2), [2, 4), ...
 
     Update with ``items``. Sums over ranks. ``compute`` gives ``accuracy``, ``nats``, ``answers``; of multiple choice
-    ``choice_accuracy``, ``choice_accuracy_by_bytes``, and ``bits_per_byte`` of the right choice, whose ids are bytes (else these
-    are NaN); and the tables ``by_length`` and ``by_load``.
+    ``choice_accuracy``, ``choice_accuracy_by_bytes``, and ``bits_per_byte`` of the right choice (else these are NaN); and the
+    tables ``by_length`` and ``by_load``.
     """
 
     full_state_update = False
@@ -138,9 +145,9 @@ class Accuracy(Metric):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # (length or load, bucket, [answers, right, nats]); [examples with choices, right, right by bytes]
+        # (length or load, bucket, [answers, right, nats]); [examples with choices, right, right by bytes, bytes of the right one]
         self.add_state("sums", torch.zeros(2, self.BUCKETS, 3, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("choices", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("choices", torch.zeros(4, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, items: Iterable[Mapping[str, Any]]) -> None:
         for item in items:
@@ -148,19 +155,19 @@ class Accuracy(Metric):
             for axis, size in enumerate((item["length"], item["load"])):
                 self.sums[axis, min(size.bit_length() - 1, self.BUCKETS - 1)] += values.to(self.sums.device)
             if "choice" in item:
-                right = [1.0, item["choice"] == item["answer"], item["by_bytes"] == item["answer"]]
+                right = [1, item["choice"] == item["answer"], item["by_bytes"] == item["answer"], item["bytes"]]
                 self.choices += torch.tensor(right, dtype=torch.float64, device=self.choices.device)
 
     def compute(self) -> dict[str, Any]:
         count, right, nats = self.sums[0].sum(dim=0).tolist()
-        examples, *chosen = self.choices.tolist()
+        examples, *chosen, size = self.choices.tolist()
         return {
             "accuracy": right / count if count else float("nan"),
             "nats": nats / count if count else float("nan"),
             "answers": count,
             "choice_accuracy": chosen[0] / examples if examples else float("nan"),
             "choice_accuracy_by_bytes": chosen[1] / examples if examples else float("nan"),
-            "bits_per_byte": nats / count / math.log(2) if examples and count else float("nan"),
+            "bits_per_byte": nats / math.log(2) / size if size else float("nan"),
             "by_length": self._table(0),
             "by_load": self._table(1),
         }

@@ -9,11 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from packmamba.config import ConfigError, DataConfig, options
+from packmamba.data.tokenization import ByteTokenizer
 from packmamba.evaluation.answers import Accuracy, Answer, answer, items
 from packmamba.evaluation.as_trained import AsTrained
 from packmamba.evaluation.asked import Asked, Result
+from packmamba.evaluation.on_text import HELD_OUT, held_out_texts
 from packmamba.evaluation.tasks import TASKS, Example
 from packmamba.evaluation.tasks.contradiction import INTRUDING
+from packmamba.evaluation.tasks.example import make_example
 from packmamba.nn import MambaLM
 
 LATER = "_as_trained"
@@ -21,12 +24,10 @@ LATER = "_as_trained"
 
 def ask(name: str, model: MambaLM, asked: Asked) -> Result:
     """Accuracy and nats of a task's answers, by length and by load; of multiple choice the choices' too."""
-    made = check(name, asked, len(model.lm_head.weight))
-    count = min(asked.examples, made.num_examples or asked.examples)
-    examples = [made.example(asked.seed, index) for index in range(count)]
+    made, numbers, examples = drawn(name, asked, len(model.lm_head.weight))
     boundary = asked.boundary()
     rows = AsTrained([example.tokens for example in examples], asked.data, boundary)
-    found = [{"index": i} for i in range(count)]
+    found = [{"index": number} for number in numbers]
     alone = answer(model, examples, asked.max_slots)
     _add(found, items(alone, examples), "")
     if hasattr(made, "reads"):
@@ -41,15 +42,37 @@ def ask(name: str, model: MambaLM, asked: Asked) -> Result:
             if rows.flows and rows.whole:
                 _add(found, _best(made, examples, neighbours), LATER)
     metrics, curves = summary(found)
-    about = {"chance": made.chance, "examples": count}
+    about = {"chance": made.chance, "examples": len(examples)}
     return Result(metrics | about, curves, found, f"task {name} {sorted(asked.options.items())} seed {asked.seed}")
+
+
+def drawn(name: str, asked: Asked, vocab_size: int) -> tuple[Any, list[int], list[Example]]:
+    """The task, which of its examples are asked, and these; of a task that has an end they are evenly spaced over it."""
+    made = check(name, asked, vocab_size)
+    count = min(asked.examples, made.num_examples or asked.examples)
+    numbers = [i * (made.num_examples or count) // count for i in range(count)]
+    examples = [made.example(asked.seed, number) for number in numbers]
+    if getattr(made, "of_bytes", False) and not isinstance(asked.tokenizer, (ByteTokenizer, type(None))):
+        examples = [in_tokens(example, asked.tokenizer) for example in examples]
+    return made, numbers, examples
 
 
 def check(name: str, asked: Asked, vocab_size: int | None) -> Any:
     """The task with its parameters; ConfigError if they are wrong or the model has fewer ids."""
-    asked.check_options(name, options(TASKS[name]))
+    known, parameters = options(TASKS[name]), dict(asked.options)
+    asked.check_options(name, known)
+    texts = None
+    if "documents" in known and parameters.get("documents") is not None:
+        if parameters.pop("documents") != HELD_OUT:
+            raise ConfigError(
+                f"{asked.key}.{name}.documents: expected '{HELD_OUT}', or null for the standard library, got "
+                f"{asked.options['documents']!r:.60}"
+            )
+        if vocab_size is None:
+            return None
+        texts = tuple(held_out_texts(asked))
     try:
-        made = _task(TASKS[name], json.dumps(asked.options))
+        made = _task(TASKS[name], json.dumps(parameters), texts)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{asked.key}.{name}: {error}") from None
     if vocab_size is not None and made.vocab_size > vocab_size:
@@ -58,9 +81,27 @@ def check(name: str, asked: Asked, vocab_size: int | None) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def _task(make: Callable[..., Any], parameters: str) -> Any:
+def _task(make: Callable[..., Any], parameters: str, documents: tuple[str, ...] | None) -> Any:
     """Made once a process: some read many files."""
-    return make(**json.loads(parameters))
+    return make(**json.loads(parameters), **({} if documents is None else {"documents": documents}))
+
+
+def in_tokens(example: Example, tokenizer: Any) -> Example:
+    """An example of bytes in a tokenizer's ids. Its answer stands at its end."""
+    prompt = tokenizer.encode(_text(example.context)).tolist()
+    right = tokenizer.encode(_text(example.targets[example.mask])).tolist()
+    choices = tuple(tokenizer.encode(_text(choice)).tolist() for choice in example.choices)
+    if choices and example.answer is not None:
+        right = choices[example.answer]
+    answers = {len(prompt) - 1 + i: token for i, token in enumerate(right)}
+    notes = example.notes | ({"bytes": [len(choice) for choice in example.choices]} if choices else {})
+    return make_example(
+        [*prompt, *right[:-1]], answers, example.load, choices=choices, answer=example.answer, notes=notes
+    )
+
+
+def _text(ids: Any) -> str:
+    return bytes(int(i) for i in ids).decode(errors="replace")
 
 
 def summary(found: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, list[dict[str, float]]]]:

@@ -11,7 +11,7 @@ import numpy as np
 from packmamba.config import ConfigError
 from packmamba.data.corpus import Corpus, load_corpora
 from packmamba.data.datamodule import evaluation_documents
-from packmamba.data.tokenization import Tokenizer
+from packmamba.data.tokenization import Tokenizer, load_tokenizer
 from packmamba.evaluation.as_trained import AsTrained
 from packmamba.evaluation.asked import Asked, Result
 from packmamba.evaluation.perplexity import bits_per_byte, by_position, context_gain, token_losses
@@ -86,9 +86,20 @@ def _windows(name: str, asked: Asked) -> dict[str, int]:
     return defaults | asked.options
 
 
-def _validation(vocab_size: int, asked: Asked) -> tuple[Corpus, np.ndarray, Sequence[np.ndarray]]:
+HELD_OUT = "validation"
+"""What a task on text may be given as its documents."""
+
+
+def held_out_texts(asked: Asked) -> list[str]:
+    """The texts of the validation documents of ``data``."""
+    _, _, documents = _validation(None, asked)
+    tokenizer = load_tokenizer(asked.data)
+    return [tokenizer.decode(document) for document in documents]
+
+
+def _validation(vocab_size: int | None, asked: Asked) -> tuple[Corpus, np.ndarray, Sequence[np.ndarray]]:
     corpus = load_corpora(asked.data).validation
-    if corpus.vocab_size > vocab_size:
+    if vocab_size is not None and corpus.vocab_size > vocab_size:
         raise ConfigError(f"data.tokenizer: the documents have {corpus.vocab_size} tokens, the model {vocab_size}")
     numbers = evaluation_documents(corpus, asked.data)
     if not len(numbers):

@@ -5,7 +5,8 @@
 - ``example(seed, index)``: an ``Example``, a pure function of the task's parameters, the seed and the index;
 - ``vocab_size``: its ids are below it;
 - ``chance``: the accuracy of a guess among the answers that can occur; a perfect model has 1;
-- ``num_examples``: how many there are, or None if there is no end.
+- ``num_examples``: how many there are, or None if there is no end;
+- where ids are the bytes of a text, ``of_bytes = True``: models with a tokenizer are then asked in their own tokens.
 
 Another task is one more file and one more line here; a plugin may add to ``TASKS`` instead.
 """

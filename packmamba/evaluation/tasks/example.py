@@ -35,6 +35,11 @@ class Example:
     answer: int | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def context(self) -> NDArray[np.int64]:
+        """What is read before the first answer."""
+        return self.tokens[: int(self.mask.argmax()) + 1]
+
 
 def make_example(tokens: Any, answers: dict[int, int], load: int, **others: Any) -> Example:
     """An example whose ``answers`` say which id is to be said after which place."""

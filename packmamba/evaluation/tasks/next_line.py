@@ -13,6 +13,9 @@ TRIES = 8
 SHORTEST = 12
 """Bytes of a line's text: shorter ones (``else:``) are no question."""
 
+INSIDE = bytes(range(0x80, 0xC0))
+"""Bytes that only stand inside a character of UTF-8: no context begins with them."""
+
 
 class NextLine:
     """About ``context`` bytes of a file, up to a line's end, and four lines of which one follows.
@@ -30,6 +33,7 @@ class NextLine:
     """
 
     vocab_size = 256
+    of_bytes = True
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class NextLine:
             right = lines[place]
             if len(right.strip()) < SHORTEST:
                 continue
-            context = b"".join(lines[:place])[-self.context :]
+            context = b"".join(lines[:place])[-self.context :].lstrip(INSIDE)
             alike = {
                 line
                 for line in lines

@@ -28,6 +28,7 @@ class Passkey:
     """
 
     vocab_size = 256
+    of_bytes = True
     chance = 0.1
     num_examples = None
 
