@@ -200,6 +200,7 @@ def test_contradiction_s_begin_token_is_one_id_more_and_changes_nothing_else():
         assert begun.tokens.tolist() == [35, *example.tokens]
         assert np.array_equal(begun.targets[1:], example.targets) and np.array_equal(begun.mask[1:], example.mask)
         assert not begun.mask[0] and begun.notes == example.notes
+        assert np.array_equal(marked.best([begun])[0], example.targets[example.mask]), "nobody misses a begin"
 
 
 @pytest.mark.parametrize(

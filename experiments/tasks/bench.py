@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -13,9 +13,9 @@ import torch
 from tqdm import tqdm
 
 from packmamba import MambaLM
-from packmamba.config import ConfigError, above, at_least, each, key, named
-from packmamba.evaluation.answers import Accuracy, answer
-from packmamba.evaluation.evaluate import slots
+from packmamba.config import ConfigError, DataConfig, above, at_least, each, key, named
+from packmamba.evaluation.asked import Asked
+from packmamba.evaluation.evaluate import evaluate, slots
 from packmamba.evaluation.subject import load_subject, read_config
 from packmamba.evaluation.tasks import TASKS
 from packmamba.experiments import Bench
@@ -95,9 +95,9 @@ def _ask_trained(
     subject = load_subject(path, "cpu")
     points, chance = [], 0.0
     for value in tqdm(asked.values, desc=f"{arm}, seed {subject.config.seed}", disable=None if progress else True):
-        task = asked.at(value)
-        chance = task.chance
-        points.append({"value": value} | _numbers(subject.model, _examples(task, config)))
+        point = _numbers(asked.task, subject.model, asked.options | {asked.varied: value}, config)
+        chance = point.pop("chance")
+        points.append({"value": value} | point)
     append_record(
         records_path,
         make_record(
@@ -121,7 +121,7 @@ def _ask_untrained(config: AnswersConfig, name: str, records_path: Path) -> None
     """Beside the models stands who always says the most frequent answer: chance may be below it."""
     options = config.untrained_options.get(name, {})
     task = TASKS[name](**options)
-    examples = _examples(task, config)
+    examples = [task.example(config.examples_seed, i) for i in range(config.examples)]
     answers = np.concatenate([example.targets[example.mask] for example in examples])
     frequent = None if examples[0].choices else float(np.bincount(answers).max() / len(answers))
     for seed in config.seeds:
@@ -137,25 +137,21 @@ def _ask_untrained(config: AnswersConfig, name: str, records_path: Path) -> None
                 config={"options": options, "d_model": config.d_model, "n_layer": config.n_layer, "examples": config.examples},
                 seed=seed,
                 corpus_hash="untrained",
-                metrics=_numbers(model, examples) | {"chance": task.chance, "most_frequent": frequent},
+                metrics=_numbers(name, model, options, config) | {"most_frequent": frequent},
                 wall_seconds=time.perf_counter() - begun,
             ),
         )  # fmt: skip
 
 
-def _examples(task: Any, config: AnswersConfig) -> list[Any]:
-    count = min(config.examples, task.num_examples or config.examples)
-    return [task.example(config.examples_seed, index) for index in range(count)]
-
-
-def _numbers(model: MambaLM, examples: Sequence[Any]) -> dict[str, float]:
-    """accuracy, nats, answers; of multiple choice the share of right choices, and how many there were."""
-    metric = Accuracy(sync_on_compute=False)
-    metric.update(answer(model, examples, slots(model)), examples)
-    found = metric.compute()
-    numbers = {name: found[name] for name in ("accuracy", "nats", "answers")}
-    if examples[0].choices:
-        numbers |= {"accuracy": found["choice_accuracy"], "answers": len(examples)}
+def _numbers(name: str, model: MambaLM, options: Mapping[str, Any], config: AnswersConfig) -> dict[str, float]:
+    """accuracy, answers and chance; of multiple choice the share of right choices, and how many there were."""
+    asked = Asked(
+        DataConfig(), None, config.examples, config.examples_seed, slots(model), options=dict(options), key="questions"
+    )
+    found = evaluate(name, model, asked).metrics
+    numbers = {name: found[name] for name in ("accuracy", "answers", "chance")}
+    if "choice_accuracy" in found:
+        numbers |= {"accuracy": found["choice_accuracy"], "answers": found["examples"]}
     return numbers
 
 

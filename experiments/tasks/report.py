@@ -9,10 +9,9 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from packmamba.report import summary
-from packmamba.report.evaluation import arms_evaluation_tables
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record, frame
+from packmamba.report.summary import Arm, Interval, Record, frame
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 SEED = "#0072B2"
@@ -61,7 +60,53 @@ def learned_tables(records: Sequence[Record]) -> list[Table]:
     table.notes = [
         "Seconds are of a whole run, its evaluations with it. Accuracy is of documents one at a time, from zero state."
     ]
-    return [table, *(arms_evaluation_tables(records) if len(arms) > 1 else ())]
+    return [table, *_leak_tables(arms)]
+
+
+def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
+    """How leak answers the reads of keys that only the predecessor wrote, minus reset with the same seed, in points."""
+    reset, leak = (
+        next((arm for arm in arms if arm.runs["config.trainer.boundary"].iloc[0] == boundary), None)
+        for boundary in ("reset", "leak")
+    )
+    if reset is None or leak is None:
+        return []
+    table = Table(
+        "leak",
+        "contradiction: packed with leak minus packed with reset, paired over seeds",
+        [
+            Column("evaluated", ("evaluated",), False),
+            Column("reads", ("reads",), False),
+            Column("packed-reset", ("reset",)),
+            Column("packed-leak", ("leak",)),
+            Column("minus, points [95% CI]", ("difference", "difference_low", "difference_high", "pairs")),
+            Column("best possible under leak", ("best",)),
+            Column("leak says the predecessor's value", ("intrusions",)),
+        ],
+    )
+    for evaluated, suffix in (("as trained", "_as_trained"), ("one document at a time", "")):
+        for reads, name in (("of keys that only the predecessor wrote", "_intruding"), ("all", "")):
+            # What comes before changes nothing for reset: as trained it answers as it does alone.
+            base, own = (arm[f"contradiction.accuracy{name}{end}"] for arm, end in ((reset, ""), (leak, suffix)))
+            found = summary.interval(100 * (own - base))
+            best = leak[f"contradiction.best{name}_as_trained"].mean() if suffix else 1.0
+            intrusions = leak[f"contradiction.intrusions{suffix}"].mean() if name else None
+            table.rows.append([
+                word(evaluated), word(reads), percent(base.mean()), percent(own.mean()), _points_cell(found),
+                percent(best), percent(intrusions),
+            ])  # fmt: skip
+    table.notes = [
+        "Points are percentages of right answers; 95 % intervals by Student's t over seeds. Best possible: of a reader who knows "
+        "how documents are drawn, and sees where one begins only if it has a begin token."
+    ]
+    return [table]
+
+
+def _points_cell(found: Interval | None) -> Cell:
+    if found is None:
+        return number(None, "")
+    text = f"{found.mean:+.1f}" + (f" [{found.low:+.1f}, {found.high:+.1f}]" if found.n > 1 else "")
+    return Cell(text, tuple(found))
 
 
 def answers_tables(records: Sequence[Record]) -> list[Table]:
