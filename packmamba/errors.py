@@ -11,6 +11,21 @@ COMMAND = "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is
 class UserError(Exception):
     """Something that the user can mend."""
 
+    status = 2
+    """The command's exit status."""
+
+
+class Unfinished(UserError):
+    """Work that was begun did not come to its end.
+
+    Args:
+        status: the command's exit status: 1, something failed; 3, all that was reached is done and the rest waits.
+    """
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
 
 class ConfigError(UserError, ValueError):
     """A configuration that cannot be run; the message names the key, what was expected and what came."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import difflib
-import os
 import re
 import sys
 import textwrap
 import time
 from pathlib import Path
 from typing import NoReturn
+
+from packmamba.training.process import keep_freed_memory, limit_spinning
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,11 +70,25 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> None:
-    """Train every run of a grid and report on them. The same command again resumes it."""
+    """Train every run of a grid and report on them. The same command again resumes it; with status: show how far it is."""
+    begun = time.monotonic()
+    from packmamba.errors import Unfinished
     from packmamba.training.sweep import load_sweep, run_sweep
 
-    plan, configs = load_sweep(arguments.config, arguments.overrides)
-    arguments.folder = str(run_sweep(plan, configs))
+    status = "status" in arguments.overrides
+    plan, configs = load_sweep(arguments.config, [word for word in arguments.overrides if word != "status"])
+    if status:
+        from packmamba.cli.status import sweep_status
+
+        print(sweep_status(configs).text())
+        return
+    arguments.folder = plan.output
+    try:
+        run_sweep(plan, configs, begun=begun)
+    except Unfinished as unfinished:
+        if unfinished.status == 1 and any(Path(plan.output, "records").glob("*.jsonl")):
+            report(arguments)
+        raise
     report(arguments)
 
 
@@ -202,29 +215,6 @@ COMMANDS = {
 }
 
 
-def limit_spinning() -> None:
-    """Lets OpenMP's threads, before PyTorch starts them, spin for 60 us at most where they wait for each other, and then sleep.
-
-    GNU's spin for milliseconds. On a busy machine that is time which the thread that they wait for needs: the demo's steps took
-    six times as long on two cores beside three busy programs.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed.
-
-    Else it gives large tensors back to the system, which finds and clears the same pages again for the next ones: 47 thousand
-    a step of two million parameters, 3 us each on a virtual machine. Other C libraries are left as they are.
-    """
-    trim_threshold, mmap_max = -1, -4
-    with contextlib.suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(trim_threshold, -1)
-        libc.mallopt(mmap_max, 0)
-
-
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     """The command's exit status. Without arguments it reads those of this process."""
     if argv is None:
@@ -265,7 +255,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         COMMANDS[arguments.command](arguments)
     except UserError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except ModuleNotFoundError as error:
         if error.name is None:
             raise

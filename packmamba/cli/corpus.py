@@ -22,7 +22,7 @@ class CorpusConfig:
     manifest: Optional[str] = key(None, "A manifest that is there: takes exactly its files; null makes one.")
     packages: list[str] = key([], "The packages of a new manifest; none: all that are installed.")
     validation_fraction: float = key(
-        0.05,
+        0.1,
         "Share of the bytes that a new manifest holds out, in whole packages.",
         above(0),
         Holds("below 1", (1.0).__gt__),

@@ -100,24 +100,20 @@ class DataConfig:
         one_of("error", "truncate", "pieces"),
     )
     buffer: int = key(4096, "Documents that greedy sorts at a time.", LENGTH)
-    streams: int = key(
-        1,
-        "Parallel streams of split: row b of the next batch continues row b of this one. In mode stream, streams that are more "
-        "than a step's rows take turns.",
-        LENGTH,
-    )
-    stagger: bool = key(
-        False,
-        "Each stream of split begins at a place of its own inside its first document, whose beginning comes as a document of "
-        "its own at the end: rows of several streams do not end at like places. Needs mode stream.",
-    )
-    shuffle_steps: Optional[int] = key(
-        None,
-        "Draw the rows of every so many steps in random order: the same pieces as without, in another order. Needs mode stream.",
-        at_least(1),
-    )
+    streams: int = key(1, "Parallel streams of split: row b of the next batch continues row b of this one.", LENGTH)
     tokens_per_step: int = key(
         4096, "What one optimizer step consumes on all ranks: real tokens (matched) or slots (stream).", at_least(1)
+    )
+    cut_documents: Optional[int] = key(
+        None,
+        "Cut longer training documents into parts of at most this many tokens before they are shuffled; each part starts from "
+        "zero, in every arm.",
+        LENGTH,
+    )
+    cut_at_steps: bool = key(
+        False,
+        "Cut a document where a step ends, in every arm alike, so that a step holds exactly tokens_per_step tokens; its rest "
+        "starts from zero in the next step. Needs mode matched.",
     )
     slots_per_batch: int = key(
         4096, "Most slots of one forward pass; a step that needs more accumulates gradients.", at_least(1)
@@ -131,29 +127,12 @@ class DataConfig:
         strategy = chosen(self, "strategy")
         if self.streams > 1 and not strategy.splits_documents:
             yield f"data.streams: only strategy split has streams, got {self.streams} with '{self.strategy}'"
+        if self.cut_at_steps and self.mode != "matched":
+            yield f"data.cut_at_steps: only steps of mode matched count tokens, got '{self.mode}'"
         if self.unit is not None and self.source != "packages":
             yield f"data.unit: only data.source=packages has units, got '{self.unit}' with '{self.source}'"
         if self.row_length is None and strategy.needs_row_length:
             yield f"data.row_length: strategy '{self.strategy}' needs one, got null"
-        if self.stagger and not (strategy.splits_documents and self.mode == "stream"):
-            yield f"data.stagger: expected strategy split and mode stream, got '{self.strategy}' and '{self.mode}'"
-        if self.shuffle_steps is not None and (self.mode != "stream" or not strategy.pads or self.row_length is None):
-            yield f"data.shuffle_steps: expected mode stream and rows of one length, got '{self.mode}' and '{self.strategy}'"
-
-    @property
-    def step_rows(self) -> int:
-        """Whole rows that a step of mode stream has room for."""
-        return self.tokens_per_step // (self.row_length or self.tokens_per_step)
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether streams are more than a step's rows."""
-        return self.mode == "stream" and self.streams > self.step_rows >= 1
-
-    @property
-    def batch_rows(self) -> int:
-        """Rows of a forward pass where streams take turns."""
-        return min(self.step_rows, max(1, self.slots_per_batch // (self.row_length or 1)))
 
 
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
@@ -242,13 +221,20 @@ class TrainerConfig:
     boundary: str = key(
         "reset",
         "What crosses a document boundary, such as reset (nothing), leak, or carry (reset, and a document cut by a row's end "
-        "continues from its own state in the next batch); foreign, noise and carry_scan carry another stream's state, noise like "
-        "states, only the scan's.",
+        "continues from its own state in the next batch).",
         named("packmamba.training.boundary:BOUNDARIES"),
     )
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
     max_steps: int = key(200, "Optimizer steps.", at_least(1))
     validate_every: int = key(50, "Steps between evaluations; the last step is always evaluated.", at_least(1))
+    average_snapshots: int = key(
+        1,
+        "Evaluate and keep the mean of the weights at this many evenly spaced steps up to the last; 1 keeps the last weights.",
+        at_least(1),
+    )
+    average_share: float = key(
+        0.1, "Share of the steps, the last ones, over which snapshots are spaced.", between(0, 1)
+    )
     checkpoint_every: int = key(50, "Steps between checkpoints.", at_least(1))
     log_every: int = key(10, "Steps between logged points.", at_least(1))
     precision: str = key("32-true", "Lightning's precision.")
@@ -289,22 +275,6 @@ def stray_options(given: dict[str, Any], evaluations: list[str]) -> Iterator[str
             yield f"evaluation_options.{name}: not among evaluations, which are {', '.join(evaluations) or 'none'}"
         elif not isinstance(parameters, dict):
             yield f"evaluation_options.{name}: expected parameters and their values, got {parameters!r}"
-
-
-def _turns(data: DataConfig, devices: int) -> Iterator[str]:
-    """What keeps states from being carried where streams take turns."""
-    if data.tokens_per_step % (data.row_length or 1):
-        yield (
-            f"data.tokens_per_step: expected a multiple of data.row_length={data.row_length}, so that steps hold whole rows, "
-            f"got {data.tokens_per_step}"
-        )
-    elif data.streams % data.step_rows:
-        yield f"data.streams: expected a multiple of the {data.step_rows} rows of a step, got {data.streams}"
-    elif data.step_rows % (data.batch_rows * devices):
-        yield (
-            f"data.slots_per_batch: expected forward passes of equally many rows, {data.step_rows} a step on {devices} devices, "
-            f"got room for {data.batch_rows}"
-        )
 
 
 @dataclass
@@ -353,17 +323,10 @@ class Config:
                     f"trainer.boundary={trainer.boundary} needs data.strategy=split, whose rows go on in the next batch, "
                     f"got '{data.strategy}'"
                 )
-            rows = data.batch_rows if data.takes_turns else data.streams // devices
-            if rows < boundary.least_rows:
-                yield f"trainer.boundary={trainer.boundary} needs batches of at least {boundary.least_rows} rows, got {rows}"
             if data.streams % devices:
                 yield f"data.streams: expected a multiple of the {devices} devices, got {data.streams}"
-            if data.shuffle_steps is not None:
-                yield f"data.shuffle_steps: trainer.boundary={trainer.boundary} needs rows in order, got {data.shuffle_steps}"
             slots = data.streams * (data.row_length or 1)
-            if data.takes_turns:
-                yield from _turns(data, devices)
-            elif data.mode == "stream" and data.tokens_per_step % slots:
+            if data.mode == "stream" and data.tokens_per_step % slots:
                 yield (
                     f"data.tokens_per_step: expected a multiple of data.streams * data.row_length = {slots}, so that steps "
                     f"hold whole batches, got {data.tokens_per_step}"
@@ -373,6 +336,9 @@ class Config:
                 f"trainer.strategy=fsdp2 cannot keep the states of trainer.boundary={trainer.boundary}, which live outside its "
                 "shards; use ddp"
             )
+        if trainer.strategy == "fsdp2" and trainer.average_snapshots > 1:
+            snapshots = trainer.average_snapshots
+            yield f"trainer.average_snapshots: trainer.strategy=fsdp2 keeps shares of weights, expected 1, got {snapshots}"
         if trainer.strategy == "fsdp2" and trainer.precision in ("16-mixed", "64-true"):
             yield f"trainer.strategy=fsdp2 needs trainer.precision=bf16-mixed or 32-true, got '{trainer.precision}'"
         for name, value, known in (

@@ -35,7 +35,7 @@ class Looked(NamedTuple):
 
 
 def make_manifest(
-    names: Iterable[str] = (), validation_fraction: float = 0.05, seed: int = 0, progress: bool = True
+    names: Iterable[str] = (), validation_fraction: float = 0.1, seed: int = 0, progress: bool = True
 ) -> Manifest:
     """Of the Python files of the packages called ``names``, or of all that are installed.
 

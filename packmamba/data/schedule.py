@@ -11,19 +11,22 @@ from packmamba.config import ConfigError, DataConfig
 from packmamba.data.batching import Arrangement
 from packmamba.data.corpus import Corpus
 from packmamba.data.packing import STRATEGIES, plan_rows
+from packmamba.data.parts import Parts
 
 WINDOW_DOCUMENTS = 1_000_000
 
 
-def arrange(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Arrangement:
-    """The documents in rows, as the configuration's strategy says. Raises ConfigError if one is too long for a row."""
+def arrange(corpus: Corpus, documents: np.ndarray | Parts, data: DataConfig) -> Arrangement:
+    """Whole documents, or parts of them, in rows, as the configuration's strategy says.
+
+    Raises ConfigError if one is too long for a row.
+    """
+    parts = documents if isinstance(documents, Parts) else Parts.whole(documents, corpus.lengths)
+    documents, begins, lengths = parts.documents, parts.begins, parts.lengths
     ends = corpus.lengths[documents].astype(np.int64)
-    begins = np.zeros_like(ends)
-    if data.stagger:
-        documents, begins, ends = stagger(documents, ends, data.streams)
     try:
         plan = plan_rows(
-            ends - begins,
+            lengths,
             row_length=data.row_length,
             strategy=data.strategy,
             overlong=data.overlong,
@@ -33,18 +36,14 @@ def arrange(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Arrangem
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if data.overlong == "truncate" and data.row_length is not None and not STRATEGIES[data.strategy].splits_documents:
-        ends = np.minimum(ends, data.row_length)
-    return Arrangement(corpus, documents, ends, plan, begins if data.stagger else None)
+        ends = np.where(lengths > data.row_length, begins + data.row_length, ends)
+    return Arrangement(corpus, documents, ends, plan, begins)
 
 
-def stagger(documents: np.ndarray, lengths: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The documents (n,) of these lengths as parts (document, begin, end): those that open the streams are cut in two, at places
-    that multiples of the golden section spread evenly. What follows the cut opens the stream; what precedes it comes last."""
-    shares = np.arange(1, min(streams, len(documents)) + 1) * ((5**0.5 - 1) / 2) % 1
-    cuts = (shares * lengths[: len(shares)]).astype(np.int64)
-    heads = np.flatnonzero(cuts)
-    begins = np.concatenate([cuts, np.zeros(len(documents) - len(cuts) + len(heads), np.int64)])
-    return np.concatenate([documents, documents[heads]]), begins, np.concatenate([lengths, cuts[heads]])
+def parts_of(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Parts:
+    """The documents, cut as ``data.cut_documents`` says."""
+    parts = Parts.whole(documents, corpus.lengths)
+    return parts if data.cut_documents is None else parts.cut(data.cut_documents)
 
 
 @dataclass
@@ -54,6 +53,7 @@ class Schedule:
     Matched: a step is the next documents until ``data.tokens_per_step`` real tokens, arranged by the strategy, so that
     every strategy gets the same documents. Stream: the strategy fills rows from the window's documents, and a step is
     the next rows until ``data.tokens_per_step`` slots. The last step of a window may be smaller; nothing is dropped.
+    Documents may be cut first (``data.cut_documents``), and by the ends of matched steps (``data.cut_at_steps``).
 
     Args:
         corpus: training documents.
@@ -72,7 +72,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.corpus.num_documents == 0:
             raise ConfigError(f"data.source={self.data.source} gives no training documents")
-        longest = int(self.corpus.lengths.max())
+        longest = min(int(self.corpus.lengths.max()), self.data.cut_documents or 2**31)
         row_length = self.data.row_length
         splits = STRATEGIES[self.data.strategy].splits_documents
         if self.data.overlong == "error" and row_length is not None and longest > row_length and not splits:
@@ -95,7 +95,7 @@ class Schedule:
             arrangement = arrange(self.corpus, window.order[first:last], self.data)
             rows = np.arange(arrangement.plan.num_rows)
         else:
-            arrangement, rows = window.arrangement, window.order[first:last]
+            arrangement, rows = window.arrangement, np.asarray(window.order[first:last])
         return arrangement, group(arrangement, rows, self.data, self.carry, self.world_size)
 
     def _window(self, number: int) -> _Window:
@@ -109,30 +109,24 @@ class Schedule:
         part = np.random.default_rng([self.seed, epoch]).permutation(per_epoch)[place]
         documents = np.arange(part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents))
         rng = np.random.default_rng([self.seed, epoch, part])
-        documents = rng.permutation(documents)
+        parts = parts_of(self.corpus, rng.permutation(documents), self.data)
+        if self.data.cut_documents is not None:
+            parts = parts[rng.permutation(len(parts))]  # else steps would be full of one long document
         if self.data.mode == "matched":
-            return _Window(documents, _edges(self.corpus.lengths[documents], self.data.tokens_per_step), None)
-        arrangement = arrange(self.corpus, documents, self.data)
+            if self.data.cut_at_steps:
+                parts = parts.cut_at(self.data.tokens_per_step)
+            return _Window(parts, _edges(parts.lengths, self.data.tokens_per_step), None)
+        arrangement = arrange(self.corpus, parts, self.data)
         rows = np.arange(arrangement.plan.num_rows)
         if not STRATEGIES[self.data.strategy].keeps_order:
             # A packer that sorts by length must not impose a curriculum.
             rows = rng.permutation(rows)
-        edges = _edges(arrangement.plan.slots[rows], self.data.tokens_per_step)
-        if self.data.shuffle_steps is not None:
-            blocks = np.split(rows, edges[: -1 : self.data.shuffle_steps][1:])
-            rows = np.concatenate([rng.permutation(block) for block in blocks])
-        return _Window(rows, edges, arrangement)
-
-    def turn(self, rows: np.ndarray) -> int:
-        """Of a batch of these rows: which it is among its rank's batches of a round, where rows go on."""
-        if not (self.carry and self.data.takes_turns):
-            return 0
-        return int(rows[0]) % self.data.streams // len(rows) // self.world_size
+        return _Window(rows, _edges(arrangement.plan.slots[rows], self.data.tokens_per_step), arrangement)
 
 
 @dataclass
 class _Window:
-    order: np.ndarray  # documents (matched) or rows of the arrangement (stream), as they come
+    order: Parts | np.ndarray  # documents (matched) or rows of the arrangement (stream), as they come
     edges: list[int]  # step i holds order[edges[i]:edges[i + 1]]
     arrangement: Arrangement | None
 
@@ -145,11 +139,11 @@ def _edges(sizes: np.ndarray, budget: int) -> list[int]:
 def group(
     arrangement: Arrangement, rows: np.ndarray, data: DataConfig, carry: bool, world_size: int = 1
 ) -> list[np.ndarray]:
-    """The rows as batches. A row that is never padded is a batch of its own. Carrying, a batch is one row of each stream,
-    with several ranks of each of a rank's streams, unless streams take turns."""
+    """The rows as batches. A row that is never padded is a batch of its own. Carrying, a batch is one row of each stream;
+    with several ranks, of each of a rank's streams."""
     rows_per_batch = None
     if not STRATEGIES[data.strategy].pads:
         rows_per_batch = 1
-    elif carry and not data.takes_turns:
+    elif carry:
         rows_per_batch = data.streams // world_size
     return arrangement.group_rows(rows, data.slots_per_batch, rows_per_batch)

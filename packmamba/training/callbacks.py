@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ class History(Callback):
 
     Seconds are those of whole optimizer steps with their data, without evaluations and checkpoints. The first steps of a process
     warm up: throughput leaves them out. Saved with checkpoints, so a resumed run has one history. ``shown`` is what the line of
-    progress says of the last step that was logged.
+    progress says of the last step that was logged; ``extremes`` has the least and the most tokens and targets of a step.
     """
 
     WARMUP_STEPS = 3
@@ -33,6 +35,7 @@ class History(Callback):
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
         self.totals: dict[str, float] = {"steps": 0, "real_tokens": 0, "slots": 0, "targets": 0, "seconds": 0.0}
+        self.extremes: dict[str, float] = {}
         self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
         self.train: list[dict[str, float]] = []
         self.validation: list[dict[str, float]] = []
@@ -43,7 +46,7 @@ class History(Callback):
         self._clock = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("totals", "timed", "train", "validation", "by_position")
+        names = ("totals", "extremes", "timed", "train", "validation", "by_position")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -65,6 +68,22 @@ class History(Callback):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             self._count(seconds=self._lap())
+
+    def span(self, name: str) -> str:
+        """Least and most of a step, one number if they are equal."""
+        least, most = (self.extremes[f"{name}_per_step_{which}"] for which in ("least", "most"))
+        return f"{least:.0f}" if least == most else f"{least:.0f}-{most:.0f}"
+
+    def per_step(self) -> dict[str, float]:
+        """Tokens and targets of a step, least, mean and most: what the record holds."""
+        means = {"tokens": self.totals["real_tokens"], "targets": self.totals["targets"]}
+        return {
+            f"{name}_per_step_{which}": total / self.totals["steps"]
+            if which == "mean"
+            else self.extremes.get(f"{name}_per_step_{which}", math.nan)
+            for name, total in means.items()
+            for which in ("least", "mean", "most")
+        }
 
     def _lap(self) -> float:
         now = time.perf_counter()
@@ -102,14 +121,21 @@ class History(Callback):
         self.totals["steps"] = step
         self._count(real_tokens=tokens, slots=slots, seconds=seconds)
         self.totals["targets"] += batch.num_targets
+        for name, amount in (("tokens", tokens), ("targets", batch.num_targets)):
+            for which, choose in (("least", min), ("most", max)):
+                key = f"{name}_per_step_{which}"
+                self.extremes[key] = choose(self.extremes.get(key, amount), amount)
         self._recent = [*self._recent[-19:], (tokens, slots, seconds)]
         if point or not on_gpu:
             tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
             rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
             module.log_dict(rates | {"train/learning_rate": module.learning_rate(step - 1)})
             module.log("data/padding_fraction", 1 - tokens / slots)
-            module.log_dict({f"train/{name}": float(value) for name, value in module.boundary.measures().items()})
-            self.shown = {"loss": float(outputs["loss"]), "real_tok/s": f"{tokens / seconds:.0f}"}
+            self.shown = {
+                "loss": float(outputs["loss"]),
+                "real_tok/s": f"{tokens / seconds:.0f}",
+                "tok/step": self.span("tokens"),
+            }
         if point:
             self.train.append(self._point(float(outputs["loss"])))
 
@@ -141,17 +167,31 @@ class History(Callback):
         }
 
 
+class Stopped(Exception):
+    """A run was told to stop; it goes on from the checkpoint that it has just written."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped after step {step}")
+        self.step = step
+
+
 class Checkpoints(LightningCheckpoint):
     """Saves every ``every`` optimizer steps and at the last, after that step's evaluation if it has one; keeps the newest.
 
     A checkpoint appears whole or not at all, so a run may be killed at any moment.
+
+    Args:
+        stop: asked after each step, with its number, whether the run shall stop there: it is saved and ends with Stopped.
     """
 
-    def __init__(self, folder: Path, every: int, validate_every: int, history: History) -> None:
+    def __init__(
+        self, folder: Path, every: int, validate_every: int, history: History, stop: Callable[[int], bool] | None = None
+    ) -> None:
         self.folder = folder
         self.history = history
         self.every = every
         self.validate_every = validate_every
+        self.stop = stop
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -165,13 +205,16 @@ class Checkpoints(LightningCheckpoint):
 
     def _save_if_due(self, trainer: lightning.Trainer) -> None:
         step = trainer.global_step
-        if step % self.every and step != trainer.max_steps:
+        stop = self.stop is not None and self.stop(step) and step != trainer.max_steps
+        if step % self.every and step != trainer.max_steps and not stop:
             return
         self.history.settle()
         trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
         if trainer.is_global_zero:
             for old in checkpoints(self.folder)[:-1]:
                 old.unlink(missing_ok=True)
+        if stop:
+            raise Stopped(step)
         self.history.restart_clock()
 
 
@@ -181,6 +224,13 @@ def checkpoints(folder: Path) -> list[Path]:
         return []
     named = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+
+
+def newest_step(folder: Path) -> int:
+    """Of the newest checkpoint; 0 without one."""
+    return max(
+        (int(match[1]) for path in checkpoints(folder) if (match := CHECKPOINT_NAME.fullmatch(path.name))), default=0
+    )
 
 
 class Progress(TQDMProgressBar):

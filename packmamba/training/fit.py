@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from packmamba.config import Config, ConfigError, check
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
 from packmamba.records import append_record, check_writable, make_record, provenance, read_records
+from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.evaluations import check_evaluations, run_evaluations
 from packmamba.training.model_folder import write_model
@@ -33,22 +35,28 @@ def check_run(config: Config) -> None:
     check_evaluations(config)
 
 
-def fit(config: Config, progress: bool = True) -> dict[str, Any]:
+def fit(config: Config, progress: bool = True, stop: Callable[[int], bool] | None = None) -> dict[str, Any]:
     """Trains, evaluates and writes the record, which it returns.
 
     A run whose record exists is not repeated; one that has a checkpoint goes on from it, on a CPU to the same bits as if it had
-    never stopped.
+    never stopped. What runs before it in the same process changes nothing.
+
+    Args:
+        stop: asked after each step, with its number, whether the run shall stop there.
 
     Raises:
         ConfigError: naming the key.
+        Stopped: by ``stop``; a checkpoint is written.
     """
+    threads = torch.get_num_threads()
     try:
-        return _fit(config, progress)
+        return _fit(config, progress, stop)
     finally:
+        torch.set_num_threads(threads)
         leave_process_group()
 
 
-def _fit(config: Config, progress: bool) -> dict[str, Any]:
+def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
     provenance()  # cached: the record names the code as it was when the run began
     check_run(config)
@@ -71,7 +79,9 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
         torch.set_num_threads(config.trainer.threads)
     quieten()
     history = History(config.trainer.log_every)
-    trainer = make_trainer(config, folder, history, progress)
+    options = config.trainer
+    average = Average(snapshot_steps(options.max_steps, options.average_snapshots, options.average_share))
+    trainer = make_trainer(config, folder, history, progress, stop, [average] if average.at else [])
     try:
         choose(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
@@ -86,6 +96,11 @@ def _fit(config: Config, progress: bool) -> dict[str, Any]:
         _train(trainer, module, data, folder)
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
+        if average.at:
+            last = history.validation[-1]
+            average.load_into(module.model)
+            trainer.validate(module, data, verbose=False)
+            history.validation[-1]["loss_last_weights"] = last["loss"]
         record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
         weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
         if trainer.is_global_zero:
@@ -115,7 +130,8 @@ def _train(trainer: lightning.Trainer, module: MambaLitModule, data: PackingData
 def training_record(
     config: Config, corpus_hash: str, module: MambaLitModule, history: History, wall_seconds: float
 ) -> dict[str, Any]:
-    """The run's record: losses at its last evaluation, throughput after the first steps, curves."""
+    """The run's record: losses at its last evaluation, which is of the mean of weights if there is one; throughput after
+    the first steps; curves."""
     totals, timed, last = history.totals, history.timed, history.validation[-1]
     timed = timed if timed["seconds"] else totals
     on_gpu = module.device.type == "cuda"
@@ -130,7 +146,9 @@ def training_record(
             "steps": totals["steps"],
             "real_tokens": totals["real_tokens"],
             "targets": totals["targets"],
+            **history.per_step(),
             "val_loss": last["loss"],
+            **{f"val_{name}": last[name] for name in ("loss_last_weights",) if name in last},
             "val_loss_start": last["loss_start"],
             "val_loss_as_trained": last.get("loss_as_trained"),
             "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
@@ -139,7 +157,6 @@ def training_record(
             "train_seconds": totals["seconds"],
             "parameters": sum(p.numel() for p in module.model.parameters()),
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-            **module.boundary.measures(),
         },
         wall_seconds=wall_seconds,
         curves={"train": history.train, "validation": history.validation, "loss_by_position": history.by_position},

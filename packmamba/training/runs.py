@@ -7,11 +7,12 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from packmamba.config import Config, ConfigError, to_dict
 from packmamba.records import check_writable
@@ -30,9 +31,11 @@ LATER_KEYS: dict[str, Any] = {
     "data.task": None,
     "data.task_options": {},
     "data.unit": None,
-    "data.stagger": False,
-    "data.shuffle_steps": None,
+    "data.cut_documents": None,
+    "data.cut_at_steps": False,
     "trainer.cuda_graphs": False,
+    "trainer.average_snapshots": 1,
+    "trainer.average_share": 0.1,
     "model.mixer": "mamba1",
     "model.mixer_options": {},
     "optimizer.name": "adamw",
@@ -80,14 +83,42 @@ def name_of(output: str) -> str:
     return os.path.basename(os.path.abspath(output)) or "root"
 
 
+class Taken(ConfigError):
+    """Another process trains the run."""
+
+
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keeps the run's folder to this process. Raises ConfigError if another has it, or if it cannot be written."""
+    """Keeps the run's folder to this process while it lives.
+
+    Raises:
+        Taken: another process has it.
+        ConfigError: it cannot be written.
+    """
     check_writable(folder, "runs_dir")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of loaders' workers that outlive it
-        except BlockingIOError:
-            raise ConfigError(f"another process trains this run, in {folder}; wait for it, or stop it") from None
+        # A lock of this process, not of loaders' workers that outlive it. Whoever only looks holds it for a moment.
+        tries = 5
+        while not _lock(file, fcntl.LOCK_EX):
+            if not (tries := tries - 1):
+                raise Taken(f"another process trains this run, in {folder}; wait for it, or stop it")
+            time.sleep(0.02)
         yield
+
+
+def taken(folder: Path) -> bool:
+    """Whether another process trains in the run's folder now."""
+    try:
+        with open(folder / "lock") as file:
+            return not _lock(file, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -13,6 +15,9 @@ from omegaconf import DictConfig
 
 from packmamba.config import (
     Config,
+    ConfigError,
+    Holds,
+    above,
     assign,
     at_least,
     check_command,
@@ -26,9 +31,11 @@ from packmamba.config import (
     some,
 )
 from packmamba.records import append_record, check_writable
-from packmamba.training.fit import check_run, fit
-from packmamba.training.runs import record_path
+from packmamba.training.fit import check_run
+from packmamba.training.places import places
+from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side, several_devices
 from packmamba.training.throughput import measure_throughput
+from packmamba.training.worker import Place
 
 
 @dataclass
@@ -59,6 +66,15 @@ class SweepConfig:
         at_least(0),
     )
     train: bool = key(True, "Train the runs; false: only time them.")
+    jobs: Any = key(
+        1,
+        "Runs at a time, each in a process of its own on its own GPU or share of the cores; auto: one on each GPU that is free, "
+        "or without a GPU one for each four cores.",
+        Holds("auto or an integer of at least 1", lambda value: value == "auto" or (type(value) is int and value >= 1)),
+    )
+    deadline: Optional[float] = key(
+        None, "Seconds after which all runs have stopped, with checkpoints; the same command goes on later.", above(0)
+    )
 
     def problems(self) -> Iterator[str]:
         if not self.train and not self.throughput_rounds:
@@ -66,6 +82,11 @@ class SweepConfig:
         for name, values in self.grid.items():
             if not values:
                 yield f"grid.{name}: expected at least one value, got none"
+
+    @property
+    def apart(self) -> bool:
+        """Whether runs have processes of their own."""
+        return self.jobs != 1 or self.deadline is not None
 
 
 SWEEP_KEYS = SweepConfig.__dataclass_fields__
@@ -90,6 +111,11 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
     configs = [resolve(Config, copy.deepcopy([*layers, *assigned, *last])) for assigned in _runs(sweep)]
     for config in configs:
         check_run(config)
+        if sweep.apart and several_devices(config):
+            raise ConfigError(
+                "jobs: expected 1, and no deadline, where a run takes several devices, got "
+                f"{sweep.jobs} with trainer.devices={config.trainer.devices}"
+            )
     return sweep, configs
 
 
@@ -106,22 +132,33 @@ def _runs(sweep: SweepConfig) -> Iterator[list[tuple[DictConfig, str]]]:
             yield [assign(key, value) for key, value in values.items()]
 
 
-def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) -> Path:
-    """Times the arms if asked, then trains each run that has no record yet. Returns the folder with the records."""
+def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
+    """Times the arms if asked, then trains each run that has no record yet. Returns the folder with the records.
+
+    Args:
+        begun: of ``time.monotonic``, where the deadline's seconds begin; None: now.
+
+    Raises:
+        Unfinished: runs failed, or are left. Those that could be trained are.
+    """
     output = Path(sweep.output)
     check_writable(output / "records", "output")
-    timings = output / "records" / "throughput.jsonl"
-    if sweep.throughput_rounds and not timings.is_file():
-        first = configs[: len(sweep.arms)]
-        for record in measure_throughput(first, sweep.throughput_rounds, sweep.output, progress):
-            append_record(timings, record)
-    for number, config in enumerate(configs if sweep.train else [], start=1):
-        done = record_path(config).is_file()
-        if progress:
-            print(
-                f"[{number}/{len(configs)}] {config.name}, seed {config.seed}{': done before' if done else ''}",
-                flush=True,
-            )
-        if not done:
-            fit(config, progress)
+    queue = Queue(
+        configs if sweep.train else [], progress, time.monotonic() if begun is None else begun, sweep.deadline
+    )
+    on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in configs)
+    chosen: AbstractContextManager[list[Place]] = places(sweep.jobs, on_gpu) if sweep.apart else nullcontext([])
+    with chosen as side_by_side:
+        timings = output / "records" / "throughput.jsonl"
+        if sweep.throughput_rounds and not timings.is_file():
+            first = configs[: len(sweep.arms)]
+            for record in measure_throughput(first, sweep.throughput_rounds, sweep.output, progress):
+                append_record(timings, record)
+        for number in queue.outcomes:
+            queue.say(number, "done before")
+        if sweep.apart:
+            run_side_by_side(queue, side_by_side)
+        else:
+            run_one_by_one(queue)
+    queue.check()
     return output

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import lightning
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from packmamba.config import Config, ConfigError
@@ -15,12 +17,21 @@ from packmamba.training.callbacks import Checkpoints, History, Progress
 from packmamba.training.strategy import make_strategy, stop_together
 
 
-def make_trainer(config: Config, folder: Path, history: History, progress: bool) -> lightning.Trainer:
-    """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches."""
+def make_trainer(
+    config: Config,
+    folder: Path,
+    history: History,
+    progress: bool,
+    stop: Callable[[int], bool] | None = None,
+    further: Sequence[Callback] = (),
+) -> lightning.Trainer:
+    """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches. ``stop``: see Checkpoints, which also hold
+    what ``further`` callbacks keep."""
     options = config.trainer
     callbacks = [
         history,
-        Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history),
+        *further,
+        Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history, stop),
     ]
     try:
         trainer = lightning.Trainer(

@@ -1,0 +1,47 @@
+"""Parts of documents: what a document is cut into before it meets rows. Each part starts from zero state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tokens ``begins[i]`` to ``begins[i] + lengths[i]`` of document ``documents[i]``, in the order in which they come."""
+
+    documents: Integers
+    begins: Integers
+    lengths: Integers
+
+    @staticmethod
+    def whole(documents: Integers, lengths: NDArray[np.integer]) -> Parts:
+        """Each of ``documents`` (n,); ``lengths`` are of all documents of the corpus."""
+        return Parts(documents, np.zeros(len(documents), np.int64), lengths[documents].astype(np.int64))
+
+    def __getitem__(self, which: slice | Integers) -> Parts:
+        return Parts(self.documents[which], self.begins[which], self.lengths[which])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def cut(self, longest: int) -> Parts:
+        """Every part longer than ``longest`` in pieces of that length and a rest."""
+        return self._cut(np.zeros(len(self), np.int64), longest)
+
+    def cut_at(self, budget: int) -> Parts:
+        """Cut wherever a multiple of ``budget`` tokens has come before."""
+        return self._cut((np.cumsum(self.lengths) - self.lengths) % budget, budget)
+
+    def _cut(self, before: Integers, every: int) -> Parts:
+        """Cut where the place in the part plus ``before`` is a multiple of ``every``."""
+        count = -(-(before + self.lengths) // every)
+        part = np.repeat(np.arange(len(self)), count)
+        number = np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count)
+        first = np.maximum(number * every - before[part], 0)
+        last = np.minimum((number + 1) * every - before[part], self.lengths[part])
+        return Parts(self.documents[part], self.begins[part] + first, last - first)

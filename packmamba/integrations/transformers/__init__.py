@@ -1,0 +1,52 @@
+"""Packing for Hugging Face's Mamba models: one line, in place."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+from packmamba.integrations.transformers.looks import KNOWN
+
+NAMES = ("MambaForCausalLM", "FalconMambaForCausalLM")
+PLACES = (
+    "transformers.models.mamba.modeling_mamba",
+    "transformers.models.falcon_mamba.modeling_falcon_mamba",
+    "packmamba.integrations.transformers.models",  # patched before
+)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch(model: Model) -> Model:
+    """Has a MambaForCausalLM or FalconMambaForCausalLM respect documents, computed by our kernels; returns the same model.
+
+    Its forward then takes packed rows: ``position_ids`` (B, L) that start again at 0, ``seq_idx`` (B, L) or ``cu_seq_lens_q``
+    (S + 1,), any of them together if they agree, and ``attention_mask`` (B, L) with padding on either side. A document has the
+    logits and gradients that it has alone. Everything else stays: weights and their names, ``generate``, checkpoints, training
+    with gradient checkpointing, torch.compile and adapters. A model inside ``model`` (that an adapter wraps, say) is patched
+    too; patching twice changes nothing.
+
+    Labels are the caller's: at a document's first token they are -100, as DataCollatorWithFlattening makes them.
+
+    Raises:
+        TypeError: neither model is inside.
+        ValueError: transformers' version is not known, the model is wrapped already, or set to what our kernels do not compute
+            (a convolution of other than 2 to 4 taps, another activation than SiLU).
+    """
+    kinds = {type(module) for module in model.modules()} if isinstance(model, nn.Module) else set()
+    if not any(kind.__module__ in PLACES and kind.__name__ in NAMES for kind in kinds):
+        raise TypeError(f"model: expected {' or '.join(NAMES)} of transformers, got {type(model).__name__}")
+    import transformers
+
+    if not transformers.__version__.startswith("5."):
+        raise ValueError(f"transformers: expected version 5, got {transformers.__version__}")
+    try:
+        from packmamba.integrations.transformers import models
+    except ImportError as error:
+        raise ValueError(
+            f"transformers {transformers.__version__}: its Mamba looks different from the one that packing was written for "
+            f"({KNOWN}): {error}"
+        ) from error
+    models.exchange(model)
+    return model

@@ -1,0 +1,161 @@
+"""Where documents lie in a Hugging Face batch: attention_mask and boundary arguments -> a layout. Shapes: B rows, L slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packmamba.layout import SequenceLayout
+
+
+class Packing(NamedTuple):
+    """What every layer of a forward gets in place of an attention mask.
+
+    Attributes:
+        layout: padding before a row's first token is a document of its own there, since a layout's padding is a row's tail.
+        left: (B, L) bool, that padding; None if there is none.
+        last: (B,) int64, the document that each row ends with, if each row is one document up to its end; else None.
+        packed: whether a row holds more than one document.
+    """
+
+    layout: SequenceLayout
+    left: Tensor | None
+    last: Tensor | None
+    packed: bool
+
+
+def find(
+    shape: tuple[int, int], device: torch.device, attention_mask: Tensor | None, given: Mapping[str, Tensor]
+) -> Packing | None:
+    """The documents of a batch; None if each row is one without padding.
+
+    Args:
+        shape: (B, L).
+        device: of the layout.
+        attention_mask: (B, L), 0 before or behind a row's tokens, else 1.
+        given: some of ``BOUNDARIES``, by name; they must agree. None: each row's tokens are one document.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    if attention_mask is None and not given:
+        return None
+    slot = torch.arange(shape[1]).expand(shape)
+    real = torch.ones(shape, dtype=torch.bool) if attention_mask is None else _real(attention_mask, shape)
+    first = real & (real.cumsum(1) == 1)
+    starts, source = first, ""
+    for name, value in given.items():
+        found = BOUNDARIES[name](name, value, real, first)
+        if source and not torch.equal(found, starts):
+            b, t = (int(i) for i in (found != starts).nonzero()[0])
+            has, lacks = (name, source) if found[b, t] else (source, name)
+            raise ValueError(
+                f"{name}: expected the documents of {source}, but at [{b}, {t}] one starts in {has} and none in {lacks}"
+            )
+        starts, source = found, name
+    packed = bool((starts.sum(1) > 1).any())
+    if not packed and bool(real.all()):
+        return None
+    before = ~real & (real.cumsum(1) == 0) & real.any(1, keepdim=True)
+    position = slot - torch.where(starts, slot, 0).cummax(1).values
+    layout = SequenceLayout.from_position_indices(torch.where(real | before, position, -1))
+    last = None
+    if not packed and bool(real[:, -1].all()):
+        last = (layout.ends % shape[1] == 0).nonzero().flatten().to(device)
+    return Packing(layout.to(device), before.to(device) if before.any() else None, last, packed)
+
+
+def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
+    mask = _matrix("attention_mask", attention_mask, shape, ", or boundaries as position_ids, seq_idx or cu_seq_lens_q")
+    wrong = (mask != 0) & (mask != 1)
+    if wrong.any():
+        b, t = (int(i) for i in wrong.nonzero()[0])
+        raise ValueError(
+            f"attention_mask[{b}, {t}]: expected 0 (padding) or 1, got {mask[b, t].item()}; "
+            "documents of a row are told apart by position_ids, seq_idx or cu_seq_lens_q"
+        )
+    real = mask.bool()
+    again = torch.zeros_like(real)
+    again[:, 1:] = real[:, 1:] & ~real[:, :-1] & (real.cumsum(1) > 1)[:, 1:]
+    if again.any():
+        b, t = (int(i) for i in again.nonzero()[0])
+        raise ValueError(f"attention_mask[{b}, {t}]: expected padding only before and behind a row's tokens, got a gap")
+    return real
+
+
+def _position_ids(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
+    position = _matrix(name, value, tuple(real.shape), integer=True)
+    before = position.roll(1, dims=1)
+    wrong = real & (position != 0) & (first | (position != before + 1))
+    if wrong.any():
+        b, t = (int(i) for i in wrong.nonzero()[0])
+        expected = "0 at a row's first token" if first[b, t] else "0 (a document starts) or one more than before"
+        raise ValueError(f"{name}[{b}, {t}]: expected {expected}, got {int(position[b, t])}")
+    return real & (position == 0)
+
+
+def _seq_idx(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
+    idx = _matrix(name, value, tuple(real.shape), integer=True)
+    if (real & (idx < 0)).any():
+        b, t = (int(i) for i in (real & (idx < 0)).nonzero()[0])
+        raise ValueError(
+            f"{name}[{b}, {t}]: expected at least 0 where attention_mask has a token, got {int(idx[b, t])}"
+        )
+    starts = real & (first | (idx != idx.roll(1, dims=1)))
+    for b in range(len(idx)):
+        ids, counts = idx[b][starts[b]].unique(return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(
+                f"{name}[{b}]: expected the tokens of an id side by side, got id {int(ids[counts > 1][0])} again after another"
+            )
+    return starts
+
+
+def _cu_seq_lens(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+        raise TypeError(f"{name}: expected an integer tensor, got {_kind(value)}")
+    cu, slots = value.to("cpu", torch.int64), real.numel()
+    if cu.dim() != 1 or cu.numel() < 2:
+        raise ValueError(f"{name}: expected shape (S + 1,) for S documents, got {tuple(cu.shape)}")
+    if not real.all():
+        raise ValueError(
+            f"{name}: expected no padding beside it, got {int((~real).sum())} padded slots in attention_mask"
+        )
+    if cu[0] != 0 or cu[-1] != slots:
+        raise ValueError(f"{name}: expected to run from 0 to B * L = {slots}, got {int(cu[0])} to {int(cu[-1])}")
+    if (cu.diff() < 0).any():
+        s = int((cu.diff() < 0).nonzero()[0])
+        raise ValueError(f"{name}: expected not to decrease, got {int(cu[s])} then {int(cu[s + 1])}")
+    starts = torch.zeros(slots, dtype=torch.bool)
+    starts[cu[cu < slots]] = True  # a document without tokens starts where the next one does
+    starts = starts.view(real.shape)
+    if not starts[:, 0].all():
+        b = int((~starts[:, 0]).nonzero()[0])
+        raise ValueError(f"{name}: expected row {b} to start with a document, at {b * real.shape[1]}, got none there")
+    return starts
+
+
+BOUNDARIES: dict[str, Callable[[str, Tensor, Tensor, Tensor], Tensor]] = {
+    "position_ids": _position_ids,
+    "seq_idx": _seq_idx,
+    "cu_seq_lens_q": _cu_seq_lens,
+    "cu_seq_lens_k": _cu_seq_lens,
+}
+"""Arguments that say where documents start: (name, value, real tokens, first ones) -> (B, L) bool, true where one starts."""
+
+
+def _matrix(name: str, value: Tensor, shape: tuple[int, ...], hint: str = "", integer: bool = False) -> Tensor:
+    if not isinstance(value, Tensor) or (integer and (value.is_floating_point() or value.dtype == torch.bool)):
+        raise TypeError(f"{name}: expected {'an integer' if integer else 'a'} tensor, got {_kind(value)}")
+    if value.shape != shape:
+        raise ValueError(
+            f"{name}: expected shape (B, L) = {tuple(shape)} like the tokens{hint}, got {tuple(value.shape)}"
+        )
+    return value.to("cpu", torch.int64) if integer else value.cpu()
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__

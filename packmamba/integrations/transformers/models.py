@@ -1,0 +1,176 @@
+"""transformers' Mamba models that pack: the classes that ``patch`` puts in place of transformers' own, under the same names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.models.falcon_mamba import modeling_falcon_mamba
+from transformers.models.mamba import modeling_mamba
+
+from packmamba.integrations.transformers.boundaries import BOUNDARIES, Packing, find
+from packmamba.integrations.transformers.looks import check_looks
+from packmamba.integrations.transformers.mixer import mix
+
+OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids")
+"""What other libraries call document boundaries: transformers would take it without a word, and use it for nothing."""
+
+
+def _arrange(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A model's arguments with a Packing for the attention mask wherever our layers are to compute.
+
+    What follows cached states, and what is padded behind its tokens and asks for a cache, stays transformers' own.
+    """
+    for name in OTHER_NAMES:
+        if kwargs.get(name) is not None:
+            raise TypeError(f"{name}: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got {name}")
+    kwargs = dict(kwargs)
+    given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
+    tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        return kwargs  # transformers says what is wrong
+    cache, use_cache, mask = (kwargs.get(name) for name in ("cache_params", "use_cache", "attention_mask"))
+    if cache is not None and cache.has_previous_state():
+        _check_continues(given)
+        return kwargs
+    packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
+    kwargs["attention_mask"] = packing
+    if packing is None or packing.last is not None:
+        return kwargs
+    if packing.packed and (use_cache or cache is not None):
+        what = "use_cache: expected False or None" if use_cache else "cache_params: expected None"
+        raise ValueError(
+            f"{what} beside rows of several documents, whose states one cache cannot hold; got {use_cache or 'one'}"
+        )
+    if use_cache or cache is not None:
+        kwargs["attention_mask"] = mask
+    else:
+        kwargs["use_cache"] = False
+    return kwargs
+
+
+_arrange._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable, which imports the compiler
+
+
+def _check_continues(given: dict[str, Tensor]) -> None:
+    position = given.pop("position_ids", None)
+    if given:
+        raise ValueError(f"{next(iter(given))}: expected none beside a cache that holds states, since rows go on there")
+    if position is not None and (position.diff(dim=-1) != 1).any():
+        raise ValueError(
+            "position_ids: expected to rise by one beside a cache that holds states, since rows go on there"
+        )
+
+
+def _packs(original: Any) -> Callable:
+    """The forward of a model: as transformers', with boundary arguments."""
+    signature = inspect.signature(original.forward)
+    *named, others = signature.parameters.values()
+    names = [parameter.name for parameter in named[1:]]
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(names, args))
+        if not isinstance(kwargs.get("attention_mask"), Packing):
+            for name in ("attention_mask", *BOUNDARIES, *OTHER_NAMES):
+                if kwargs.get(name) is not None:
+                    kwargs = _arrange(self, kwargs)
+                    break
+        return original.forward(self, **kwargs)
+
+    # What Trainer reads to know which columns of a data set the model takes.
+    boundaries = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in BOUNDARIES
+        if name != "cu_seq_lens_k"
+    ]
+    forward.__signature__ = signature.replace(parameters=[*named, *boundaries, others])  # type: ignore[attr-defined]
+    return forward
+
+
+def _generates(original: Any) -> Callable:
+    """``prepare_inputs_for_generation`` as transformers'; positions that generate makes are the prompt's boundaries, no more."""
+
+    @functools.wraps(original.prepare_inputs_for_generation)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = original.prepare_inputs_for_generation(self, *args, **kwargs)
+        if not kwargs.get("is_first_iteration"):
+            inputs.pop("position_ids", None)
+        return inputs
+
+    return prepare
+
+
+def _mixes(original: Any) -> Callable:
+    @force_accelerate_hooks(["conv1d"])
+    @functools.wraps(original.forward)
+    def forward(
+        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Tensor:
+        continues = cache_params is not None and cache_params.has_previous_state(self.layer_idx)
+        if continues or isinstance(attention_mask, Tensor):
+            return original.forward(self, hidden_states, cache_params, attention_mask, **kwargs)
+        return mix(self, hidden_states, attention_mask, cache_params)
+
+    return forward
+
+
+def _made(original: Any) -> Callable:
+    @functools.wraps(original.__init__)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original.__init__(self, *args, **kwargs)
+        exchange(self)
+
+    return init
+
+
+class MambaMixer(modeling_mamba.MambaMixer):
+    forward = _mixes(modeling_mamba.MambaMixer)
+
+
+class MambaModel(modeling_mamba.MambaModel):
+    forward = _packs(modeling_mamba.MambaModel)
+
+
+class MambaForCausalLM(modeling_mamba.MambaForCausalLM):
+    __init__ = _made(modeling_mamba.MambaForCausalLM)
+    forward = _packs(modeling_mamba.MambaForCausalLM)
+    prepare_inputs_for_generation = _generates(modeling_mamba.MambaForCausalLM)
+
+
+class FalconMambaMixer(modeling_falcon_mamba.FalconMambaMixer):
+    forward = _mixes(modeling_falcon_mamba.FalconMambaMixer)
+
+
+class FalconMambaModel(modeling_falcon_mamba.FalconMambaModel):
+    forward = _packs(modeling_falcon_mamba.FalconMambaModel)
+
+
+class FalconMambaForCausalLM(modeling_falcon_mamba.FalconMambaForCausalLM):
+    __init__ = _made(modeling_falcon_mamba.FalconMambaForCausalLM)
+    forward = _packs(modeling_falcon_mamba.FalconMambaForCausalLM)
+    prepare_inputs_for_generation = _generates(modeling_falcon_mamba.FalconMambaForCausalLM)
+
+
+CLASSES = {
+    ours.__base__: ours
+    for ours in (MambaForCausalLM, MambaModel, MambaMixer, FalconMambaForCausalLM, FalconMambaModel, FalconMambaMixer)
+}
+
+
+def exchange(model: torch.nn.Module) -> None:
+    """Gives the modules inside, which keep all that they hold, our classes.
+
+    Raises:
+        ValueError: one of them looks different from what we know; then none is changed.
+    """
+    theirs = [module for module in model.modules() if type(module) in CLASSES]
+    for module in theirs:
+        check_looks(module)
+    for module in theirs:
+        module.__class__ = CLASSES[type(module)]

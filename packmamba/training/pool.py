@@ -1,0 +1,228 @@
+"""The runs of a sweep: which is next, how long it may take, and several at a time, each in a worker on a device of its own."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any
+
+from packmamba.config import Config
+from packmamba.data.corpus import load_corpora
+from packmamba.errors import ConfigError, Unfinished
+from packmamba.records import read_records
+from packmamba.training.attempt import Outcome, attempt, log_path
+from packmamba.training.callbacks import newest_step
+from packmamba.training.fit import fit
+from packmamba.training.runs import record_path, run_folder, taken
+from packmamba.training.worker import Place, Worker
+
+STOP_SECONDS = 10.0
+"""Before the deadline, runs are told to stop: they end their step and write a checkpoint."""
+NEWS_SECONDS = 60.0
+"""Without other news, how long until a line says that runs go on."""
+
+
+class Queue:
+    """The runs of a sweep in their order. Other processes may train runs of the same sweep at the same time.
+
+    Args:
+        begun: of ``time.monotonic``, when the command began.
+        seconds: from there to the deadline; None: there is none.
+    """
+
+    def __init__(self, configs: list[Config], progress: bool, begun: float = 0.0, seconds: float | None = None) -> None:
+        self.configs = configs
+        self.progress = progress
+        self.most = float("inf") if seconds is None else seconds
+        self.deadline = begun + self.most
+        self.outcomes: dict[int, Outcome] = {}
+        self.running: set[int] = set()
+        self._corpora: list[Any] = []
+        self._seconds: dict[str, list[float]] = {}
+        for number, config in enumerate(configs):
+            if record_path(config).is_file():
+                self.outcomes[number] = Outcome("done")
+        for folder in {record_path(configs[number]).parents[1] for number in self.outcomes}:
+            for record in _training_records(folder):
+                self._seconds.setdefault(record["arm"], []).append(record["wall_seconds"])
+
+    def next(self) -> int | None:
+        """The first run that nobody trains and that there is time for; None: there is none."""
+        for number in self.open():
+            config = self.configs[number]
+            if record_path(config).is_file():
+                self.outcomes[number] = Outcome("done")
+            elif not self._too_long(config) and (several_devices(config) or not taken(run_folder(config))):
+                return number
+        return None
+
+    def open(self) -> list[int]:
+        """Runs without an outcome that this process does not train."""
+        return [n for n in range(len(self.configs)) if n not in self.outcomes and n not in self.running]
+
+    def take(self, number: int, place: str = "") -> None:
+        self.running.add(number)
+        self.say(number, f"begins on {place}" if place else "begins")
+
+    def close(self, number: int, outcome: Outcome, place: str = "") -> None:
+        """Notes what became of a run that was taken."""
+        config = self.configs[number]
+        self.running.discard(number)
+        if outcome.state == "taken":
+            return
+        self.outcomes[number] = outcome
+        if outcome.state == "done" and outcome.seconds:
+            self._seconds.setdefault(config.name, []).append(outcome.seconds)
+        end = f", validation loss {outcome.loss:.4f}" if outcome.loss is not None else ""
+        why = f": {outcome.why}" if outcome.why else ""
+        log = f" (see {log_path(config)})" if outcome.state == "failed" and place else ""
+        self.say(
+            number, f"{outcome.state} after {outcome.seconds:.0f} s{f' on {place}' if place else ''}{end}{why}{log}"
+        )
+
+    def say(self, number: int, what: str) -> None:
+        if self.progress:
+            config = self.configs[number]
+            print(f"[{number + 1}/{len(self.configs)}] {config.name}, seed {config.seed}: {what}", flush=True)
+
+    def prepare(self, number: int) -> None:
+        """Makes the run's corpus unless it has been seen. Raises ConfigError if it cannot be made."""
+        data = self.configs[number].data
+        if data not in self._corpora:
+            load_corpora(data, progress=self.progress)
+            self._corpora.append(data)
+
+    def prepare_ahead(self) -> bool:
+        """Makes the first corpus that has not been seen, leaving a refusal to its run; False: there is none."""
+        for number in self.open():
+            if (data := self.configs[number].data) not in self._corpora:
+                try:
+                    self.prepare(number)
+                except ConfigError:
+                    self._corpora.append(data)
+                return True
+        return False
+
+    def expected(self, config: Config) -> float | None:
+        """Seconds that the run still needs: as its arm took, else as all arms took; None if nothing is known."""
+        known = self._seconds.get(config.name) or [second for seconds in self._seconds.values() for second in seconds]
+        done = newest_step(run_folder(config) / "checkpoints") / config.trainer.max_steps
+        return statistics.median(known) * (1 - done) if known else None
+
+    def _too_long(self, config: Config) -> bool:
+        """Whether the run would be cut now, and not if it began with the command."""
+        left, seconds = self.deadline - STOP_SECONDS - time.monotonic(), self.expected(config)
+        return left < 0 or (seconds is not None and left < seconds < self.most - STOP_SECONDS)
+
+    def check(self) -> None:
+        """Raises Unfinished unless every run is done."""
+        states = [outcome.state for outcome in self.outcomes.values()]
+        total, failed, done = len(self.configs), states.count("failed"), states.count("done")
+        if failed:
+            for number, outcome in sorted(self.outcomes.items()):
+                if outcome.state == "failed":
+                    self.say(number, f"failed: {outcome.why}")
+            raise Unfinished(
+                f"{failed} of {total} runs failed, {done} are done; the same command tries the others again"
+            )
+        if done < total:
+            others = sum(taken(run_folder(self.configs[number])) for number in self.open())
+            elsewhere = f", {others} are trained by other processes" if others else ""
+            raise Unfinished(f"{done} of {total} runs are done{elsewhere}; the same command goes on", status=3)
+
+
+def run_one_by_one(queue: Queue) -> None:
+    """In this process."""
+    while (number := queue.next()) is not None:
+        config = queue.configs[number]
+        queue.take(number)
+        if several_devices(config):
+            # This process is one of several: what goes wrong in it is not its own business.
+            queue.close(number, Outcome("done", loss=fit(config, queue.progress)["metrics"]["val_loss"]))
+        else:
+            queue.close(number, attempt(config, "the sweep's own process", queue.progress))
+
+
+def run_side_by_side(queue: Queue, places: list[Place]) -> None:
+    """A worker in each place takes the next run whenever it is free."""
+    workers = [Worker(place) for place in places[: len(queue.open())]]
+    busy: dict[int, int] = {}  # of workers, the run that each trains
+    heard = time.monotonic()
+    with terminated_as_interrupted():
+        try:
+            if (first := queue.next()) is not None:
+                queue.prepare(first)  # one that cannot be made is refused before any work
+            while True:
+                for which in set(range(len(workers))) - busy.keys():
+                    if (number := queue.next()) is not None:
+                        queue.take(number, workers[which].place.name)
+                        if workers[which].ended:
+                            workers[which] = Worker(workers[which].place)
+                        workers[which].begin(queue.configs[number], queue.deadline - STOP_SECONDS)
+                        busy[which] = number
+                if not busy:
+                    return
+                pipes = {workers[which].pipe: which for which in busy}
+                if not (ready := wait(pipes, 0)) and queue.prepare_ahead():
+                    continue
+                ready = ready or wait(pipes, min(NEWS_SECONDS, max(0.0, queue.deadline - time.monotonic())))
+                for pipe in ready:
+                    which = pipes[pipe]  # type: ignore[index]
+                    close(queue, workers[which], busy.pop(which))
+                    heard = time.monotonic()
+                if time.monotonic() >= queue.deadline:
+                    for which, number in busy.items():
+                        workers[which].end()
+                        queue.close(number, Outcome("stopped", why="cut at the deadline"), workers[which].place.name)
+                    return
+                if time.monotonic() - heard >= NEWS_SECONDS and queue.progress:
+                    heard = time.monotonic()
+                    print(f"{len(queue.outcomes)} of {len(queue.configs)} runs are over, {len(busy)} go on", flush=True)
+        finally:
+            for worker in workers:
+                worker.stop()
+            for which, worker in enumerate(workers):
+                worker.end(STOP_SECONDS if which in busy else 0)
+
+
+def close(queue: Queue, worker: Worker, number: int) -> None:
+    """Takes the outcome of a worker's run. After a failure the process ends: the next run gets a fresh one."""
+    outcome = worker.outcome()
+    if outcome is None:
+        outcome = Outcome("failed", why=f"its process ended with {worker.end()}")
+    if outcome.state == "failed":
+        worker.end(STOP_SECONDS)
+    queue.close(number, outcome, worker.place.name)
+
+
+def several_devices(config: Config) -> bool:
+    return config.trainer.devices * config.trainer.num_nodes > 1
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _training_records(folder: Any) -> list[dict[str, Any]]:
+    try:
+        return [record for record in read_records(folder) if record["kind"] == "training"]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,126 @@
+"""Small Hugging Face models, what they give document by document, and their own path where the peers' kernels are installed."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+FAMILIES = ("Mamba", "FalconMamba")
+CONFIGS = {
+    "published": {},
+    "biases": {"use_bias": True, "use_conv_bias": False},
+    "untied": {"tie_word_embeddings": False},
+    "odd sizes": {"hidden_size": 20, "expand": 3, "state_size": 3, "conv_kernel": 3, "time_step_rank": 5},
+}
+VOCAB = 40
+# Lengths by row, and the padding before and behind them.
+ROWS = [([5, 1, 8], 0, 0), ([3, 2, 1], 3, 5), ([14], 0, 0), ([], 14, 0), ([4], 10, 0), ([9], 0, 5)]
+
+
+def modeling(family):
+    from transformers.models.falcon_mamba import modeling_falcon_mamba
+    from transformers.models.mamba import modeling_mamba
+
+    return {"Mamba": modeling_mamba, "FalconMamba": modeling_falcon_mamba}[family]
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch):
+    """Its own path also where the peers' kernels are installed, which it would hand tensors of a CPU."""
+    for family in FAMILIES:
+        module = modeling(family)
+        for name, function in list(vars(module).items()):
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
+                monkeypatch.setattr(module, name, inspect.unwrap(function))
+
+
+@pytest.fixture
+def wide(monkeypatch, plain_torch):
+    """float64 all the way: transformers rounds to float32 between, whatever the weights are."""
+    real = torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype == torch.float64 else real(t))
+    for family in FAMILIES:
+        norm = getattr(modeling(family), f"{family}RMSNorm")
+        monkeypatch.setattr(
+            norm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+        )
+
+
+def build(family, dtype=torch.float32, seed=0, **config):
+    import transformers
+
+    torch.manual_seed(seed)
+    small = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**small | config)
+    ).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def both(family, **options):
+    """The model as it comes, and the same patched."""
+    from packmamba.integrations.transformers import patch
+
+    model = build(family, **options)
+    return model, patch(copy.deepcopy(model))
+
+
+def arguments(rows):
+    """(attention_mask, position_ids, seq_idx) of ``ROWS``; the latter two hold nonsense at padding."""
+    mask, position, idx = [], [], []
+    for lengths, before, behind in rows:
+        mask.append([0] * before + [1] * sum(lengths) + [0] * behind)
+        position.append([7] * before + [t for n in lengths for t in range(n)] + [9] * behind)
+        idx.append([1] * before + [s for s, n in enumerate(lengths) for _ in range(n)] + [0] * behind)
+    return tuple(torch.tensor(rows) for rows in (mask, position, idx))
+
+
+def places(rows):
+    """(row, first slot, slot behind the last) of each document."""
+    for b, (lengths, before, _) in enumerate(rows):
+        start = before
+        for length in lengths:
+            yield b, start, start + length
+            start += length
+
+
+def alone(model, tokens, rows):
+    """[(logits (1, n, vocab), place)] of each document by itself."""
+    return [(model(tokens[b, a:e][None], use_cache=False).logits, (b, a, e)) for b, a, e in places(rows)]
+
+
+def loss_and_gradients(model, logits, tokens, rows, pick):
+    """Cross entropy inside documents, summed, and every parameter's gradient."""
+    total = logits[0][0].new_zeros(()) if pick else logits.new_zeros(())
+    for s, (b, a, e) in enumerate(places(rows)):
+        own = logits[s][0][0] if pick else logits[b, a:e]
+        total = (
+            total + F.cross_entropy(own[:-1].double(), tokens[b, a + 1 : e], reduction="sum") if e - a > 1 else total
+        )
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(total, list(named.values()), allow_unused=True, materialize_grads=True)
+    return total, dict(zip(named, found))
+
+
+def error(result, expected):
+    """||a - b|| / ||b||; absolute for what is zero."""
+    expected = expected.detach().double()
+    return float((result.detach().double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def check_same(packed, model, logits, tokens, rows, tolerance):
+    """A patched model's logits and gradients against the original's, document by document."""
+    expected = alone(model, tokens, rows)
+    for single, (b, a, e) in expected:
+        assert error(logits[b, a:e], single[0]) < tolerance
+    loss, found = loss_and_gradients(packed, logits, tokens, rows, pick=False)
+    wanted, gradients = loss_and_gradients(model, expected, tokens, rows, pick=True)
+    assert abs(loss - wanted) < tolerance * wanted
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert error(found[name], gradient) < 10 * tolerance, name  # two float32 results; norms cancel most of x_proj's

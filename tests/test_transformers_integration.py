@@ -1,0 +1,301 @@
+"""Hugging Face's Mamba models, patched: packed and padded they are what the original is, document by document."""
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+from hugging_face import (  # noqa: E402
+    CONFIGS,
+    FAMILIES,
+    ROWS,
+    VOCAB,
+    alone,
+    arguments,
+    both,
+    build,
+    check_same,
+    error,
+    modeling,
+    plain_torch,  # noqa: F401
+    wide,  # noqa: F401
+)
+from packmamba.integrations.transformers import patch  # noqa: E402
+
+MASK, POSITION, IDX = arguments(ROWS)
+FULL = [row for row in ROWS if sum(row[0]) == 14]  # rows without padding
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def random_tokens(rows=ROWS, seed=1):
+    return torch.randint(1, VOCAB, (len(rows), 14), generator=torch.Generator().manual_seed(seed))
+
+
+@every_family
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_packed_is_the_original_document_by_document(family, config):
+    model, packed = both(family, **config)
+    tokens = random_tokens()
+    logits = packed(tokens, attention_mask=MASK, position_ids=POSITION).logits
+    check_same(packed, model, logits, tokens, ROWS, 1e-5)
+
+
+@every_family
+def test_packed_is_the_original_in_float64(family, wide):  # noqa: F811
+    model, packed = both(family, dtype=torch.float64, use_bias=True)
+    tokens = random_tokens()
+    logits = packed(tokens, attention_mask=MASK, seq_idx=IDX).logits
+    assert logits.dtype == torch.float64
+    check_same(packed, model, logits, tokens, ROWS, 1e-12)
+
+
+@every_family
+@pytest.mark.parametrize("training", [True, False])
+def test_padding_on_either_side(family, training):
+    model, packed = (m.train(training) for m in both(family, use_bias=training))
+    rows = [([14], 0, 0), ([4], 10, 0), ([9], 0, 5), ([6], 3, 5), ([1], 13, 0)]
+    mask, tokens = arguments(rows)[0], random_tokens(rows)
+    logits = packed(tokens, attention_mask=mask).logits
+    check_same(packed, model, logits, tokens, rows, 1e-5)
+    for kind in (torch.bool, torch.float32):
+        assert torch.equal(packed(tokens, attention_mask=mask.to(kind)).logits, logits)
+    if not training:  # with a bias the original's padding reaches the tokens behind it
+        original = model(tokens, attention_mask=mask).logits
+        assert error(logits, original) < 1e-5, "at padding too"
+
+
+def collated(lengths, **options):
+    collator = transformers.DataCollatorWithFlattening(**options)
+    tokens = random_tokens()[0].tolist()
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return collator([{"input_ids": tokens[end - n : end]} for n, end in zip(lengths, ends)])
+
+
+@every_family
+def test_every_way_to_say_where_documents_start(family):
+    _, packed = both(family)
+    everything = {"return_seq_idx": True, "return_flash_attn_kwargs": True}
+    batch = collated([5, 1, 8], **everything)
+    expected = packed(**batch)
+    assert {"position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"} < set(batch)
+    for name in ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):
+        logits = packed(batch["input_ids"], **{name: batch[name]}).logits
+        assert torch.equal(logits, expected.logits), name
+        hidden = packed.backbone(batch["input_ids"], **{name: batch[name]}, use_cache=False)[0]
+        assert torch.equal(packed.lm_head(hidden), logits), f"{name}, given to the backbone as TRL does"
+    embedded = packed.get_input_embeddings()(batch["input_ids"])
+    assert torch.equal(packed(inputs_embeds=embedded, seq_idx=batch["seq_idx"]).logits, expected.logits)
+    cu = torch.tensor([0, 5, 6, 14, 14, 28])  # over both rows, with a document without tokens
+    two = packed(torch.cat([batch["input_ids"]] * 2), cu_seq_lens_q=cu).logits
+    assert torch.equal(two[0], expected.logits[0]) and not torch.equal(two[1], expected.logits[0])
+    assert abs(expected.loss - packed(**{k: v for k, v in batch.items() if k != "seq_idx"}).loss) == 0
+
+
+@every_family
+def test_no_bit_crosses_a_boundary(family):
+    """Unpatched, all that follows moves; patched, no bit, forward and backward."""
+    batch = collated([5, 1, 8])
+    other = batch["input_ids"].clone()
+    other[0, 4] = (other[0, 4] + 1) % VOCAB
+    model, packed = both(family)
+    for changed, crosses in ((model, True), (packed, False)):
+        first, second = (
+            changed(ids, position_ids=batch["position_ids"]).logits[0, 5:] for ids in (batch["input_ids"], other)
+        )
+        assert torch.equal(first, second) is not crosses
+        embedded = changed.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        changed(inputs_embeds=embedded, position_ids=batch["position_ids"]).logits[0, 5:].sum().backward()
+        assert bool(embedded.grad[0, :5].any()) is crosses
+
+
+@every_family
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+def test_generate_is_unchanged(family, options):
+    model, packed = (m.eval() for m in both(family))
+    rows = [([14], 0, 0), ([4], 10, 0), ([2], 12, 0)]
+    tokens, mask = random_tokens(rows), arguments(rows)[0]
+    asked = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    expected = model.generate(tokens, attention_mask=mask, **asked, **options)
+    found = packed.generate(tokens, attention_mask=mask, **asked, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert error(torch.stack(found.scores), torch.stack(expected.scores)) < 1e-5
+    prompt = packed.generate(tokens[:1, :1], **asked, **options).sequences
+    assert torch.equal(prompt, model.generate(tokens[:1, :1], **asked, **options).sequences)
+
+
+@every_family
+def test_a_cache_holds_what_the_original_s_holds(family):
+    model, packed = (m.eval() for m in both(family))
+    rows = [([14], 0, 0), ([2], 12, 0)]
+    for mask in (None, arguments(rows)[0], arguments([([9], 0, 5), ([14], 0, 0)])[0]):
+        tokens = random_tokens(rows)
+        caches = [m(tokens, attention_mask=mask, use_cache=True).cache_params for m in (model, packed)]
+        for theirs, ours in zip(*(cache.layers for cache in caches)):
+            for kind in ("conv_states", "recurrent_states"):
+                expected, found = getattr(theirs, kind)[0], getattr(ours, kind)[0]
+                assert found.dtype == expected.dtype and error(found, expected) < 1e-5, kind
+        steps = [m(tokens[:, :1], cache_params=cache).logits for m, cache in zip((model, packed), caches)]
+        assert error(steps[1], steps[0]) < 1e-5
+
+
+@every_family
+def test_weights_and_names_stay(family, tmp_path):
+    model, packed = both(family)
+    assert list(packed.state_dict()) == list(model.state_dict())
+    assert patch(packed) is packed and type(packed).__name__ == type(model).__name__
+    assert isinstance(packed, type(model))
+    packed.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model), "a folder says nothing of the patch"
+    tokens = random_tokens()
+    made = type(packed).from_pretrained(tmp_path)
+    expected = packed(tokens, attention_mask=MASK, position_ids=POSITION).logits
+    for again in (patch(loaded), made, copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert torch.equal(again(tokens, attention_mask=MASK, position_ids=POSITION).logits, expected)
+
+
+def test_half_precision_and_autocast():
+    model, packed = both("Mamba")
+    tokens = random_tokens()
+    reference = alone(model, tokens, ROWS)
+    half = copy.deepcopy(packed).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = packed(tokens, attention_mask=MASK, position_ids=POSITION).logits
+    for logits in (mixed, half(tokens, attention_mask=MASK, position_ids=POSITION).logits):
+        assert max(error(logits[b, a:e], single[0]) for single, (b, a, e) in reference) < 0.03
+
+
+def refused(packed, **arguments):
+    tokens = torch.ones(2, 6, dtype=torch.int64)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        packed(tokens, **arguments)
+    return str(caught.value)
+
+
+ROW = [0, 1, 2, 0, 1, 2]
+LEFT = [[0, 0, 1, 1, 1, 1]] * 2
+REFUSALS = {
+    "position_ids: expected an integer tensor, got list": {"position_ids": [ROW, ROW]},
+    "position_ids: expected an integer tensor, got float32": {"position_ids": torch.tensor([ROW, ROW]).float()},
+    "position_ids: expected shape (B, L) = (2, 6) like the tokens, got (1, 6)": {"position_ids": torch.tensor([ROW])},
+    "position_ids[1, 0]: expected 0 at a row's first token, got 3": {"position_ids": torch.tensor([ROW, range(3, 9)])},
+    "position_ids[0, 4]: expected 0 (a document starts) or one more than before, got 2": {
+        "position_ids": torch.tensor([[0, 1, 2, 0, 2, 3], ROW])
+    },
+    "position_ids[0, 2]: expected 0 at a row's first token, got 2": {
+        "position_ids": torch.arange(6).expand(2, 6), "attention_mask": torch.tensor(LEFT),
+    },
+    "seq_idx[0]: expected the tokens of an id side by side, got id 4 again after another": {
+        "seq_idx": torch.tensor([[4, 4, 1, 1, 4, 4], [0] * 6])
+    },
+    "seq_idx[1, 5]: expected at least 0 where attention_mask has a token, got -1": {
+        "seq_idx": torch.tensor([[0] * 6, [0] * 5 + [-1]])
+    },
+    "cu_seq_lens_q: expected to run from 0 to B * L = 12, got 0 to 6": {"cu_seq_lens_q": torch.tensor([0, 6])},
+    "cu_seq_lens_q: expected row 1 to start with a document, at 6, got none there": {"cu_seq_lens_q": torch.tensor([0, 12])},
+    "cu_seq_lens_q: expected not to decrease, got 6 then 3": {"cu_seq_lens_q": torch.tensor([0, 6, 3, 12])},
+    "cu_seq_lens_q: expected shape (S + 1,) for S documents, got (1, 3)": {"cu_seq_lens_q": torch.tensor([[0, 6, 12]])},
+    "cu_seq_lens_q: expected no padding beside it, got 4 padded slots in attention_mask": {
+        "cu_seq_lens_q": torch.tensor([0, 6, 12]), "attention_mask": torch.tensor(LEFT),
+    },
+    "cu_seq_lens_q: expected the documents of position_ids, but at [0, 3] one starts in position_ids and none in cu_seq_lens_q": {
+        "position_ids": torch.tensor([ROW, ROW]), "cu_seq_lens_q": torch.tensor([0, 6, 12]),
+    },
+    "seq_idx: expected the documents of position_ids, but at [1, 2] one starts in seq_idx and none in position_ids": {
+        "position_ids": torch.arange(6).expand(2, 6), "seq_idx": torch.tensor([[0] * 6, [0, 0, 1, 1, 1, 1]]),
+    },
+    "attention_mask[0, 3]: expected padding only before and behind a row's tokens, got a gap": {
+        "attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6])
+    },
+    "attention_mask[0, 3]: expected 0 (padding) or 1, got 2; documents of a row are told apart by position_ids, seq_idx or "
+    "cu_seq_lens_q": {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 0], [1] * 6])},
+    "attention_mask: expected shape (B, L) = (2, 6) like the tokens, or boundaries as position_ids, seq_idx or cu_seq_lens_q, "
+    "got (2, 1, 6, 6)": {"attention_mask": torch.ones(2, 1, 6, 6)},
+    "use_cache: expected False or None beside rows of several documents, whose states one cache cannot hold; got True": {
+        "position_ids": torch.tensor([ROW, ROW]), "use_cache": True,
+    },
+    "cu_seqlens: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got cu_seqlens": {
+        "cu_seqlens": torch.tensor([0, 6, 12])
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_refuses_what_it_cannot_honour(message):
+    assert refused(patch(build("Mamba", num_hidden_layers=1)), **REFUSALS[message]) == message
+
+
+def test_rows_that_go_on_from_a_cache_have_no_boundaries():
+    packed = patch(build("Mamba", num_hidden_layers=1)).eval()
+    step = torch.ones(2, 6, dtype=torch.int64)
+    cache = packed(step).cache_params
+    tail = "beside a cache that holds states, since rows go on there"
+    for name, value, said in (
+        ("seq_idx", torch.zeros(2, 6, dtype=torch.int64), f"seq_idx: expected none {tail}"),
+        ("position_ids", torch.tensor([ROW, ROW]), f"position_ids: expected to rise by one {tail}"),
+    ):
+        assert refused(packed, cache_params=cache, **{name: value}) == said
+    packed(step, cache_params=cache, position_ids=torch.arange(6, 12).expand(2, 6))
+
+
+def patch_refuses(model):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        patch(model)
+    return str(caught.value)
+
+
+def test_patch_refuses_other_models_by_name():
+    sub = type("MyMamba", (transformers.MambaForCausalLM,), {})
+    expected = "model: expected MambaForCausalLM or FalconMambaForCausalLM of transformers, got "
+    config = build("Mamba", num_hidden_layers=1).config
+    for other, name in (
+        (torch.nn.Linear(2, 2), "Linear"), ("my/model", "str"), (sub(config), "MyMamba"),
+        (transformers.MambaModel(config), "MambaModel"),
+    ):  # fmt: skip
+        assert patch_refuses(other) == expected + name
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"conv_kernel": 5}, "config.conv_kernel: expected 2, 3 or 4, got 5"),
+        ({"hidden_act": "gelu"}, "config.hidden_act: expected 'silu', got 'gelu'"),
+        ({"state_size": 257}, "config.state_size: expected from 1 to 256, got 257"),
+    ],
+)
+def test_patch_refuses_what_its_kernels_do_not_compute(config, message):
+    assert patch_refuses(build("Mamba", num_hidden_layers=1, **config)) == message
+
+
+@every_family
+def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
+    """By name, and then nothing is patched."""
+    said = f"transformers {transformers.__version__}: {family}Mixer looks different from the one that packing was written for "
+    model = build(family)
+    model.backbone.layers[1].mixer.gate_norm = torch.nn.Linear(1, 1)
+    assert patch_refuses(model).startswith(said) and patch_refuses(model).endswith("gate_norm is new")
+    assert type(model).__module__.startswith("transformers.")
+    model = build(family)
+    del model.backbone.layers[1].mixer.x_proj
+    assert patch_refuses(model).endswith("x_proj is missing")
+    model = build(family)
+    model.backbone.layers[0].mixer.forward = lambda *_: None
+    assert patch_refuses(model).startswith(
+        f"{family}Mixer: expected its own forward, got one that something has wrapped"
+    )
+    mixer = getattr(modeling(family), f"{family}Mixer")
+    monkeypatch.setattr(mixer, "forward", lambda self, hidden_states, cache_params, cache_position: None)
+    assert patch_refuses(build(family)).endswith("its forward takes self, hidden_states, cache_params, cache_position")
+    monkeypatch.setattr("transformers.__version__", "6.0.1")
+    assert patch_refuses(model) == "transformers: expected version 5, got 6.0.1"
