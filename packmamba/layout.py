@@ -51,6 +51,7 @@ class SequenceLayout:
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
             starts.schedules = Schedules(longest=longest)  # type: ignore[attr-defined]
         self.flowing: SequenceLayout | None = None  # what ``flow`` returns, where that may not be computed
+        self.origin: SequenceLayout | None = None  # what it was moved from
 
     @classmethod
     def from_lengths(
@@ -304,9 +305,8 @@ class SequenceLayout:
             return self
         new_row = torch.ones_like(self.starts, dtype=torch.bool)
         new_row[1:] = self.rows[1:] != self.rows[:-1]
-        last_of_row = new_row.roll(-1)
         return SequenceLayout(
-            self.shape, self.starts[new_row], self.ends[last_of_row], self.offsets[new_row], self.num_tokens
+            self.shape, self.starts[new_row], self.ends[new_row.roll(-1)], self.offsets[new_row], self.num_tokens
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
@@ -319,7 +319,9 @@ class SequenceLayout:
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
         starts, ends, offsets = map(move, (self.starts, self.ends, self.offsets))
-        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens, self.longest)
+        moved = SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens, self.longest)
+        moved.origin = self
+        return moved
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SequenceLayout):

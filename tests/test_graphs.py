@@ -10,14 +10,16 @@ import torch
 from experiments.speedup import report_growth as growth
 from packmamba.config import ConfigError, load_config
 from packmamba.data.batching import PackedBatch
+from packmamba.data.datamodule import PackingDataModule
 from packmamba.layout import SequenceLayout
 from packmamba.report.summary import training_arms
 from packmamba.training import graphs
 from packmamba.training.boundary import BOUNDARIES
+from packmamba.training.carry import flat
 from packmamba.training.fit import fit
 from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static
 from packmamba.training.module import MambaLitModule
-from runs import tiny_config
+from runs import CARRY, tiny_config
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,7 +33,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
         (["trainer.num_nodes=2"], "trainer.num_nodes to be 1, got 2"),
         (["trainer.precision=16-mixed"], "trainer.precision to be 32-true or bf16-mixed"),
         (["trainer.precision=64-true"], "trainer.precision to be 32-true or bf16-mixed"),
-        (["data.strategy=split", "trainer.boundary=carry"], "trainer.boundary to be reset or leak"),
         (["ops.backend=mamba_ssm"], "ops.backend to be auto or cuda, got mamba_ssm"),
     ],
 )
@@ -39,6 +40,12 @@ def test_what_a_graph_cannot_do_is_refused(tmp_path, overrides, message):
     keys = ["trainer.cuda_graphs=true", "trainer.accelerator=auto", *overrides]
     with pytest.raises(ConfigError, match=message):
         fit(tiny_config(tmp_path, *keys), progress=False)
+
+
+def test_a_scheme_that_cannot_be_replayed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(BOUNDARIES["carry"], "graphs", False)
+    with pytest.raises(ConfigError, match="trainer.boundary to be reset or leak .* got carry"):
+        fit(tiny_config(tmp_path, "trainer.cuda_graphs=true", "trainer.accelerator=auto", *CARRY), progress=False)
 
 
 def test_without_a_gpu_graphs_are_refused(tmp_path, monkeypatch):
@@ -205,6 +212,54 @@ def test_gradients_are_those_of_eager_steps_where_capturing_is_emulated(emulated
     steps = [BATCHES, *([batch] for batch in BATCHES), BATCHES[2:], BATCHES[1:2], BATCHES[:2]]
     check_steps(lit, replay, steps, boundary, 1e-5)
     assert len(replay.captured) == (4 if most > 1 else 1)
+
+
+KEEPING = ["carry", "carry_scan", "foreign", "noise", "foreign_heads"]
+
+
+def check_keeping(folder, device, tolerance, **options):
+    """Steps of two batches in turns of a pool, replayed and eager: losses, gradients, and what is left for later batches."""
+    keys = ["data.strategy=split", "data.streams=12", "data.stagger=true", "data.mode=stream", "data.row_length=24",
+            "data.tokens_per_step=144", "data.slots_per_batch=72", "model.learned_initial_state=true"]  # fmt: skip
+    for scheme in options.pop("schemes", KEEPING):
+        torch.manual_seed(0)
+        config = tiny_config(
+            folder, *keys, f"trainer.boundary={scheme}", *(f"model.{k}={v}" for k, v in options.items())
+        )
+        data = PackingDataModule(config, progress=False)
+        data.setup()
+        eager = MambaLitModule(config, data.corpora.train.vocab_size).to(device)
+        replayed = copy.deepcopy(eager)
+        replayed.cuda_graphs = True
+        yield replayed
+        continuing = 0
+        for number in (0, 1, 2, 3, 0, 1):
+            step = data.steps[number].to(device)
+            continuing += sum(int(batch.layout.continues.sum()) for batch in step.batches)
+            found = []
+            for lit in (replayed, eager):
+                lit.zero_grad()
+                lit.boundary.step = number
+                found.append([lit.accumulate(step, torch.Tensor.backward), *gradients(lit)])
+            assert_near(*found, tolerance)
+            saved = [lit.boundary.state_dict() for lit in (replayed, eager)]
+            name = "left" if scheme == "foreign_heads" else "states"
+            assert_near(*(flat(state[name]) for state in saved), tolerance)
+            if scheme != "foreign_heads":
+                assert torch.equal(saved[0]["positions"], saved[1]["positions"])
+        assert continuing > 3
+
+
+def test_keeping_schemes_are_replayed_where_capturing_is_emulated(emulated, tmp_path):
+    for lit in check_keeping(tmp_path, torch.device("cpu"), 1e-5):
+        emulated.setattr(BatchGraphs, "lit", lit.model, raising=False)
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_keeping_schemes_are_replayed(tmp_path, compiled):
+    for _ in check_keeping(tmp_path, torch.device("cuda"), 1e-5, compile=compiled):
+        torch._dynamo.reset()
 
 
 @needs_gpu

@@ -305,5 +305,7 @@ def test_batches_move_whole(tmp_path):
     step = data.steps[0].to("meta")
     assert all(b.tokens.is_meta and b.targets.is_meta and b.loss_mask.is_meta for b in step.batches)
     assert all(b.layout.starts.is_meta for b in step.batches)
-    assert {field.name for field in dataclasses.fields(PackedBatch)} == {"tokens", "targets", "loss_mask", "layout"}
+    fields = {field.name for field in dataclasses.fields(PackedBatch)}
+    assert fields == {"tokens", "targets", "loss_mask", "layout", "turn"}
+    assert dataclasses.replace(batches[0], turn=2).to("meta").turn == 2
     assert isinstance(batches[0].layout, SequenceLayout)

@@ -21,6 +21,7 @@ from packmamba.config.rules import (
     unique,
     unknown_options,
 )
+from packmamba.config.streams import Streams
 
 LENGTH = Holds("1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 SIZE = Holds("an integer of at least 1", lambda value: value >= 1)
@@ -28,7 +29,7 @@ TOKEN = Holds("a token", bool)
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Streams):
     source: str = key(
         "stdlib",
         "Where documents come from, such as stdlib (its functions), text or jsonl (files of yours), synthetic (random).",
@@ -100,7 +101,22 @@ class DataConfig:
         one_of("error", "truncate", "pieces"),
     )
     buffer: int = key(4096, "Documents that greedy sorts at a time.", LENGTH)
-    streams: int = key(1, "Parallel streams of split: row b of the next batch continues row b of this one.", LENGTH)
+    streams: int = key(
+        1,
+        "Parallel streams of split: row b of the next batch continues row b of this one. In mode stream, streams that are more "
+        "than a step's rows take turns.",
+        LENGTH,
+    )
+    stagger: bool = key(
+        False,
+        "Each stream of split begins at a place of its own inside its first document, whose beginning comes as a document of "
+        "its own at the end: rows of several streams do not end at like places. Needs mode stream.",
+    )
+    shuffle_steps: Optional[int] = key(
+        None,
+        "Draw the rows of every so many steps in random order: the same pieces as without, in another order. Needs mode stream.",
+        at_least(1),
+    )
     tokens_per_step: int = key(
         4096, "What one optimizer step consumes on all ranks: real tokens (matched) or slots (stream).", at_least(1)
     )
@@ -133,6 +149,10 @@ class DataConfig:
             yield f"data.unit: only data.source=packages has units, got '{self.unit}' with '{self.source}'"
         if self.row_length is None and strategy.needs_row_length:
             yield f"data.row_length: strategy '{self.strategy}' needs one, got null"
+        if self.stagger and not (strategy.splits_documents and self.mode == "stream"):
+            yield f"data.stagger: expected strategy split and mode stream, got '{self.strategy}' and '{self.mode}'"
+        if self.shuffle_steps is not None and (self.mode != "stream" or not strategy.pads or self.row_length is None):
+            yield f"data.shuffle_steps: expected mode stream and rows of one length, got '{self.mode}' and '{self.strategy}'"
 
 
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
@@ -221,7 +241,8 @@ class TrainerConfig:
     boundary: str = key(
         "reset",
         "What crosses a document boundary, such as reset (nothing), leak, or carry (reset, and a document cut by a row's end "
-        "continues from its own state in the next batch).",
+        "continues from its own state in the next batch); foreign, noise and carry_scan carry another stream's state, noise like "
+        "states, only the scan's.",
         named("packmamba.training.boundary:BOUNDARIES"),
     )
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
@@ -323,10 +344,17 @@ class Config:
                     f"trainer.boundary={trainer.boundary} needs data.strategy=split, whose rows go on in the next batch, "
                     f"got '{data.strategy}'"
                 )
+            rows = data.batch_rows if data.takes_turns else data.streams // devices
+            if rows < boundary.least_rows:
+                yield f"trainer.boundary={trainer.boundary} needs batches of at least {boundary.least_rows} rows, got {rows}"
             if data.streams % devices:
                 yield f"data.streams: expected a multiple of the {devices} devices, got {data.streams}"
+            if data.shuffle_steps is not None:
+                yield f"data.shuffle_steps: trainer.boundary={trainer.boundary} needs rows in order, got {data.shuffle_steps}"
             slots = data.streams * (data.row_length or 1)
-            if data.mode == "stream" and data.tokens_per_step % slots:
+            if data.takes_turns:
+                yield from data.turns(devices)
+            elif data.mode == "stream" and data.tokens_per_step % slots:
                 yield (
                     f"data.tokens_per_step: expected a multiple of data.streams * data.row_length = {slots}, so that steps "
                     f"hold whole batches, got {data.tokens_per_step}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,25 +26,24 @@ class PackedBatch:
         loss_mask: (B, L) bool, where there is a target: at every token but a document's last, unless the document goes on
             elsewhere (in a later batch, or as another piece); in a task's documents where an answer counts.
         layout: where documents lie.
+        turn: where streams take turns, which of this process's batches of a round this is; rows go on where its last did.
     """
 
     tokens: Tensor
     targets: Tensor
     loss_mask: Tensor
     layout: SequenceLayout
+    turn: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        return PackedBatch(
-            self.tokens.to(device, non_blocking=non_blocking),
-            self.targets.to(device, non_blocking=non_blocking),
-            self.loss_mask.to(device, non_blocking=non_blocking),
-            self.layout.to(device, non_blocking=non_blocking),
-        )
+        return self._moved(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
-        return PackedBatch(
-            self.tokens.pin_memory(), self.targets.pin_memory(), self.loss_mask.pin_memory(), self.layout.pin_memory()
-        )
+        return self._moved(lambda part: part.pin_memory())
+
+    def _moved(self, move: Callable[[Any], Any]) -> PackedBatch:
+        parts = ("tokens", "targets", "loss_mask", "layout")
+        return replace(self, **{part: move(getattr(self, part)) for part in parts})
 
 
 @dataclass

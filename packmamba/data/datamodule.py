@@ -29,7 +29,7 @@ class StepDataset(Dataset):
         arrangement, groups = self.schedule.step(step)
         ranks = self.schedule.world_size
         mine = groups[self.rank :: ranks]
-        batches = [arrangement.batch(rows) for rows in mine]
+        batches = [replace(arrangement.batch(rows), turn=self.schedule.turn(rows)) for rows in mine]
         # Every rank computes as many batches, so that gradients meet.
         missing = -len(groups) % ranks
         batches += [empty_batch()] * (-(-len(groups) // ranks) - len(mine))
@@ -126,12 +126,14 @@ class PackingDataModule(lightning.LightningDataModule):
         documents = evaluation_documents(corpus, data)
         longest = int(corpus.lengths[documents].max())
         row_length = max(longest, data.slots_per_batch)
-        alone = replace(data, strategy="best_fit", row_length=row_length, overlong="error", streams=1)
+        alone = replace(data, strategy="best_fit", row_length=row_length, overlong="error", streams=1, stagger=False)
         arrangement = arrange(corpus, documents, alone)
         groups = group(arrangement, np.arange(arrangement.plan.num_rows), alone, carry=False)
         evaluations = [EvaluationDataset(arrangement, groups[rank::world_size])]
         if self.boundary.as_trained:
             # Every rank evaluates all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
+            streams = data.batch_rows if data.takes_turns else data.streams  # no more than these documents fill
+            data = replace(data, streams=streams, stagger=False)
             arrangement = arrange(corpus, parts_of(corpus, documents, data), data)
             rows = np.arange(arrangement.plan.num_rows)
             evaluations.append(EvaluationDataset(arrangement, group(arrangement, rows, data, self.boundary.continues)))

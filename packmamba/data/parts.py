@@ -37,6 +37,19 @@ class Parts:
         """Cut wherever a multiple of ``budget`` tokens has come before."""
         return self._cut((np.cumsum(self.lengths) - self.lengths) % budget, budget)
 
+    def stagger(self, count: int) -> Parts:
+        """The first ``count`` parts are cut in two, at places that multiples of the golden section spread evenly. What follows
+        the cut takes the part's place; what precedes it comes last of all."""
+        shares = np.arange(1, min(count, len(self)) + 1) * ((5**0.5 - 1) / 2) % 1
+        cuts = np.zeros(len(self), np.int64)
+        cuts[: len(shares)] = shares * self.lengths[: len(shares)]
+        heads = np.flatnonzero(cuts)
+        return Parts(
+            np.concatenate([self.documents, self.documents[heads]]),
+            np.concatenate([self.begins + cuts, self.begins[heads]]),
+            np.concatenate([self.lengths - cuts, cuts[heads]]),
+        )
+
     def _cut(self, before: Integers, every: int) -> Parts:
         """Cut where the place in the part plus ``before`` is a multiple of ``every``."""
         count = -(-(before + self.lengths) // every)

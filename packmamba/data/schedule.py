@@ -22,6 +22,7 @@ def arrange(corpus: Corpus, documents: np.ndarray | Parts, data: DataConfig) -> 
     Raises ConfigError if one is too long for a row.
     """
     parts = documents if isinstance(documents, Parts) else Parts.whole(documents, corpus.lengths)
+    parts = parts.stagger(data.streams) if data.stagger else parts
     documents, begins, lengths = parts.documents, parts.begins, parts.lengths
     ends = corpus.lengths[documents].astype(np.int64)
     try:
@@ -121,7 +122,17 @@ class Schedule:
         if not STRATEGIES[self.data.strategy].keeps_order:
             # A packer that sorts by length must not impose a curriculum.
             rows = rng.permutation(rows)
-        return _Window(rows, _edges(arrangement.plan.slots[rows], self.data.tokens_per_step), arrangement)
+        edges = _edges(arrangement.plan.slots[rows], self.data.tokens_per_step)
+        if self.data.shuffle_steps is not None:
+            blocks = np.split(rows, edges[: -1 : self.data.shuffle_steps][1:])
+            rows = np.concatenate([rng.permutation(block) for block in blocks])
+        return _Window(rows, edges, arrangement)
+
+    def turn(self, rows: np.ndarray) -> int:
+        """Of a batch of these rows: which it is among its rank's batches of a round, where rows go on."""
+        if not (self.carry and self.data.takes_turns):
+            return 0
+        return int(rows[0]) % self.data.streams // len(rows) // self.world_size
 
 
 @dataclass
@@ -139,11 +150,11 @@ def _edges(sizes: np.ndarray, budget: int) -> list[int]:
 def group(
     arrangement: Arrangement, rows: np.ndarray, data: DataConfig, carry: bool, world_size: int = 1
 ) -> list[np.ndarray]:
-    """The rows as batches. A row that is never padded is a batch of its own. Carrying, a batch is one row of each stream;
-    with several ranks, of each of a rank's streams."""
+    """The rows as batches. A row that is never padded is a batch of its own. Carrying, a batch is one row of each stream,
+    with several ranks of each of a rank's streams, unless streams take turns."""
     rows_per_batch = None
     if not STRATEGIES[data.strategy].pads:
         rows_per_batch = 1
-    elif carry:
+    elif carry and not data.takes_turns:
         rows_per_batch = data.streams // world_size
     return arrangement.group_rows(rows, data.slots_per_batch, rows_per_batch)

@@ -131,6 +131,7 @@ class History(Callback):
             rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
             module.log_dict(rates | {"train/learning_rate": module.learning_rate(step - 1)})
             module.log("data/padding_fraction", 1 - tokens / slots)
+            module.log_dict({f"train/{name}": float(value) for name, value in module.boundary.measures().items()})
             self.shown = {
                 "loss": float(outputs["loss"]),
                 "real_tok/s": f"{tokens / seconds:.0f}",

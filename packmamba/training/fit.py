@@ -157,6 +157,7 @@ def training_record(
             "train_seconds": totals["seconds"],
             "parameters": sum(p.numel() for p in module.model.parameters()),
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+            **module.boundary.measures(),
         },
         wall_seconds=wall_seconds,
         curves={"train": history.train, "validation": history.validation, "loss_by_position": history.by_position},

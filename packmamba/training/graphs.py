@@ -21,7 +21,7 @@ MOST_GRAPHS = 64
 ABSENT = 2**31 - 1
 """Where documents that are not there start and end."""
 
-Loss = Callable[[PackedBatch], tuple[Tensor, Tensor]]
+Loss = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class Static:
         for to, of in ((mine.layout.starts, batch.layout.starts), (mine.layout.ends, batch.layout.ends)):
             to[len(of) :] = ABSENT
             to[: len(of)].copy_(of + batch.layout.rows * more if more else of)
+        mine.layout.offsets[len(batch.layout.offsets) :] = 0
+        mine.layout.offsets[: len(batch.layout.offsets)].copy_(batch.layout.offsets)
         self.num_targets.fill_(num_targets)
 
 
@@ -87,7 +89,8 @@ class Captured(NamedTuple):
     shape: Shape
     graph: torch.cuda.CUDAGraph
     static: Static
-    results: tuple[Tensor, Tensor]
+    inputs: list[Tensor]
+    results: tuple[Tensor, ...]
     gradients: list[Tensor | None]
 
 
@@ -99,7 +102,8 @@ class BatchGraphs:
     the other graphs'. Where a shape is captured, nothing may hold a loss of earlier batches with its autograd graph.
 
     Args:
-        loss: of a batch: the sum over its targets, and (B, L) that of each slot.
+        loss: of a batch, and perhaps of further tensors: the sum over its targets, (B, L) that of each slot, and perhaps further
+            tensors without gradient.
         parameters: whose gradients are wanted; they must stay where they are.
     """
 
@@ -111,14 +115,21 @@ class BatchGraphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(
-        self, batch: PackedBatch, num_targets: int, first: bool = True, last: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Leaves gradients in the parameters' ``grad``; returns the loss over ``num_targets`` and (B, L) that of each slot.
+        self,
+        batch: PackedBatch,
+        num_targets: int,
+        first: bool = True,
+        last: bool = True,
+        inputs: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, ...]:
+        """Leaves gradients in the parameters' ``grad``; returns the loss over ``num_targets``, (B, L) that of each slot, and what
+        else ``loss`` does.
 
         Args:
             batch: on the GPU.
             num_targets: of the step.
             first, last: of the step's batches. A step's only one writes its gradients; several add theirs.
+            inputs: the further tensors, for batches of as many rows always of the same shapes.
 
         The results are overwritten by later calls.
         """
@@ -130,31 +141,34 @@ class BatchGraphs:
         self._set_gradients(self.sums if shape.gathers else None)
         captured = self.captured.get(shape.slots)
         if captured is None and len(self.captured) == MOST_GRAPHS:
-            return self._run(batch, num_targets)
+            return self._run(batch, num_targets, *inputs)
         if captured is None or captured.shape.with_room_for(shape) != captured.shape:
             shape = shape if captured is None else captured.shape.with_room_for(shape)
-            captured = self.captured[shape.slots] = self._capture(shape, batch, num_targets)
+            captured = self.captured[shape.slots] = self._capture(shape, batch, num_targets, inputs)
         captured.static.fill(batch, num_targets)
+        if inputs:
+            torch._foreach_copy_(captured.inputs, list(inputs))
         captured.graph.replay()
         self._set_gradients(captured.gradients)
-        total, losses = captured.results
-        return total, losses[:, : batch.layout.shape[1]]
+        total, losses, *others = captured.results
+        return total, losses[:, : batch.layout.shape[1]], *others
 
-    def _run(self, batch: PackedBatch, num_targets: int | Tensor) -> tuple[Tensor, Tensor]:
-        total, losses = self.loss(batch)
+    def _run(self, batch: PackedBatch, num_targets: int | Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        total, losses, *others = self.loss(batch, *inputs)
         total = total / num_targets
         total.backward()
-        return total.detach(), losses
+        return total.detach(), losses, *others
 
-    def _capture(self, shape: Shape, batch: PackedBatch, num_targets: int) -> Captured:
+    def _capture(self, shape: Shape, batch: PackedBatch, num_targets: int, given: Sequence[Tensor]) -> Captured:
         static = Static(shape, batch.tokens.device)
         static.fill(batch, num_targets)
+        inputs = [part.clone() for part in given]
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles, and lets libraries make what they keep
                 self._set_gradients(None)
-                self._run(static.batch, static.num_targets)
+                self._run(static.batch, static.num_targets, *inputs)
         current.wait_stream(stream)
         self._set_gradients(self.sums if shape.gathers else None)
         torch.clear_autocast_cache()  # a weight that was cast before would be the graph's forever
@@ -162,9 +176,9 @@ class BatchGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads pin the next batches' memory meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), one_capture():
-            results = self._run(static.batch, static.num_targets)
+            results = self._run(static.batch, static.num_targets, *inputs)
         torch.clear_autocast_cache()
-        return Captured(shape, graph, static, results, [parameter.grad for parameter in self.parameters])
+        return Captured(shape, graph, static, inputs, results, [parameter.grad for parameter in self.parameters])
 
     def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters)):

@@ -17,7 +17,8 @@ from packmamba.config import Config, ConfigError, check, chosen
 from packmamba.data.batching import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.training.boundary import Boundary, Reset
+from packmamba.training.boundary import Boundary, Inside, Keeping, Reset
+from packmamba.training.carry import flat, like
 from packmamba.training.graphs import BatchGraphs
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.optimizer import learning_rate, make_optimizer
@@ -121,13 +122,26 @@ class MambaLitModule(lightning.LightningModule):
     def _replay(self, step: StepBatch) -> Tensor:
         """``accumulate`` by graphs, on one GPU."""
         if self._graphs is None:
-            self._graphs = BatchGraphs(lambda batch: self.loss(batch, self.boundary), list(self.model.parameters()))
-        last = len(step.batches) - 1
-        losses = [
-            self._graphs(batch, max(step.num_targets, 1), first=i == 0, last=i == last)[0].clone()
-            for i, batch in enumerate(step.batches)
-        ]
+            self._graphs = BatchGraphs(self.loss_between, list(self.model.parameters()))
+        losses, count = [], len(step.batches)
+        for i, batch in enumerate(step.batches):
+            scheme = self.boundary
+            offered = scheme.offered(self.model, batch) if isinstance(scheme, Keeping) else []
+            total, _, *left = self._graphs(
+                batch, max(step.num_targets, 1), first=i == 0, last=i + 1 == count, inputs=flat(offered)
+            )
+            losses.append(total.clone())
+            if isinstance(scheme, Keeping):
+                scheme.keep_rows(batch, like(offered, [part.clone() for part in left]))
         return torch.stack(losses).sum()
+
+    def loss_between(self, batch: PackedBatch, *offered: Tensor) -> tuple[Tensor, ...]:
+        """``loss`` as a graph replays it: of a keeping scheme from what rows are offered to what they leave, which follows it."""
+        scheme = self.boundary
+        if not isinstance(scheme, Keeping):
+            return self.loss(batch, scheme)
+        inside = Inside(scheme, like(self.model.start_states(0), offered))
+        return *self.loss(batch, inside), *flat(inside.left)
 
     def take_step(
         self,
@@ -146,6 +160,7 @@ class MambaLitModule(lightning.LightningModule):
         """
         for parameters in optimizer.param_groups:
             parameters["lr"] = self.learning_rate(number)
+        self.boundary.step = number
         optimizer.zero_grad()
         loss = self.accumulate(step, backward, world_size)
         optimizer.step()

@@ -33,6 +33,8 @@ LATER_KEYS: dict[str, Any] = {
     "data.unit": None,
     "data.cut_documents": None,
     "data.cut_at_steps": False,
+    "data.stagger": False,
+    "data.shuffle_steps": None,
     "trainer.cuda_graphs": False,
     "trainer.average_snapshots": 1,
     "trainer.average_share": 0.1,
