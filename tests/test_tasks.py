@@ -192,6 +192,12 @@ def test_contradiction_tells_whose_value_a_read_would_say():
     assert min(kinds.count(kind) for kind in (OWN, UNWRITTEN, INTRUDING)) > 50
 
 
+def test_of_contradiction_s_answers_so_many_are_none_as_its_docstring_says():
+    task = make("contradiction")
+    answers = np.concatenate([e.targets[e.mask] for e in (task.example(3, i) for i in range(1000))])
+    assert "56 % of them are none" in type(task).__doc__ and abs((answers == task.NONE).mean() - 0.56) < 0.02
+
+
 def test_contradiction_s_begin_token_is_one_id_more_and_changes_nothing_else():
     task, marked = make("contradiction"), make("contradiction", begin=True)
     assert (task.vocab_size, marked.vocab_size) == (35, 36)

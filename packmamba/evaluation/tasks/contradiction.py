@@ -21,7 +21,8 @@ class Contradiction:
     in this document, or ``none``.
 
     Ids: 0 write, 1 read, 2 none, then keys, values and, if there is one, the begin token. Answers are part of the document: a
-    model reads them too.
+    model reads them too. With the defaults 56 % of them are none: a model that always says none has this accuracy, and answers
+    every read of a key that only the predecessor wrote. Look at both numbers.
 
     Args:
         events: events of a document; the last one is a read.
