@@ -85,3 +85,13 @@ def test_a_resumed_run_has_the_same_mean(tmp_path, monkeypatch):
 def test_shards_have_no_mean():
     with pytest.raises(ConfigError, match="trainer.average_snapshots: trainer.strategy=fsdp2"):
         load_config(None, ["trainer.average_snapshots=4", "trainer.strategy=fsdp2"])
+
+
+def test_the_record_says_how_much_a_step_holds(tmp_path):
+    record = fit(tiny_config(tmp_path), progress=False)
+    (tokens,), (targets,) = record["curves"]["tokens_per_step"], record["curves"]["targets_per_step"]
+    metrics = record["metrics"]
+    assert tokens["least"] < tokens["mean"] == metrics["real_tokens"] / 6 < tokens["most"]
+    assert targets["mean"] == metrics["targets"] / 6 < tokens["mean"]
+    exact = fit(tiny_config(tmp_path, "data.cut_at_steps=true"), progress=False)["curves"]["tokens_per_step"]
+    assert exact == [{"least": 96, "mean": 96, "most": 96}]

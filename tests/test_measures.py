@@ -72,6 +72,29 @@ def test_context_gain_compares_the_same_targets(model, documents):
         assert entry["gain"] == pytest.approx(np.mean(list(entry["gains"].values())))
 
 
+@pytest.mark.parametrize("context", [1, 20, 32, 64])
+def test_context_gain_beyond_a_context_leaves_its_tokens_to_both(model, documents, context):
+    entries = context_gain(model, documents, window=32, max_slots=100, context=context)
+    assert [entry["windows"] for entry in entries] == ([2, 4, 8] if context < 32 else [4, 8])
+    for entry in entries:
+        first, end = (entry["windows"] - 1) * 32, entry["windows"] * 32
+        for i, gain in entry["gains"].items():
+            short = losses_alone(model, documents[i][first - context : end])[context:]
+            whole = losses_alone(model, documents[i])[first : end - 1]
+            assert len(short) == len(whole) == 31
+            assert gain == pytest.approx(short.mean() - whole.mean(), abs=1e-10)
+
+
+def test_context_gain_stops_where_too_few_documents_or_groups_reach(model, documents):
+    assert [e["documents"] for e in context_gain(model, documents, 32)] == [4, 2, 1]
+    assert [e["windows"] for e in context_gain(model, documents, 32, least=(2, 1))] == [2, 4]
+    lengths = [len(document) for document in documents]
+    same = [0 if length >= 128 else i for i, length in enumerate(lengths, start=1)]
+    assert [(e["windows"], e["groups"]) for e in context_gain(model, documents, 32, groups=same, least=(1, 2))] == [
+        (2, 3)
+    ]
+
+
 def test_effective_remembrance_is_total_variation(model, documents):
     found = effective_remembrance(model, documents, 64, [1, 32, 63], max_slots=50)
     for t, value in found.items():

@@ -31,7 +31,13 @@ def perplexity(model: MambaLM, asked: Asked) -> Result:
         "documents": len(documents),
     }
     items: list[dict[str, Any]] = [
-        {"document": int(number), "targets": len(some), "nats": float(some.sum()), "bytes": size}
+        {
+            "document": int(number),
+            "targets": len(some),
+            "nats": float(some.sum()),
+            "bytes": size,
+            **_group(corpus, number),
+        }
         for number, some, size in zip(numbers, losses, sizes)
     ]
     boundary = asked.boundary()
@@ -41,7 +47,11 @@ def perplexity(model: MambaLM, asked: Asked) -> Result:
         for item, some in zip(items, trained):
             item["nats_as_trained"] = float(some.sum())
         metrics["loss_as_trained"] = sum(item["nats_as_trained"] for item in items) / targets
-    return Result(metrics, {"by_position": by_position(losses)}, items, corpus.corpus_hash)
+    curves = {"by_position": by_position(losses)}
+    if corpus.groups is not None:
+        sums = ("targets", "nats", *(name for name in ("nats_as_trained",) if boundary.as_trained))
+        curves["by_group"] = _by_group(items, [], sums)
+    return Result(metrics, curves, items, corpus.corpus_hash)
 
 
 def check_perplexity(asked: Asked, vocab_size: int | None) -> Any:
@@ -50,21 +60,50 @@ def check_perplexity(asked: Asked, vocab_size: int | None) -> Any:
 
 
 def long_context(model: MambaLM, asked: Asked) -> Result:
-    """Context gain: options ``window`` (the row length) and ``most`` (64 windows)."""
+    """Context gain: options ``window`` (the row length), ``most`` (64 windows), ``context`` (0), ``documents`` and ``groups``
+    (1: the fewest that an entry needs)."""
     corpus, numbers, documents = check_long_context(asked, len(model.lm_head.weight))
-    entries: list[dict[str, Any]] = list(
-        context_gain(model, documents, max_slots=asked.max_slots, **_windows("long_context", asked))
+    options = _windows("long_context", asked)
+    entries = context_gain(
+        model,
+        documents,
+        options["window"],
+        options["most"],
+        asked.max_slots,
+        options["context"],
+        None if corpus.groups is None else corpus.groups[numbers].tolist(),
+        (options["documents"], options["groups"]),
     )
+    items: list[dict[str, Any]] = [
+        {"document": int(numbers[i]), "windows": entry["windows"], "gain": gain, **_group(corpus, numbers[i])}
+        for entry in entries
+        for i, gain in entry["gains"].items()
+    ]
+    curves = {"context_gain": [{key: value for key, value in entry.items() if key != "gains"} for entry in entries]}
+    if corpus.groups is not None:
+        curves["by_group"] = _by_group(items, ["windows"], ("gain",))
     return Result(
         {f"gain_{entry['windows']}": entry["gain"] for entry in entries} | {"documents": float(len(documents))},
-        {"context_gain": [{key: value for key, value in entry.items() if key != "gains"} for entry in entries]},
-        [
-            {"document": int(numbers[i]), "windows": entry["windows"], "gain": gain}
-            for entry in entries
-            for i, gain in entry["gains"].items()
-        ],
+        curves,
+        items,
         corpus.corpus_hash,
     )
+
+
+def _group(corpus: Corpus, number: int) -> dict[str, int]:
+    return {} if corpus.groups is None else {"group": int(corpus.groups[number])}
+
+
+def _by_group(items: list[dict[str, Any]], keys: list[str], sums: Sequence[str]) -> list[dict[str, float]]:
+    """Sums over the documents of a group, and their number: what intervals over groups are made of."""
+    points: dict[tuple[Any, ...], dict[str, float]] = {}
+    for item in items:
+        place = {key: item[key] for key in (*keys, "group")}
+        point = points.setdefault(tuple(place.values()), {**place, "documents": 0, **dict.fromkeys(sums, 0.0)})
+        point["documents"] += 1
+        for name in sums:
+            point[name] += item[name]
+    return list(points.values())
 
 
 def check_long_context(asked: Asked, vocab_size: int | None) -> Any:
@@ -78,11 +117,13 @@ def check_long_context(asked: Asked, vocab_size: int | None) -> Any:
 
 
 def _windows(name: str, asked: Asked) -> dict[str, int]:
-    defaults = {"window": asked.data.row_length or 1024, "most": 64}
+    defaults = {"window": asked.data.row_length or 1024, "most": 64, "context": 0, "documents": 1, "groups": 1}
     asked.check_options(name, list(defaults))
+    fewest = {"window": 2, "most": 2, "context": 0, "documents": 1, "groups": 1}
     for option, value in asked.options.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 2:
-            raise ConfigError(f"{asked.key}.{name}.{option}: expected an integer of at least 2, got {value!r}")
+        least = fewest[option]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{asked.key}.{name}.{option}: expected an integer of at least {least}, got {value!r}")
     return defaults | asked.options
 
 

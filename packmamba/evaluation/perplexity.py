@@ -77,33 +77,53 @@ def by_position(losses: Losses) -> list[dict[str, float]]:
 
 
 def context_gain(
-    model: MambaLM, documents: Sequence[Any], window: int, most: int = 64, max_slots: int = 16384
-) -> list[dict[str, float]]:
-    """What context before the last ``window`` tokens is worth, at 2, 4, ... ``most`` windows from a document's start.
+    model: MambaLM,
+    documents: Sequence[Any],
+    window: int,
+    most: int = 64,
+    max_slots: int = 16384,
+    context: int = 0,
+    groups: Sequence[int] | None = None,
+    least: tuple[int, int] = (1, 1),
+) -> list[dict[str, Any]]:
+    """What context before a window's last ``context`` tokens is worth, at 2, 4, ... ``most`` windows from a document's start.
 
     At k windows: the loss of tokens (k - 1) * window + 1 to k * window - 1 of a document that the model reads from token
-    (k - 1) * window, minus their loss when it reads from the start: the same targets. Positive: it uses what came before.
-    Each entry has ``windows``, ``gain``, ``loss``, ``documents``, and ``gains`` by document for paired comparisons.
+    (k - 1) * window - context, minus their loss when it reads from the start: the same targets. Positive: it uses what came
+    before. With context = window the short reading has as much context for every target as a row of a training run has at its
+    end, and gains beyond are what states carry further; the first entry is then at 4 windows.
+
+    Args:
+        groups: of each document, such as its package.
+        least: documents, and groups among them, that an entry needs.
+
+    Each entry has ``windows``, ``gain``, ``loss``, ``documents``, ``groups``, and ``gains`` by document for paired comparisons.
     """
     if window < 2:
         raise ValueError(f"window: expected at least 2, got {window}")
+    if context < 0:
+        raise ValueError(f"context: expected at least 0, got {context}")
+    of = range(len(documents)) if groups is None else groups
     whole = token_losses(model, [document[: most * window] for document in documents], max_slots)
     entries = []
     k = 2
     while k <= most:
+        first = (k - 1) * window
         reach = [i for i, document in enumerate(documents) if len(document) >= k * window]
-        if not reach:
+        different = len({of[i] for i in reach})
+        if not reach or len(reach) < least[0] or different < least[1]:
             break
-        cut = [list(documents[i][(k - 1) * window : k * window]) for i in reach]
-        alone = [float(some.mean()) for some in token_losses(model, cut, max_slots)]
-        full = [float(whole[i][(k - 1) * window : k * window - 1].mean()) for i in reach]
-        gains = {i: a - b for i, a, b in zip(reach, alone, full)}
-        entries.append(
-            {"windows": k, "gain": float(np.mean(list(gains.values()))), "loss": float(np.mean(full)),
-             "documents": len(reach), "gains": gains}
-        )  # fmt: skip
+        if first > context:
+            cut = [documents[i][first - context : first + window] for i in reach]
+            short = [float(some[context:].mean()) for some in token_losses(model, cut, max_slots)]
+            full = [float(whole[i][first : first + window - 1].mean()) for i in reach]
+            gains = {i: a - b for i, a, b in zip(reach, short, full)}
+            entries.append(
+                {"windows": k, "gain": float(np.mean(list(gains.values()))), "loss": float(np.mean(full)),
+                 "documents": len(reach), "groups": different, "gains": gains}
+            )  # fmt: skip
         k *= 2
-    return entries  # type: ignore[return-value]
+    return entries
 
 
 def effective_remembrance(

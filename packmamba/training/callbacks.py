@@ -74,15 +74,15 @@ class History(Callback):
         least, most = (self.extremes[f"{name}_per_step_{which}"] for which in ("least", "most"))
         return f"{least:.0f}" if least == most else f"{least:.0f}-{most:.0f}"
 
-    def per_step(self) -> dict[str, float]:
-        """Tokens and targets of a step, least, mean and most: what the record holds."""
-        means = {"tokens": self.totals["real_tokens"], "targets": self.totals["targets"]}
+    def per_step(self) -> dict[str, list[dict[str, float]]]:
+        """Tokens and targets of a step, least, mean and most: points of the record's curves."""
+        totals = {"tokens": self.totals["real_tokens"], "targets": self.totals["targets"]}
         return {
-            f"{name}_per_step_{which}": total / self.totals["steps"]
-            if which == "mean"
-            else self.extremes.get(f"{name}_per_step_{which}", math.nan)
-            for name, total in means.items()
-            for which in ("least", "mean", "most")
+            f"{name}_per_step": [
+                {"mean": total / self.totals["steps"]}
+                | {which: self.extremes.get(f"{name}_per_step_{which}", math.nan) for which in ("least", "most")}
+            ]
+            for name, total in totals.items()
         }
 
     def _lap(self) -> float:

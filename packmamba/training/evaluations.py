@@ -25,16 +25,19 @@ def check_evaluations(config: Config, vocab_size: int | None = None) -> None:
         check_evaluation(name, _asked(config, name), vocab_size)
 
 
-def run_evaluations(config: Config, folder: Path, device: torch.device, progress: bool) -> dict[str, float | None]:
-    """The numbers of all evaluations, ``<evaluation>.<metric>``; null where one is not finite.
+def run_evaluations(
+    config: Config, folder: Path, device: torch.device, progress: bool
+) -> tuple[dict[str, float | None], dict[str, list[dict[str, float]]]]:
+    """Numbers and curves of all evaluations, ``<evaluation>.<metric>``; null where a number is not finite.
 
     The model is the one in the run's folder, so ``eval`` of that folder gives the same: each document from a fresh state, and
     where the arm trains otherwise, also as trained. Answers go to evaluation/items/<evaluation>.jsonl in the folder.
     """
     if not config.evaluations:
-        return {}
+        return {}, {}
     subject = load_subject(folder, str(device))
     numbers: dict[str, float | None] = {}
+    curves: dict[str, list[dict[str, float]]] = {}
     for name in config.evaluations:
         if progress:
             print(f"evaluation {name}", file=sys.stderr, flush=True)
@@ -44,7 +47,8 @@ def run_evaluations(config: Config, folder: Path, device: torch.device, progress
         write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
         for metric, value in result.metrics.items():
             numbers[f"{name}.{metric}"] = value if math.isfinite(value) else None
-    return numbers
+        curves |= {f"{name}.{curve}": points for curve, points in result.curves.items()}
+    return numbers, curves
 
 
 def _asked(config: Config, name: str) -> Asked:

@@ -105,7 +105,9 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
         weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
         if trainer.is_global_zero:
             write_model(folder, config, module.model.config, weights)
-            record["metrics"] |= run_evaluations(config, folder, trainer.strategy.root_device, progress)
+            numbers, curves = run_evaluations(config, folder, trainer.strategy.root_device, progress)
+            record["metrics"] |= numbers
+            record["curves"] |= curves
             append_record(path, record)
     return record
 
@@ -146,7 +148,6 @@ def training_record(
             "steps": totals["steps"],
             "real_tokens": totals["real_tokens"],
             "targets": totals["targets"],
-            **history.per_step(),
             "val_loss": last["loss"],
             **{f"val_{name}": last[name] for name in ("loss_last_weights",) if name in last},
             "val_loss_start": last["loss_start"],
@@ -160,5 +161,10 @@ def training_record(
             **module.boundary.measures(),
         },
         wall_seconds=wall_seconds,
-        curves={"train": history.train, "validation": history.validation, "loss_by_position": history.by_position},
+        curves={
+            "train": history.train,
+            "validation": history.validation,
+            "loss_by_position": history.by_position,
+            **history.per_step(),
+        },
     )
