@@ -97,6 +97,20 @@ def test_arms_without_neighbours_are_asked_the_same_reads(model):
         assert metrics == {key: value for key, value in leak.items() if not key.endswith("_as_trained")}
 
 
+def test_documents_are_cut_before_they_are_packed(model):
+    task = Contradiction(**EVENTS)
+    found = evaluate("contradiction", model, asked("leak", strategy="single", cut_documents=6))
+    for i, item in enumerate(found.items):
+        example = task.example(1_000_000, i)
+        with torch.no_grad():
+            parts = [
+                model(torch.tensor(example.tokens[at : at + 6])[None])[0] for at in range(0, len(example.tokens), 6)
+            ]
+        log_p = torch.cat(parts).log_softmax(-1)[torch.tensor(example.mask)]
+        nats = -log_p.gather(1, torch.tensor(example.targets[example.mask])[:, None]).sum()
+        assert item["nats_as_trained"] == pytest.approx(float(nats), abs=1e-9)
+
+
 @pytest.mark.parametrize("keys", [{"streams": 2}, {"streams": 3, "row_length": 7}])
 def test_carried_documents_are_answered_as_alone(model, keys):
     """Carry cuts documents at the ends of rows and goes on from their states."""

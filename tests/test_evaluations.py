@@ -11,6 +11,7 @@ from made_records import table, training
 from packmamba import cli
 from packmamba.config import ConfigError
 from packmamba.config.load import load_config
+from packmamba.data.datamodule import PackingDataModule
 from packmamba.evaluation.tasks import TASKS
 from packmamba.evaluation.tasks.parity import Parity
 from packmamba.records import METRICS, read_records
@@ -147,9 +148,22 @@ def test_a_run_whose_evaluation_failed_only_evaluates(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_one_of_several_ranks_evaluates(tmp_path, strategy):
-    config = tiny(tmp_path, *ASKED, "data.strategy=greedy", "trainer.devices=2", f"trainer.strategy={strategy}")
+    config = tiny(
+        tmp_path,
+        *ASKED,
+        "data.strategy=greedy",
+        "data.slots_per_batch=24",
+        "data.validation_documents=10",
+        "trainer.devices=2",
+        f"trainer.strategy={strategy}",
+    )
+    ranks = [PackingDataModule(config)._evaluations(2, rank)[0] for rank in range(2)]
+    assert len(ranks[0].groups) == len(ranks[1].groups) + 1 and len(ranks[0]) == len(ranks[1]), (
+        "one rank has a batch more"
+    )
+    assert not ranks[1][len(ranks[1]) - 1].loss_mask.any()
     path, output = write_config(tmp_path / "both.yaml", config), tmp_path / "output.txt"
     assert statuses(*fork_ranks(2, run.main, ["train", str(path)], output=output)) == [0, 0], output.read_text()
     (record,) = read_records(run_folder(config))

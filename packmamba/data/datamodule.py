@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from packmamba.config import Config, ConfigError, DataConfig, check, chosen, import_plugins
 from packmamba.data.batching import Arrangement, PackedBatch, StepBatch, empty_batch
 from packmamba.data.corpus import Corpora, Corpus, load_corpora
-from packmamba.data.schedule import Schedule, arrange, group, parts_of
+from packmamba.data.schedule import Schedule, arrange, arrange_as_trained, group
 
 
 class StepDataset(Dataset):
@@ -52,17 +52,19 @@ class StepSampler(Sampler[int]):
 
 
 class EvaluationDataset(Dataset):
-    """Batches of whole documents (item i: a PackedBatch), in a fixed order; an empty one for a rank that has none."""
+    """Batches of whole documents (item i: a PackedBatch), in a fixed order; every rank has as many, the last of some are empty:
+    ranks whose parameters are shards meet in each."""
 
-    def __init__(self, arrangement: Arrangement, groups: list[np.ndarray]) -> None:
+    def __init__(self, arrangement: Arrangement, groups: list[np.ndarray], batches: int) -> None:
         self.arrangement = arrangement
         self.groups = groups
+        self.batches = batches
 
     def __getitem__(self, index: int) -> PackedBatch:
-        return self.arrangement.batch(self.groups[index]) if self.groups else empty_batch()
+        return self.arrangement.batch(self.groups[index]) if index < len(self.groups) else empty_batch()
 
     def __len__(self) -> int:
-        return max(len(self.groups), 1)
+        return self.batches
 
 
 def _start_worker(plugins: list[str], worker: int) -> None:
@@ -129,14 +131,11 @@ class PackingDataModule(lightning.LightningDataModule):
         alone = replace(data, strategy="best_fit", row_length=row_length, overlong="error", streams=1, stagger=False)
         arrangement = arrange(corpus, documents, alone)
         groups = group(arrangement, np.arange(arrangement.plan.num_rows), alone, carry=False)
-        evaluations = [EvaluationDataset(arrangement, groups[rank::world_size])]
+        evaluations = [EvaluationDataset(arrangement, groups[rank::world_size], -(-len(groups) // world_size))]
         if self.boundary.as_trained:
             # Every rank evaluates all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
-            streams = data.batch_rows if data.takes_turns else data.streams  # no more than these documents fill
-            data = replace(data, streams=streams, stagger=False)
-            arrangement = arrange(corpus, parts_of(corpus, documents, data), data)
-            rows = np.arange(arrangement.plan.num_rows)
-            evaluations.append(EvaluationDataset(arrangement, group(arrangement, rows, data, self.boundary.continues)))
+            arrangement, groups = arrange_as_trained(corpus, documents, data, self.boundary.continues)
+            evaluations.append(EvaluationDataset(arrangement, groups, len(groups)))
         return evaluations
 
     def train_dataloader(self) -> DataLoader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,6 +45,16 @@ def parts_of(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Parts:
     """The documents, cut as ``data.cut_documents`` says."""
     parts = Parts.whole(documents, corpus.lengths)
     return parts if data.cut_documents is None else parts.cut(data.cut_documents)
+
+
+def arrange_as_trained(
+    corpus: Corpus, documents: np.ndarray, data: DataConfig, carry: bool
+) -> tuple[Arrangement, list[np.ndarray]]:
+    """Documents to evaluate, arranged as in training, and their rows as batches."""
+    streams = data.batch_rows if data.takes_turns else data.streams  # no more than these documents fill
+    data = replace(data, streams=streams, stagger=False)
+    arrangement = arrange(corpus, parts_of(corpus, documents, data), data)
+    return arrangement, group(arrangement, np.arange(arrangement.plan.num_rows), data, carry)
 
 
 @dataclass

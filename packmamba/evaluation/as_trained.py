@@ -11,7 +11,7 @@ import torch
 
 from packmamba.config import DataConfig
 from packmamba.data.packing import STRATEGIES
-from packmamba.data.schedule import arrange, group
+from packmamba.data.schedule import arrange_as_trained
 from packmamba.evaluation.passes import See
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -37,25 +37,26 @@ class AsTrained:
         keeps_whole = data.overlong != "pieces" and not STRATEGIES[data.strategy].splits_documents
         if keeps_whole and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(held.lengths.max())))
-        self.arrangement: Any = arrange(held, np.arange(len(documents)), data)  # type: ignore[arg-type]
+        self.arrangement, self.batches = arrange_as_trained(held, np.arange(len(documents)), data, boundary.continues)  # type: ignore[arg-type]
         plan = self.arrangement.plan
-        self.batches = group(self.arrangement, np.arange(plan.num_rows), data, boundary.continues)
+        begins: Any = self.arrangement.begins
+        self.documents, self.starts = self.arrangement.documents[plan.document], plan.start + begins[plan.document]
         self.before: list[int | None] = [None] * len(documents)
         first_of_row = np.zeros(len(plan.document), dtype=bool)
         first_of_row[plan.row_offsets[:-1][np.diff(plan.row_offsets) > 0]] = True
-        for piece in np.flatnonzero((plan.start == 0) & ~first_of_row):
-            self.before[int(plan.document[piece])] = int(plan.document[piece - 1])
+        for piece in np.flatnonzero((self.starts == 0) & ~first_of_row):
+            self.before[int(self.documents[piece])] = int(self.documents[piece - 1])
 
     def rows(self) -> list[list[int]]:
         """The documents of each row whose head is in it, from the left."""
         plan = self.arrangement.plan
         edges = zip(plan.row_offsets[:-1].tolist(), plan.row_offsets[1:].tolist())
-        return [[int(plan.document[p]) for p in range(*edge) if plan.start[p] == 0] for edge in edges]
+        return [[int(self.documents[p]) for p in range(*edge) if self.starts[p] == 0] for edge in edges]
 
     @property
     def whole(self) -> bool:
         """Whether no document is cut."""
-        return not self.arrangement.plan.start.any()
+        return not self.starts.any()
 
     @property
     def flows(self) -> bool:
@@ -75,7 +76,7 @@ class AsTrained:
                 slot = 0
                 for piece in range(plan.row_offsets[row], plan.row_offsets[row + 1]):
                     end = slot + int(plan.length[piece])
-                    see(int(plan.document[piece]), int(plan.start[piece]), activations[slot:end])
+                    see(int(self.documents[piece]), int(self.starts[piece]), activations[slot:end])
                     slot = end
             yield batch.layout.num_tokens
 
