@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -209,9 +210,21 @@ def export(arguments: argparse.Namespace) -> None:
     print(f"Written to {export_model(arguments.model, arguments.folder)}; transformers' AutoModelForCausalLM reads it.")
 
 
-COMMANDS = {
+def leakcheck(arguments: argparse.Namespace) -> int:
+    """Tell whether anything crosses a document boundary in a model, ours or Hugging Face's. Exit status 1 if so."""
+    from packmamba.cli.leaks import check_folder
+
+    result = check_folder(arguments.model, arguments.overrides)
+    print(result)
+    return 0 if result.ok else 2 if result.raises is not None else 1
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     f.__name__: f
-    for f in (demo, train, sweep, corpus, eval, questions, generate, export, bench, report, reproduce, kernels, doctor)
+    for f in (
+        *(demo, train, sweep, corpus, eval, questions, generate, export, leakcheck),
+        *(bench, report, reproduce, kernels, doctor),
+    )
 }
 
 
@@ -232,13 +245,24 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
             command.add_argument("config", nargs="?", help="an experiment, <experiment>/<bench>, or a YAML file")
         if name == "reproduce":
             command.add_argument("experiment", nargs="?", help="an experiment, <experiment>/<step>, or all")
-        if name in ("eval", "generate", "export"):
+        if name in ("eval", "generate", "export", "leakcheck"):
             command.add_argument("model", help="the folder of a run, or of a published checkpoint")
         if name == "generate":
             command.add_argument("prompt", help="the text to continue")
         if name in ("export", "questions"):
             command.add_argument("folder", help="a new folder" if name == "export" else "where its files go")
-        if name in ("demo", "train", "sweep", "corpus", "bench", "reproduce", "eval", "generate", "questions"):
+        if name in (
+            "demo",
+            "train",
+            "sweep",
+            "corpus",
+            "bench",
+            "reproduce",
+            "eval",
+            "generate",
+            "questions",
+            "leakcheck",
+        ):
             text = "settings, such as data.strategy=best_fit"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
         if name == "report":
@@ -252,7 +276,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     from packmamba.errors import UserError
 
     try:
-        COMMANDS[arguments.command](arguments)
+        return COMMANDS[arguments.command](arguments) or 0
     except UserError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return error.status
@@ -268,4 +292,3 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         )
         print(f"\n{prog}: stopped{goes_on}", file=sys.stderr)
         return 130
-    return 0

@@ -258,6 +258,12 @@ class TrainerConfig:
     )
     checkpoint_every: int = key(50, "Steps between checkpoints.", at_least(1))
     log_every: int = key(10, "Steps between logged points.", at_least(1))
+    leakcheck_every: Optional[int] = key(
+        0,
+        "Steps between checks that what crosses document boundaries in a batch is what trainer.boundary says; 0: only when "
+        "training begins; null: never. A check costs about two batches.",
+        at_least(0),
+    )
     precision: str = key("32-true", "Lightning's precision.")
     accelerator: str = key("auto", "Lightning's accelerator.")
     devices: int = key(1, "Devices of each machine.", at_least(1))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from packmamba.isolation.check import check, padding_is_harmless
-from packmamba.isolation.probes import WithoutDropout, undisturbed
+from packmamba.isolation.probes import WithoutDropout, eager, undisturbed
 from packmamba.isolation.verdict import LeakCheck, Mode
 from packmamba.isolation.ways import subject_of
 
@@ -70,7 +68,7 @@ def leakcheck(
             module.train()
         mode = checked("training mode", rows[:1], False)
         if mode.leaks and not first.leaks:
-            with WithoutDropout(), torch.compiler.set_stance("force_eager"):
+            with WithoutDropout(), eager():
                 other = checked("training mode", rows[:1], False)
             if not other.leaks:
                 other.notes.append(

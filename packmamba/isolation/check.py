@@ -88,8 +88,8 @@ def check(subject: Subject, way: Way, lengths: Sequence[int], mode: Mode, alone:
             if subject.unmarked is not None and mode.ignored is not False:
                 unmarked = logits_of(subject.unmarked, documents.tokens, documents.lengths)
                 mode.ignored = not moved(base, unmarked).any()
-    targets = sorted({(len(lengths) - 1) // 2, len(lengths) - 1})
-    crossed, why = crossing_gradients(way, documents.tokens, documents.lengths, targets)
+    looked_at = [documents.spans[number] for number in sorted({(len(lengths) - 1) // 2, len(lengths) - 1})]
+    crossed, why = crossing_gradients(way, documents.tokens, documents.lengths, looked_at)
     if crossed is not None:
         mode.isolated_backward = mode.isolated_backward is not False and not crossed
     elif why not in mode.notes:

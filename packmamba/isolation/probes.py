@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,11 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
                 if buffer is not None and not _same(buffer, value := next(saved)):
                     with torch.no_grad():
                         buffer.copy_(value)
+
+
+def eager() -> AbstractContextManager[Any]:
+    """What is compiled runs as it was written, so that it can be looked into. Importing the compiler takes seconds."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def reseed() -> None:
@@ -125,9 +131,9 @@ class WithoutDropout(TorchFunctionMode):
 
 
 def crossing_gradients(
-    way: Way, tokens: Tensor, lengths: Sequence[int], targets: Sequence[int]
+    way: Way, tokens: Tensor, lengths: Sequence[int], documents: Sequence[tuple[int, int]]
 ) -> tuple[bool | None, str]:
-    """Whether the loss of any of the ``targets``, documents by number, has a gradient at another document's tokens.
+    """Whether the loss of any of the ``documents``, each from a slot to a slot, has a gradient outside it.
 
     The loss is a random linear form of the document's logits. A gradient that is not a number counts as one. None: no gradient
     to look at, and why.
@@ -139,17 +145,15 @@ def crossing_gradients(
             caught.append(entries)
             return way.call(rows, own)
 
-    with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.enable_grad(), eager():
         try:
             logits = logits_of(call, tokens, lengths)
             entries = caught[0].found
             if not logits.requires_grad or not entries:
                 return None, "the logits have no gradient"
-            places = spans(lengths)
             weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED)).to(logits)
             crossed, reached = False, False
-            for number in targets:
-                begin, end = places[number]
+            for begin, end in documents:
                 part = logits[begin:end]
                 loss = torch.where(part.isfinite(), part * weights[begin:end], 0.0).sum()
                 inside = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -174,7 +178,7 @@ def first_module(
 
     Where a module's input moves first, what moved it is code of the module that calls it.
     """
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), eager():
         before: dict[Any, list[Tensor]] = {}
         with _events(modules, lambda key, caller, tensors: before.setdefault(key, [t.clone() for t in tensors])):
             logits_of(way.call, base, lengths)

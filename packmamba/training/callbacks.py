@@ -100,6 +100,10 @@ class History(Callback):
         """Leaves out what passed since the last step."""
         self._clock = time.perf_counter()
 
+    def leave_out(self, seconds: float) -> None:
+        """Leaves out what took this long since the last step."""
+        self._clock += seconds
+
     def on_train_batch_end(
         self,
         trainer: lightning.Trainer,

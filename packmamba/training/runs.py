@@ -24,8 +24,8 @@ def run_id(config: Config) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', config.name)}-{digest[:10]}"
 
 
-PLACES = ("runs_dir", "output", "data.cache_dir")
-"""Keys that decide where files are kept, not what is trained."""
+PLACES = ("runs_dir", "output", "data.cache_dir", "trainer.leakcheck_every")
+"""Keys that decide where files are kept, and what is looked at, not what is trained."""
 
 LATER_KEYS: dict[str, Any] = {
     "data.task": None,

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from packmamba.config import Config, ConfigError
 from packmamba.training.callbacks import Checkpoints, History, Progress
+from packmamba.training.leaks import LeakCheck
 from packmamba.training.strategy import make_strategy, stop_together
 
 
@@ -33,6 +34,8 @@ def make_trainer(
         *further,
         Checkpoints(folder / "checkpoints", options.checkpoint_every, options.validate_every, history, stop),
     ]
+    if options.leakcheck_every is not None:
+        callbacks.append(LeakCheck(options.leakcheck_every, history))
     try:
         trainer = lightning.Trainer(
             accelerator=options.accelerator,

@@ -1,0 +1,65 @@
+"""leakcheck of folders: what it says, and its exit status."""
+
+import json
+
+import pytest
+import torch
+
+from packmamba import MambaLM
+from packmamba.cli import main
+from packmamba.training.fit import fit
+from packmamba.training.runs import run_folder
+from runs import tiny_config
+
+
+def test_folders_of_ours(tmp_path, capsys):
+    torch.manual_seed(0)
+    MambaLM(23, 8, 2).save_pretrained(tmp_path / "ours")
+    assert main(["leakcheck", str(tmp_path / "ours")]) == 0
+    assert capsys.readouterr().out.startswith("Nothing crosses a document boundary (boundaries: layout).")
+    assert main(["leakcheck", str(tmp_path / "ours"), "lengths=[3,4]", "dtype=float64"]) == 0
+
+
+@pytest.mark.slow
+def test_a_run_is_read_as_it_was_trained(tmp_path, capsys):
+    for scheme, status in (("leak_conv", 1), ("reset", 0)):
+        config = tiny_config(tmp_path, f"trainer.boundary={scheme}", "trainer.max_steps=2")
+        fit(config, progress=False)
+        assert main(["leakcheck", str(run_folder(config))]) == status
+        assert ("trainer.boundary=leak_conv" in capsys.readouterr().out) == bool(status)
+
+
+@pytest.mark.slow
+def test_folders_of_hugging_face(tmp_path, capsys):
+    torch.manual_seed(0)
+    folder = tmp_path / "theirs"
+    MambaLM(100, 16, 2).save_pretrained(folder, format="huggingface")
+    assert main(["leakcheck", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "backbone.layers.0.mixer (MambaMixer): 3 tokens, which is a convolution" in said
+        and "ignores position_ids" in said
+    )
+    assert main(["leakcheck", str(folder), "boundaries=attention_mask"]) == 0
+
+
+@pytest.mark.parametrize(
+    "content, overrides, message",
+    [
+        (None, [], "holds no model: expected config.json and weights"),
+        ("{", [], "config.json: expected JSON"),
+        ({"d_model": 4, "n_layer": 1}, ["boundaries=seq_idx"], "boundaries: expected none, since"),
+        ({"d_model": 4, "n_layer": 1}, ["patch=true"], "patch: expected none, since"),
+        ({"d_model": 4, "n_layer": 1}, [], "expected model.safetensors or pytorch_model.bin"),
+        ({"d_model": 4, "n_layer": 1}, ["lengths=[3]"], "lengths: expected at least two or null, got [3]"),
+        ({"d_model": 4, "n_layer": 1}, ["dtype=int8"], "dtype: expected one of float64"),
+        pytest.param({"model_type": "no such"}, [], "cannot be read by transformers", marks=pytest.mark.slow),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, capsys, content, overrides, message):
+    if content is not None:
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / "config.json").write_text(text)
+    assert main(["leakcheck", str(tmp_path), *overrides]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error and len(error.strip().splitlines()) == 1
