@@ -11,6 +11,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning
@@ -84,7 +85,10 @@ def check_batch(model: MambaLM, boundary: Boundary, batch: PackedBatch, gradient
             slots = moved(_hidden(model, boundary, _changed(batch, last, model)), base).any(-1).flatten()
             others = (layout.documents != first).flatten() & (layout.documents >= 0).flatten()
             crossing = (slots & others).nonzero().flatten()
-            carried = _carried(model, boundary, batch) if type(boundary) is Carry else None
+            own = (
+                getattr(type(boundary), "of_rows", None) is Carry.of_rows
+            )  # states that are carried stay with their rows
+            carried = _carried(model, boundary, batch) if own else None
         if leaks:
             if len(followed) and not len(crossing):
                 _warn(boundary, "a document's last token moves nothing in the documents behind it, though it should")
@@ -108,7 +112,9 @@ def as_trained(model: MambaLM, boundary: Callable[[], Boundary]) -> Callable[[Te
 
     def call(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         layout = SequenceLayout.from_lengths([list(lengths)], row_length=tokens.shape[1]).to(tokens.device)
-        return model.lm_head(boundary().hidden(model, _batch(tokens, layout)))
+        return model.lm_head(
+            boundary().hidden(model, PackedBatch(tokens, tokens, torch.ones_like(tokens).bool(), layout))
+        )
 
     return call
 
@@ -121,7 +127,7 @@ def _hidden(model: MambaLM, boundary: Boundary, batch: PackedBatch) -> Tensor:
 
 def _flat(model: MambaLM, boundary: Boundary, batch: PackedBatch) -> Callable[[Tensor, Sequence[int]], Tensor]:
     def call(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        return _hidden(model, boundary, _batch(tokens.view(batch.layout.shape), batch.layout)).flatten(0, 1)[None]
+        return _hidden(model, boundary, replace(batch, tokens=tokens.view(batch.layout.shape))).flatten(0, 1)[None]
 
     return call
 
@@ -135,7 +141,7 @@ def _carried(model: MambaLM, boundary: Boundary, batch: PackedBatch) -> bool:
     places = (batch.layout.offsets + batch.layout.lengths)[last].tolist()
     half = tokens // 2
     layout = SequenceLayout.from_lengths([[half, tokens - half]] * rows, tokens, [[place, 0] for place in places])
-    following = _batch(batch.tokens, layout.to(batch.tokens.device))
+    following = replace(batch, layout=layout.to(batch.tokens.device))
     found = []
     for before in (batch, _changed(batch, int(batch.layout.ends[last[0]]) - 1, model)):
         reseed()
@@ -146,17 +152,13 @@ def _carried(model: MambaLM, boundary: Boundary, batch: PackedBatch) -> bool:
     return bool(slots[0, :half].any()) and not bool(slots[0, half:].any()) and not bool(slots[1:].any())
 
 
-def _batch(tokens: Tensor, layout: SequenceLayout) -> PackedBatch:
-    return PackedBatch(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), layout)
-
-
 def _changed(batch: PackedBatch, slot: int, model: MambaLM) -> PackedBatch:
     """The batch with another token in this slot."""
     vocab = model.backbone.embedding.weight.shape[0]
     tokens = batch.tokens.clone()
     flat = tokens.view(-1)
     flat[slot] = (flat[slot] + max(1, vocab // 2)) % vocab
-    return _batch(tokens, batch.layout)
+    return replace(batch, tokens=tokens)
 
 
 def _name(boundary: Boundary) -> str:
