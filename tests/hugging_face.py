@@ -102,9 +102,9 @@ def loss_and_gradients(model, logits, tokens, rows, pick):
         total = (
             total + F.cross_entropy(own[:-1].double(), tokens[b, a + 1 : e], reduction="sum") if e - a > 1 else total
         )
-    named = dict(model.named_parameters())
-    found = torch.autograd.grad(total, list(named.values()), allow_unused=True, materialize_grads=True)
-    return total, dict(zip(named, found))
+    model.zero_grad()
+    total.backward()
+    return total.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def error(result, expected):

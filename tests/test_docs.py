@@ -29,6 +29,10 @@ except ModuleNotFoundError:  # Python 3.10; pytest brings tomli there
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUNNING = [
+    pytest.param(page, id=page.name, marks=[pytest.mark.extras] * ("<!-- extra" in page.read_text(encoding="utf-8")))
+    for page in PAGES
+]
 BLOCK = re.compile(r"(?:<!-- (?P<note>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 # What makes a command of the pages small. `<!-- needs ... -->` before a block: its configurations are loaded, and nothing runs.
@@ -133,7 +137,7 @@ def check(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUNNING)
 def test_every_command_of_a_page_runs(page, folder, capsys):
     for block in blocks(page):  # files first: a file may be explained in several blocks
         if (block["note"] or "").startswith("file: "):

@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from packmamba import MambaLM  # noqa: E402
 from packmamba.evaluation.harness import PackMambaLM  # noqa: E402
 
+pytestmark = pytest.mark.extras
 WORDS = "the a cat dog sees likes green small house tree and runs under over old new bird".split()
 TASKS = {
     "choices": {

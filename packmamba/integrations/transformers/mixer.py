@@ -29,11 +29,11 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
     conv = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)  # in float32 as there, beside float64 too
     dt_proj, out_proj = mixer.dt_proj, mixer.out_proj
-    normed = hasattr(mixer, "dt_layernorm")
+    keeps, normed = cache is not None, hasattr(mixer, "dt_layernorm")
     if not normed and all(map(_plain, (mixer.x_proj, dt_proj, out_proj))):
         mixed, states = ops.inner_pack(
             xz, *conv, mixer.x_proj.weight, dt_proj.weight, A, D, dt_proj.bias.to(wide), out_proj.weight,
-            conv_layout=layout, ssm_layout=layout, return_state=cache is not None,
+            conv_layout=layout, ssm_layout=layout, return_state=keeps,
         )  # fmt: skip
         state: Any = None if states is None else states[1]
         mixed = _blank(mixed, packing)
@@ -50,11 +50,12 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
             delta, bias = F.linear(low, dt_proj.weight), dt_proj.bias.to(wide)
         else:
             delta, bias = dt_proj(low), None
-        y, state = ops.ssm_pack(
-            x, delta, A, B, C, D, z=z, delta_bias=bias, delta_softplus=True, layout=layout, return_final_state=True
+        y = ops.ssm_pack(
+            x, delta, A, B, C, D, z=z, delta_bias=bias, delta_softplus=True, layout=layout, return_final_state=keeps
         )
+        y, state = y if keeps else (y, None)
         mixed = out_proj(_blank(y, packing))
-    if cache is not None:
+    if keeps:
         x = _blank(xz.chunk(2, dim=-1)[0], packing)
         cache.update_conv_state(x.transpose(1, 2), mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
         rows: Any = slice(None) if packing is None else packing.last

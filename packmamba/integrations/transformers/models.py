@@ -19,8 +19,10 @@ from packmamba.integrations.transformers.mixer import mix
 
 OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids")
 """What other libraries call document boundaries: transformers would take it without a word, and use it for nothing."""
+ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 
+@torch.compiler.disable  # what it makes depends on values
 def _arrange(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """A model's arguments with a Packing for the attention mask wherever our layers are to compute.
 
@@ -54,9 +56,6 @@ def _arrange(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-_arrange._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable, which imports the compiler
-
-
 def _check_continues(given: dict[str, Tensor]) -> None:
     position = given.pop("position_ids", None)
     if given:
@@ -77,10 +76,8 @@ def _packs(original: Any) -> Callable:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(names, args))
         if not isinstance(kwargs.get("attention_mask"), Packing):
-            for name in ("attention_mask", *BOUNDARIES, *OTHER_NAMES):
-                if kwargs.get(name) is not None:
-                    kwargs = _arrange(self, kwargs)
-                    break
+            if any(kwargs.get(name) is not None for name in ASKS):
+                kwargs = _arrange(self, kwargs)
         return original.forward(self, **kwargs)
 
     # What Trainer reads to know which columns of a data set the model takes.
