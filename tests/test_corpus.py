@@ -6,8 +6,6 @@ import logging
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import sysconfig
 import time
 import tracemalloc
@@ -18,6 +16,7 @@ import pytest
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data import corpus as corpus_module
+from packmamba.data import shards
 from packmamba.data.corpus import Corpus, load_corpora
 from packmamba.data.lengths import draw_lengths
 
@@ -124,8 +123,8 @@ def test_tokenizer_file_and_ids_above_16_bits(data, tmp_path):
 
 def test_small_and_large_batches_write_the_same(data, monkeypatch, tmp_path):
     first = load_corpora(data)
-    monkeypatch.setattr(corpus_module, "BATCH_CHARACTERS", 100)
-    monkeypatch.setattr(corpus_module, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(shards, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(shards, "BATCH_DOCUMENTS", 3)
     second = load_corpora(dataclasses.replace(data, cache_dir=str(tmp_path / "other")))
     assert first.corpus_hash == second.corpus_hash and contents(first.train) == contents(second.train)
 
@@ -174,7 +173,7 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error(data):
 
 def test_nothing_is_written_for_a_corpus_that_is_there(data, monkeypatch):
     first = load_corpora(data)
-    monkeypatch.setattr(corpus_module, "_prepare", None)
+    monkeypatch.setattr(corpus_module, "prepare", None)
     irrelevant = dataclasses.replace(
         data, strategy="split", row_length=7, num_workers=3, num_documents=5, vocab_size=9, distribution="short"
     )
@@ -256,85 +255,6 @@ def test_a_damaged_corpus_is_noticed_and_prepared_again(data, caplog, name, how)
     check_whole(second)
     assert contents(second.train) == expected and second.corpus_hash == first.corpus_hash
     assert folders(data) == [first.train.folder.name]
-
-
-def child(data, body):
-    """A process that runs `body`, then load_corpora, and prints the corpus hash."""
-    code = (
-        "import os, sys, time; from pathlib import Path; from packmamba.config import DataConfig\n"
-        "from packmamba.data import corpus\n"
-        f"data = {data!r}\n{body}\n"
-        "print(corpus.load_corpora(data, progress=False).corpus_hash, flush=True)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True)
-
-
-STOP_WHILE_WRITING = """
-corpus.BATCH_DOCUMENTS = 10
-write = corpus._Writer.write
-def write_and_stop(self, documents):
-    write(self, documents)
-    for file in self._files:
-        file.flush()
-    print("here", flush=True)
-    time.sleep(60)
-corpus._Writer.write = write_and_stop
-"""
-STOP_BEFORE_RENAME = """
-def stop(*_):
-    print("here", flush=True)
-    time.sleep(60)
-os.rename = stop
-"""
-
-
-@pytest.mark.parametrize("body", [STOP_WHILE_WRITING, STOP_BEFORE_RENAME], ids=["writing", "renaming"])
-def test_a_killed_writer_leaves_no_corpus_and_does_no_harm(data, body):
-    process = child(data, body)
-    with process:
-        assert process.stdout.readline() == "here\n"
-        process.kill()
-    left = folders(data)
-    assert len(left) == 1 and left[0].startswith(".") and any((Path(data.cache_dir) / left[0]).iterdir())
-    corpora = load_corpora(data)
-    check_whole(corpora)
-    assert sorted(texts(corpora.train) + texts(corpora.validation)) == sorted(TEXTS)
-    # What the killed writer left is another writer's for all we know, until it has been still for a day.
-    assert folders(data) == sorted([left[0], corpora.train.folder.name])
-    for path in [Path(data.cache_dir) / left[0], *(Path(data.cache_dir) / left[0]).iterdir()]:
-        os.utime(path, (time.time() - 90_000,) * 2)
-    (corpora.train.folder / "meta.json").unlink()
-    assert load_corpora(data).corpus_hash == corpora.corpus_hash
-    assert folders(data) == [corpora.train.folder.name]
-
-
-MEET = """
-rename, meeting = os.rename, Path(data.cache_dir).parent
-def meet(source, target):
-    (meeting / f"ready-{os.getpid()}").touch()
-    while len(list(meeting.glob("ready-*"))) < 2:
-        time.sleep(0.001)
-    rename(source, target)
-os.rename = meet
-"""
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_two_writers_at_once_both_succeed_in_processes_of_their_own(data, damaged):
-    if damaged:
-        folder = load_corpora(data).train.folder
-        (folder / "train.tokens").write_bytes(b"")
-    processes = [child(data, MEET) for _ in range(2)]
-    try:
-        hashes = {process.communicate(timeout=30)[0] for process in processes}
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0]
-    corpora = load_corpora(data)
-    check_whole(corpora)
-    assert hashes == {corpora.corpus_hash + "\n"} and folders(data) == [corpora.train.folder.name]
 
 
 def test_an_open_corpus_outlives_its_replacement(data):

@@ -32,11 +32,14 @@ TOKEN = Holds("a token", bool)
 class DataConfig(Streams):
     source: str = key(
         "stdlib",
-        "Where documents come from, such as stdlib (its functions), text or jsonl (files of yours), synthetic (random).",
+        "Where documents come from: stdlib (its functions), text, jsonl or parquet (files of yours), huggingface (a data set), "
+        "megatron (ids), task, synthetic (random).",
         named("packmamba.data.sources:SOURCES"),
     )
     path: Optional[str] = key(
-        None, "A folder whose every visible file is a document (text), or a JSON-lines file or folder of them (jsonl)."
+        None,
+        "A folder whose every visible file is a document (text); a file, folder or pattern such as a/*.parquet (jsonl, parquet); "
+        "a data set's name or folder (huggingface); what .bin and .idx are called without these endings (megatron).",
     )
     unit: Optional[str] = key(
         None,
@@ -44,10 +47,13 @@ class DataConfig(Streams):
         "functions); null: files.",
         one_of("files", "functions", "mixture"),
     )
-    text_key: str = key("text", "The field of a JSON line that holds the document (jsonl).")
+    text_key: str = key("text", "The field or column that holds the document (jsonl, parquet, huggingface).")
+    subset: Optional[str] = key(None, "Configuration of a data set that has several (huggingface).")
+    split: str = key("train", "Which split of a data set to read, such as train or train[:10%] (huggingface).")
+    streaming: bool = key(False, "Read a data set over the network as it comes, without a copy on the disk (huggingface).")
     bad_lines: str = key(
         "error",
-        "What a JSON line that cannot be read does: error, or skip (counted and reported).",
+        "What a line or row whose text cannot be read does: error, or skip (counted and reported).",
         one_of("error", "skip"),
     )
     tokenizer: str = key("bytes", "bytes, or the path of a `tokenizers` JSON file.")
@@ -59,7 +65,7 @@ class DataConfig(Streams):
     end_token: Optional[str] = key("</s>", "Token put after every document; null for none.", TOKEN)
     validation_fraction: float = key(
         0.05,
-        "Share of source files (synthetic, jsonl: of documents) held out for validation.",
+        "Share of source files (text, stdlib) or documents (all others) held out for validation.",
         Holds("at least 0 and below 1", lambda value: 0 <= value < 1),
     )
     distribution: str = key(
@@ -81,6 +87,7 @@ class DataConfig(Streams):
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     corpus_seed: int = key(0, "Seed of synthetic documents and examples, and of the validation split.", at_least(0))
     cache_dir: str = key("runs/corpora", "Where tokenised corpora are kept.")
+    num_proc: Optional[int] = key(None, "Processes that read and tokenise a corpus; null for one a core.", at_least(1))
 
     mode: str = key(
         "matched",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +16,10 @@ from packmamba.config import ConfigError, DataConfig, check
 class Tokenizer(Protocol):
     """What a corpus needs of a tokenizer. Begin and end tokens are never part of what `encode` returns."""
 
-    vocab_size: int
-    """Every id, begin and end tokens' included, is below it."""
+    @property
+    def vocab_size(self) -> int:
+        """Every id, begin and end tokens' included, is below it."""
+
     begin_id: int | None
     """Id to put before every document."""
     end_id: int | None
@@ -125,14 +128,23 @@ class FileTokenizer:
 
 
 class TokenIds:
-    """For documents that are token ids already; no begin and end tokens."""
+    """For documents that are token ids already; no begin and end tokens. A vocabulary that must be counted is, when it is asked
+    for.
+    """
 
     begin_id: int | None = None
     end_id: int | None = None
     fingerprint = "ids"
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int | Callable[[], int]) -> None:
+        self._vocab_size = vocab_size
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return self._vocab_size() if callable(self._vocab_size) else self._vocab_size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenIds, (self.vocab_size,)
 
     def encode(self, text: Any) -> np.ndarray:
         return np.asarray(text, token_dtype(self.vocab_size))

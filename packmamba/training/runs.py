@@ -24,8 +24,8 @@ def run_id(config: Config) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', config.name)}-{digest[:10]}"
 
 
-PLACES = ("runs_dir", "output", "data.cache_dir", "trainer.leakcheck_every")
-"""Keys that decide where files are kept, and what is looked at, not what is trained."""
+PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every")
+"""Keys that decide where files are kept, who makes them and what is looked at, not what is trained."""
 
 LATER_KEYS: dict[str, Any] = {
     "data.task": None,
@@ -35,6 +35,9 @@ LATER_KEYS: dict[str, Any] = {
     "data.cut_at_steps": False,
     "data.stagger": False,
     "data.shuffle_steps": None,
+    "data.subset": None,
+    "data.split": "train",
+    "data.streaming": False,
     "trainer.cuda_graphs": False,
     "trainer.average_snapshots": 1,
     "trainer.average_share": 0.1,

@@ -9,17 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from packmamba.config import DataConfig, check
+from packmamba.data.sources.huggingface import open_huggingface
 from packmamba.data.sources.jsonl import open_jsonl
 from packmamba.data.sources.packages import open_packages
+from packmamba.data.sources.megatron import open_megatron
+from packmamba.data.sources.parquet import open_parquet
 from packmamba.data.sources.source import (
+    PART_BYTES,
     Document,
     Member,
+    Part,
     Source,
     held_out_files,
+    in_parts,
     list_files,
     share_of,
     source_path,
+    split_by_content,
     stat_files,
+    unreadable,
 )
 from packmamba.data.sources.stdlib import open_stdlib
 from packmamba.data.sources.synthetic import open_synthetic
@@ -33,20 +41,28 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "packages": open_packages,
     "synthetic": open_synthetic,
     "task": open_task,
+    "parquet": open_parquet,
+    "huggingface": open_huggingface,
+    "megatron": open_megatron,
 }
 """What ``data.source`` may name: each checks its keys and lists its files, and reads none yet. Plugins may add to it."""
 
 __all__ = [
+    "PART_BYTES",
     "SOURCES",
     "Document",
     "Member",
+    "Part",
     "Source",
     "held_out_files",
+    "in_parts",
     "list_files",
     "open_source",
     "share_of",
     "source_path",
+    "split_by_content",
     "stat_files",
+    "unreadable",
 ]
 
 

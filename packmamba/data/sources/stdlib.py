@@ -24,6 +24,7 @@ def open_stdlib(data: DataConfig) -> Source:
     reads_no_path(data)
     root = Path(sysconfig.get_path("stdlib"))
     files = list_files(root, lambda name: name.endswith(".py"), SKIPPED_FOLDERS)
+    files = [name for name in files if (root / name).is_file()]  # systems have links to what is not installed
     if not files:
         raise ConfigError(f"data.source=stdlib finds no Python files in {root}; set data.source to text or jsonl")
     fingerprint, total = stat_files(root, files)
