@@ -50,7 +50,9 @@ class DataConfig(Streams):
     text_key: str = key("text", "The field or column that holds the document (jsonl, parquet, huggingface).")
     subset: Optional[str] = key(None, "Configuration of a data set that has several (huggingface).")
     split: str = key("train", "Which split of a data set to read, such as train or train[:10%] (huggingface).")
-    streaming: bool = key(False, "Read a data set over the network as it comes, without a copy on the disk (huggingface).")
+    streaming: bool = key(
+        False, "Read a data set over the network as it comes, without a copy on the disk (huggingface)."
+    )
     bad_lines: str = key(
         "error",
         "What a line or row whose text cannot be read does: error, or skip (counted and reported).",

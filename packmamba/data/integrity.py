@@ -61,7 +61,11 @@ def check(folder: Path, whole: bool = False) -> None:
         counts = meta["splits"][split]
         names = ["lengths"]
         if whole:
-            names += ["tokens", *(["targets"] if "answers" in counts else []), *(["groups"] if "groups" in counts else [])]
+            names += [
+                "tokens",
+                *(["targets"] if "answers" in counts else []),
+                *(["groups"] if "groups" in counts else []),
+            ]
         for name in (f"{split}.{name}" for name in names if known or whole):
             with open(folder / name, "rb") as file:
                 found[name] = hash_of(file).hexdigest()

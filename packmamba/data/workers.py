@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -101,12 +102,12 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        self.connection.send((tokenizer, folder))
+        _send(self.connection, (tokenizer, folder))
 
     def start(self, task: Task | None) -> bool:
         if task is not None:
             try:
-                self.connection.send(task)
+                _send(self.connection, task)
             except OSError:
                 raise self._ended() from None
         return task is not None
@@ -114,7 +115,7 @@ class _Worker:
     def receive(self) -> Any:
         """How far it came (int), a message, a traceback (str), or None: the task is done."""
         try:
-            return self.connection.recv()
+            return _receive(self.connection)
         except (EOFError, OSError):
             raise self._ended() from None
 
@@ -126,16 +127,25 @@ class _Worker:
         return UserError(f"a process that tokenises {why}; the same command goes on from what is done")
 
 
+def _send(connection: Connection, message: Any) -> None:
+    """By plain pickle: PyTorch teaches ``send`` to share tensors' memory, which ends with who sent it."""
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
 def serve(descriptor: int) -> None:
     """What a worker runs: a tokenizer and a folder come first, then tasks; None is said after each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one is told too, and ends it
     connection: Any = Connection(descriptor)
     try:
-        tokenizer, folder = connection.recv()
+        tokenizer, folder = _receive(connection)
         while True:
-            task = connection.recv()
+            task = _receive(connection)
             _serve(connection, task, tokenizer, folder)
-            connection.send(None)
+            _send(connection, None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
@@ -147,17 +157,17 @@ def _serve(connection: Connection, task: Task, tokenizer: Tokenizer, folder: Pat
         nonlocal pending
         pending += amount
         if pending >= 1 << 20:
-            connection.send(pending)
+            _send(connection, pending)
             pending = 0
 
     try:
         for card in tokenise(task.number, task.part, tokenizer, folder, task.done, advance):
-            connection.send(pending)
+            _send(connection, pending)
             pending = 0
-            connection.send(card)
+            _send(connection, card)
     except UserError as error:
-        connection.send(Failed(task.number, error))
+        _send(connection, Failed(task.number, error))
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception:
-        connection.send(traceback.format_exc())
+        _send(connection, traceback.format_exc())

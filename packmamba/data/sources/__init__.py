@@ -11,8 +11,8 @@ from collections.abc import Callable
 from packmamba.config import DataConfig, check
 from packmamba.data.sources.huggingface import open_huggingface
 from packmamba.data.sources.jsonl import open_jsonl
-from packmamba.data.sources.packages import open_packages
 from packmamba.data.sources.megatron import open_megatron
+from packmamba.data.sources.packages import open_packages
 from packmamba.data.sources.parquet import open_parquet
 from packmamba.data.sources.source import (
     PART_BYTES,

@@ -35,8 +35,8 @@ SECONDS = 10
 def open_huggingface(data: DataConfig) -> Source:
     """The column ``data.text_key`` of the split ``data.split`` of the data set ``data.path``: a name on the Hub
     (``name@revision`` for one revision), a folder of files, or a folder that ``save_to_disk`` wrote. ``data.subset`` chooses
-    among configurations. ``data.streaming`` reads rows over the network without a copy on the disk. A row without text (null) is an error, unless
-    ``data.bad_lines`` is skip: then it is counted (``bad_rows``).
+    among configurations. ``data.streaming`` reads rows over the network without a copy on the disk. A row without text (null)
+    is an error, unless ``data.bad_lines`` is skip: then it is counted (``bad_rows``).
 
     Held out by a hash of the document's text, as JSON lines are.
     """

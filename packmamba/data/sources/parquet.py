@@ -63,7 +63,7 @@ def _pyarrow() -> Any:
 
 def _open(path: Path) -> Any:
     try:
-        return _pyarrow().parquet.ParquetFile(path)
+        return _pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
     except _pyarrow().ArrowInvalid as error:
         raise ConfigError(f"{path} in data.path is no whole parquet file ({_line(error)})") from None
 
@@ -95,7 +95,7 @@ def _groups(path: Path, key: str) -> list[tuple[int, int, float]]:
             size += metadata.row_group(group).total_byte_size
             rows += metadata.row_group(group).num_rows
             if size >= PART_BYTES or group == metadata.num_row_groups - 1:
-                found.append((first, group + 1, rows / max(1, metadata.num_rows)))
+                found.append((first, group + 1, rows / metadata.num_rows if metadata.num_rows else 1.0))
                 first, size = group + 1, 0
         return found or [(0, 0, 1.0)]
 
@@ -107,7 +107,7 @@ def _read(
     with _open(path) as file:
         groups = range(last)
         before = sum(file.metadata.row_group(group).num_rows for group in groups[:first])
-        rows = sum(file.metadata.row_group(group).num_rows for group in groups[first:])
+        rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups[first:]))
         try:
             for batch in file.iter_batches(ROWS, row_groups=list(groups[first:]), columns=[key], use_threads=False):
                 column = batch.column(0)

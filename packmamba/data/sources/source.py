@@ -43,6 +43,8 @@ class Member(Document):
         made = cls(held_out, content)
         made.group = group
         return made
+
+
 Advance = Callable[[int], object]
 Part = Callable[[Advance, "Counter[str]"], Iterator[Document]]
 """part(advance, skipped) yields documents, calls advance(n) on its way, counts in `skipped` what it skips."""

@@ -1,0 +1,45 @@
+"""Documents that tests write for sources, and what sources make of them."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.corpus import load_corpora
+from packmamba.data.sources import open_source
+
+TEXTS = [f"document {i} ☃\u2028 " * (i % 7) + str(i) for i in range(300)]
+
+
+def read(data):
+    """(held out, content) of every document, and the counts of what was skipped; checks the progress on the way."""
+    source = open_source(data)
+    skipped, advanced = Counter(), []
+    found = list(source.read(advanced.append, skipped))
+    assert source.total is None or sum(advanced) == source.total
+    return found, dict(skipped)
+
+
+def refused(data, error=ConfigError):
+    with pytest.raises(error) as caught:
+        load_corpora(data, progress=False)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write_lines(path: Path, texts=TEXTS) -> Path:
+    lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+    if path.suffix == ".gz":
+        lines = gzip.compress(lines[:5000]) + gzip.compress(lines[5000:])  # members follow each other
+    elif path.suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        lines = zstandard.compress(lines[:5000]) + zstandard.ZstdCompressor().compress(lines[5000:])
+    path.write_bytes(lines)
+    return path
+
+
+def of(path, source="jsonl", **keys):
+    return DataConfig(source=source, path=str(path), validation_fraction=0.2, **keys)
