@@ -62,12 +62,16 @@ def train(arguments: argparse.Namespace) -> None:
 
     # Before the other imports, which take seconds.
     config = load_config(arguments.config or CONFIGS / "train.yaml", arguments.overrides)
+    from packmamba.errors import Unfinished
     from packmamba.report.folder import format_table
+    from packmamba.training.attempt import said_of_divergence
     from packmamba.training.fit import fit
     from packmamba.training.runs import record_path, run_folder
 
     record = fit(config)
     print(f"\n{format_table([record])}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}")
+    if "diverged_at_step" in record["metrics"]:
+        raise Unfinished(f"the run diverged: {said_of_divergence(record['metrics'])}; its record says so")
 
 
 def sweep(arguments: argparse.Namespace) -> None:

@@ -15,12 +15,12 @@ from packmamba.config.rules import (
     each,
     key,
     named,
-    names,
     one_of,
     options,
     unique,
     unknown_options,
 )
+from packmamba.config.sections import between_sections
 from packmamba.config.streams import Streams
 
 LENGTH = Holds("1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
@@ -287,6 +287,16 @@ class TrainerConfig:
         "Replay a batch's forward and backward as one CUDA graph, captured once for each shape: for models that a GPU computes "
         "faster than a host launches their kernels. One GPU.",
     )
+    deterministic: bool = key(
+        False,
+        "The same command gives the same bits, on a CPU with as many threads and on one GPU; some operators are slower, and "
+        "compiled code is made anew in each run.",
+    )
+    init_from: Optional[str] = key(
+        None,
+        "Weights to start from: the folder of a run or of a published checkpoint, a .ckpt file, or <a sweep's folder>:<arm>, its "
+        "run with this run's seed. The schedule is this run's own.",
+    )
     threads: Optional[int] = key(
         None, "CPU threads; null for PyTorch's choice.", between(1, 1024)
     )  # more end the process where the system gives no more
@@ -302,15 +312,6 @@ class OpsConfig:
         "Operators' backend, such as reference; auto takes the compiled kernels of the device.",
         named("packmamba.ops.backends:BACKENDS"),
     )
-
-
-def stray_options(given: dict[str, Any], evaluations: list[str]) -> Iterator[str]:
-    """A sentence for each entry of ``evaluation_options`` that is of no evaluation, or no mapping."""
-    for name, parameters in given.items():
-        if name not in evaluations:
-            yield f"evaluation_options.{name}: not among evaluations, which are {', '.join(evaluations) or 'none'}"
-        elif not isinstance(parameters, dict):
-            yield f"evaluation_options.{name}: expected parameters and their values, got {parameters!r}"
 
 
 @dataclass
@@ -349,49 +350,4 @@ class Config:
     ops: OpsConfig = field(default_factory=OpsConfig)
 
     def problems(self) -> Iterator[str]:
-        yield from stray_options(self.evaluation_options, self.evaluations)
-        data, trainer = self.data, self.trainer
-        boundary = chosen(trainer, "boundary")
-        if boundary.continues:
-            devices = trainer.devices * trainer.num_nodes
-            if not chosen(data, "strategy").splits_documents:
-                yield (
-                    f"trainer.boundary={trainer.boundary} needs data.strategy=split, whose rows go on in the next batch, "
-                    f"got '{data.strategy}'"
-                )
-            rows = data.batch_rows if data.takes_turns else data.streams // devices
-            if rows < boundary.least_rows:
-                yield f"trainer.boundary={trainer.boundary} needs batches of at least {boundary.least_rows} rows, got {rows}"
-            if data.streams % devices:
-                yield f"data.streams: expected a multiple of the {devices} devices, got {data.streams}"
-            if data.shuffle_steps is not None:
-                yield f"data.shuffle_steps: trainer.boundary={trainer.boundary} needs rows in order, got {data.shuffle_steps}"
-            slots = data.streams * (data.row_length or 1)
-            if data.takes_turns:
-                yield from data.turns(devices)
-            elif data.mode == "stream" and data.tokens_per_step % slots:
-                yield (
-                    f"data.tokens_per_step: expected a multiple of data.streams * data.row_length = {slots}, so that steps "
-                    f"hold whole batches, got {data.tokens_per_step}"
-                )
-        if trainer.strategy == "fsdp2" and not boundary.sharded:
-            yield (
-                f"trainer.strategy=fsdp2 cannot keep the states of trainer.boundary={trainer.boundary}, which live outside its "
-                "shards; use ddp"
-            )
-        if trainer.strategy == "fsdp2" and trainer.average_snapshots > 1:
-            snapshots = trainer.average_snapshots
-            yield f"trainer.average_snapshots: trainer.strategy=fsdp2 keeps shares of weights, expected 1, got {snapshots}"
-        if trainer.strategy == "fsdp2" and trainer.precision in ("16-mixed", "64-true"):
-            yield f"trainer.strategy=fsdp2 needs trainer.precision=bf16-mixed or 32-true, got '{trainer.precision}'"
-        for name, value, known in (
-            ("trainer.accelerator", trainer.accelerator, ("auto", "gpu", "cuda")),
-            ("trainer.strategy", trainer.strategy, ("auto",)),
-            ("trainer.devices", trainer.devices, (1,)),
-            ("trainer.num_nodes", trainer.num_nodes, (1,)),
-            ("trainer.precision", trainer.precision, ("32-true", "bf16-mixed", "bf16-true")),
-            ("trainer.boundary", trainer.boundary, names(trainer, "boundary", lambda scheme: scheme.graphs)),
-            ("ops.backend", self.ops.backend, ("auto", "cuda")),
-        ):
-            if trainer.cuda_graphs and value not in known:
-                yield f"trainer.cuda_graphs needs {name} to be {' or '.join(map(str, known))}, got {value}"
+        yield from between_sections(self)

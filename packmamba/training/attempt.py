@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ NOTE_SECONDS = 2.0
 
 class Outcome(NamedTuple):
     state: str
-    """done, stopped (it goes on from its checkpoint), failed, or taken (another process has it)."""
+    """done, diverged (that is its result), stopped (it goes on from its checkpoint), failed, or taken (by another process)."""
     seconds: float = 0.0
     loss: float | None = None
     why: str = ""
@@ -86,8 +86,10 @@ def attempt(config: Config, where: str, progress: bool, stop: Callable[[], bool]
 
             loss, why = None, ""
             try:
-                loss = fit(config, progress, after)["metrics"]["val_loss"]
-                state = "done"
+                metrics = fit(config, progress, after)["metrics"]
+                loss, state = metrics["val_loss"], "done"
+                if "diverged_at_step" in metrics:
+                    state, why = "diverged", said_of_divergence(metrics)
             except Stopped as stopped:
                 state = "stopped"
                 note.say(step=stopped.step)
@@ -102,11 +104,15 @@ def attempt(config: Config, where: str, progress: bool, stop: Callable[[], bool]
         return Outcome("taken")
 
 
+def said_of_divergence(metrics: Mapping[str, Any]) -> str:
+    return f"its loss was not finite at step {metrics['diverged_at_step']:.0f}"
+
+
 def state_of(config: Config) -> dict[str, Any]:
     """The note of a run's last attempt, its ``state`` as it is now: done, running, stopped, failed, interrupted, waiting."""
     note = read_note(config)
     if record_path(config).is_file():
-        state = "done"
+        state = "diverged" if note.get("state") == "diverged" else "done"
     elif taken(run_folder(config)):
         state = "running"
     else:

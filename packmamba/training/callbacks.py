@@ -41,12 +41,16 @@ class History(Callback):
         self.validation: list[dict[str, float]] = []
         self.by_position: list[dict[str, float]] = []
         self.shown: dict[str, Any] = {}
+        self.diverged: int | None = None
+        """The step whose loss was not finite, after which the run ended."""
+        self.started_from: int | None = None
+        """A checksum of the weights that the run started from, if they were another run's."""
         self._recent: list[tuple[int, int, float]] = []
         self._steps_here = 0
         self._clock = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("totals", "extremes", "timed", "train", "validation", "by_position")
+        names = ("totals", "extremes", "timed", "train", "validation", "by_position", "started_from")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -143,6 +147,9 @@ class History(Callback):
             }
         if point:
             self.train.append(self._point(float(outputs["loss"])))
+            # Under a loss scale such a step is left out, and the weights stay as they are.
+            if not math.isfinite(self.train[-1]["loss"]) and not module.scaled:
+                self.diverged, trainer.should_stop = step, True
 
     def on_validation_epoch_end(self, trainer: lightning.Trainer, module: Any) -> None:
         results = module.alone.compute()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +22,8 @@ from packmamba.training.evaluations import check_evaluations, run_evaluations
 from packmamba.training.model_folder import write_model
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import alone, decisive, name_of, record_path, run_folder, run_id
-from packmamba.training.strategy import leave_process_group
+from packmamba.training.start import start_from, weights_path
+from packmamba.training.surroundings import prepare_environment, surroundings
 from packmamba.training.trainer import make_trainer, quieten
 
 
@@ -48,12 +50,9 @@ def fit(config: Config, progress: bool = True, stop: Callable[[int], bool] | Non
         ConfigError: naming the key.
         Stopped: by ``stop``; a checkpoint is written.
     """
-    threads = torch.get_num_threads()
-    try:
+    prepare_environment([config])
+    with surroundings(config):
         return _fit(config, progress, stop)
-    finally:
-        torch.set_num_threads(threads)
-        leave_process_group()
 
 
 def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> dict[str, Any]:
@@ -75,8 +74,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
     check_writable(folder, "runs_dir")
     if config.output is not None:
         check_writable(path.parent, "output")
-    if config.trainer.threads is not None:
-        torch.set_num_threads(config.trainer.threads)
+    if config.trainer.init_from is not None and not checkpoints(folder / "checkpoints"):
+        weights_path(config)  # refused before documents are read
     quieten()
     history = History(config.trainer.log_every)
     options = config.trainer
@@ -90,24 +89,29 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     module = MambaLitModule(config, data.corpora.train.vocab_size)
     check_evaluations(config, len(module.model.lm_head.weight))
+    if not checkpoints(folder / "checkpoints"):
+        history.started_from = start_from(config, module.model)
     with alone(folder) if trainer.is_global_zero else nullcontext():
         if trainer.is_global_zero and path.is_file():
             raise ConfigError(f"another process has just finished this run; its record is {path}")
         _train(trainer, module, data, folder)
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
-        if average.at:
-            last = history.validation[-1]
+        last = history.validation[-1]
+        if history.diverged is None and not math.isfinite(last["loss"]):
+            history.diverged = trainer.global_step
+        if average.at and history.diverged is None:
             average.load_into(module.model)
             trainer.validate(module, data, verbose=False)
             history.validation[-1]["loss_last_weights"] = last["loss"]
         record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
         weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
         if trainer.is_global_zero:
-            write_model(folder, config, module.model.config, weights)
-            numbers, curves = run_evaluations(config, folder, trainer.strategy.root_device, progress)
-            record["metrics"] |= numbers
-            record["curves"] |= curves
+            if history.diverged is None:
+                write_model(folder, config, module.model.config, weights)
+                numbers, curves = run_evaluations(config, folder, trainer.strategy.root_device, progress)
+                record["metrics"] |= numbers
+                record["curves"] |= curves
             append_record(path, record)
     return record
 
@@ -159,6 +163,8 @@ def training_record(
             "parameters": sum(p.numel() for p in module.model.parameters()),
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
             **module.boundary.measures(),
+            **({} if history.diverged is None else {"diverged_at_step": history.diverged}),
+            **({} if history.started_from is None else {"started_from_checksum": history.started_from}),
         },
         wall_seconds=wall_seconds,
         curves={

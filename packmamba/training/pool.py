@@ -26,6 +26,9 @@ STOP_SECONDS = 10.0
 NEWS_SECONDS = 60.0
 """Without other news, how long until a line says that runs go on."""
 
+DONE = ("done", "diverged")
+"""Outcomes of runs that have a record."""
+
 
 class Queue:
     """The runs of a sweep in their order. Other processes may train runs of the same sweep at the same time.
@@ -49,7 +52,8 @@ class Queue:
                 self.outcomes[number] = Outcome("done")
         for folder in {record_path(configs[number]).parents[1] for number in self.outcomes}:
             for record in _training_records(folder):
-                self._seconds.setdefault(record["arm"], []).append(record["wall_seconds"])
+                if "diverged_at_step" not in record["metrics"]:
+                    self._seconds.setdefault(record["arm"], []).append(record["wall_seconds"])
 
     def next(self) -> int | None:
         """The first run that nobody trains and that there is time for; None: there is none."""
@@ -122,7 +126,7 @@ class Queue:
     def check(self) -> None:
         """Raises Unfinished unless every run is done."""
         states = [outcome.state for outcome in self.outcomes.values()]
-        total, failed, done = len(self.configs), states.count("failed"), states.count("done")
+        total, failed, done = len(self.configs), states.count("failed"), sum(state in DONE for state in states)
         if failed:
             for number, outcome in sorted(self.outcomes.items()):
                 if outcome.state == "failed":

@@ -20,8 +20,13 @@ from packmamba.records import check_writable
 
 def run_id(config: Config) -> str:
     """The run's name: its arm and a hash of everything that decides its result."""
-    digest = hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', config.name)}-{digest[:10]}"
+    return recorded_id(config.name, decisive(config))
+
+
+def recorded_id(name: str, values: dict[str, Any]) -> str:
+    """Of the run whose record has this arm and configuration."""
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest[:10]}"
 
 
 PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every")
@@ -39,6 +44,8 @@ LATER_KEYS: dict[str, Any] = {
     "data.split": "train",
     "data.streaming": False,
     "trainer.cuda_graphs": False,
+    "trainer.deterministic": False,
+    "trainer.init_from": None,
     "trainer.average_snapshots": 1,
     "trainer.average_share": 0.1,
     "model.mixer": "mamba1",

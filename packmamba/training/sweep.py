@@ -34,6 +34,7 @@ from packmamba.records import append_record, check_writable
 from packmamba.training.fit import check_run
 from packmamba.training.places import places
 from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side, several_devices
+from packmamba.training.surroundings import prepare_environment
 from packmamba.training.throughput import measure_throughput
 from packmamba.training.worker import Place
 
@@ -143,6 +144,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     """
     output = Path(sweep.output)
     check_writable(output / "records", "output")
+    prepare_environment(configs)
     queue = Queue(
         configs if sweep.train else [], progress, time.monotonic() if begun is None else begun, sweep.deadline
     )

@@ -1,0 +1,67 @@
+"""Weights that a run starts from: another run's, a published checkpoint's, or those of a checkpoint file."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from packmamba.config import Config, ConfigError
+from packmamba.nn import MambaLM
+from packmamba.nn.checkpoint import load_weights, read_pretrained
+from packmamba.records import read_records
+from packmamba.training.model_folder import PREFIX
+from packmamba.training.runs import recorded_id
+
+HELP = "expected a run's or published checkpoint's folder, a .ckpt file, or <sweep's folder>:<arm>"
+
+
+def start_from(config: Config, model: MambaLM) -> int | None:
+    """Loads what ``trainer.init_from`` names; returns a checksum of the weights, None without it.
+
+    Raises:
+        ConfigError: it is not there, cannot be read or does not fit the model.
+    """
+    if config.trainer.init_from is None:
+        return None
+    path = weights_path(config)
+    try:
+        weights = _of_checkpoint(path) if path.is_file() else read_pretrained(path)[1]
+        load_weights(model, weights, path)
+    except (ValueError, FileNotFoundError, KeyError) as error:
+        raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
+    checksum = 0
+    for _, tensor in sorted(weights.items()):
+        checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
+
+
+def weights_path(config: Config) -> Path:
+    """The folder or file that ``trainer.init_from`` names; of ``folder:arm`` the run of this seed. Raises ConfigError."""
+    said = str(config.trainer.init_from)
+    folder, _, arm = said.rpartition(":")
+    if Path(said).exists():
+        return Path(said)
+    if not folder or not Path(folder).is_dir():
+        raise ConfigError(f"trainer.init_from: {HELP}, got '{said}', which is not there")
+    try:
+        records = read_records(folder)
+    except ValueError as error:
+        raise ConfigError(f"trainer.init_from: {error}") from None
+    trained = [r for r in records if r["kind"] == "training" and r["arm"] == arm and r["seed"] == config.seed]
+    if not trained:
+        raise ConfigError(f"trainer.init_from: {folder} has no trained run of arm '{arm}' with seed {config.seed}")
+    path = Path(folder) / "runs" / recorded_id(arm, trained[-1]["config"])
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"trainer.init_from: {path} has no model; its run diverged, or its folder is elsewhere")
+    return path
+
+
+def _of_checkpoint(path: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({str(error).splitlines()[0]})") from None
+    return {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}

@@ -1,0 +1,84 @@
+"""What a run sets for its whole process and gives back, so that no run depends on those before it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from packmamba.config import Config, ConfigError
+from packmamba.training.strategy import leave_process_group
+
+MOST_GRAPHS = 256
+"""PyTorch gives up on compiled code of which it needs more; its own limit, 8, is reached by a few shapes of rows."""
+
+
+@contextmanager
+def surroundings(config: Config) -> Iterator[None]:
+    """Raises ConfigError where PyTorch would go on without compiled code."""
+    threads = torch.get_num_threads()
+    try:
+        with ExitStack() as stack:
+            if config.trainer.threads is not None:
+                torch.set_num_threads(config.trainer.threads)
+            if torch.cuda.is_initialized():
+                torch.cuda.reset_peak_memory_stats()
+            if config.trainer.deterministic:
+                stack.enter_context(_deterministic())
+            if config.model.compile:
+                stack.enter_context(_compiled(keep=not config.trainer.deterministic))
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        leave_process_group()
+
+
+def prepare_environment(configs: list[Config]) -> None:
+    """What has to be said before CUDA starts, in this process and those that it starts."""
+    if any(config.trainer.deterministic for config in configs):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    settings: Any = torch.utils.deterministic
+    filled, strict = settings.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    settings.fill_uninitialized_memory = False  # finds reads of what was not written, and costs bandwidth
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(strict)
+        settings.fill_uninitialized_memory = filled
+
+
+@contextmanager
+def _compiled(keep: bool) -> Iterator[None]:
+    """keep: whether compiled code is taken from earlier processes. Theirs may be made for batches of another size, which decides
+    how sums are split."""
+    import torch._dynamo
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch.compiler.reset()
+    with ExitStack() as stack:
+        stack.enter_context(
+            torch._dynamo.config.patch(
+                recompile_limit=MOST_GRAPHS,
+                accumulated_recompile_limit=4 * MOST_GRAPHS,
+                fail_on_recompile_limit_hit=True,
+            )
+        )
+        if not keep:
+            stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
+            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        try:
+            yield
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            raise ConfigError(
+                f"model.compile: expected at most {MOST_GRAPHS} shapes of a batch that are compiled apart, got more; "
+                "train without it, or with fewer row lengths"
+            ) from None
