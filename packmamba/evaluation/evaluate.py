@@ -10,6 +10,7 @@ from packmamba.evaluation import on_tasks, on_text
 from packmamba.evaluation.asked import Asked, Evaluation, Result
 from packmamba.evaluation.tasks import TASKS
 from packmamba.nn import MambaLM
+from packmamba.registry import Registry
 
 
 class _OfTasks(Mapping[str, Evaluation]):
@@ -28,10 +29,13 @@ class _OfTasks(Mapping[str, Evaluation]):
 
 
 EVALUATIONS: ChainMap[str, Evaluation] = ChainMap(
-    {
-        "perplexity": Evaluation(on_text.perplexity, on_text.check_perplexity),
-        "long_context": Evaluation(on_text.long_context, on_text.check_long_context),
-    },
+    Registry(
+        "evaluation",
+        {
+            "perplexity": Evaluation(on_text.perplexity, on_text.check_perplexity),
+            "long_context": Evaluation(on_text.long_context, on_text.check_long_context),
+        },
+    ),
     _OfTasks(),  # type: ignore[arg-type]  # never written to
 )
 """What ``evaluations`` and ``eval tasks=`` may name. Plugins may add to it, or to ``TASKS``."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from packmamba.ops import build
+from packmamba.registry import Registry
 
 COMPILED = {
     "conv1d_pack": "packmamba.ops.conv.compiled:conv1d_pack",
@@ -35,27 +36,30 @@ class Backend:
     packages: tuple[str, ...] = ()
 
 
-BACKENDS: dict[str, Backend] = {
-    "auto": Backend(),  # the compiled kernels of the tensors' device
-    "reference": Backend(
-        {
-            "conv1d_pack": "packmamba.ops.conv.reference:conv1d_pack_vectorised",
-            "ssm_pack": "packmamba.ops.scan.reference:ssm_pack_vectorised",
-            "inner_pack": "packmamba.ops.inner.composed:inner_pack",
-        }
-    ),
-    "cpu": Backend(COMPILED, device="cpu", kernels="cpu"),
-    "cuda": Backend(COMPILED, device="cuda", kernels="cuda"),
-    "mamba_ssm": Backend(
-        {
-            "conv1d_pack": "packmamba.ops.mamba_ssm:conv1d_pack",
-            "ssm_pack": "packmamba.ops.mamba_ssm:ssm_pack",
-            "inner_pack": "packmamba.ops.mamba_ssm:inner_pack",
-        },
-        device="cuda",
-        packages=("mamba_ssm", "causal_conv1d"),
-    ),
-}
+BACKENDS: Registry[Backend] = Registry(
+    "backend",
+    {
+        "auto": Backend(),  # the compiled kernels of the tensors' device
+        "reference": Backend(
+            {
+                "conv1d_pack": "packmamba.ops.conv.reference:conv1d_pack_vectorised",
+                "ssm_pack": "packmamba.ops.scan.reference:ssm_pack_vectorised",
+                "inner_pack": "packmamba.ops.inner.composed:inner_pack",
+            }
+        ),
+        "cpu": Backend(COMPILED, device="cpu", kernels="cpu"),
+        "cuda": Backend(COMPILED, device="cuda", kernels="cuda"),
+        "mamba_ssm": Backend(
+            {
+                "conv1d_pack": "packmamba.ops.mamba_ssm:conv1d_pack",
+                "ssm_pack": "packmamba.ops.mamba_ssm:ssm_pack",
+                "inner_pack": "packmamba.ops.mamba_ssm:inner_pack",
+            },
+            device="cuda",
+            packages=("mamba_ssm", "causal_conv1d"),
+        ),
+    },
+)
 
 _implementations: dict[tuple[str, str], Callable] = {}
 _chosen: dict[tuple, Callable] = {}

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from packmamba.config import OptimizerConfig, chosen
 from packmamba.nn import MambaLM
+from packmamba.registry import Registry
 
 
 def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
@@ -20,7 +21,7 @@ def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
 
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw}
+OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer", {"adamw": adamw})
 """Functions here, or a plugin's that are added: (model, config, fused, **options) -> an optimizer of all the model's parameters.
 
 config is the section ``optimizer``; options, all with defaults, are the keys of ``optimizer.options``. fused: whether a step may

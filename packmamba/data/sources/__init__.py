@@ -33,18 +33,22 @@ from packmamba.data.sources.stdlib import open_stdlib
 from packmamba.data.sources.synthetic import open_synthetic
 from packmamba.data.sources.task import open_task
 from packmamba.data.sources.text import open_text
+from packmamba.registry import Registry
 
-SOURCES: dict[str, Callable[[DataConfig], Source]] = {
-    "stdlib": open_stdlib,
-    "text": open_text,
-    "jsonl": open_jsonl,
-    "packages": open_packages,
-    "synthetic": open_synthetic,
-    "task": open_task,
-    "parquet": open_parquet,
-    "huggingface": open_huggingface,
-    "megatron": open_megatron,
-}
+SOURCES: Registry[Callable[[DataConfig], Source]] = Registry(
+    "source",
+    {
+        "stdlib": open_stdlib,
+        "text": open_text,
+        "jsonl": open_jsonl,
+        "packages": open_packages,
+        "synthetic": open_synthetic,
+        "task": open_task,
+        "parquet": open_parquet,
+        "huggingface": open_huggingface,
+        "megatron": open_megatron,
+    },
+)
 """What ``data.source`` may name: each checks its keys and lists its files, and reads none yet. Plugins may add to it."""
 
 __all__ = [

@@ -21,15 +21,19 @@ from packmamba.evaluation.tasks.noisy_recall import NoisyRecall
 from packmamba.evaluation.tasks.parity import Parity
 from packmamba.evaluation.tasks.passkey import Passkey
 from packmamba.evaluation.tasks.selective_copying import SelectiveCopying
+from packmamba.registry import Registry
 
-TASKS: dict[str, type] = {
-    "mqar": MultiQueryRecall,
-    "selective_copying": SelectiveCopying,
-    "induction": Induction,
-    "fuzzy_recall": FuzzyRecall,
-    "noisy_recall": NoisyRecall,
-    "passkey": Passkey,
-    "contradiction": Contradiction,
-    "parity": Parity,
-    "next_line": NextLine,
-}
+TASKS: Registry[type] = Registry(
+    "task",
+    {
+        "mqar": MultiQueryRecall,
+        "selective_copying": SelectiveCopying,
+        "induction": Induction,
+        "fuzzy_recall": FuzzyRecall,
+        "noisy_recall": NoisyRecall,
+        "passkey": Passkey,
+        "contradiction": Contradiction,
+        "parity": Parity,
+        "next_line": NextLine,
+    },
+)
