@@ -1,0 +1,138 @@
+"""What differences of trained arms allow to say: intervals over seeds and groups, equivalence, several outcomes, how many seeds.
+
+A difference is one arm's minus another's with the same seed. Groups are what validation documents belong to, such as packages:
+another sample of packages would give other numbers, as other seeds would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.special import stdtr, stdtrit
+
+from packmamba.report.summary import Arm
+
+DRAWS = 10_000
+
+
+class Resampled(NamedTuple):
+    """A mean with its 95 % interval, and the two-sided p of zero; NaN with fewer than two seeds or groups: no claim."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    seeds: int
+    groups: int
+
+
+def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Resampled:
+    """Over seeds and groups (Owen 2007): both are drawn anew, with replacement.
+
+    The estimate is sum over groups of the mean over seeds of ``sums``, over the sum of ``weights``. Deviations from it are
+    widened by what few seeds hide, t_{n - 1} / 1.96 * sqrt(n / (n - 1)), so that intervals hold what they should from five
+    seeds on; where groups differ more than seeds they are wider than need be.
+
+    Args:
+        sums: (seeds, groups), such as the difference of nats of a group's documents.
+        weights: (groups,), such as their targets.
+    """
+    sums, weights = np.asarray(sums, float), np.asarray(weights, float)
+    if sums.ndim != 2 or weights.shape != sums.shape[1:]:
+        raise ValueError(f"weights: expected one for each group of sums {sums.shape}, got {weights.shape}")
+    seeds, groups = sums.shape
+    if not seeds or not groups or not weights.sum():
+        return Resampled(math.nan, math.nan, math.nan, math.nan, seeds, groups)
+    mean = float(sums.mean(axis=0).sum() / weights.sum())
+    if seeds < 2 or groups < 2:
+        return Resampled(mean, math.nan, math.nan, math.nan, seeds, groups)
+    rng = np.random.default_rng(0)
+    of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
+    of_groups = rng.multinomial(groups, np.full(groups, 1 / groups), draws)
+    held = of_groups @ weights
+    found = ((of_seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
+    few = stdtrit(seeds - 1, 0.975) / stdtrit(math.inf, 0.975) * math.sqrt(seeds / (seeds - 1))
+    found = mean + few * (found - mean)
+    low, high = np.quantile(found, [0.025, 0.975])
+    beyond = min((found <= 0).mean(), (found >= 0).mean())
+    return Resampled(mean, float(low), float(high), float(min(1.0, 2 * max(beyond, 1 / draws))), seeds, groups)
+
+
+def difference_by_group(
+    arm: Arm, baseline: Arm, curve: str, value: str, weight: str, where: Mapping[str, float] | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
+
+    Only seeds that both have; points are summed over all keys but the group. ``where``: only points with these values.
+    """
+    sides = []
+    for side in (arm, baseline):
+        points = side.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
+        rows = [{**point, "seed": seed} for seed, some in points.items() for point in some]
+        table = pd.DataFrame(rows, columns=["seed", "group", value, weight, *(where or ())])
+        for key, wanted in (where or {}).items():
+            table = table[table[key] == wanted]
+        sides.append(table.groupby(["seed", "group"])[[value, weight]].sum())
+    ours, theirs = (side[value].unstack("group") for side in sides)
+    both = (ours - theirs).dropna(how="all").dropna(axis=1)
+    if both.empty:
+        return np.empty((0, 0)), np.empty(0)
+    weights = sides[0][weight].unstack("group").loc[both.index, both.columns]
+    return both.to_numpy(float), weights.iloc[0].to_numpy(float)
+
+
+def equivalence(values: Sequence[float] | pd.Series, margin: float) -> float:
+    """p of two one-sided t tests (Schuirmann 1987): below 0.05 the mean of paired differences lies within ± margin.
+
+    NaN with fewer than two values.
+    """
+    found = pd.Series(values, dtype=float).dropna()
+    n = len(found)
+    if n < 2:
+        return math.nan
+    error = found.std() / math.sqrt(n)
+    nearest = margin - abs(found.mean())
+    if error == 0:
+        return 0.0 if nearest > 0 else 1.0
+    return float(stdtr(n - 1, -nearest / error))
+
+
+def within(interval: Any, margin: float) -> str:
+    """What an interval with ``low`` and ``high`` says of equivalence: yes (inside ± margin), no (outside), or open."""
+    if interval is None or math.isnan(interval.low):
+        return "open"
+    if -margin < interval.low and interval.high < margin:
+        return "yes"
+    return "no" if interval.low > margin or interval.high < -margin else "open"
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Each outcome's p, adjusted for their number (Holm 1979). NaN, of an outcome that was not measured, counts among them."""
+    order = sorted(p_values, key=lambda name: (math.isnan(p_values[name]), p_values[name]))
+    adjusted, worst = {}, 0.0
+    for i, name in enumerate(order):
+        worst = max(worst, min(1.0, (len(order) - i) * p_values[name])) if not math.isnan(p_values[name]) else math.nan
+        adjusted[name] = worst
+    return {name: adjusted[name] for name in p_values}
+
+
+def seeds_needed(deviation: float, effect: float, power: float = 0.8) -> int:
+    """Pairs of seeds with which a paired t test at 5 % finds ``effect`` this often; ``deviation`` is of paired differences."""
+    return _enough(deviation / effect, 0.975, power)
+
+
+def seeds_for_equivalence(deviation: float, margin: float, power: float = 0.8) -> int:
+    """Pairs of seeds with which ``equivalence`` shows that no difference lies within ± margin this often, at 5 %."""
+    return _enough(deviation / margin, 0.95, (1 + power) / 2)
+
+
+def _enough(ratio: float, quantile: float, power: float) -> int:
+    n = 2
+    while n < 10_000 and n < (ratio * (stdtrit(n - 1, quantile) + stdtrit(n - 1, power))) ** 2:
+        n += 1
+    return n

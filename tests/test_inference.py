@@ -1,0 +1,123 @@
+"""Intervals, equivalence, several outcomes and seeds, each on made-up data whose answer is known."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from made_records import training
+from packmamba.report import summary
+from packmamba.report.inference import (
+    bootstrap,
+    difference_by_group,
+    equivalence,
+    holm,
+    seeds_for_equivalence,
+    seeds_needed,
+    within,
+)
+
+
+def drawn(rng, seeds, groups, of_seeds, of_groups, rest, effect=0.0):
+    """Differences of nats, and targets: each is effect + seed + group + rest per target."""
+    weights = rng.lognormal(8, 1, groups)
+    per_target = effect + rng.normal(0, of_seeds, (seeds, 1)) + rng.normal(0, of_groups, (1, groups))
+    return (per_target + rng.normal(0, rest, (seeds, groups))) * weights, weights
+
+
+@pytest.mark.parametrize(
+    ("seeds", "of_seeds", "of_groups", "rest"), [(8, 1, 0, 0), (8, 1, 1, 1), (5, 1, 0.3, 0.3), (5, 0, 1, 1)]
+)
+def test_intervals_hold_the_truth_as_often_as_they_say(seeds, of_seeds, of_groups, rest):
+    rng, trials, held = np.random.default_rng(11), 400, 0
+    for _ in range(trials):
+        found = bootstrap(*drawn(rng, seeds, 30, of_seeds, of_groups, rest, effect=2.0), draws=1000)
+        held += found.low <= 2.0 <= found.high
+    assert held / trials >= 0.92  # 0.95 less almost three standard deviations of 400 trials
+
+
+def test_intervals_are_of_use():
+    """Not so wide that they hold everything: the width is that of the larger source of spread, within half."""
+    sums, weights = drawn(np.random.default_rng(1), 8, 40, 0.01, 0.0, 0.0)
+    found = bootstrap(sums, weights)
+    values = (sums / weights)[:, 0]
+    half = stats.t.ppf(0.975, 7) * stats.sem(values)
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.15)
+    assert found.mean == pytest.approx(values.mean())
+    assert (found.p < 0.05) == (found.low > 0 or found.high < 0)
+
+
+def test_a_clear_effect_has_a_small_p_and_none_has_not():
+    clear = bootstrap(*drawn(np.random.default_rng(2), 8, 30, 0.1, 0.1, 0.1, effect=1.0))
+    none = bootstrap(*drawn(np.random.default_rng(3), 8, 30, 0.1, 0.1, 0.1))
+    assert clear.p < 0.001 < 0.05 < none.p
+    assert clear.low > 0.8 and clear.high < 1.2
+
+
+def test_too_little_makes_no_claim():
+    assert math.isnan(bootstrap([[1.0, 2.0]], [1, 1]).low) and bootstrap([[1.0, 2.0]], [1, 2]).mean == 1
+    assert math.isnan(bootstrap([[1.0], [2.0]], [1]).p)
+    assert math.isnan(bootstrap(np.empty((0, 0)), []).mean)
+    with pytest.raises(ValueError, match="weights: expected one for each group"):
+        bootstrap([[1.0, 2.0]], [1.0])
+
+
+def test_groups_are_paired_by_seed_and_summed():
+    def record(arm, seed, nats):
+        points = [{"group": g, "start": s, "targets": 10 * (g + 1), "nats": nats + g} for g in (0, 1) for s in (1, 2)]
+        return {**training(arm, seed), "curves": {"perplexity.by_group": points}}
+
+    records = [
+        record("padded", 0, 5.0),
+        record("padded", 1, 6.0),
+        record("packed-reset", 1, 6.5),
+        record("packed-reset", 2, 9),
+    ]
+    padded, packed = summary.training_arms(records)
+    sums, weights = difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets")
+    assert sums.tolist() == [[1.0, 1.0]] and weights.tolist() == [20, 40]
+    sums, weights = difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets", {"start": 2})
+    assert sums.tolist() == [[0.5, 0.5]] and weights.tolist() == [10, 20]
+    assert difference_by_group(packed, padded, "nothing", "nats", "targets")[0].size == 0
+
+
+def test_equivalence_is_two_one_sided_t_tests():
+    values = np.random.default_rng(4).normal(0.001, 0.002, 8)
+    for margin in (0.0005, 0.002, 0.005):
+        expected = max(
+            stats.ttest_1samp(values, -margin, alternative="greater").pvalue,
+            stats.ttest_1samp(values, margin, alternative="less").pvalue,
+        )
+        assert equivalence(values, margin) == pytest.approx(expected, rel=1e-9)
+    assert equivalence(values, 0.005) < 0.05 < equivalence(values, 0.0005)
+    assert equivalence([0.0, 0.0], 0.005) == 0 and math.isnan(equivalence([0.1], 1))
+
+
+def test_what_an_interval_says_of_a_margin():
+    said = [
+        within(summary.Interval(0, *bounds, 8), 0.005) for bounds in ((-0.004, 0.004), (0.006, 0.008), (-0.002, 0.006))
+    ]
+    assert said == ["yes", "no", "open"]
+    assert within(None, 1) == within(summary.Interval(0, math.nan, math.nan, 1), 1) == "open"
+
+
+def test_holm_by_hand():
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
+        {"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02}
+    )
+    found = holm({"a": 0.02, "b": math.nan})
+    assert found["a"] == 0.04 and math.isnan(found["b"])
+    assert holm({"a": 0.7, "b": 0.9}) == {"a": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("deviation", [0.005, 0.013])
+def test_seeds_needed_have_the_power_that_they_promise(deviation):
+    for effect in (0.01, 0.005):
+        n = seeds_needed(deviation, effect)
+        noncentral = effect / deviation * math.sqrt(n)
+        power = 1 - stats.nct.cdf(stats.t.ppf(0.975, n - 1), n - 1, noncentral)
+        assert 0.78 <= power <= 0.92 or n <= 4
+    n = seeds_for_equivalence(deviation, 0.01)
+    trials = np.random.default_rng(5).normal(0, deviation, (2000, n))
+    assert np.mean([equivalence(values, 0.01) < 0.05 for values in trials[:600]]) == pytest.approx(0.8, abs=0.1)
