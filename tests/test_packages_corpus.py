@@ -254,7 +254,12 @@ def test_losses_are_summed_by_package(site):
     model = MambaLM(vocab_size=256, d_model=8, n_layer=1)
     found = perplexity(model, Asked(data, None))
     points = found.curves["by_group"]
-    assert [validation.group_names[point["group"]] for point in points] == validation.group_names
+    assert list(dict.fromkeys(validation.group_names[point["group"]] for point in points)) == validation.group_names
+    by_start = {row["start"]: row for row in found.curves["by_position"]}
+    for start, row in by_start.items():
+        here = [point for point in points if point["start"] == start]
+        assert sum(point["targets"] for point in here) == row["count"]
+        assert sum(point["nats"] for point in here) == pytest.approx(row["loss"] * row["count"])
     assert sum(point["nats"] for point in points) / sum(point["targets"] for point in points) == pytest.approx(
         found.metrics["loss"]
     )

@@ -14,7 +14,7 @@ from packmamba.data.datamodule import evaluation_documents
 from packmamba.data.tokenization import Tokenizer, load_tokenizer
 from packmamba.evaluation.as_trained import AsTrained
 from packmamba.evaluation.asked import Asked, Result
-from packmamba.evaluation.perplexity import bits_per_byte, by_position, context_gain, token_losses
+from packmamba.evaluation.perplexity import bits_per_byte, by_position, context_gain, octaves, token_losses
 from packmamba.nn import MambaLM
 
 
@@ -49,8 +49,16 @@ def perplexity(model: MambaLM, asked: Asked) -> Result:
         metrics["loss_as_trained"] = sum(item["nats_as_trained"] for item in items) / targets
     curves = {"by_position": by_position(losses)}
     if corpus.groups is not None:
-        sums = ("targets", "nats", *(name for name in ("nats_as_trained",) if boundary.as_trained))
-        curves["by_group"] = _by_group(items, [], sums)
+        read = {"nats": losses} | ({"nats_as_trained": trained} if boundary.as_trained else {})
+        places = [
+            {"start": start, "targets": len(here), **_group(corpus, number)}
+            for number, some in zip(numbers, losses)
+            for start, here in octaves(some)
+        ]
+        for name, found in read.items():
+            for place, (_, here) in zip(places, (octave for some in found for octave in octaves(some))):
+                place[name] = float(here.sum())
+        curves["by_group"] = _by_group(places, ["start"], ("targets", *read))
     return Result(metrics, curves, items, corpus.corpus_hash)
 
 

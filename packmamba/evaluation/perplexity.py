@@ -7,7 +7,7 @@ pass. Losses are nats per target token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,14 @@ def by_position(losses: Losses) -> list[dict[str, float]]:
         )  # fmt: skip
         start *= 2
     return rows
+
+
+def octaves(losses: NDArray[np.float64]) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """A document's losses at places [1, 2), [2, 4), [4, 8), ..., with the first place of each."""
+    start = 1
+    while start <= len(losses):
+        yield start, losses[start - 1 : 2 * start - 1]
+        start *= 2
 
 
 def context_gain(
