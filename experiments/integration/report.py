@@ -1,0 +1,98 @@
+"""The table and the figure of Trainer's speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from packmamba.report import summary
+from packmamba.report.figures import Figure, axes, finish
+from packmamba.report.kinds import Kind
+from packmamba.report.summary import Record
+from packmamba.report.tables import Column, Table, gibibytes, number, percent, word
+
+BATCHES = {"padded": "padded", "grouped": "sorted by length, padded", "flattened": "flattened"}
+KERNELS = {"mamba_ssm": "mamba-ssm's, by transformers", "torch": "none: transformers' slow path", None: "ours"}
+COLOURS = {"mamba_ssm": "#E69F00", "torch": "#9aa0a8", None: "#0072B2"}
+
+
+def _latest(records: Sequence[Record]) -> dict[str, Record]:
+    """By arm, of equal ones the latest."""
+    return {r["arm"]: r for r in sorted(summary.of_kind(records, "integration"), key=lambda r: r["time"])}
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    arms = _latest(records)
+    if not arms:
+        return []
+    first = next(iter(arms.values()))
+    config, patched = first["config"], arms.get("patched")
+    table = Table(
+        "integration",
+        f"A Hugging Face Mamba of {config['model']} in Trainer, {config['precision']}",
+        [
+            Column("arm", ("arm",), False),
+            Column("batches", ("batches",), False),
+            Column("kernels", ("kernels",), False),
+            Column("real tokens/s", ("real_tokens_per_second",)),
+            Column("interquartile range", ("real_tokens_per_second_spread",)),
+            Column("patched over it", ("patched_over",)),
+            Column("padding", ("padding_fraction",)),
+            Column("peak memory", ("peak_memory_bytes",)),
+            Column("loss, first step", ("first_loss",)),
+            Column("loss, last ten steps", ("last_loss",)),
+            Column("off from single documents", ("difference",)),
+        ],
+        notes=[
+            f"Whole optimizer steps; {', '.join(first['hardware']['gpus']) or first['hardware']['cpu']}; medians of turns of "
+            f"{config['steps']} steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), "
+            f"{config['rounds']} turns each, interleaved; transformers {first['config'].get('transformers', '-')}. The slow path "
+            "is one step of 2 documents. Off from single documents: logits in float32, relative. Losses are nats per byte."
+        ],
+    )
+    for arm, record in arms.items():
+        m, kernels = record["metrics"], record["config"]["kernels"]
+        over = patched["metrics"]["real_tokens_per_second"] / m["real_tokens_per_second"] if patched else None
+        table.rows.append([
+            word(arm), word(BATCHES[record["config"]["batches"]]), word(KERNELS[kernels]),
+            number(m["real_tokens_per_second"], ",.0f"), number(m["real_tokens_per_second_spread"], ",.0f"),
+            number(over, ".2f", "x"), percent(m["padding_fraction"]), gibibytes(m["peak_memory_bytes"]),
+            number(m["first_loss"], ".4f"), number(m["last_loss"], ".4f"), number(m["difference"], ".1e"),
+        ])  # fmt: skip
+    return [table]
+
+
+def figures(records: Sequence[Record]) -> list[Figure]:
+    """Real tokens per second, a bar for each arm."""
+    arms = _latest(records)
+    if not arms:
+        return []
+    fig, (ax,) = axes(1, width=7.0, height=0.5 + 0.42 * len(arms))
+    names = list(arms)[::-1]
+    rates = [arms[name]["metrics"]["real_tokens_per_second"] for name in names]
+    bars = ax.barh(names, rates, color=[COLOURS[arms[name]["config"]["kernels"]] for name in names])
+    ax.bar_label(bars, [f"{rate:,.0f}" for rate in rates], padding=3)
+    ax.set(xlabel="real tokens per second", xlim=(0, 1.18 * max(rates)), title="A Hugging Face Mamba in Trainer")
+    return [finish(fig, "integration", "Real tokens per second of whole optimizer steps in Hugging Face's Trainer.")]
+
+
+def legend(records: Sequence[Record]) -> dict[str, str]:
+    """What each arm does."""
+    return {
+        arm: f"batches {BATCHES[r['config']['batches']]}; kernels: {KERNELS[r['config']['kernels']]}"
+        + ("; documents leak into the next" if r["config"]["leaks"] else "")
+        for arm, r in _latest(records).items()
+    }
+
+
+KINDS = {
+    "integration": Kind(
+        tables,
+        figures,
+        label=lambda records: summary.of_kind(records, "integration")[0]["config"]["model"],
+        metrics=(
+            "real_tokens_per_second", "real_tokens_per_second_spread", "seconds_per_step", "slots_per_second",
+            "padding_fraction", "tokens_per_step", "peak_memory_bytes", "first_loss", "last_loss", "difference",
+        ),
+        arms=legend,
+    )
+}  # fmt: skip
