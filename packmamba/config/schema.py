@@ -265,6 +265,9 @@ class TrainerConfig:
     average_share: float = key(
         0.1, "Share of the steps, the last ones, over which snapshots are spaced.", between(0, 1)
     )
+    evaluate_every: Optional[int] = key(
+        None, "Steps between answers to ``evaluations`` during the training; null: only when it ends.", at_least(1)
+    )
     checkpoint_every: int = key(50, "Steps between checkpoints.", at_least(1))
     log_every: int = key(10, "Steps between logged points.", at_least(1))
     leakcheck_every: Optional[int] = key(

@@ -11,6 +11,8 @@ from packmamba.config.rules import chosen, names
 def between_sections(config: Any) -> Iterator[str]:
     """A sentence for each rule between keys of a run's sections that does not hold."""
     yield from stray_options(config.evaluation_options, config.evaluations)
+    if config.trainer.evaluate_every is not None and not config.evaluations:
+        yield f"trainer.evaluate_every: expected evaluations, got none with {config.trainer.evaluate_every}"
     data, trainer = config.data, config.trainer
     boundary = chosen(trainer, "boundary")
     if boundary.continues:

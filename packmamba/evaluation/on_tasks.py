@@ -81,7 +81,7 @@ def check(name: str, asked: Asked, vocab_size: int | None) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def _task(make: Callable[..., Any], parameters: str, documents: tuple[str, ...] | None) -> Any:
+def _task(make: Callable[..., Any], parameters: str, documents: tuple[tuple[str, str], ...] | None) -> Any:
     """Made once a process: some read many files."""
     return make(**json.loads(parameters), **({} if documents is None else {"documents": documents}))
 

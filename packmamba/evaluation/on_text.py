@@ -139,11 +139,12 @@ HELD_OUT = "validation"
 """What a task on text may be given as its documents."""
 
 
-def held_out_texts(asked: Asked) -> list[str]:
-    """The texts of the validation documents of ``data``."""
-    _, _, documents = _validation(None, asked)
+def held_out_texts(asked: Asked) -> list[tuple[str, str]]:
+    """(group, text) of the validation documents of ``data``; without groups each is one of its own."""
+    corpus, numbers, documents = _validation(None, asked)
     tokenizer = load_tokenizer(asked.data)
-    return [tokenizer.decode(document) for document in documents]
+    groups = numbers if corpus.groups is None else corpus.groups[numbers]
+    return [(str(group), tokenizer.decode(document)) for group, document in zip(groups, documents)]
 
 
 def _validation(vocab_size: int | None, asked: Asked) -> tuple[Corpus, np.ndarray, Sequence[np.ndarray]]:

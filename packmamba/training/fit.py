@@ -18,7 +18,7 @@ from packmamba.ops.backends import choose
 from packmamba.records import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, checkpoints
-from packmamba.training.evaluations import check_evaluations, run_evaluations
+from packmamba.training.evaluations import Evaluations, check_evaluations, run_evaluations
 from packmamba.training.model_folder import write_model
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import alone, decisive, name_of, record_path, run_folder, run_id
@@ -80,7 +80,9 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
     history = History(config.trainer.log_every)
     options = config.trainer
     average = Average(snapshot_steps(options.max_steps, options.average_snapshots, options.average_share))
-    trainer = make_trainer(config, folder, history, progress, stop, [average] if average.at else [])
+    evaluations = Evaluations(config, history) if options.evaluate_every is not None else None
+    others = [*([average] if average.at else []), *([evaluations] if evaluations else [])]
+    trainer = make_trainer(config, folder, history, progress, stop, others)
     try:
         choose(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
@@ -112,6 +114,10 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
                 numbers, curves = run_evaluations(config, folder, trainer.strategy.root_device, progress)
                 record["metrics"] |= numbers
                 record["curves"] |= curves
+                if evaluations:
+                    evaluations.add(trainer, numbers)
+            if evaluations:
+                record["curves"]["evaluations"] = evaluations.points
             append_record(path, record)
     return record
 

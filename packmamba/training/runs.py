@@ -46,6 +46,7 @@ LATER_KEYS: dict[str, Any] = {
     "trainer.cuda_graphs": False,
     "trainer.deterministic": False,
     "trainer.init_from": None,
+    "trainer.evaluate_every": None,
     "trainer.average_snapshots": 1,
     "trainer.average_share": 0.1,
     "model.mixer": "mamba1",

@@ -1,0 +1,106 @@
+"""A run that answers its evaluations on the way trains as one that does not, and its curve is that of its models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import run
+from packmamba import MambaLM
+from packmamba.config import ConfigError
+from packmamba.data.tokenization import load_tokenizer
+from packmamba.evaluation.evaluate import evaluate
+from packmamba.records import read_records
+from packmamba.training import evaluations
+from packmamba.training.callbacks import Stopped
+from packmamba.training.fit import check_run, fit
+from packmamba.training.runs import decisive, run_folder, run_id
+from processes import fork_ranks, statuses
+from runs import CARRY, final_state, losses_of, tiny_config, write_config
+
+ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=5", "evaluation_options.parity.length=6"]
+EVERY = [*ASKED, "trainer.evaluate_every=2"]
+LEAK = ["data.strategy=greedy", "trainer.boundary=leak"]
+
+
+def own(record, step):
+    (point,) = (point for point in record["curves"]["evaluations"] if point["step"] == step)
+    return {name: value for name, value in point.items() if "." in name}
+
+
+@pytest.mark.parametrize("keys", [LEAK, CARRY], ids=["leak", "carry"])
+def test_the_training_is_the_same_to_the_bit(tmp_path, keys):
+    plain = tiny_config(tmp_path, *keys)
+    asked = tiny_config(tmp_path, *keys, *EVERY, f"runs_dir={tmp_path}/asked")
+    expected, record = (fit(config, progress=False) for config in (plain, asked))
+    found = {name: points for name, points in losses_of(record).items() if name in expected["curves"]}
+    assert found == losses_of(expected)
+    a, b = final_state(asked), final_state(plain)
+    for name, value in b["state_dict"].items():
+        assert torch.equal(a["state_dict"][name], value), name
+    assert torch.equal(a["rng"]["torch"], b["rng"]["torch"]) and a["rng"]["python"] == b["rng"]["python"]
+    assert [point["step"] for point in record["curves"]["evaluations"]] == [2, 4, 6]
+    assert own(record, 6) == {name: value for name, value in record["metrics"].items() if "." in name}
+    assert {"parity.nats", "perplexity.loss_as_trained"} <= own(record, 2).keys() and own(record, 2) != own(record, 4)
+    events = EventAccumulator(str(run_folder(asked) / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("evaluation/parity.nats")]
+    curve = [(p["step"], pytest.approx(p["parity.nats"])) for p in record["curves"]["evaluations"]]
+    assert shown == curve
+    assert "evaluation/parity.nats" in (run_folder(asked) / "csv" / "version_0" / "metrics.csv").read_text()
+
+
+def test_points_are_the_model_s_and_a_stopped_run_has_the_same(tmp_path):
+    whole = tiny_config(tmp_path, *LEAK, *EVERY, "trainer.checkpoint_every=1")
+    stopped = tiny_config(tmp_path, *LEAK, *EVERY, "trainer.checkpoint_every=1", f"runs_dir={tmp_path}/stopped")
+    with pytest.raises(Stopped):
+        fit(stopped, progress=False, stop=lambda step: step == 4)
+    state = final_state(stopped)["state_dict"]
+    record = fit(whole, progress=False)
+    model = MambaLM(vocab_size=256, d_model=8, n_layer=2, d_state=4)
+    model.load_state_dict({n.removeprefix("model."): v for n, v in state.items() if n.startswith("model.")})
+    expected = {}
+    for name in whole.evaluations:
+        asked = evaluations._asked(whole, name)
+        asked.tokenizer, asked.max_slots = load_tokenizer(whole.data), 2048
+        found = evaluate(name, model, asked).metrics
+        expected |= {f"{name}.{metric}": value for metric, value in found.items()}
+    assert own(record, 4) == expected
+    assert fit(stopped, progress=False)["curves"]["evaluations"] == record["curves"]["evaluations"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_several_ranks_have_the_curve_of_one(tmp_path, strategy):
+    keys = ["data.strategy=greedy", "data.slots_per_batch=24", *EVERY, "trainer.max_steps=4"]
+    alone = fit(tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone"), progress=False)
+    both = tiny_config(tmp_path, *keys, "trainer.devices=2", f"trainer.strategy={strategy}")
+    path, output = write_config(tmp_path / "both.yaml", both), tmp_path / "output.txt"
+    assert statuses(*fork_ranks(2, run.main, ["train", str(path)], output=output)) == [0, 0], output.read_text()
+    (record,) = read_records(run_folder(both))
+    for step in (2, 4):
+        assert own(record, step) == pytest.approx(own(alone, step), rel=1e-4)
+
+
+def fail_on_the_way(path):
+    def evaluate(*_):
+        raise RuntimeError("out of memory")
+
+    evaluations.evaluate = evaluate
+    return run.main(["train", path])
+
+
+@pytest.mark.slow
+def test_ranks_fail_together(tmp_path):
+    config = tiny_config(tmp_path, "data.strategy=greedy", *EVERY, "trainer.devices=2", "trainer.strategy=ddp")
+    path, output = write_config(tmp_path / "both.yaml", config), tmp_path / "output.txt"
+    assert statuses(*fork_ranks(2, fail_on_the_way, str(path), output=output), timeout=60) == [1, 1]
+    assert "out of memory" in output.read_text() and "failed in the first process" in output.read_text()
+
+
+def test_names_of_runs_stay_and_it_needs_evaluations(tmp_path):
+    assert "evaluate_every" not in decisive(tiny_config(tmp_path))["trainer"]
+    assert run_id(tiny_config(tmp_path, *ASKED)) != run_id(tiny_config(tmp_path, *EVERY))
+    with pytest.raises(ConfigError, match="trainer.evaluate_every: expected evaluations, got none with 2"):
+        check_run(tiny_config(tmp_path, "trainer.evaluate_every=2"))
