@@ -149,20 +149,23 @@ class Measured:
             yield model
         model.zero_grad(set_to_none=True)
         model.cpu()
-        free_memory()
 
-    def logits(self, arm: Arm, documents: Documents) -> Tensor:
-        """(tokens, vocab) in float32, as in training; of the arm's batch of these documents."""
-        batch = arm.collate([{"input_ids": list(document)} for document in documents])
+    def logits(self, arm: Arm, *batches: Documents) -> Tensor:
+        """(tokens, vocab) in float32, as in training; of the arm's batches of these documents."""
+        found = []
         with self.borrowed(arm) as model, torch.no_grad():
-            batch = {name: value.to(self.device) for name, value in batch.items() if name != "labels"}
-            return arm.per_document(model(**batch).logits.float(), [len(document) for document in documents]).cpu()
+            for documents in batches:
+                batch = arm.collate([{"input_ids": list(document)} for document in documents])
+                logits = model(**{k: value.to(self.device) for k, value in batch.items() if k != "labels"}).logits
+                found.append(arm.per_document(logits.float(), [len(document) for document in documents]).cpu())
+        return torch.cat(found)
 
     def train(self, arm: Arm, documents: Documents, per_step: int, warm_up: int) -> Turn:
         """Trainer on these documents in this order, from the start; timed behind the first ``warm_up`` steps."""
         from transformers import Trainer, TrainingArguments
 
         clock = Clock(self.device, warm_up)
+        free_memory()
         with self.borrowed(arm) as model, tempfile.TemporaryDirectory() as folder:
             peak = PeakMemory(self.device)
             arguments = TrainingArguments(

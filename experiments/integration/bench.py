@@ -146,11 +146,14 @@ def _gate(measured: Measured, arms: dict[str, Arm], documents: Documents, margin
     """How far each arm's logits are from single documents', relative; in float32."""
     some = [list(document[:GATE_LENGTH]) for document in documents[:GATE_DOCUMENTS]]
     some[1] = some[1][:1]  # a document of one token too
-    differences = {}
+    differences: dict[str, float] = {}
+    alone: dict[str, torch.Tensor] = {}
+    first = next((arm.kernels for arm in arms.values() if arm.kernels), "torch")
     for name, arm in arms.items():
-        plain = Arm("padded", kernels=arm.kernels or next((a.kernels for a in arms.values() if a.kernels), "torch"))
-        alone = torch.cat([measured.logits(plain, [document]) for document in some])
-        differences[name] = float((measured.logits(arm, some) - alone).norm() / alone.norm())
+        kernels = arm.kernels or first
+        if kernels not in alone:
+            alone[kernels] = measured.logits(Arm("padded", kernels=kernels), *([document] for document in some))
+        differences[name] = float((measured.logits(arm, some) - alone[kernels]).norm() / alone[kernels].norm())
         if not arm.leaks and not differences[name] <= margin * MOST_DIFFERENCE:
             raise RuntimeError(f"{name}: logits differ from single documents' by {differences[name]:.2g}, relative")
     return differences
