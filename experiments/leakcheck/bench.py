@@ -1,0 +1,187 @@
+"""Which of transformers' state-space, linear-attention and hybrid models leak when documents are packed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from packmamba.config import ConfigError, at_least, key, some, suggest, unique
+from packmamba.experiments import Bench
+from packmamba.isolation import LeakCheck, leakcheck
+from packmamba.records import append_record, make_record, provenance
+
+PATCH = "packmamba.integrations.transformers"
+KERNELS = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "flash-attn")
+PATCHED = ", patched"
+"""Ends the name of an arm whose model is patched."""
+SIGNS = re.compile(
+    r"[cC]ausal_conv1d|ShortConv|[dD]eltaAttention|LinearAttention|recurrent_attention_mask|wkv|mLSTM|RgLru"
+)
+"""What the code of a model holds that passes something along a row other than by attention."""
+
+
+@dataclass
+class AuditConfig:
+    experiment: str = key("leakcheck", "The question, which the records name.")
+    boundaries: list[str] = key(
+        ["position_ids"], "How models are told where documents start, as leakcheck takes it.", some("argument"), unique
+    )
+    shared: dict[str, Any] = key({}, "Keys of every model's configuration that has them.")
+    models: dict[str, Any] = key(
+        {}, "By model type its family, its own keys as config, and patch: whether to patch it."
+    )
+    only: list[str] = key([], "Of these models alone; empty: of all.")
+    device: str = key("cpu", "cpu or cuda: with the kernels that models need for packing, if they are installed.")
+    seed: int = key(0, "Seed of the weights.", at_least(0))
+
+
+def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
+    """Appends a record for each model and boundary argument; metrics are 1, 0 or null, and tokens reached.
+
+    Raises:
+        ConfigError: no such device, a model type that transformers does not know, or a key that its configuration does not have.
+    """
+    try:
+        torch.empty(0, device=c.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: '{c.device}' cannot be used here ({str(error).splitlines()[0]})") from None
+    for name in c.only:
+        if name not in c.models:
+            raise ConfigError(f"only: unknown model '{name}'{suggest(name, c.models)}")
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("the audit needs transformers: pip install 'packmamba[integrations]'")
+    arms = {name: dict(of or {}) for name, of in c.models.items() if not c.only or name in c.only}
+    for name, of in arms.items():
+        _configuration(name, of, c.shared)  # before any work
+    if new := unlisted(c.models):
+        print(
+            f"transformers has models that pass something along rows and are not listed: {', '.join(new)}",
+            file=sys.stderr,
+        )
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    provenance()
+    arms |= {f"{name}{PATCHED}": of for name, of in arms.items() if of.get("patch") and _can_patch()}
+    cells = [(arm, of, boundaries) for arm, of in arms.items() for boundaries in c.boundaries]
+    for arm, of, boundaries in tqdm(cells, unit="check", disable=not progress, mininterval=1):
+        begun = time.perf_counter()
+        model = _model(arm.removesuffix(PATCHED), of, c)
+        if arm.endswith(PATCHED):
+            model = importlib.import_module(PATCH).patch(model)
+        result = leakcheck(model, boundaries)
+        append_record(records_path, _record(c, arm, of, boundaries, model, result, time.perf_counter() - begun))
+
+
+def unlisted(models: Any) -> list[str]:
+    """Folders of transformers that hold a causal language model with ``SIGNS`` and none of these model types."""
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models"
+    known = {_folder(name) for name in models}
+    found = []
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if path.parent.name not in known | {"auto"} and "ForCausalLM(" in text and SIGNS.search(text):
+            found.append(path.parent.name)
+    return sorted(set(found))
+
+
+def _folder(model_type: str) -> str:
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    return model_type_to_module_name(model_type)
+
+
+def _can_patch() -> bool:
+    try:
+        return hasattr(importlib.import_module(PATCH), "patch")
+    except ImportError:
+        return False
+
+
+def _configuration(name: str, of: dict[str, Any], shared: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    if name not in CONFIG_MAPPING:
+        raise ConfigError(f"models.{name}: transformers has no such model type{suggest(name, CONFIG_MAPPING)}")
+    made = CONFIG_MAPPING[name]
+    known = {field.name for field in dataclasses.fields(made)}
+    own = of.get("config") or {}
+    for name_of_key in own:
+        if name_of_key not in known:
+            raise ConfigError(f"models.{name}.config.{name_of_key}: {made.__name__} has no such key")
+    return made(**{k: v for k, v in shared.items() if k in known} | own)
+
+
+def _model(name: str, of: dict[str, Any], c: AuditConfig) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(c.seed)
+    return AutoModelForCausalLM.from_config(_configuration(name, of, c.shared)).to(c.device)
+
+
+def _record(
+    c: AuditConfig, arm: str, of: dict[str, Any], boundaries: str, model: Any, result: LeakCheck, seconds: float
+) -> dict[str, Any]:
+    import transformers
+
+    first = next(iter(result.modes.values()))
+    return make_record(
+        kind="audit",
+        experiment=c.experiment,
+        arm=arm,
+        config={
+            "boundaries": boundaries,
+            "family": of.get("family"),
+            "class": type(model).__name__,
+            "keys": of.get("config") or {},
+            "shared": c.shared,
+            "transformers": transformers.__version__,
+            "device": c.device,
+            "kernels": {name: _version(name) for name in KERNELS},
+            "module": result.module,
+            "error": result.raises,
+            "verdict": str(result),
+        },
+        seed=c.seed,
+        corpus_hash="random tokens, documents of 19, 1, 23, 2, 38 and of 64, 63, 1, 65 tokens",
+        metrics={
+            "leaks": _flag(None if result.raises is not None else result.leaks),
+            "isolated_forward": _flag(result.isolated_forward),
+            "isolated_backward": _flag(result.isolated_backward),
+            "same_as_alone": _flag(result.same_as_alone),
+            "raises": _flag(result.raises is not None),
+            "ignored": _flag(first.ignored),
+            "largest": first.largest,
+            "difference": first.difference,
+            "reach": first.after,
+            "endless": _flag(first.endless),
+            **{f"padding_{side}": _flag(result.padding.get(side)) for side in ("left", "right")},
+        },
+        wall_seconds=seconds,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _flag(value: bool | None) -> int | None:
+    return None if value is None else int(value)
+
+
+BENCHES = {"leakcheck": Bench(AuditConfig, run)}

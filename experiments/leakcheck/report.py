@@ -1,0 +1,127 @@
+"""Tables of the audit: a verdict for each model and boundary argument, and all that was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from packmamba.report import summary
+from packmamba.report.kinds import Kind
+from packmamba.report.summary import Record
+from packmamba.report.tables import Cell, Column, Table, number, word
+
+METRICS = (
+    "leaks", "isolated_forward", "isolated_backward", "same_as_alone", "raises", "ignored", "largest", "difference", "reach",
+    "endless", "padding_left", "padding_right",
+)  # fmt: skip
+
+
+def latest(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """By device, of the newest version of transformers that was audited there, by arm and argument the latest."""
+    found: dict[str, dict[tuple[str, str], Record]] = {}
+    records = sorted(summary.of_kind(records, "audit"), key=lambda record: record["time"])
+    for device in dict.fromkeys(r["config"]["device"].partition(":")[0] for r in records):
+        own = [r for r in records if r["config"]["device"].startswith(device)]
+        newest = max((r["config"]["transformers"] for r in own), key=summary.natural)
+        found[device] = {(r["arm"], r["config"]["boundaries"]): r for r in own if r["config"]["transformers"] == newest}
+    return {device: list(of.values()) for device, of in sorted(found.items())}
+
+
+def verdict(record: Record) -> str:
+    """In one word or two."""
+    m = record["metrics"]
+    if m["raises"]:
+        return "refuses"
+    if m["leaks"]:
+        return "leaks, ignores it" if m["ignored"] else "leaks"
+    return "tight" if m["same_as_alone"] else "tight, but not as alone"
+
+
+def audit_tables(records: Sequence[Record]) -> list[Table]:
+    """For each device a verdict for each model and argument, how many there are of each, and all findings."""
+    return [table for device, own in latest(records).items() for table in _tables(device, own)]
+
+
+def _tables(device: str, records: Sequence[Record]) -> list[Table]:
+    config = records[0]["config"]
+    ending = "" if device == "cpu" else f"-{device}"
+    kernels = [f"{name} {version}" for name, version in config["kernels"].items() if version]
+    where = f"transformers {config['transformers']}, {device}, {', '.join(kernels) or 'no kernels installed'}"
+    arguments = list(dict.fromkeys(r["config"]["boundaries"] for r in records))
+    arms = list(dict.fromkeys(r["arm"] for r in records))
+    cells = {(r["arm"], r["config"]["boundaries"]): r for r in records}
+    matrix = Table(
+        f"audit{ending}",
+        f"Do packed documents leak? Tiny models with random weights; {where}",
+        [
+            Column("model", ("model",), False),
+            Column("family", ("family",), False),
+            *(Column(argument.replace("+", " + "), (argument,), False) for argument in arguments),
+        ],
+        notes=[
+            "leaks: changing a document changes another's logits or gradients; ignores it: without the argument every bit is the "
+            "same, and nothing warns. tight: no bit moves, no gradient crosses, and packed logits are those of each document "
+            "alone. attention_mask: documents in rows of their own, padded on either side. refuses: an error that says so."
+        ],
+    )
+    for arm in arms:
+        family = next(r["config"]["family"] for r in records if r["arm"] == arm)
+        found = [cells.get((arm, argument)) for argument in arguments]
+        matrix.rows.append([word(arm), word(family), *(word("-" if r is None else verdict(r)) for r in found)])
+    counts = Table(
+        f"audit{ending}-counts",
+        f"Verdicts by argument, without attention-only and patched models; {where}",
+        [Column("argument", ("argument",), False)]
+        + [Column(name, (name,)) for name in ("models", "tight", "leaks", "leaks and ignores it", "refuses")],
+    )
+    for argument in arguments:
+        own = [r for r in records if r["config"]["boundaries"] == argument]
+        own = [r for r in own if r["config"]["family"] != "attention" and "patched" not in r["arm"]]
+        said = [verdict(r) for r in own]
+        amounts = (
+            len(own), sum(v.startswith("tight") for v in said), sum(v.startswith("leaks") for v in said),
+            said.count("leaks, ignores it"), said.count("refuses"),
+        )  # fmt: skip
+        counts.rows.append([word(argument), *(number(amount, "d") for amount in amounts)])
+    full = Table(
+        f"audit{ending}-full",
+        f"All findings of the audit; {where}",
+        [
+            Column("model", ("model",), False),
+            Column("argument", ("argument",), False),
+            *(
+                Column(name, (name.replace(" ", "_"),), False)
+                for name in ("isolated forward", "isolated backward", "same as alone")
+            ),
+            Column("raises", ("raises",), False),
+            Column("ignored silently", ("ignored",), False),
+            Column("largest move", ("largest",)),
+            Column("tokens reached", ("reach",)),
+            Column("padding left", ("padding_left",), False),
+            Column("padding right", ("padding_right",), False),
+            Column("first module that leaks", ("module",), False),
+        ],
+        notes=[
+            "padding: a document padded there, with an attention_mask, is what it is alone. tokens reached: by a document's "
+            "last token in the logits behind it; (all): up to the end of the row."
+        ],
+    )
+    for r in records:
+        m, config = r["metrics"], r["config"]
+        reach = (
+            Cell("-", (None,))
+            if not m["reach"]
+            else Cell(f"{m['reach']}{' (all)' if m['endless'] else ''}", (m["reach"],))
+        )
+        full.rows.append([
+            word(r["arm"]), word(config["boundaries"]), _flag(m["isolated_forward"]), _flag(m["isolated_backward"]),
+            _flag(m["same_as_alone"]), word(config["error"] or "no"), _flag(m["ignored"]), number(m["largest"] or None, ".2g"),
+            reach, _flag(m["padding_left"]), _flag(m["padding_right"]), word(config["module"] or "-"),
+        ])  # fmt: skip
+    return [matrix, counts, full]
+
+
+def _flag(value: float | None) -> Cell:
+    return Cell("-" if value is None else "yes" if value else "no", (value,))
+
+
+KINDS = {"audit": Kind(audit_tables, metrics=METRICS)}
