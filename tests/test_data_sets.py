@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packmamba.data.corpus import load_corpora
 from packmamba.data.sources import huggingface, megatron, open_source
-from written import TEXTS, of, read, refused, write_lines
+from written import TEXTS, of, read, refused, write_lines, write_megatron
 
 
 @pytest.fixture
@@ -101,19 +101,6 @@ def test_an_unknown_data_set_without_a_network_is_refused_at_once(datasets, monk
 
 
 # --- Megatron
-
-
-def write_megatron(prefix, documents, code=8, dtype="<u2", cut=(), **changes):
-    """As Megatron's own writer does: a sequence a document, or documents of several (``cut`` counts them)."""
-    sequences = [part for d in documents for part in np.array_split(np.array(d), cut or 1)] if cut else documents
-    lengths = [len(one) for one in sequences]
-    places = np.cumsum([0, *lengths])[:-1] * np.dtype(dtype).itemsize
-    starts = np.arange(len(documents) + 1) * (cut or 1)
-    prefix.with_suffix(".bin").write_bytes(b"".join(np.array(one, dtype).tobytes() for one in sequences))
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", changes.get("version", 1), code, len(lengths), len(starts))
-    body = np.array(lengths, "<i4").tobytes() + places.astype("<i8").tobytes() + starts.astype("<i8").tobytes()
-    prefix.with_suffix(".idx").write_bytes(head + body)
-    return prefix
 
 
 @settings(max_examples=25, deadline=None)

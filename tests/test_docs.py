@@ -3,6 +3,7 @@
 import ast
 import csv
 import glob
+import importlib
 import importlib.util
 import os
 import re
@@ -20,6 +21,7 @@ from packmamba.config.rules import named
 from packmamba.experiments import find, load_bench, module
 from packmamba.training.sweep import load_sweep
 from processes import fork_ranks, statuses
+from written import write_megatron
 
 try:
     import tomllib
@@ -82,6 +84,7 @@ def folder(tmp_path, monkeypatch):
         )
     (mine / "lines.txt").write_text("".join(f"line {number} of many\n" for number in range(200)))
     (mine / "documents.jsonl").write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
+    write_data_sets(mine)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -91,8 +94,26 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     sys.modules.pop("my_plugin", None)
     for registry, names in zip(registries, before):
-        registry.clear()
-        registry.update(names)
+        for name in registry.keys() - names.keys():
+            del registry[name]
+
+
+def write_data_sets(mine):
+    """Parquet, a saved data set, zstd and Megatron's files, where the packages are here that write them."""
+    contents = [f"content {number}" for number in range(100)]
+    write_megatron(mine / "ids", [[number % 7, 3] for number in range(100)])
+    if importlib.util.find_spec("zstandard"):
+        (mine / "lines").mkdir()
+        lines = "".join(f'{{"text": "{one}"}}\n' for one in contents)
+        (mine / "lines" / "a.json.zst").write_bytes(importlib.import_module("zstandard").compress(lines.encode()))
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow.parquet
+
+        (mine / "tables").mkdir()
+        pyarrow.parquet.write_table(pyarrow.table({"content": contents}), mine / "tables" / "a.parquet")
+    if importlib.util.find_spec("datasets"):
+        (mine / "data_set").mkdir()
+        shutil.copy(mine / "tables" / "a.parquet", mine / "data_set" / "train.parquet")
 
 
 def own_keys(words):

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packmamba import cli
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data import preparation, shards, workers
 from packmamba.data.corpus import Corpus, load_corpora
@@ -321,6 +322,20 @@ def test_a_whole_check_notices_changed_tokens(data, old):
     check(folder)
     with pytest.raises(ValueError, match=str(folder) if old else "validation.tokens has other bytes"):
         check(folder, whole=True)
+
+
+def test_doctor_names_the_corpus_that_is_damaged_and_what_to_do(data, capsys):
+    good, bad = (load_corpora(elsewhere(data, name), progress=False).train.folder for name in ("good", "bad"))
+    assert cli.main(["doctor", str(good)]) == 0
+    documents = sum(bool(one) for one in make_texts(400))
+    assert f"{good}: whole, {documents} documents of " in capsys.readouterr().out
+    content = bytearray((bad / "train.tokens").read_bytes())
+    content[100] ^= 1
+    (bad / "train.tokens").write_bytes(content)
+    assert cli.main(["doctor", str(good), str(bad), str(bad.parent)]) == 1
+    _, damaged, missing = capsys.readouterr().out.splitlines()
+    assert f"{bad}: damaged ({bad / 'train.tokens'} has other bytes than were written); delete this folder" in damaged
+    assert f"{bad.parent}: damaged (" in missing and "meta.json" in missing
 
 
 def test_checksums_are_of_the_files(data):

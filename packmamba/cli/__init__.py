@@ -169,11 +169,13 @@ def kernels(arguments: argparse.Namespace) -> None:
             print(f"  for {row['target']}, by {row['compiler']}\n  {row['path']}")
 
 
-def doctor(arguments: argparse.Namespace) -> None:
-    """Show what is installed, what runs here and what is missing."""
-    from packmamba.cli.doctor import diagnose
+def doctor(arguments: argparse.Namespace) -> int:
+    """Show what is installed, what runs here and what is missing. With folders: read every byte of these prepared corpora."""
+    from packmamba.cli.doctor import diagnose, examine
 
-    print("\n".join(diagnose()))
+    lines = list(examine(arguments.corpora)) or [(True, line) for line in diagnose()]
+    print("\n".join(line for _, line in lines))
+    return int(not all(right for right, _ in lines))
 
 
 def corpus(arguments: argparse.Namespace) -> None:
@@ -271,6 +273,10 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
         if name == "report":
             command.add_argument("folder", nargs="?", help="an experiment, or a folder that holds records/")
+        if name == "doctor":
+            command.add_argument(
+                "corpora", nargs="*", default=[], help="folders of prepared corpora, such as runs/corpora/*"
+            )
         if name == "kernels":
             command.add_argument("action", choices=("build", "info"), help="build them, or only show them")
     arguments = parser.parse_args(argv)

@@ -6,11 +6,13 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from packmamba import ops
+from packmamba.data.corpus import Corpus
+from packmamba.data.integrity import SPLITS, check
 from packmamba.ops import build
 from packmamba.ops.backends import Backend
 
@@ -43,6 +45,22 @@ def diagnose() -> Iterator[str]:
     for name, purpose in EXTRAS.items():
         found = importlib.util.find_spec(name) is not None
         yield f"  {name}: {'installed' if found else f'missing; {purpose}'}"
+
+
+def examine(folders: Iterable[str]) -> Iterator[tuple[bool, str]]:
+    """Whether each prepared corpus is, to the byte, what was written, and a line for a person."""
+    for folder in folders:
+        try:
+            splits = [Corpus(folder, split) for split in SPLITS]
+            check(splits[0].folder, whole=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            yield (
+                False,
+                f"{folder}: damaged ({error}); delete this folder, and the next run that needs it makes it again",
+            )
+        else:
+            documents, tokens = sum(map(len, splits)), sum(split.num_tokens for split in splits)
+            yield True, f"{folder}: whole, {documents:,} documents of {tokens:,} tokens"
 
 
 def _state(backend: Backend) -> str:
