@@ -53,6 +53,8 @@ class Step(NamedTuple):
     """Memory of each GPU."""
     packages: tuple[str, ...] = ()
     """Without one of them its arms are left out."""
+    small_on_cpu: bool = False
+    """Under scale=small it needs no GPU."""
 
 
 class Headline(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from packmamba.config import ConfigError, DataConfig, Holds, above, at_least, key, load
 from packmamba.records import check_writable
 
-MANIFEST, CARD, TEXT, TOKENIZER = "packages.jsonl.gz", "card.json", "README.md", "tokenizer.json"
+MANIFEST, CARD, TEXT, TOKENIZER = "packages.jsonl.gz", "card.json", "card.md", "tokenizer.json"
 
 
 @dataclass

@@ -68,12 +68,14 @@ def load_plans(what: str, arguments: list[str]) -> list[Plan]:
         if overrides and len(steps) > 1:
             known = dict.fromkeys(f"{question}/{Path(s.file).stem}" for s in steps)
             raise ConfigError(f"'{overrides[0]}' is a key of one step; name it, one of {', '.join(known)}")
-        lacking = {s: problem for s in steps if (problem := lacks(s, question))}
+        small = scale == "small"
+        needs = {s: s._replace(gpus=0) if small and s.small_on_cpu else s for s in steps}
+        lacking = {s: problem for s in steps if (problem := lacks(needs[s], question))}
         able = [s for s in steps if s not in lacking]
         if not able:
             refused += list(lacking.values())
             continue
-        extra = [(s, [*s.overrides, *(s.small if scale == "small" else ()), *overrides]) for s in able]
+        extra = [(s, [*s.overrides, *(s.small if small else ()), *overrides]) for s in able]
         folder = question if scale == "full" else f"{question}-{scale}"
         output = Path(own["output"]) if "output" in own else OUTPUT / folder
         output = output / question if "output" in own and len(chosen) > 1 else output
@@ -149,7 +151,9 @@ def comparison(plan: Plan) -> Table:
             Column("now over committed", ("comparison",)),
         ],
     )
-    then, now = (cells(plan.headlines, folder) for folder in (find(plan.experiment), plan.output))
+    then, now = (
+        cells(plan.headlines, folder, find(plan.experiment)) for folder in (find(plan.experiment), plan.output)
+    )
     for headline in plan.headlines:
         a, b = then[headline.name], now[headline.name]
         table.rows.append([word(headline.name), word(headline.paper or "-"), a, b, _compared(a, b)])
@@ -161,10 +165,11 @@ def comparison(plan: Plan) -> Table:
     return table
 
 
-def cells(headlines: Sequence[Headline], folder: Path) -> dict[str, Cell]:
-    """The number behind each headline, from a folder's records; a dash where they have none."""
+def cells(headlines: Sequence[Headline], folder: Path, experiment: Path | None = None) -> dict[str, Cell]:
+    """The number behind each headline, from a folder's records; a dash where they have none. ``experiment``: whose tables, if not
+    the folder's own."""
     records = read_records(folder) if any((folder / "records").glob("*.jsonl")) else []
-    sections = build_sections(records, figures=False, kinds=kinds_of(folder, records))
+    sections = build_sections(records, figures=False, kinds=kinds_of(experiment or folder, records))
     tables = {table.name: table for section in sections for table in section.tables}
     return {headline.name: _cell(headline, tables) for headline in headlines}
 

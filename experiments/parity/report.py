@@ -1,0 +1,170 @@
+"""Tables of parity: paired differences with intervals over seeds and packages, and how many seeds a difference needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from packmamba.report import summary
+from packmamba.report.inference import (
+    bootstrap,
+    difference_by_group,
+    equivalence,
+    seeds_for_equivalence,
+    seeds_needed,
+    within,
+)
+from packmamba.report.kinds import KINDS as LIBRARY
+from packmamba.report.summary import Arm, Record
+from packmamba.report.tables import Cell, Column, Table, mean_sd, number, word
+
+MARGIN = 0.005
+"""Nats per target, named before the runs."""
+SEEDS = 8
+"""That every arm should have; others are counted as missing."""
+LOSS = "perplexity.loss"
+WEIGHTS = {
+    "mean of the last": LOSS,
+    "mean of the last, by the trainer": "val_loss",
+    "last, by the trainer": "val_loss_last_weights",
+}
+DIFFERENCE = ("difference", "difference_low", "difference_high")
+OVER_SEEDS = ("over_seeds", "over_seeds_low", "over_seeds_high", "pairs")
+
+
+def unit(records: Sequence[Record]) -> str:
+    """What a document is."""
+    return records[0]["config"]["data"].get("unit") or records[0]["config"]["data"]["source"]
+
+
+def parity_tables(records: Sequence[Record]) -> list[Table]:
+    """``records`` are of one corpus."""
+    arms = [arm for arm in summary.training_arms(records) if arm[LOSS].notna().any()]
+    if not arms:
+        return []
+    found = [_parity(records, arms)]
+    by_name = {arm.name: arm for arm in arms}
+    if {"packed-reset", "packed-control"} <= by_name.keys():
+        found.append(_calibration(by_name["packed-reset"], by_name["packed-control"]))
+    return [table for table in found if table.rows]
+
+
+def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
+    table = Table(
+        "parity",
+        f"{unit(records)}: paired differences of the validation loss, nats per target",
+        [
+            Column("arm", ("arm",), False),
+            Column("minus", ("minus",), False),
+            Column("runs", ("runs", "diverged", "missing")),
+            Column("validation loss", ("loss", "loss_sd")),
+            Column("difference [95 %: seeds and packages]", DIFFERENCE),
+            Column("[95 %: seeds]", OVER_SEEDS),
+            Column(f"within ± {MARGIN}", ("within",), False),
+            Column("p of equivalence", ("p",)),
+            Column("targets a run", ("targets",)),
+        ],
+    )
+    for arm in arms:
+        baseline = _baseline(arm, arms)
+        head = [word(arm.name), word(baseline.name if baseline else "-"), _runs(arm), mean_sd(arm[LOSS])]
+        tail = number(arm["targets"].mean(), ",.0f")
+        if baseline is None:
+            none = [Cell("-", (None,) * 3), Cell("-", (None,) * 4), word("-"), number(None, "")]
+            table.rows.append([*head, *none, tail])
+            continue
+        pairs = (arm[LOSS] - baseline[LOSS]).dropna()
+        over_seeds = summary.interval(pairs)
+        found = bootstrap(*difference_by_group(arm, baseline, "perplexity.by_group", "nats", "targets"))
+        main = over_seeds if math.isnan(found.low) else found  # documents without packages
+        table.rows.append([
+            *head, _interval(main, 3), _interval(over_seeds, 4), word(within(main, MARGIN)),
+            number(equivalence(pairs, MARGIN), ".2g"), tail,
+        ])  # fmt: skip
+    table.notes = [
+        "Every arm has the same documents in every step, cut alike. It is evaluated on whole documents of other packages, one at "
+        "a time from zero state, with the mean of its last weights. Differences are paired by seed. The first interval resamples "
+        "seeds and packages (without packages it is the second); the second is Student's t over seeds. "
+        f"Within ± {MARGIN}: yes, no, or open, by the first interval. p: two one-sided t tests over seeds.",
+        f"Runs: of {SEEDS} seeds those with a loss, then those that diverged and those that are missing.",
+    ]
+    if len({round(arm["targets"].mean()) for arm in arms}) > 1:
+        table.notes.append("Arms were trained on different numbers of targets: they are not compared token for token.")
+    return table
+
+
+def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
+    """Padded; of padded's own precision; of the control, packed with reset."""
+    suffix = "-float32" if arm.name.endswith("-float32") else ""
+    wanted = [f"padded{suffix}", f"packed-reset{suffix}"]
+    if "control" in arm.name:
+        wanted.reverse()
+    found = next((peer for name in wanted for peer in arms if peer.name == name), None)
+    return None if found is arm else found
+
+
+def _runs(arm: Arm) -> Cell:
+    have = int(arm[LOSS].notna().sum())
+    diverged = len(arm.runs) - have
+    missing = max(SEEDS - len(arm.runs), 0)
+    text = f"{have} of {SEEDS}" if have < SEEDS else str(have)
+    return Cell(text + f", {diverged} diverged" * (diverged > 0), (have, diverged, missing))
+
+
+def _interval(found: Any, count: int) -> Cell:
+    if found is None or math.isnan(found.mean):
+        return Cell("-", (None,) * count)
+    values = (found.mean, found.low, found.high)
+    if math.isnan(found.low):
+        return Cell(f"{found.mean:+.5f} (no claim)", tuple(found)[:count])
+    form = "+.5f" if max(map(abs, values)) >= 1e-4 else "+.1e"
+    mean, low, high = (f"{value:{form}}" for value in values)
+    return Cell(f"{mean} [{low}, {high}]", tuple(found)[:count])
+
+
+def _calibration(reset: Arm, control: Arm) -> Table:
+    """What rounding does, and what it takes to see more than that."""
+    table = Table(
+        "calibration",
+        "Packed with reset, its sums in another order, minus itself: how many seeds a difference needs",
+        [
+            Column("arm", ("arm",), False),
+            Column("weights", ("weights",), False),
+            Column("pairs", ("pairs",)),
+            Column("difference [95 %]", DIFFERENCE),
+            Column("standard deviation of differences", ("sd",)),
+            Column("largest", ("largest",)),
+            Column("of seeds", ("sd_of_seeds",)),
+            *(Column(f"seeds to see {effect}", (f"seeds_{effect}",)) for effect in (0.01, 0.005, 0.002)),
+            Column(f"seeds for equivalence within {MARGIN}", ("seeds_equivalence",)),
+        ],
+    )
+    for weights, metric in (
+        ("mean of the last", LOSS),
+        ("mean of the last, as trained", "val_loss"),
+        ("last", "val_loss_last_weights"),
+    ):
+        pairs = (control[metric] - reset[metric]).dropna()
+        one, sd = summary.interval(pairs), pairs.std()
+        if one is None or pd.isna(sd):
+            continue
+        table.rows.append([
+            word(control.name), word(weights), number(one.n, "d"),
+            _interval(one, 3), number(sd, ".5f"),
+            number(pairs.abs().max(), ".5f"), number(reset[metric].std(), ".5f"),
+            *(number(seeds_needed(sd, effect), "d") for effect in (0.01, 0.005, 0.002)),
+            number(seeds_for_equivalence(sd, MARGIN), "d"),
+        ])  # fmt: skip
+    table.notes = [
+        "Seeds with which a paired t test at 5 % sees a true difference of that size in four of five tries, and with which two "
+        "one-sided tests show that there is none beyond the margin. Of seeds: the standard deviation of the loss over seeds. "
+        "By the trainer: in the run's precision; else in float32."
+    ]
+    return table
+
+
+KINDS = {"training": replace(LIBRARY["training"].extended(parity_tables), label=unit)}

@@ -1,0 +1,38 @@
+"""What makes the experiment's records, and the numbers that its README rests on."""
+
+from packmamba.experiments import Headline, Step
+
+TINY = (
+    "data.source=stdlib", "data.path=null", "data.unit=null", "data.cut_documents=256", "data.tokens_per_step=2048",
+    "data.validation_documents=60", "data.num_workers=0", "model.d_model=32", "model.n_layer=2", "model.compile=false",
+    "optimizer.lr=5.0e-3", "optimizer.warmup_steps=5", "trainer.max_steps=40", "trainer.validate_every=40",
+    "trainer.checkpoint_every=40", "trainer.precision=32-true", "trainer.accelerator=cpu", "trainer.threads=1",
+    "grid={seed: [1, 2, 3]}",
+)  # fmt: skip
+"""On a CPU, with the standard library's functions."""
+PACKED = "packed-reset: {data.strategy: greedy, data.row_length: 256}"
+CONTROL = "packed-control: {data.strategy: in_order, data.row_length: 256, data.slots_per_batch: 1024}"
+PADDED = "padded: {data.strategy: padded, data.row_length: null}"
+
+
+def _step(name: str, *small: str, sweep: tuple[str, ...] = ("jobs=auto",)) -> Step:
+    return Step(f"{name}.yaml", sweep, small=("jobs=1", *TINY, *small), gpus=1, small_on_cpu=True)
+
+
+STEPS = [
+    _step("calibration", f"arms={{{PACKED}, {CONTROL}}}"),
+    _step("files", f"arms={{{PADDED}, {PACKED}, {CONTROL}}}"),
+    Step("functions.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
+    Step("mixture.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
+    Step(
+        "single.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1, packages=("mamba_ssm", "causal_conv1d")
+    ),
+    Step("float32.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
+    Step("speed.yaml", (), small=("throughput_rounds=3",), gpus=1),
+]
+
+HEADLINES = [
+    Headline("packed with reset minus padded", "parity", {"arm": "packed-reset", "minus": "padded"}, "difference"),
+    Headline("the same with its sums in another order, minus packed with reset", "calibration",
+             {"arm": "packed-control"}, "difference"),
+]  # fmt: skip
