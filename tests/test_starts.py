@@ -1,8 +1,10 @@
 """The pool of streams, and what a continuing piece starts from: each scheme against pieces computed one by one, by hand."""
 
+import functools
 from collections import Counter
 
 import lightning
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -10,6 +12,8 @@ from torch.utils.data import DataLoader
 import run
 from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
+from packmamba.evaluation.as_trained import AsTrained
+from packmamba.evaluation.perplexity import token_losses
 from packmamba.training.boundary import BOUNDARIES, Reset
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
@@ -258,6 +262,25 @@ def test_losses_are_those_of_pieces_computed_by_hand(tmp_path, scheme):
             assert torch.allclose(losses, by_hand.losses(batch), rtol=1e-9, atol=1e-12), step
             other += float((losses - module.losses(batch, Reset())).abs().sum())
     assert (other > 1) == (scheme != "reset")
+
+
+def test_documents_are_read_as_trained_in_streams_of_a_batch(tmp_path):
+    """By the run's evaluation and by others: as many streams as a batch has rows, each from a document's beginning."""
+    data = pool(tmp_path, "trainer.boundary=carry")
+    module = MambaLitModule(data.config, data.corpora.train.vocab_size).double()
+    documents = [data.corpora.validation.document(i) for i in range(data.corpora.validation.num_documents)]
+    rows = AsTrained(documents, data.config.data, BOUNDARIES["carry"]())
+    sums = np.zeros(2)
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        for i in range(len(data.evaluations[1])):
+            batch = data.evaluations[1][i]
+            assert batch.layout.shape == (ROWS, LENGTH) and batch.turn == 0
+            module.validation_step(batch, i, dataloader_idx=1)
+            sums += batch.layout.num_tokens, int(batch.layout.continues.sum())
+    assert sums[0] == sum(map(len, documents)) and sums[1] > 5
+    losses = np.concatenate(token_losses(module.model, documents, reader=functools.partial(rows.read, module.model)))
+    assert module.as_trained.compute()["loss"] == pytest.approx(losses.mean(), rel=1e-9)
 
 
 def test_gradients_stop_where_states_come_from(tmp_path):

@@ -25,7 +25,7 @@ from packmamba.training.graphs import BatchGraphs
 LEAK_OVER_ERROR = 3
 GATE_DOCUMENTS = 8
 
-Loss = Callable[[PackedBatch], tuple[Tensor, Tensor]]
+Loss = Callable[[PackedBatch], tuple[Tensor, ...]]
 
 
 def measure(model: Model) -> None:

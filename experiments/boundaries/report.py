@@ -1,0 +1,235 @@
+"""Tables and figures of starts, order and leaks: differences between arms inside and beyond T, over seeds and packages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from scipy.special import stdtr
+
+from experiments.boundaries.runs import LEAKS, REACH, STARTS, Arm, Setting, arms, by_setting, is_ladder
+from packmamba.records import METRICS
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
+from packmamba.report.inference import DRAWS, Resampled, bootstrap, holm, within
+from packmamba.report.kinds import Kind
+from packmamba.report.summary import Record, interval
+from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, word
+
+MARGIN = 0.005
+PRIMARY = (("coverage", "foreign", "zero"), ("continuity", "own", "foreign"))
+LADDER = (
+    *PRIMARY,
+    ("own over zero", "own", "zero"),
+    ("noise", "noise", "zero"),
+    ("own scan", "own scan", "own"),
+    ("whole", "whole", "own"),
+    ("control", "zero, control", "zero"),
+)
+ORDER = (
+    ("8 streams a row", "zero, 8 streams a row", "zero"),
+    ("plain streams", "zero, plain streams", "zero"),
+    ("shuffled", "shuffled", "zero"),
+)
+LEAK = tuple((name, name, "rows") for name in (*list(LEAKS.values())[1:], "learned"))
+COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7", "whole": "#D55E00"}
+
+
+def contrast(arm: Arm, other: Arm, low: float, high: float) -> Resampled | None:
+    """One arm's loss minus the other's at places from low up to high, nats per target; None without a seed and target of both.
+
+    Of records that do not tell packages apart the interval is Student's t over seeds.
+    """
+    (a, targets, seeds), (b, others, theirs) = arm.losses(low, high), other.losses(low, high)
+    both = [seed for seed in seeds if seed in theirs]
+    if not both or not targets.size or not np.array_equal(targets, others):
+        return None
+    differences = a[[seeds.index(s) for s in both]] - b[[theirs.index(s) for s in both]]
+    found = bootstrap(differences[np.isfinite(differences).all(axis=1)], targets)
+    if found.groups > 1 or found.seeds < 2:
+        return found
+    means = pd.Series(differences.sum(axis=1) / targets.sum())
+    mean, bottom, top, count = interval(means) or (found.mean, np.nan, np.nan, found.seeds)
+    return Resampled(mean, bottom, top, 2 * float(stdtr(count - 1, -abs(mean) / means.sem())), count, 1)
+
+
+def starts_tables(records: Sequence[Record]) -> list[Table]:
+    """Primary outcomes, the ladder, order, leaks, context gain, and the arms; ``records`` are of one corpus."""
+    settings = by_setting(arms(records))
+    tables = [
+        _primary(settings),
+        _contrasts("ladder", "The ladder: what a continuing piece starts from", settings, LADDER),
+        _contrasts("order", "Order: the same pieces in other orders, all from zero", settings, ORDER),
+        _contrasts(
+            "leak", "Leaks: documents end to end in shuffled rows, minus the same rows with reset", settings, LEAK
+        ),
+        _gains(settings),
+        _arms(settings),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
+    """Four tests in each setting, Holm over them."""
+    table = Table(
+        "primary",
+        "Coverage and continuity inside and beyond T, nats per target",
+        [
+            Column("setting", ("setting",), False),
+            Column("outcome", ("outcome",), False),
+            Column("places", ("places",), False),
+            Column("difference [95% CI]", ("difference", "difference_low", "difference_high", "pairs")),
+            Column("packages", ("packages",)),
+            Column("p, Holm over four", ("p_holm",)),
+            Column("within ±0.005", ("equivalent",), False),
+        ],
+    )
+    for setting, here in settings.items():
+        found = [
+            (title, places, contrast(here[arm], here[other], *span))
+            for title, arm, other in PRIMARY
+            if arm in here and other in here
+            for places, span in _spans(setting.T).items()
+        ]
+        adjusted = holm({f"{title} {places}": one.p if one else np.nan for title, places, one in found})
+        for title, places, one in found:
+            p, packages = adjusted[f"{title} {places}"], None if one is None else one.groups
+            table.rows.append(
+                [word(setting.label()), word(title), word(places), _cell(one), number(packages, "d"), number(p, ".2g"),
+                 word(within(one, MARGIN))]
+            )  # fmt: skip
+    table.notes = [
+        f"Coverage is foreign minus zero, continuity own minus foreign. Inside: places below T; beyond: T to {REACH} T.",
+        f"Intervals and p resample seeds and packages together, {DRAWS:,} times. Primary is T = 2048 at 14M; the rest explores.",
+    ]
+    return table
+
+
+def _spans(T: int) -> dict[str, tuple[float, float]]:
+    return {"inside": (0, T), "beyond": (T, REACH * T)}
+
+
+def _contrasts(
+    name: str, title: str, settings: dict[Setting, dict[str, Arm]], pairs: Sequence[tuple[str, str, str]]
+) -> Table:
+    columns = [
+        Column("setting", ("setting",), False),
+        Column("what", ("what",), False),
+        Column("minus", ("minus",), False),
+    ]
+    for places in ("inside", "beyond"):
+        columns.append(
+            Column(f"{places} T [95% CI]", tuple(f"{places}{end}" for end in ("", "_low", "_high", "_pairs")))
+        )
+    table = Table(name, f"{title}, nats per target", columns)
+    for setting, here in settings.items():
+        for what, arm, other in pairs:
+            if arm in here and other in here:
+                found = [contrast(here[arm], here[other], *span) for span in _spans(setting.T).values()]
+                table.rows.append([word(setting.label()), word(what), word(other), *map(_cell, found)])
+    table.notes = ["Exploratory but for the primary outcomes; intervals are not adjusted for their number."]
+    return table
+
+
+def _gains(settings: dict[Setting, dict[str, Arm]]) -> Table:
+    """What context before the last T tokens is worth, by how much of it there is."""
+    every = [arm for here in settings.values() for arm in here.values()]
+    windows = [k for k in (2, 4, 8, 16, 32) if any(arm.runs.get(f"long_context.gain_{k}") is not None for arm in every)]
+    columns = [Column("setting", ("setting",), False), Column("arm", ("arm",), False)]
+    columns += [Column(f"{k} T", (f"gain_{k}", f"gain_{k}_sd")) for k in windows]
+    table = Table("context-gain", "Context gain: what context beyond T tokens is worth, nats per target", columns)
+    if windows:
+        for setting, here in settings.items():
+            for arm in here.values():
+                cells = [
+                    mean_sd(arm.runs[f"long_context.gain_{k}"]) for k in windows if f"long_context.gain_{k}" in arm.runs
+                ]
+                table.rows.append([word(setting.label()), word(arm.name), *cells])
+    table.notes = ["Mean and standard deviation over seeds; same targets in every arm."]
+    return table
+
+
+def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
+    expected = {
+        setting: {seed for arm in here.values() for seed in arm.runs.index} for setting, here in settings.items()
+    }
+    table = Table(
+        "arms",
+        "Every arm: losses and cost",
+        [
+            Column("setting", ("setting",), False),
+            Column("arm", ("arm",), False),
+            Column("seeds", ("seeds",)),
+            Column("learning rate", ("lr",)),
+            Column("tokens", ("real_tokens",)),
+            Column("validation loss", ("val_loss", "val_loss_sd")),
+            Column("inside T", ("inside",)),
+            Column("beyond T", ("beyond",)),
+            Column("tokens/s", ("real_tokens_per_second",)),
+            Column("peak memory", ("peak_memory_bytes",)),
+            Column("states", ("state_bytes",)),
+            Column("age, steps", ("state_age_steps",)),
+        ],
+    )
+    for setting, here in settings.items():
+        for arm in here.values():
+            runs, finite = arm.runs, int(arm.runs["val_loss"].notna().sum())
+            seeds = f"{finite}" if finite == len(expected[setting]) else f"{finite} of {len(expected[setting])}"
+            table.rows.append([
+                word(setting.label()), word(arm.name), Cell(seeds, (finite,)), number(setting.lr, "g"),
+                number(runs["real_tokens"].mean(), ",.0f"), mean_sd(runs["val_loss"]),
+                *(number(_mean(arm, span), ".4f") for span in _spans(setting.T).values()),
+                number(runs["real_tokens_per_second"].mean(), ",.0f"), gibibytes(_optional(arm, "peak_memory_bytes")),
+                gibibytes(_optional(arm, "state_bytes")), number(_optional(arm, "state_age_steps"), ".0f"),
+            ])  # fmt: skip
+    table.notes = ["Tokens/s are of the training runs, which shared their hosts: speed.yaml compares arms in turns."]
+    return table
+
+
+def _mean(arm: Arm, span: tuple[float, float]) -> float | None:
+    nats, targets, seeds = arm.losses(*span)
+    return float(nats.mean(axis=0).sum() / targets.sum()) if targets.size and seeds else None
+
+
+def _optional(arm: Arm, metric: str) -> float | None:
+    return arm.runs[metric].mean() if metric in arm.runs else None
+
+
+def _cell(one: Resampled | None) -> Cell:
+    if one is None:
+        return Cell("-", (None, None, None, None))
+    bounds = "(no claim)" if np.isnan(one.low) else f"[{one.low:+.4f}, {one.high:+.4f}]"
+    return Cell(f"{one.mean:+.4f} {bounds}", (one.mean, one.low, one.high, one.seeds))
+
+
+def starts_figures(records: Sequence[Record]) -> list[Figure]:
+    """Difference from zero against the place in the document over T; a panel for each T."""
+    settings = {s: here for s, here in by_setting(arms(records)).items() if {"zero", "own"} <= here.keys()}
+    if not settings:
+        return []
+    fig, panels = axes(len(settings), width=max(6.0, 4.4 * len(settings)))
+    for ax, (setting, here) in zip(panels, settings.items()):
+        ax.axhline(0, color=MUTED, linewidth=1.2, label="zero")
+        for name in (
+            name for name in (*STARTS.values(), "whole") if name in here and name != "zero" and is_ladder(name)
+        ):
+            points = [
+                (2**power, contrast(here[name], here["zero"], 2**power * setting.T, 2 ** (power + 1) * setting.T))
+                for power in range(-4, 5)
+            ]
+            found = [(x * 2**0.5, one) for x, one in points if one]
+            halves = [[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]]
+            ax.errorbar(
+                [x for x, _ in found], [one.mean for _, one in found], yerr=np.maximum(np.nan_to_num(halves), 0),
+                color=COLORS[name], marker="o", linewidth=1.6, capsize=2, label=name,
+            )  # fmt: skip
+        ax.axvline(1, color="#b4b9c1", linewidth=1)
+        ax.set(title=setting.label(), xscale="log", xlabel="place in the document / T", ylabel="nats minus zero's")
+    legend_below(fig, columns=6)
+    caption = (
+        "Loss minus that of zero, by the place in the document over T; bars are 95 % intervals over seeds and packages."
+    )
+    return [finish(fig, "starts", caption)]
+
+
+KINDS = {"training": Kind(starts_tables, starts_figures, metrics=METRICS["training"])}

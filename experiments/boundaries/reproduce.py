@@ -1,0 +1,43 @@
+"""What makes the experiment's records, and the numbers that its README rests on."""
+
+from packmamba.experiments import Headline, Step
+
+TINY = (
+    "data.source=stdlib", "data.path=null", "data.unit=null", "data.tokens_per_step=1024", "data.slots_per_batch=1024",
+    "data.validation_documents=150", "data.num_workers=0", "model.d_model=64", "model.n_layer=2", "model.compile=false",
+    "optimizer.lr=5.0e-3", "optimizer.warmup_steps=5", "trainer.precision=32-true", "trainer.cuda_graphs=false",
+    "trainer.accelerator=cpu", "trainer.threads=1", "grid={seed: [1, 2]}",
+)  # fmt: skip
+"""On a CPU, with the standard library's functions."""
+STEPS_OF_TINY = tuple(f"trainer.{key}=80" for key in ("max_steps", "validate_every", "checkpoint_every"))
+WINDOW = "evaluation_options={long_context: {window: 64, most: 8, context: 64, documents: 5, groups: 1}}"
+"""Rows of 64 bytes, so that functions are cut."""
+POOL = (*TINY, *STEPS_OF_TINY, WINDOW, "common={data.row_length: 64, data.streams: 512}")
+ORDERS = "arms={pool-8: {data.streams: 128}, plain: {data.streams: 16}, shuffled: {data.shuffle_steps: 80}}"
+WHOLE = "arms={whole: {data.row_length: 512}}"
+
+
+def _step(name: str, *small: str) -> Step:
+    return Step(f"{name}.yaml", ("jobs=auto",), small=("jobs=1", *small), gpus=1, small_on_cpu=True)
+
+
+ROWS = "common={data.row_length: 64, data.streams: 1, data.stagger: false, data.shuffle_steps: 80}"
+STEPS = [
+    _step("calibration", *POOL, "arms={zero: {}, control: {data.slots_per_batch: 512}}"),
+    _step("ladder", *POOL),
+    _step("ladder-more", *POOL, WHOLE),
+    _step("order", *POOL, ORDERS),
+    _step("leak", *TINY, *STEPS_OF_TINY, WINDOW, ROWS),
+    _step("leak-dose", *TINY, *STEPS_OF_TINY, WINDOW, ROWS, "data.row_length=128", "grid={seed: [1]}"),
+]
+
+HEADLINES = [
+    Headline(
+        f"{outcome} {places} T",
+        "primary",
+        {"setting": "T = 2048, 14M, 100M tokens", "outcome": outcome, "places": places},
+        "difference",
+    )
+    for outcome in ("coverage", "continuity")
+    for places in ("inside", "beyond")
+]

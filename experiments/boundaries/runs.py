@@ -1,0 +1,132 @@
+"""What the runs of this experiment are: arms by their configuration, and losses by place in the document and by package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from packmamba.report.summary import Record, frame
+
+STARTS = {"reset": "zero", "noise": "noise", "foreign": "foreign", "carry": "own", "carry_scan": "own scan"}
+LEAKS = {
+    "reset": "rows",
+    "leak": "leak",
+    "leak_conv": "leak, convolution",
+    "leak_scan": "leak, scan",
+    "foreign_heads": "foreign heads",
+}
+REACH = 32
+"""Beyond: from T to this many times T."""
+
+
+def _config(run: Any, key: str, absent: Any = None) -> Any:
+    value = run.get(f"config.{key}")
+    return absent if value is None or value is pd.NA else value
+
+
+def streams_per_row(run: Any) -> float:
+    """Streams for each row of a step; 0 where rows do not go on."""
+    if _config(run, "data.strategy") != "split":
+        return 0
+    return _config(run, "data.streams") * _config(run, "data.row_length") / _config(run, "data.tokens_per_step")
+
+
+def name_of(run: Any) -> str:
+    """What an arm does, read from its configuration."""
+    boundary, pool = _config(run, "trainer.boundary"), streams_per_row(run)
+    if not pool:
+        return "whole"
+    if _config(run, "data.stagger", False) and not _config(run, "data.shuffle_steps"):
+        control = _config(run, "data.slots_per_batch") < _config(run, "data.tokens_per_step")
+        place = "" if pool >= 32 else f", {pool:g} streams a row" if pool > 1 else ", plain streams"
+        return STARTS.get(boundary, boundary) + (", control" if control else "") + place
+    if _config(run, "data.stagger", False):
+        return "shuffled"
+    return "learned" if _config(run, "model.learned_initial_state", False) else LEAKS.get(boundary, boundary)
+
+
+def is_ladder(name: str) -> bool:
+    return name in (*STARTS.values(), "zero, control", "whole")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What arms that are compared have in common; T is the length of rows, or of the rows that whole is compared with."""
+
+    T: int
+    tokens: int
+    width: int
+    lr: float
+    stagger: bool
+    after: bool
+    """From the weights of another run."""
+
+    def label(self) -> str:
+        size = {512: "14M", 768: "47M"}.get(self.width, f"width {self.width}")
+        return f"T = {self.T}, {size}, {self.tokens / 1e6:.3g}M tokens" + (", post-training" if self.after else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """Runs of one arm, by seed."""
+
+    name: str
+    setting: Setting
+    runs: pd.DataFrame
+
+    def losses(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Nats (seeds, packages) at places from low up to high, targets (packages,), and the seeds."""
+        found, targets = {}, pd.Series(dtype=float)
+        for seed, run in self.runs.iterrows():
+            places = pd.DataFrame(_places(run))
+            here = (
+                places[(places["start"] >= low) & (places["start"] < high)].groupby("group")[["nats", "targets"]].sum()
+            )
+            found[seed], targets = here["nats"], here["targets"]
+        nats = pd.DataFrame(found).sort_index()
+        return nats.to_numpy().T, targets.reindex(nats.index).to_numpy(), list(nats.columns)
+
+
+def _places(run: Any) -> list[dict[str, Any]]:
+    """By package where the record says so, else all packages as one: losses at places from start to twice start."""
+    by_group = run.get("curves.perplexity.by_group")
+    if isinstance(by_group, list) and by_group and "start" in by_group[0]:
+        return by_group
+    return [
+        {"group": 0, "start": point["start"], "nats": point["loss"] * point["count"], "targets": point["count"]}
+        for point in run["curves.loss_by_position"]
+    ]
+
+
+def arms(records: Sequence[Record]) -> list[Arm]:
+    """All arms that were trained, those of one setting one after another; of a repeated run the latest."""
+    runs = frame(records, "training")
+    if runs.empty:
+        return []
+    runs["arm"] = [name_of(run) for _, run in runs.iterrows()]
+    steps, size = runs["config.trainer.max_steps"], runs["config.data.tokens_per_step"]
+    runs["budget"] = steps * size
+    whole = runs["arm"] == "whole"
+    window = pd.to_numeric(runs.get("config.evaluation_options.long_context.window", pd.Series(np.nan, runs.index)))
+    runs["T"] = runs["config.data.row_length"].where(~whole, window.fillna(runs["config.data.row_length"]))
+    runs["staggered"] = runs.get("config.data.stagger", pd.Series(False, runs.index)).fillna(False).astype(bool) | whole
+    runs["after"] = runs.get("config.trainer.init_from", pd.Series(None, runs.index)).notna()
+    keys = ["T", "budget", "config.model.d_model", "config.optimizer.lr", "staggered", "after"]
+    found = []
+    for (*setting, name), group in runs.groupby([*keys, "arm"], sort=True):
+        latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
+        T, tokens, width, lr, stagger, after = setting
+        place = Setting(int(T), int(tokens), int(width), float(lr), bool(stagger), bool(after))
+        found.append(Arm(name, place, latest))
+    return found
+
+
+def by_setting(found: Iterable[Arm]) -> dict[Setting, dict[str, Arm]]:
+    settings: dict[Setting, dict[str, Arm]] = {}
+    for arm in found:
+        settings.setdefault(arm.setting, {})[arm.name] = arm
+    return settings
