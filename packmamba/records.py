@@ -21,6 +21,9 @@ versions        python, packmamba, torch, lightning, numpy (null where not insta
 ==============  =====================================================================================================
 
 A value that is not finite becomes null: a run that diverged is a result too, and JSON has no NaN.
+
+Beside the records a sweep leaves ``sweep.json``: which runs it has, and its baseline. ``read_records`` adds that to the training
+records of its arms, under ``sweep``; no file has this key.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ import packmamba
 from packmamba.errors import ConfigError
 
 SCHEMA = 1
+SWEEPS = "sweep.json"
 
 METRICS: dict[str, tuple[str, ...]] = {
     # Losses are nats per real target; validation runs one document at a time from zero state. val_loss_start is over
@@ -135,7 +139,7 @@ def validate_record(record: Any) -> None:
         raise ValueError(f"a record is a mapping, got {type(record).__name__}")
     if missing := sorted(_TYPES.keys() - record.keys()):
         raise ValueError(f"record lacks {', '.join(missing)}")
-    if unknown := sorted(record.keys() - _TYPES.keys()):
+    if unknown := sorted(record.keys() - _TYPES.keys() - {"sweep"}):
         raise ValueError(f"record has unknown keys {', '.join(unknown)}")
     for key, types in _TYPES.items():
         value = record[key]
@@ -173,7 +177,7 @@ def check_writable(folder: str | Path, key: str) -> None:
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     """Adds one line to a .jsonl file, creating folders; on disk when it returns. Processes may append to one file."""
-    record = _plain(record)
+    record = _plain({key: value for key, value in record.items() if key != "sweep"})
     validate_record(record)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +212,46 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
             records.append(record)
     if not records:
         raise ValueError(f"{folder} has no records: expected {folder / 'records'}/*.jsonl")
-    return records
+    return _with_sweeps(records, folder / SWEEPS)
+
+
+def write_sweep(
+    folder: str | Path,
+    name: str,
+    arms: Mapping[str, Iterable[int]],
+    baseline: str | None = None,
+    tuned: Mapping[str, list] | None = None,
+) -> None:
+    """Says beside a folder's records which seeds of which arms a sweep has; what other sweeps say there stays.
+
+    Args:
+        baseline: the arm that others are compared with.
+        tuned: ``keys`` of which each arm takes its best value, and ``seeds`` that chose it.
+    """
+    path = Path(folder) / SWEEPS
+    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    said[name] = {"baseline": baseline, "tuned": tuned, "arms": {arm: sorted(seeds) for arm, seeds in arms.items()}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """The training records of a sweep's arms with ``sweep``: its baseline, the arm's seeds, and arms without any record."""
+    if not path.is_file():
+        return records
+    trained = {record["arm"] for record in records if record["kind"] == "training"}
+    said: dict[str, dict[str, Any]] = {}
+    for sweep in json.loads(path.read_text(encoding="utf-8")).values():
+        absent = {arm: seeds for arm, seeds in sweep["arms"].items() if arm not in trained}
+        for arm, seeds in sweep["arms"].items():
+            seeds = sorted({*seeds, *said.get(arm, {}).get("seeds", [])})
+            said[arm] = {"baseline": sweep["baseline"], "tuned": sweep["tuned"], "seeds": seeds, "absent": absent}
+    return [
+        record | {"sweep": said[record["arm"]]} if record["kind"] == "training" and record["arm"] in said else record
+        for record in records
+    ]
 
 
 @functools.cache

@@ -123,8 +123,8 @@ def test_the_main_number_of_a_table_and_seeds_without_it():
     )
     (section,) = build_sections(choices, figures=False)
     shown = next(table for table in section.tables if table.name == "evaluation-next_line")
-    assert [row[1].text for row in shown.rows] == ["2 of 3", "3"]
-    assert any("2 of 3 means" in note for note in shown.notes)
+    assert [row[1].text for row in shown.rows] == ["2 of 3, 1 missing", "3"]
+    assert any("one that is missing has no record, or no such number" in note for note in shown.notes)
     # The same run before it had evaluations is no other arm.
     before = training("padded", 2, config={"evaluations": []})
     assert len(table([*choices, before], "evaluation-next_line")) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from made_records import PACKING, packing, table, throughput, training, write
 from packmamba.experiments import kinds_of
-from packmamba.records import make_record, read_records
+from packmamba.records import append_record, make_record, read_records, write_sweep
 from packmamba.report import summary
 from packmamba.report.folder import build_sections, format_table, table_files, write_report
 from packmamba.report.kinds import Kind
@@ -85,8 +86,38 @@ def test_a_row_says_how_many_of_the_seeds_it_is_of():
     records += [training("packed-reset", 0)]
     text = table_files(records)["training.md"]
     seeds = {line.split(" | ")[0]: line.split(" | ")[1] for line in text.splitlines() if line.startswith("| pa")}
-    assert seeds == {"| padded": "3", "| packed-reset": "1 of 3", "| packed-leak": "2 of 3"}
-    assert "one run diverged or is missing" in text
+    assert seeds == {"| padded": "3", "| packed-reset": "1 of 3, 2 missing", "| packed-leak": "2 of 3, 1 diverged"}
+    assert "Means are over the others, and say of how many." in text
+    leak = next(line for line in text.splitlines() if line.startswith("| packed-leak"))
+    assert "| 2.0000 ± 0.0000 (of 2) |" in leak and "(2 pairs)" in leak
+    assert [row["seeds"] for row in table(records, "training")] == ["3", "1", "2"]
+    assert "(2 pairs)" in table_files(records)["differences.md"]
+    assert "(2 pairs)" in table_files(records)["loss-by-position.md"]
+
+
+def test_a_sweep_says_what_its_runs_are_and_what_they_are_compared_with(tmp_path):
+    made = [training(arm, seed) for arm in ("padded", "packed-reset", "packed-leak") for seed in (0, 1)]
+    for record in made:
+        append_record(tmp_path / "records" / "a.jsonl", record)
+    assert "minus padded" in table_files(read_records(tmp_path))["training.md"]
+    arms = {"padded": [0, 1], "packed-reset": [0, 1, 2], "packed-leak": [1, 0], "packed-carry": range(4)}
+    write_sweep(tmp_path, "one", arms, baseline="packed-reset", tuned={"keys": ["optimizer.lr"], "seeds": [8, 9]})
+    write_sweep(tmp_path, "another", {"packed-leak": [2, 3]}, baseline="packed-reset")
+    records = read_records(tmp_path)
+    text = table_files(records)["training.md"]
+    assert "minus packed-reset" in text
+    seeds = {line.split(" | ")[0][2:]: line.split(" | ")[1] for line in text.splitlines() if line.startswith("| pa")}
+    assert seeds == {
+        "padded": "2",
+        "packed-reset": "2 of 3, 1 missing",
+        "packed-leak": "2 of 4, 2 missing",
+        "packed-carry": "0 of 4, 4 missing",
+    }
+    assert "Each arm has its own best optimizer.lr, chosen with 2 other seeds (tuning/)." in text
+    rows = {row["arm"]: row for row in table(records, "training")}
+    assert rows["packed-carry"]["val_loss"] == rows["packed-reset"]["difference"] == "" != rows["padded"]["difference"]
+    append_record(tmp_path / "copied.jsonl", records[0])
+    assert "sweep" not in json.loads((tmp_path / "copied.jsonl").read_text())
 
 
 def test_arms_are_compared_by_what_they_do_not_by_their_names():

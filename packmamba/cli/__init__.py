@@ -78,14 +78,14 @@ def sweep(arguments: argparse.Namespace) -> None:
     """Train every run of a grid and report on them. The same command again resumes it; with status: show how far it is."""
     begun = time.monotonic()
     from packmamba.errors import Unfinished
-    from packmamba.training.sweep import load_sweep, run_sweep
+    from packmamba.training.sweep import load_sweep, run_sweep, runs_of
 
     status = "status" in arguments.overrides
     plan, configs = load_sweep(arguments.config, [word for word in arguments.overrides if word != "status"])
     if status:
         from packmamba.cli.status import sweep_status
 
-        print(sweep_status(configs).text())
+        print(sweep_status(runs_of(plan, configs)).text())
         return
     arguments.folder = plan.output
     try:

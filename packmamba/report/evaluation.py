@@ -43,8 +43,8 @@ def evaluation_tables(records: Sequence[Record]) -> list[Table]:
     columns += [Column(count, (count,)) for count in COUNTS if count in present]
     table = Table("evaluation", f"Evaluation: {name}", columns)
     for arm, group in runs.groupby("arm", sort=False):
-        latest = group.groupby("seed").last()
-        cells = [mean_sd(latest[m]) for m in metrics]
+        latest = group.drop_duplicates("seed", keep="last").set_index("seed")
+        cells = [mean_sd(latest[m], len(latest)) for m in metrics]
         cells += [number(latest[count].mean(), ",.0f") for count in COUNTS if count in present]
         table.rows.append([word(str(arm)), number(len(latest), "d"), *cells])
     return [table]
@@ -91,20 +91,17 @@ def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
             *(Column(one, (one,)) for one in (*chance, *counts)),
         ],
     )
-    seeds = {seed for arm in arms for seed in arm.runs.index}
-    lacking = []
+    lacking = False
     for arm in arms:
-        values = arm[f"{name}.{main}"]
-        have = int(values.count())
-        if have < len(seeds):
-            lacking.append(f"{have} of {len(seeds)}")
+        count = summary.seeds_of(arm, arms, f"{name}.{main}")
+        lacking |= count.finite < count.expected
         table.rows.append(
             [
                 word(arm.label),
-                Cell(lacking[-1] if have < len(seeds) else str(have), (have, len(seeds) - have)),
-                mean_sd(values),
-                difference_cell(difference(arm, arms, f"{name}.{main}"), len(seeds)),
-                *(mean_sd(arm[f"{name}.{m}"]) for m in others),
+                Cell(str(count), (count.finite, count.diverged + count.missing)),
+                mean_sd(arm[f"{name}.{main}"], count.expected),
+                difference_cell(difference(arm, arms, f"{name}.{main}"), count.expected),
+                *(mean_sd(arm[f"{name}.{m}"], count.expected) for m in others),
                 *(number(arm[f"{name}.{m}"].mean(), ".4g") for m in chance),
                 *(number(arm[f"{name}.{m}"].mean(), ",.0f") for m in counts),
             ]
@@ -115,7 +112,7 @@ def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
     ]
     if lacking:
         table.notes.append(
-            f"Seeds: {lacking[0]} means that the other runs lack the number. Means are over those that have it."
+            "A run that diverged answers nothing; one that is missing has no record, or no such number. Means are over the rest."
         )
     return table
 

@@ -117,6 +117,12 @@ class Arm:
         """By seed; NaN where it was null or is missing."""
         return self.runs[metric] if metric in self.runs else pd.Series(math.nan, self.runs.index)
 
+    @property
+    def sweep(self) -> Mapping[str, Any]:
+        """What its sweep says of it (``packmamba.records``); empty if that is not known."""
+        said = self.runs.get("sweep", pd.Series(dtype=object)).dropna()
+        return {} if said.empty else said.iloc[0]
+
     def has(self, settings: Iterable[tuple[str, Any]]) -> bool:
         """Whether these configuration keys have these values."""
         return all(self.runs.iloc[0].get(f"config.{key}") == value for key, value in settings)
@@ -177,9 +183,40 @@ def _in_order(arms: Sequence[Arm]) -> list[Arm]:
     return [by_time[i] for *_, i in sorted(keyed)]
 
 
+class Seeds(NamedTuple):
+    """How many seeds a mean over an arm's runs is of; those without a number have diverged, or are missing."""
+
+    finite: int
+    diverged: int
+    missing: int
+
+    @property
+    def expected(self) -> int:
+        return sum(self)
+
+    def __str__(self) -> str:
+        words = [f"{n} {what}" for n, what in ((self.diverged, "diverged"), (self.missing, "missing")) if n]
+        return ", ".join([f"{self.finite} of {self.expected}", *words]) if words else str(self.finite)
+
+
+def seeds_of(arm: Arm, arms: Sequence[Arm], metric: str = "val_loss") -> Seeds:
+    """Of the seeds that the arm's sweep has, or where that is not known, that any of the arms has."""
+    expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index}) | set(arm.runs.index)
+    finite, diverged = int(arm[metric].count()), int(arm["val_loss"].isna().sum())
+    return Seeds(finite, diverged, len(expected) - finite - diverged)
+
+
+def absent_arms(arms: Sequence[Arm]) -> dict[str, int]:
+    """Arms of the sweeps without any run, and how many seeds each should have."""
+    return {name: len(seeds) for arm in arms for name, seeds in arm.sweep.get("absent", {}).items()}
+
+
 def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
-    """The arm that the others of the same setting are compared with."""
+    """The arm that the others of the same setting are compared with: the one that its sweep names, else by scheme."""
     peers = [peer for peer in arms if peer.setting == arm.setting]
+    named = arm.sweep.get("baseline")
+    if found := [peer for peer in peers if named is not None and peer.title == named.partition(" ")[0]]:
+        return found[0]
     return next((peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), peers[0])
 
 

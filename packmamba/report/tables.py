@@ -106,11 +106,12 @@ def gibibytes(count: float | None) -> Cell:
     return Cell("-" if count is None or pd.isna(count) else f"{count / 2**30:.2f} GiB", (count,))
 
 
-def mean_sd(values: pd.Series) -> Cell:
-    """Mean and standard deviation of the values that are not NaN; with one value no standard deviation."""
-    mean, sd = values.mean(), values.std()
+def mean_sd(values: pd.Series, expected: int = 0) -> Cell:
+    """Mean and standard deviation of the values that are not NaN; with one value no standard deviation. Fewer than expected
+    are said."""
+    mean, sd, count = values.mean(), values.std(), int(values.count())
     text = "-" if pd.isna(mean) else f"{mean:.4f}" if pd.isna(sd) else f"{mean:.4f} ± {sd:.4f}"
-    return Cell(text, (mean, sd))
+    return Cell(f"{text} (of {count})" if 0 < count < expected else text, (mean, sd))
 
 
 def _csv_value(value: Any) -> str:

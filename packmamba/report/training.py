@@ -40,7 +40,7 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
-    seeds = {seed for arm in arms for seed in arm.runs.index}
+    counts = [summary.seeds_of(arm, arms) for arm in arms]
     columns = [
         Column("arm", ("arm",), False),
         Column("seeds", ("seeds",)),
@@ -57,19 +57,22 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
     rows = [
         [
             word(arm.label),
-            _seeds(arm, len(seeds)),
+            Cell(str(count), (count.finite,)),
             number(arm["real_tokens"].mean(), ",.0f"),
-            mean_sd(arm["val_loss"]),
-            difference_cell(difference(arm, arms, "val_loss"), len(seeds)),
-            mean_sd(arm["val_loss_start"]),
-            mean_sd(arm["val_loss_as_trained"]),
+            mean_sd(arm["val_loss"], count.expected),
+            difference_cell(difference(arm, arms, "val_loss"), count.expected),
+            mean_sd(arm["val_loss_start"], count.expected),
+            mean_sd(arm["val_loss_as_trained"], count.expected),
             number(speed.real_tokens_per_second, ",.0f"),
             percent(speed.padding_fraction),
             number(speed.speedup, ".2f", "x"),
             gibibytes(arm["peak_memory_bytes"].mean()),
         ]
-        for arm, speed in zip(arms, speeds)
+        for arm, speed, count in zip(arms, speeds, counts)
     ]
+    for name, seeds in summary.absent_arms(arms).items():
+        dashes = [Cell("-", (None,) * len(column.names)) for column in columns[2:]]
+        rows.append([word(name), Cell(str(summary.Seeds(0, 0, seeds)), (0,)), *dashes])
     empty = {m for m in ("val_loss_as_trained", "peak_memory_bytes") if not any(arm[m].notna().any() for arm in arms)}
     shown = [i for i, column in enumerate(columns) if not empty.intersection(column.names)]
     table = Table("training", "Validation loss and speed by arm", [columns[i] for i in shown])
@@ -80,8 +83,14 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
         if all(speed.interleaved for speed in speeds)
         else "Real tokens/s and padding of arms without a speedup are of their own training runs: not a comparison.",
     ]
-    if any(arm["val_loss"].count() < len(seeds) for arm in arms):
-        table.notes.append("Seeds: 4 of 5 means that one run diverged or is missing. Means are over the others.")
+    for keys, seeds in {(tuple(t["keys"]), len(t["seeds"])) for arm in arms if (t := arm.sweep.get("tuned"))}:
+        table.notes.append(
+            f"Each arm has its own best {' and '.join(keys)}, chosen with {seeds} other seeds (tuning/)."
+        )
+    if any(count.finite < count.expected for count in counts) or summary.absent_arms(arms):
+        table.notes.append(
+            "A run that diverged has no loss; one that is missing has no record. Means are over the others, and say of how many."
+        )
     return table
 
 
@@ -97,21 +106,26 @@ def _differences(arms: Sequence[Arm]) -> Table:
         found = [difference(arm, arms, metric) for metric in _PAIRED]
         if any(one and one.n > 1 for one in found):
             baseline = summary.baseline_of(arm, arms)
-            table.rows.append([word(arm.label), word(baseline.label), *map(difference_cell, found)])
+            expected = summary.seeds_of(arm, arms).expected
+            cells = [difference_cell(one, expected) for one in found]
+            table.rows.append([word(arm.label), word(baseline.label), *cells])
     table.notes = ["Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."]
     return table
 
 
 def _positions(arms: Sequence[Arm]) -> Table:
-    paired = [(arm.label, *each) for arm in arms for each in by_position(arm, arms) if each[-1].n > 1]
+    paired = [
+        (arm.label, summary.seeds_of(arm, arms).expected, *each)
+        for arm in arms for each in by_position(arm, arms) if each[-1].n > 1
+    ]  # fmt: skip
     columns = [Column("arm", ("arm",), False), Column("from token", ("start",)), Column("to token", ("end",))]
     table = Table(
         "loss-by-position",
         "Loss by position in the document, in nats per target",
         [*columns, Column(f"minus {versus(arms)} [95% CI]", DIFFERENCE)],
         [
-            [word(label), number(start, ",.0f"), number(end - 1, ",.0f"), difference_cell(one)]
-            for label, start, end, one in paired
+            [word(label), number(start, ",.0f"), number(end - 1, ",.0f"), difference_cell(one, expected)]
+            for label, expected, start, end, one in paired
         ],
     )
     excluding = sum(one.low > 0 or one.high < 0 for *_, one in paired)
@@ -211,11 +225,6 @@ def seeds_statement(records: Iterable[Record]) -> str | None:
             "five seeds."
         )
     return f"{fewest} seeds: differences carry their intervals; parity claims need at least five seeds."
-
-
-def _seeds(arm: Arm, expected: int) -> Cell:
-    finite = int(arm["val_loss"].count())
-    return Cell(str(finite) if finite == expected else f"{finite} of {expected}", (len(arm.runs),))
 
 
 def difference_cell(found: Interval | None, expected: int = 0) -> Cell:

@@ -19,6 +19,7 @@ from packmamba.training.attempt import Outcome, attempt, log_path
 from packmamba.training.callbacks import newest_step
 from packmamba.training.fit import fit
 from packmamba.training.runs import record_path, run_folder, taken
+from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place, Worker
 
 STOP_SECONDS = 10.0
@@ -36,10 +37,20 @@ class Queue:
     Args:
         begun: of ``time.monotonic``, when the command began.
         seconds: from there to the deadline; None: there is none.
+        tuning: runs that come first, and choose for the others.
     """
 
-    def __init__(self, configs: list[Config], progress: bool, begun: float = 0.0, seconds: float | None = None) -> None:
-        self.configs = configs
+    def __init__(
+        self,
+        configs: list[Config],
+        progress: bool,
+        begun: float = 0.0,
+        seconds: float | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        self.tuning = tuning or Tuning(TuneConfig(), [])
+        self.configs = [*self.tuning.runs, *configs]
+        self.undecided = {n for n, config in enumerate(self.configs) if config.name in self.tuning.points}
         self.progress = progress
         self.most = float("inf") if seconds is None else seconds
         self.deadline = begun + self.most
@@ -47,10 +58,11 @@ class Queue:
         self.running: set[int] = set()
         self._corpora: list[Any] = []
         self._seconds: dict[str, list[float]] = {}
-        for number, config in enumerate(configs):
-            if record_path(config).is_file():
+        for number in range(len(self.configs)):
+            if self._decide(number) and record_path(self.configs[number]).is_file():
                 self.outcomes[number] = Outcome("done")
-        for folder in {record_path(configs[number]).parents[1] for number in self.outcomes}:
+        done = [number for number, outcome in self.outcomes.items() if outcome.state in DONE]
+        for folder in {record_path(self.configs[number]).parents[1] for number in done}:
             for record in _training_records(folder):
                 if "diverged_at_step" not in record["metrics"]:
                     self._seconds.setdefault(record["arm"], []).append(record["wall_seconds"])
@@ -58,12 +70,25 @@ class Queue:
     def next(self) -> int | None:
         """The first run that nobody trains and that there is time for; None: there is none."""
         for number in self.open():
+            if not self._decide(number):
+                continue
             config = self.configs[number]
             if record_path(config).is_file():
                 self.outcomes[number] = Outcome("done")
             elif not self._too_long(config) and (several_devices(config) or not taken(run_folder(config))):
                 return number
         return None
+
+    def _decide(self, number: int) -> bool:
+        """Whether the run's values are known: it may wait for those that choose them."""
+        if number in self.undecided and self.tuning.decided(self.configs[number]):
+            self.undecided.discard(number)
+            try:
+                self.configs[number] = self.tuning.choose(self.configs[number])
+            except Unfinished as error:
+                self.outcomes[number] = Outcome("failed", why=str(error))
+                return False
+        return number not in self.undecided
 
     def open(self) -> list[int]:
         """Runs without an outcome that this process does not train."""

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -30,12 +30,13 @@ from packmamba.config import (
     resolve,
     some,
 )
-from packmamba.records import append_record, check_writable
+from packmamba.records import append_record, check_writable, write_sweep
 from packmamba.training.fit import check_run
 from packmamba.training.places import places
 from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side, several_devices
 from packmamba.training.surroundings import prepare_environment
 from packmamba.training.throughput import measure_throughput
+from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place
 
 
@@ -44,6 +45,9 @@ class SweepConfig:
     output: str = key(
         "runs/sweep",
         "Folder of the sweep's records, tables and report: experiments/<question>, or below runs/ for one's own.",
+    )
+    name: Optional[str] = key(
+        None, "What sweep.json, beside the records, calls the sweep; null for the name of its file."
     )
     base: Optional[str] = key(
         None,
@@ -67,6 +71,11 @@ class SweepConfig:
         at_least(0),
     )
     train: bool = key(True, "Train the runs; false: only time them.")
+    baseline: Optional[str] = key(
+        None,
+        "The arm that tables compare the others with; null: the first there is of padded, single, packed with reset.",
+    )
+    tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(
         1,
         "Runs at a time, each in a process of its own on its own GPU or share of the cores; auto: one on each GPU that is free, "
@@ -83,6 +92,13 @@ class SweepConfig:
         for name, values in self.grid.items():
             if not values:
                 yield f"grid.{name}: expected at least one value, got none"
+        if self.baseline is not None and self.baseline not in self.arms:
+            yield f"baseline: expected one of {', '.join(self.arms)} or null, got '{self.baseline}'"
+        if both := sorted(set(self.tune.seeds) & set(self.grid.get("seed", [0]))):
+            yield f"tune.seeds: expected none of grid.seed, whose runs are reported, got {both[0]}"
+        for name in self.tune.grid:
+            if of := [arm for arm, keys in self.arms.items() if name in keys] or ["grid"] * (name in self.grid):
+                yield f"tune.grid.{name}: expected a key that no arm and no grid sets, but {of[0]} does"
 
     @property
     def apart(self) -> bool:
@@ -102,6 +118,7 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
     """
     own = [override for override in overrides or [] if override.partition("=")[0].partition(".")[0] in SWEEP_KEYS]
     sweep = load(SweepConfig, path, own, "sweep")
+    sweep.name = sweep.name or Path(path).stem
     layers = []
     if sweep.base is not None:
         base = Path(path).parent / sweep.base
@@ -117,6 +134,7 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
                 "jobs: expected 1, and no deadline, where a run takes several devices, got "
                 f"{sweep.jobs} with trainer.devices={config.trainer.devices}"
             )
+    Tuning(sweep.tune, configs)  # refuses its keys
     return sweep, configs
 
 
@@ -133,6 +151,11 @@ def _runs(sweep: SweepConfig) -> Iterator[list[tuple[DictConfig, str]]]:
             yield [assign(key, value) for key, value in values.items()]
 
 
+def runs_of(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
+    """All runs of a sweep in their order: first those that choose values, then the others, with their values once known."""
+    return Queue(configs, False, tuning=Tuning(sweep.tune, configs)).configs
+
+
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
     """Times the arms if asked, then trains each run that has no record yet. Returns the folder with the records.
 
@@ -145,9 +168,9 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     output = Path(sweep.output)
     check_writable(output / "records", "output")
     prepare_environment(configs)
-    queue = Queue(
-        configs if sweep.train else [], progress, time.monotonic() if begun is None else begun, sweep.deadline
-    )
+    begun = time.monotonic() if begun is None else begun
+    trained = configs if sweep.train else []
+    queue = Queue(trained, progress, begun, sweep.deadline, Tuning(sweep.tune, trained))
     on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in configs)
     chosen: AbstractContextManager[list[Place]] = places(sweep.jobs, on_gpu) if sweep.apart else nullcontext([])
     with chosen as side_by_side:
@@ -158,9 +181,24 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
                 append_record(timings, record)
         for number in queue.outcomes:
             queue.say(number, "done before")
-        if sweep.apart:
-            run_side_by_side(queue, side_by_side)
-        else:
-            run_one_by_one(queue)
+        _say_which(sweep, trained)
+        try:
+            if sweep.apart:
+                run_side_by_side(queue, side_by_side)
+            else:
+                run_one_by_one(queue)
+        finally:
+            _say_which(sweep, trained)
     queue.check()
     return output
+
+
+def _say_which(sweep: SweepConfig, configs: list[Config]) -> None:
+    """Beside the records, if there are any: which runs the sweep has, its baseline, and what was tuned."""
+    arms: dict[str, set[int]] = {}
+    for config in configs:
+        arms.setdefault(config.name, set()).add(config.seed)
+    if arms and Path(sweep.output, "records").is_dir():
+        tune = sweep.tune
+        tuned: dict[str, list[Any]] | None = {"keys": list(tune.grid), "seeds": tune.seeds} if tune.grid else None
+        write_sweep(sweep.output, sweep.name or "sweep", arms, sweep.baseline, tuned)
