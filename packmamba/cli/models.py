@@ -39,7 +39,7 @@ class EvalConfig:
 def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[dict[str, Any]]]:
     """Answers every evaluation that has no record yet; returns the output folder and the records of all.
 
-    Each evaluation's record is written when it ends, so a killed command goes on with the next one.
+    Each item is kept as it comes and each evaluation's record is written when it ends, so a killed command goes on.
     """
     from packmamba.evaluation.subject import read_config
 
@@ -98,6 +98,7 @@ def _harness_tasks(names: list[str], config: EvalConfig, ours: list[str]) -> Any
 def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
     from packmamba.evaluation.asked import Asked
     from packmamba.evaluation.evaluate import evaluate
+    from packmamba.evaluation.kept import Kept
 
     asked = Asked(
         config.data, subject.tokenizer, config.examples, config.seed, max_slots, dict(config.options.get(name, {})),
@@ -110,7 +111,8 @@ def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: P
     if asked.boundary().as_trained:
         settings["boundary"] = {subject.config.trainer.boundary: subject.config.trainer.boundary_options}
 
-    def run() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
+    def run(part: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
+        asked.kept = Kept(part, subject.model)
         result = evaluate(name, subject.model, asked)
         return result.metrics, result.curves, result.items, result.corpus_hash
 
@@ -120,7 +122,7 @@ def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: P
 def _harness(manager: Any, name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
     settings = {"name": name, "harness": True, "limit": config.limit, "max_slots": max_slots, "dtype": config.dtype}
 
-    def run() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
+    def run(_: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
         import lm_eval
 
         from packmamba.evaluation.harness import PackMambaLM
@@ -146,8 +148,9 @@ def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) ->
     if path.is_file():
         return next(r for r in read_records(output) if r["config"].get("id") == digest)
     begun = time.perf_counter()
-    metrics, curves, items, corpus_hash = run()
-    write_items(output / "items" / f"{settings['name']}-{digest}.jsonl", items)
+    kept = output / "items" / f"{settings['name']}-{digest}.jsonl"
+    metrics, curves, items, corpus_hash = run(kept.with_suffix(".part"))
+    write_items(kept, items)
     record = make_record(
         kind="evaluation",
         experiment=subject.name,
@@ -160,6 +163,7 @@ def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) ->
         wall_seconds=time.perf_counter() - begun,
     )
     append_record(path, record)
+    kept.with_suffix(".part").unlink(missing_ok=True)
     return record
 
 

@@ -86,7 +86,7 @@ def choose(model: MambaLM, examples: Sequence[Example], max_slots: int = 16384) 
     """Of multiple choice, the choice with the highest log-likelihood, as it is and divided by its bytes: its ids, unless
     ``example.notes["bytes"]`` says how many those are."""
     requests = [(example.context.tolist(), choice) for example in examples for choice in example.choices]
-    scores = iter(score(model, requests, max_slots) if requests else ())
+    scores = iter(score(model, requests, max_slots, progress=False) if requests else ())
     found: list[tuple[int | None, int | None]] = []
     for example in examples:
         values = np.array([next(scores).log_likelihood for _ in example.choices])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from packmamba.config import ConfigError, DataConfig, TrainerConfig, chosen
 from packmamba.data.tokenization import Tokenizer
+from packmamba.evaluation.kept import Kept
 from packmamba.nn import MambaLM
 
 
@@ -24,6 +25,7 @@ class Asked:
         options: of the evaluation itself, such as a task's parameters.
         key: of the configuration that holds the options, as errors name it.
         trainer: what the model was trained with; if its boundary scheme lets something cross, it answers as trained too.
+        kept: items of this evaluation as they come.
     """
 
     data: DataConfig
@@ -34,12 +36,13 @@ class Asked:
     options: dict[str, Any] = field(default_factory=dict)
     key: str = "options"
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    kept: Kept = field(default_factory=Kept)
 
     def boundary(self) -> Any:
         """The scheme that the model was trained with, without memory."""
         return chosen(self.trainer, "boundary")(**self.trainer.boundary_options)
 
-    def check_options(self, name: str, known: list[str]) -> None:
+    def check_options(self, name: str, known: Iterable[str]) -> None:
         """Raises ConfigError naming the first of the evaluation's options that it does not have."""
         for option in self.options:
             if option not in known:

@@ -33,7 +33,9 @@ EVALUATIONS: ChainMap[str, Evaluation] = ChainMap(
         "evaluation",
         {
             "perplexity": Evaluation(on_text.perplexity, on_text.check_perplexity),
+            "positions": Evaluation(on_text.positions, on_text.check_positions),
             "long_context": Evaluation(on_text.long_context, on_text.check_long_context),
+            "remembrance": Evaluation(on_text.remembers, on_text.check_remembers),
         },
     ),
     _OfTasks(),  # type: ignore[arg-type]  # never written to

@@ -26,21 +26,34 @@ def ask(name: str, model: MambaLM, asked: Asked) -> Result:
     """Accuracy and nats of a task's answers, by length and by load; of multiple choice the choices' too."""
     made, numbers, examples = drawn(name, asked, len(model.lm_head.weight))
     boundary = asked.boundary()
-    rows = AsTrained([example.tokens for example in examples], asked.data, boundary)
-    found = [{"index": number} for number in numbers]
-    alone = answer(model, examples, asked.max_slots)
-    _add(found, items(alone, examples), "")
-    if hasattr(made, "reads"):
-        neighbours = rows if any(n is not None for n in rows.before) else _packed(examples, asked)
-        _add(found, _intrusions(made, examples, neighbours, alone), "")
-    if boundary.as_trained:
-        trained = answer(model, examples, asked.max_slots, functools.partial(rows.read, model))
-        said = [{key: item[key] for key in ("right", "nats")} for item in items(trained, examples)]
-        _add(found, said, LATER)
+    documents = [example.tokens for example in examples]
+    rows = AsTrained(documents, asked.data, boundary)
+    neighbours = (
+        rows if any(n is not None for n in rows.before) or not hasattr(made, "reads") else _packed(examples, asked)
+    )
+
+    def said(which: list[int], answers: list[Answer]) -> list[dict[str, Any]]:
+        found = items(answers, [examples[i] for i in which])
         if hasattr(made, "reads"):
-            _add(found, _intrusions(made, examples, neighbours, trained), LATER, but=("reads_intruding",))
-            if rows.flows and rows.whole:
-                _add(found, _best(made, examples, neighbours), LATER)
+            found = [a | b for a, b in zip(found, _intrusions(made, examples, neighbours, which, answers))]
+        return found
+
+    def alone(which: list[int]) -> list[dict[str, Any]]:
+        return said(which, answer(model, [examples[i] for i in which], asked.max_slots))
+
+    def together(which: list[int]) -> list[dict[str, Any]]:
+        found = said(which, answer(model, examples, asked.max_slots, functools.partial(rows.read, model)))
+        if hasattr(made, "reads") and rows.flows and rows.whole:
+            found = [a | b for a, b in zip(found, _best(made, examples, rows))]
+        asked_alone = ("length", "load", "answers", "reads_intruding")
+        return [{key + LATER: value for key, value in item.items() if key not in asked_alone} for item in found]
+
+    found = [
+        {"index": n} | item for n, item in zip(numbers, asked.kept.answers(name, documents, asked.max_slots, alone))
+    ]
+    if boundary.as_trained:
+        later = asked.kept.answers(f"{name} as trained", documents, asked.max_slots, together, together=True)
+        found = [item | other for item, other in zip(found, later)]
     metrics, curves = summary(found)
     about = {"chance": made.chance, "examples": len(examples)}
     return Result(metrics | about, curves, found, f"task {name} {sorted(asked.options.items())} seed {asked.seed}")
@@ -130,11 +143,6 @@ def summary(found: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str
     return {key: value for key, value in metrics.items() if value == value}, curves
 
 
-def _add(found: list[dict[str, Any]], more: Sequence[dict[str, Any]], suffix: str, but: Sequence[str] = ()) -> None:
-    for item, other in zip(found, more):
-        item |= {key + suffix: value for key, value in other.items() if key not in but}
-
-
 def _packed(examples: Sequence[Example], asked: Asked) -> AsTrained:
     """The examples' neighbours where training has none: those that greedy gives in rows of the same length."""
     data = replace(asked.data, strategy="greedy", streams=1, row_length=asked.data.row_length or DataConfig.row_length)
@@ -142,13 +150,14 @@ def _packed(examples: Sequence[Example], asked: Asked) -> AsTrained:
 
 
 def _intrusions(
-    made: Any, examples: Sequence[Example], neighbours: AsTrained, answers: Sequence[Answer]
+    made: Any, examples: Sequence[Example], neighbours: AsTrained, which: Sequence[int], answers: Sequence[Answer]
 ) -> list[dict[str, Any]]:
-    """Of each example the reads of keys that only its predecessor wrote: how many, how many are right, and to how many the
-    predecessor's value is said."""
+    """Of each example in ``which`` the reads of keys that only its predecessor wrote: how many, how many are right, and to how
+    many the predecessor's value is said."""
     found = []
-    for example, before, said in zip(examples, neighbours.before, answers):
-        kinds, left = made.reads(example, None if before is None else examples[before])
+    for number, said in zip(which, answers):
+        before = neighbours.before[number]
+        kinds, left = made.reads(examples[number], None if before is None else examples[before])
         chosen = kinds == INTRUDING
         found.append(
             {"reads_intruding": int(chosen.sum()), "right_intruding": int(said.right[chosen].sum()),

@@ -111,7 +111,9 @@ def read(
         return Segment(list(map(int, documents[i][first:end])), done, start, keep=not whole or finals is not None)
 
     segments = [piece(i, 0, None) for i in range(len(documents)) if len(documents[i])]
-    with tqdm(total=sum(map(len, documents)), desc="reads", unit="token", unit_scale=True, disable=None) as bar:
+    with tqdm(
+        total=sum(map(len, documents)), desc="reads", unit="token", unit_scale=True, disable=None, leave=False
+    ) as bar:
         for tokens in run_passes(model, segments, max_slots):
             bar.update(tokens)
             yield tokens

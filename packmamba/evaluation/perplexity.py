@@ -7,7 +7,7 @@ pass. Losses are nats per target token.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,26 +62,31 @@ def bits_per_byte(losses: Losses, num_bytes: int) -> float:
 
 def by_position(losses: Losses) -> list[dict[str, float]]:
     """Mean loss by the target's place in its document: [1, 2), [2, 4), [4, 8), ..."""
-    longest = max((len(some) for some in losses), default=0)
+    edges = [2**i for i in range(max(map(len, losses), default=0).bit_length() + 1)]
+    return means_between(edges, [sums_between(edges, some) for some in losses], [len(some) for some in losses])
+
+
+def sums_between(edges: Sequence[int], losses: NDArray[np.float64]) -> list[float]:
+    """The summed losses of a document's targets at places [edges[i], edges[i + 1]) that it has; the first target's place is 1."""
+    return [
+        float(losses[max(start, 1) - 1 : end - 1].sum())
+        for start, end in zip(edges, edges[1:])
+        if max(start, 1) <= len(losses)
+    ]
+
+
+def means_between(
+    edges: Sequence[int], sums: Sequence[Sequence[float]], lengths: Sequence[int]
+) -> list[dict[str, float]]:
+    """Mean losses from the ``sums_between`` of documents with so many targets."""
     rows = []
-    start = 1
-    while start <= longest:
-        here = [some[start - 1 : 2 * start - 1] for some in losses if len(some) >= start]
-        count = sum(map(len, here))
-        rows.append(
-            {"start": start, "end": 2 * start, "loss": sum(float(h.sum()) for h in here) / count, "count": count,
-             "documents": len(here)}
-        )  # fmt: skip
-        start *= 2
+    for i, (start, end) in enumerate(zip(edges, edges[1:])):
+        reach = [n for n, some in enumerate(sums) if len(some) > i]
+        count = sum(min(end - 1, lengths[n]) - max(start, 1) + 1 for n in reach)
+        if count:
+            loss = sum(sums[n][i] for n in reach) / count
+            rows.append({"start": start, "end": end, "loss": loss, "count": count, "documents": len(reach)})
     return rows
-
-
-def octaves(losses: NDArray[np.float64]) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """A document's losses at places [1, 2), [2, 4), [4, 8), ..., with the first place of each."""
-    start = 1
-    while start <= len(losses):
-        yield start, losses[start - 1 : 2 * start - 1]
-        start *= 2
 
 
 def context_gain(
@@ -107,30 +112,63 @@ def context_gain(
 
     Each entry has ``windows``, ``gain``, ``loss``, ``documents``, ``groups``, and ``gains`` by document for paired comparisons.
     """
+    reached = windows_reached([len(document) for document in documents], window, most, groups, least)
+    return gain_entries(context_gains(model, documents, window, reached, max_slots, context), groups)
+
+
+def windows_reached(
+    lengths: Sequence[int], window: int, most: int, groups: Sequence[int] | None = None, least: tuple[int, int] = (1, 1)
+) -> list[int]:
+    """2, 4, ... ``most``, as long as enough documents of enough groups are as long as so many windows."""
     if window < 2:
         raise ValueError(f"window: expected at least 2, got {window}")
+    reached, k = [], 2
+    while k <= most:
+        reach = [i for i, length in enumerate(lengths) if length >= k * window]
+        different = len({i if groups is None else groups[i] for i in reach})
+        if len(reach) < max(1, least[0]) or different < least[1]:
+            break
+        reached.append(k)
+        k *= 2
+    return reached
+
+
+def context_gains(
+    model: MambaLM,
+    documents: Sequence[Any],
+    window: int,
+    reached: Sequence[int],
+    max_slots: int = 16384,
+    context: int = 0,
+) -> list[dict[int, tuple[float, float]]]:
+    """Of each document the gain and the loss at those of ``reached`` windows that it has; see ``context_gain``."""
     if context < 0:
         raise ValueError(f"context: expected at least 0, got {context}")
-    of = range(len(documents)) if groups is None else groups
-    whole = token_losses(model, [document[: most * window] for document in documents], max_slots)
-    entries = []
-    k = 2
-    while k <= most:
+    whole = token_losses(model, [document[: max(reached, default=0) * window] for document in documents], max_slots)
+    found: list[dict[int, tuple[float, float]]] = [{} for _ in documents]
+    for k in reached:
         first = (k - 1) * window
-        reach = [i for i, document in enumerate(documents) if len(document) >= k * window]
-        different = len({of[i] for i in reach})
-        if not reach or len(reach) < least[0] or different < least[1]:
-            break
-        if first > context:
-            cut = [documents[i][first - context : first + window] for i in reach]
-            short = [float(some[context:].mean()) for some in token_losses(model, cut, max_slots)]
-            full = [float(whole[i][first : first + window - 1].mean()) for i in reach]
-            gains = {i: a - b for i, a, b in zip(reach, short, full)}
-            entries.append(
-                {"windows": k, "gain": float(np.mean(list(gains.values()))), "loss": float(np.mean(full)),
-                 "documents": len(reach), "groups": different, "gains": gains}
-            )  # fmt: skip
-        k *= 2
+        reach = [i for i, document in enumerate(documents) if len(document) >= k * window and first > context]
+        cut = [documents[i][first - context : first + window] for i in reach]
+        for i, some in zip(reach, token_losses(model, cut, max_slots) if cut else ()):
+            full = float(whole[i][first : first + window - 1].mean())
+            found[i][k] = (float(some[context:].mean()) - full, full)
+    return found
+
+
+def gain_entries(
+    found: Sequence[dict[int, tuple[float, float]]], groups: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """``context_gain``'s entries from ``context_gains``."""
+    entries = []
+    for k in sorted({k for some in found for k in some}):
+        reach = [i for i, some in enumerate(found) if k in some]
+        gains = {i: found[i][k][0] for i in reach}
+        entries.append(
+            {"windows": k, "gain": float(np.mean(list(gains.values()))),
+             "loss": float(np.mean([found[i][k][1] for i in reach])), "documents": len(reach),
+             "groups": len({i if groups is None else groups[i] for i in reach}), "gains": gains}
+        )  # fmt: skip
     return entries
 
 
@@ -142,17 +180,27 @@ def effective_remembrance(
     For each t of ``starts`` the total variation between the next-token distributions after document[:length] and after
     document[t:length], averaged over the documents that are long enough; 0: nothing, 1: everything.
     """
-    long = [document[:length] for document in documents if len(document) >= length]
+    long = [document for document in documents if len(document) >= length]
     if not long:
         raise ValueError(f"documents: expected some of at least length={length} tokens, got none")
+    return dict(zip(starts, np.mean(remembrance(model, long, length, starts, max_slots), axis=0).tolist()))
+
+
+def remembrance(
+    model: MambaLM, documents: Sequence[Any], length: int, starts: Sequence[int], max_slots: int = 16384
+) -> list[list[float]]:
+    """Of each document, of at least ``length`` tokens, the total variation for each of ``starts``."""
     for t in starts:
         if not 0 < t < length:
             raise ValueError(f"starts: expected places from 1 to {length - 1}, got {t}")
-    whole = _last_distributions(model, long, max_slots)
-    return {
-        t: float((whole - _last_distributions(model, [d[t:] for d in long], max_slots)).abs().sum(dim=1).mean() / 2)
+    whole = _last_distributions(model, [document[:length] for document in documents], max_slots)
+    found = [
+        (
+            (whole - _last_distributions(model, [d[t:length] for d in documents], max_slots)).abs().sum(dim=1) / 2
+        ).tolist()
         for t in starts
-    }
+    ]
+    return [list(values) for values in zip(*found)]
 
 
 def _last_distributions(model: MambaLM, documents: Sequence[Any], max_slots: int) -> Tensor:

@@ -18,6 +18,7 @@ from packmamba.data.sources import open_source
 from packmamba.data.tokenization import Tokenizer, load_tokenizer
 from packmamba.evaluation.asked import Asked, Result
 from packmamba.evaluation.evaluate import check_evaluation, evaluate, slots
+from packmamba.evaluation.kept import Kept
 from packmamba.evaluation.subject import load_subject
 from packmamba.nn import MambaLM
 from packmamba.records import write_items
@@ -43,7 +44,8 @@ def run_evaluations(
     """Numbers and curves of all evaluations, ``<evaluation>.<metric>``; null where a number is not finite.
 
     The model is the one in the run's folder, so ``eval`` of that folder gives the same: each document from a fresh state, and
-    where the arm trains otherwise, also as trained. Answers go to evaluation/items/<evaluation>.jsonl in the folder.
+    where the arm trains otherwise, also as trained. Answers go to evaluation/items/<evaluation>.jsonl in the folder, and as they
+    come to a file beside it, so that a run that is killed here goes on there.
     """
     if not config.evaluations:
         return {}, {}
@@ -53,8 +55,11 @@ def run_evaluations(
     for name in config.evaluations:
         if progress:
             print(f"evaluation {name}", file=sys.stderr, flush=True)
-        result = _ask(config, name, subject.model, subject.tokenizer)
-        write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
+        items = folder / "evaluation" / "items" / f"{name}.jsonl"
+        kept = Kept(items.with_suffix(".part"), subject.model)
+        result = _ask(config, name, subject.model, subject.tokenizer, kept)
+        write_items(items, result.items)
+        kept.forget()
         numbers |= _numbers(name, result)
         curves |= {f"{name}.{curve}": points for curve, points in result.curves.items()}
     return numbers, curves
@@ -127,9 +132,9 @@ def _told(trainer: lightning.Trainer, answer: Callable[[], Numbers]) -> Numbers:
     return said[0]
 
 
-def _ask(config: Config, name: str, model: MambaLM, tokenizer: Tokenizer | None) -> Result:
+def _ask(config: Config, name: str, model: MambaLM, tokenizer: Tokenizer | None, kept: Kept | None = None) -> Result:
     asked = _asked(config, name)
-    asked.tokenizer, asked.max_slots = tokenizer, slots(model)
+    asked.tokenizer, asked.max_slots, asked.kept = tokenizer, slots(model), kept or Kept()
     return evaluate(name, model, asked)
 
 
