@@ -199,7 +199,7 @@ REFUSALS = {
     "seq_idx[0]: expected the tokens of an id side by side, got id 4 again after another": {
         "seq_idx": torch.tensor([[4, 4, 1, 1, 4, 4], [0] * 6])
     },
-    "seq_idx[1, 5]: expected at least 0 where attention_mask has a token, got -1": {
+    "seq_idx[1, 5]: expected at least 0 (padding is what attention_mask says), got -1": {
         "seq_idx": torch.tensor([[0] * 6, [0] * 5 + [-1]])
     },
     "cu_seq_lens_q: expected to run from 0 to B * L = 12, got 0 to 6": {"cu_seq_lens_q": torch.tensor([0, 6])},

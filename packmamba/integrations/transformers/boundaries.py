@@ -10,6 +10,8 @@ from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
 
 class Packing(NamedTuple):
     """What every layer of a forward gets in place of an attention mask.
@@ -43,9 +45,12 @@ def find(
     """
     if attention_mask is None and not given:
         return None
-    slot = torch.arange(shape[1]).expand(shape)
     real = torch.ones(shape, dtype=torch.bool) if attention_mask is None else _real(attention_mask, shape)
-    first = real & (real.cumsum(1) == 1)
+    padded = attention_mask is not None and not bool(real.all())
+    first = torch.zeros_like(real)
+    first[:, 0] = True
+    if padded:
+        first = real & (real.cumsum(1) == 1)
     starts, source = first, ""
     for name, value in given.items():
         found = BOUNDARIES[name](name, value, real, first)
@@ -57,15 +62,19 @@ def find(
             )
         starts, source = found, name
     packed = bool((starts.sum(1) > 1).any())
-    if not packed and bool(real.all()):
+    if not packed and not padded:
         return None
-    before = ~real & (real.cumsum(1) == 0) & real.any(1, keepdim=True)
+    slot = torch.arange(shape[1]).expand(shape)
     position = slot - torch.where(starts, slot, 0).cummax(1).values
-    layout = SequenceLayout.from_position_indices(torch.where(real | before, position, -1))
-    last = None
+    left = last = None
+    if padded:
+        before = ~real & (real.cumsum(1) == 0) & real.any(1, keepdim=True)
+        position = torch.where(real | before, position, -1)
+        left = before.to(device) if bool(before.any()) else None
+    layout = SequenceLayout.from_position_indices(position)
     if not packed and bool(real[:, -1].all()):
         last = (layout.ends % shape[1] == 0).nonzero().flatten().to(device)
-    return Packing(layout.to(device), before.to(device) if before.any() else None, last, packed)
+    return Packing(layout.to(device), left, last, packed)
 
 
 def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -102,7 +111,7 @@ def _seq_idx(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
     if (real & (idx < 0)).any():
         b, t = (int(i) for i in (real & (idx < 0)).nonzero()[0])
         raise ValueError(
-            f"{name}[{b}, {t}]: expected at least 0 where attention_mask has a token, got {int(idx[b, t])}"
+            f"{name}[{b}, {t}]: expected at least 0 (padding is what attention_mask says), got {int(idx[b, t])}"
         )
     starts = real & (first | (idx != idx.roll(1, dims=1)))
     for b in range(len(idx)):
@@ -115,7 +124,7 @@ def _seq_idx(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
 
 
 def _cu_seq_lens(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+    if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
         raise TypeError(f"{name}: expected an integer tensor, got {_kind(value)}")
     cu, slots = value.to("cpu", torch.int64), real.numel()
     if cu.dim() != 1 or cu.numel() < 2:
@@ -148,7 +157,7 @@ BOUNDARIES: dict[str, Callable[[str, Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def _matrix(name: str, value: Tensor, shape: tuple[int, ...], hint: str = "", integer: bool = False) -> Tensor:
-    if not isinstance(value, Tensor) or (integer and (value.is_floating_point() or value.dtype == torch.bool)):
+    if not isinstance(value, Tensor) or (integer and value.dtype not in INTEGERS):
         raise TypeError(f"{name}: expected {'an integer' if integer else 'a'} tensor, got {_kind(value)}")
     if value.shape != shape:
         raise ValueError(
