@@ -25,6 +25,7 @@ from hugging_face import (  # noqa: E402
     plain_torch,  # noqa: F401
     wide,  # noqa: F401
 )
+from packmamba import leakcheck  # noqa: E402
 from packmamba.integrations.transformers import patch  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
@@ -113,6 +114,17 @@ def test_no_bit_crosses_a_boundary(family):
         assert bool(embedded.grad[0, :5].any()) is crosses
 
 
+@pytest.mark.slow
+@every_family
+@pytest.mark.parametrize("boundaries", ["position_ids", "position_ids+seq_idx+cu_seq_lens_q", "attention_mask"])
+def test_leakcheck_passes_it_alone(family, boundaries):
+    """With a bias the original's padding on the left reaches what follows it."""
+    model, packed = both(family, use_bias=True)
+    assert not leakcheck(model, boundaries=boundaries).ok
+    found = leakcheck(packed, boundaries=boundaries)
+    assert found.ok, str(found)
+
+
 @every_family
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
 def test_generate_is_unchanged(family, options):
@@ -179,7 +191,7 @@ def test_half_precision_and_autocast():
 def refused(packed, **arguments):
     tokens = torch.ones(2, 6, dtype=torch.int64)
     with pytest.raises((TypeError, ValueError)) as caught:
-        packed(tokens, **arguments)
+        packed(**{"input_ids": tokens} | arguments)
     return str(caught.value)
 
 
@@ -224,6 +236,9 @@ REFUSALS = {
     "got (2, 1, 6, 6)": {"attention_mask": torch.ones(2, 1, 6, 6)},
     "use_cache: expected False or None beside rows of several documents, whose states one cache cannot hold; got True": {
         "position_ids": torch.tensor([ROW, ROW]), "use_cache": True,
+    },
+    "input_ids: expected shape (B, L) with at least one slot, got (2, 0)": {
+        "input_ids": torch.ones(2, 0, dtype=torch.int64)
     },
     "cu_seqlens: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got cu_seqlens": {
         "cu_seqlens": torch.tensor([0, 6, 12])

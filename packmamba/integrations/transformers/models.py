@@ -76,7 +76,7 @@ def _packs(original: Any) -> Callable:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(names, args))
         tokens = kwargs.get("input_ids")
-        if tokens is not None and (tokens.dim() != 2 or 0 in tokens.shape):
+        if isinstance(tokens, Tensor) and (tokens.dim() != 2 or 0 in tokens.shape):
             raise ValueError(f"input_ids: expected shape (B, L) with at least one slot, got {tuple(tokens.shape)}")
         if not isinstance(kwargs.get("attention_mask"), Packing):
             if any(kwargs.get(name) is not None for name in ASKS):
