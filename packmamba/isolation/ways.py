@@ -108,7 +108,8 @@ def _of_model(model: nn.Module, boundaries: str, vocab_size: int | None) -> Subj
         joined = "several but attention_mask joined by +"
         raise ValueError(f"boundaries: expected one of {', '.join(ARGUMENTS)} ({joined}), got {boundaries!r}")
     known, open_ended = _parameters(model)
-    quiet = {"use_cache": False} if "use_cache" in known or open_ended else {}
+    config = getattr(model, "config", None)
+    quiet = {"use_cache": False} if "use_cache" in known or hasattr(config, "use_cache") else {}
 
     def logits(tokens: Tensor, **arguments: Any) -> Tensor:
         found = model(input_ids=tokens, **quiet, **arguments)
@@ -130,7 +131,6 @@ def _of_model(model: nn.Module, boundaries: str, vocab_size: int | None) -> Subj
 
     sides = [_padded(padded, side) for side in ("left", "right")] if "attention_mask" in known or open_ended else []
     masked = names == ("attention_mask",)
-    config = getattr(model, "config", None)
     text = getattr(config, "text_config", None) or config
     avoid = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "image", "audio", "video")}
     flat = {
