@@ -153,3 +153,20 @@ def test_compiled_code_never_falls_back_unsaid(tmp_path, monkeypatch):
             for size in range(2, 6):
                 grow(torch.zeros(size), size)
     assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit) == limits
+
+
+def test_code_compiled_for_another_run_serves_only_where_it_cannot_matter(tmp_path, monkeypatch):
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    gpu = ["model.compile=true", "trainer.accelerator=auto"]
+
+    def anew(*keys):
+        before = len(resets)
+        with surroundings.surroundings(tiny_config(tmp_path, *keys)):
+            return len(resets) > before
+
+    assert anew("model.compile=true") and anew("model.compile=true"), "on a CPU a run has its own bits"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert anew(*gpu) and not anew(*gpu, "seed=1", "trainer.boundary=leak")
+    assert anew(*gpu, "model.d_model=12"), "sizes that differ would be compiled as unknown ones"
+    assert anew(*gpu, "model.d_model=12", "trainer.deterministic=true") and anew(*gpu, "model.d_model=12")

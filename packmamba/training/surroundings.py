@@ -29,7 +29,7 @@ def surroundings(config: Config) -> Iterator[None]:
             if config.trainer.deterministic:
                 stack.enter_context(_deterministic())
             if config.model.compile:
-                stack.enter_context(_compiled(keep=not config.trainer.deterministic))
+                stack.enter_context(_compiled(config))
             yield
     finally:
         torch.set_num_threads(threads)
@@ -55,15 +55,26 @@ def _deterministic() -> Iterator[None]:
         settings.fill_uninitialized_memory = filled
 
 
+_compiled_for: list[str] = []
+"""The last run's key, of code that is still there."""
+
+
 @contextmanager
-def _compiled(keep: bool) -> Iterator[None]:
-    """keep: whether compiled code is taken from earlier processes. Theirs may be made for batches of another size, which decides
-    how sums are split."""
+def _compiled(config: Config) -> Iterator[None]:
+    """Code compiled for batches of another size may split sums in another way, and for another model be slow. That of earlier
+    runs is used only for the same model on a GPU, whose runs are not to the same bits anyway; that of earlier processes, where
+    no bits are promised.
+    """
     import torch._dynamo
     import torch._functorch.config
     import torch._inductor.config
 
-    torch.compiler.reset()
+    trainer = config.trainer
+    inexact = not trainer.deterministic and trainer.accelerator != "cpu" and torch.cuda.is_available()
+    key = repr((config.model, config.data.row_length, trainer.precision, trainer.strategy, config.ops.backend))
+    if not inexact or _compiled_for != [key]:
+        torch.compiler.reset()
+    _compiled_for[:] = [key] if inexact else []
     with ExitStack() as stack:
         stack.enter_context(
             torch._dynamo.config.patch(
@@ -72,7 +83,7 @@ def _compiled(keep: bool) -> Iterator[None]:
                 fail_on_recompile_limit_hit=True,
             )
         )
-        if not keep:
+        if trainer.deterministic:
             stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
             stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         try:
