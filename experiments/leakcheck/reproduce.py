@@ -1,0 +1,17 @@
+"""What makes the experiment's records, and the numbers that its README rests on."""
+
+from packmamba.experiments import Headline, Step
+
+STEPS = [Step("leakcheck.yaml", small=("only=[llama,mamba,jamba]",), packages=("transformers",))]
+ARGUMENTS = {
+    "position_ids": "position_ids",
+    "+ seq_idx": "position_ids+seq_idx",
+    "+ cu_seq_lens_q": "position_ids+cu_seq_lens_q",
+    "+ both": "position_ids+seq_idx+cu_seq_lens_q",
+    "attention_mask": "attention_mask",
+}
+HEADLINES = [
+    Headline(f"{title}: {verdict}", "audit-counts", {"argument": argument}, verdict)
+    for title, argument in ARGUMENTS.items()
+    for verdict in ("tight", "leaks", "leaks and ignores it", "refuses")
+]
