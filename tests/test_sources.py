@@ -179,6 +179,15 @@ def test_parquet_files_that_cannot_be_read_are_one_sentence(tmp_path):
     assert "b.parquet in data.path has no columns 'text'" in refused(of(tmp_path, "parquet"))  # before any is read
 
 
+def test_a_row_group_is_not_in_memory_whole(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    path = write_parquet(tmp_path / "a.parquet", [f"{i} " + "x" * 1000 for i in range(30_000)], compression="none")
+    (part,) = open_source(of(path, "parquet")).parts()
+    held = pa.total_allocated_bytes()
+    most = max(pa.total_allocated_bytes() - held for _ in part(lambda _: None, Counter()))
+    assert path.stat().st_size > 30e6 and most < 5e6
+
+
 def test_rows_without_text_are_errors_or_counted(tmp_path):
     pa = pytest.importorskip("pyarrow")
     texts = [*TEXTS[:10], None, *TEXTS[10:20]]

@@ -174,7 +174,8 @@ def _take_up(work: Path, num_parts: int) -> tuple[Joined, dict[tuple[int, int], 
             same_boot = left["boot"] == _boot()  # else files may lack what was not yet on the disk
             ready = shards.keep(waiting, lambda place: same_boot and place >= joined.next)
             _write_plan(work, plan)
-            logger.warning("going on with the corpus in %s: %d chunks are done", work, len(joined.cards) + len(ready))
+            if done := len(joined.cards) + len(ready):
+                logger.warning("going on with the corpus in %s: %d chunks are done", work, done)
             return joined, ready, waiting
         except (OSError, ValueError, KeyError, IndexError) as error:
             logger.warning(

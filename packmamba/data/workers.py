@@ -74,6 +74,8 @@ def _elsewhere(
                 message = worker.receive()
                 if isinstance(message, int):
                     advance(message)
+                elif isinstance(message, OSError):
+                    raise message
                 elif isinstance(message, str):
                     raise RuntimeError(f"a process that tokenises failed:\n{message}")
                 elif message is not None:
@@ -113,7 +115,7 @@ class _Worker:
         return task is not None
 
     def receive(self) -> Any:
-        """How far it came (int), a message, a traceback (str), or None: the task is done."""
+        """How far it came (int), a message, what writing failed of, a traceback (str), or None: the task is done."""
         try:
             return _receive(self.connection)
         except (EOFError, OSError):
@@ -169,5 +171,7 @@ def _serve(connection: Connection, task: Task, tokenizer: Tokenizer, folder: Pat
         _send(connection, Failed(task.number, error))
     except (BrokenPipeError, ConnectionResetError):
         raise
+    except OSError as error:
+        _send(connection, error)
     except Exception:
         _send(connection, traceback.format_exc())

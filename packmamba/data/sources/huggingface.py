@@ -40,7 +40,7 @@ def open_huggingface(data: DataConfig) -> Source:
 
     Held out by a hash of the document's text, as JSON lines are.
     """
-    if data.path is None:
+    if not data.path:
         raise ConfigError("data.source=huggingface needs data.path, a data set's name or a folder")
     _datasets()
     total: int | None

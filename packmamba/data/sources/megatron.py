@@ -54,7 +54,7 @@ def open_megatron(data: DataConfig) -> Source:
     Held out by a hash of the document's ids (`split_by_content`). ``data.tokenizer``, ``data.begin_token`` and
     ``data.end_token`` do not apply.
     """
-    if data.path is None:
+    if not data.path:
         raise ConfigError("data.source=megatron needs data.path")
     prefix = Path(data.path)
     for suffix in (".bin", ".idx"):

@@ -63,7 +63,10 @@ def _pyarrow() -> Any:
 
 def _open(path: Path) -> Any:
     try:
-        return _pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
+        # Without a buffer or with one filled before, a whole row group would lie in memory.
+        return _pyarrow().parquet.ParquetFile(
+            path, pre_buffer=False, buffer_size=1 << 16, page_checksum_verification=True
+        )
     except _pyarrow().ArrowInvalid as error:
         raise ConfigError(f"{path} in data.path is no whole parquet file ({_line(error)})") from None
 

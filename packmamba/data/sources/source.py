@@ -82,7 +82,7 @@ def in_parts(
 
 
 def source_path(data: DataConfig) -> Path:
-    if data.path is None:
+    if not data.path:
         raise ConfigError(f"data.source={data.source} needs data.path")
     path = Path(data.path)
     if not path.exists():
@@ -101,7 +101,7 @@ def find_files(data: DataConfig, keep: Callable[[str], bool], nothing: str) -> t
     """The files of ``data.path``: a file, those below a folder whose name `keep` keeps, or what a pattern such as ``a/*.b``
     finds. Returns a folder and names relative to it, sorted. `nothing` ends the sentence that says there are none.
     """
-    if data.path is None or Path(data.path).exists() or not glob.has_magic(data.path):
+    if not data.path or Path(data.path).exists() or not glob.has_magic(data.path):
         path = source_path(data)
         if not path.is_dir():
             return path.parent, [path.name]

@@ -27,7 +27,7 @@ def open_text(data: DataConfig) -> Source:
     that is not UTF-8 is an error.
     """
     root, files = find_files(data, lambda name: True, "holds no text: there is no file")
-    if data.path is not None and Path(data.path).is_file():
+    if Path(str(data.path)).is_file():
         raise ConfigError(f"data.path '{data.path}' is not a folder; data.source=text reads a folder of text files")
     fingerprint, sizes = file_sizes(root, files)
     filled = [name for name, size in zip(files, sizes) if size]
