@@ -18,7 +18,7 @@ from packmamba import cli
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data import preparation, shards, workers
 from packmamba.data.corpus import Corpus, load_corpora
-from packmamba.data.integrity import check
+from packmamba.data.integrity import check, write_offsets
 from packmamba.data.sources import jsonl, text
 from packmamba.errors import UserError
 
@@ -294,17 +294,21 @@ def chunks_of(data):
 # --- damage
 
 
-@pytest.mark.parametrize("name", ["train.lengths", "train.offsets", "validation.lengths", "meta.json"])
+@pytest.mark.parametrize("name", ["train.lengths", "train.offsets", "validation.lengths", "both", "meta.json"])
 def test_changed_bytes_are_noticed_when_a_corpus_is_opened(data, name, caplog):
     first = load_corpora(data)
     expected = files(first)
-    path = first.train.folder / name
+    path = first.train.folder / ("train.lengths" if name == "both" else name)
     content = bytearray(path.read_bytes())
     if name == "meta.json":
         content = content.replace(first.corpus_hash.encode(), b"0" * 32)
+    elif name == "both":  # another order, and the offsets that follow from it
+        content = np.frombuffer(content, "<i4")[::-1].tobytes()
     else:
         content[8:48] = os.urandom(40)
     path.write_bytes(content)
+    if name == "both":
+        write_offsets(first.train.folder, "train")
     second = load_corpora(data)
     assert str(path) in caplog.text and "will be prepared again" in caplog.text and files(second) == expected
 

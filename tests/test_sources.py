@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packmamba.config import ConfigError
@@ -33,7 +33,8 @@ def test_compressed_lines_are_the_lines(tmp_path, name, expected, monkeypatch):
     assert read(of(write_lines(tmp_path / name)))[0] == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
+@example(lines=['{"text": "a"}'] * 3, newline=True, size=14)  # lines begin where parts do
 @given(
     lines=st.lists(st.sampled_from(["", "  ", '{"text": "a"}', '{"text": "☃ and more of it"}']), max_size=12),
     newline=st.booleans(),
