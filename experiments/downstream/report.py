@@ -1,0 +1,80 @@
+"""Tables of what models answer that were trained under each scheme: seeds that solve a task, and nats of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from packmamba.report import summary
+from packmamba.report.inference import equivalence, holm, within
+from packmamba.report.kinds import KINDS as LIBRARY
+from packmamba.report.summary import Arm, Record
+from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
+
+MARGIN = 0.02
+"""Nats an answer, named before the runs."""
+SEEDS = 8
+SOLVED = 0.9
+"""Accuracy from which a seed has solved a task: it is learned suddenly, so a mean of seeds says little."""
+
+
+def task_of(records: Sequence[Record]) -> str:
+    return summary.of_kind(records, "training")[0]["config"]["data"]["task"]
+
+
+def answers_tables(records: Sequence[Record]) -> list[Table]:
+    """``records`` are of one task."""
+    task, arms = task_of(records), summary.training_arms(records)
+    arms = [arm for arm in arms if arm[f"{task}.nats"].notna().any()]
+    table = Table(
+        "answers",
+        f"{task}: answers of models trained under each scheme",
+        [
+            Column("arm", ("arm",), False),
+            Column("runs", ("runs", "missing")),
+            Column(f"seeds solved (accuracy {SOLVED} and more)", ("solved",)),
+            Column("accuracy", ("accuracy", "accuracy_sd")),
+            Column("chance", ("chance",)),
+            Column("nats an answer", ("nats", "nats_sd")),
+            Column("minus padded [95 %]", ("difference", "low", "high", "pairs")),
+            Column(f"within ± {MARGIN}", ("within",), False),
+            Column("p of equivalence, Holm", ("p",)),
+        ],
+    )
+    baseline = next((arm for arm in arms if arm.name == "padded"), None)
+    pairs = {
+        arm.name: (arm[f"{task}.nats"] - baseline[f"{task}.nats"]).dropna()
+        for arm in arms
+        if baseline is not None and arm is not baseline
+    }
+    p_values = holm({name: equivalence(values, MARGIN) for name, values in pairs.items()})
+    for arm in arms:
+        accuracy, nats = arm[f"{task}.accuracy"], arm[f"{task}.nats"]
+        found = summary.interval(pairs[arm.name]) if arm.name in pairs else None
+        table.rows.append([
+            word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
+            percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found), word(within(found, MARGIN) if found else "-"),
+            number(p_values.get(arm.name), ".2g"),
+        ])  # fmt: skip
+    table.notes = [
+        "Examples that training did not see, each document from zero state. Differences are paired by seed, with 95 % intervals "
+        "by Student's t. Every step of every arm has the same examples; only answers bear targets."
+    ]
+    return [table] if table.rows else []
+
+
+def _runs(arm: Arm, task: str) -> Cell:
+    have = int(arm[f"{task}.nats"].notna().sum())
+    return Cell(str(have) if have >= SEEDS else f"{have} of {SEEDS}", (have, max(SEEDS - have, 0)))
+
+
+def _interval(found: summary.Interval | None) -> Cell:
+    if found is None:
+        return Cell("-", (None,) * 4)
+    if found.n < 2:
+        return Cell(f"{found.mean:+.4f} (no claim)", tuple(found))
+    form = "+.4f" if max(map(abs, found[:3])) >= 1e-4 else "+.1e"
+    return Cell(f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]", tuple(found))
+
+
+KINDS = {"training": replace(LIBRARY["training"].extended(answers_tables), label=task_of)}

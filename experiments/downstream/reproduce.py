@@ -1,0 +1,19 @@
+"""What makes the experiment's records, and the numbers that its README rests on."""
+
+from packmamba.experiments import Headline, Step
+
+TASKS = ("mqar", "selective_copying", "induction", "contradiction")
+TINY = (
+    "data.num_documents=4000", "data.validation_fraction=0.01", "data.tokens_per_step=1024", "data.slots_per_batch=2048",
+    "data.validation_documents=20", "model.d_model=16", "evaluation_examples=40", "trainer.max_steps=40",
+    "trainer.validate_every=40", "trainer.checkpoint_every=40", "trainer.accelerator=cpu", "trainer.threads=1",
+    "grid={seed: [1, 2]}",
+)  # fmt: skip
+
+STEPS = [Step(f"{task}.yaml", ("jobs=auto",), small=("jobs=1", *TINY), gpus=1, small_on_cpu=True) for task in TASKS]
+
+HEADLINES = [
+    Headline(f"{task}: {arm} minus padded, nats an answer", f"answers-{task}", {"arm": arm}, "difference")
+    for task in TASKS
+    for arm in ("single", "packed-reset", "packed-leak")
+]
