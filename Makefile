@@ -34,7 +34,7 @@ quick:
 
 test-extras:
 	@.ci/setup "$(PREFIX)" test,eval,integrations "$(ACTIVE)"
-	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m extras
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m extras $$(grep -l mark.extras tests/*.py)
 
 test-gpu:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
