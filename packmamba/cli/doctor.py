@@ -20,7 +20,7 @@ EXTRAS = {
     "mamba_ssm": "the peers' Mamba, for baselines (needs CUDA): pip install --no-build-isolation 'packmamba[peers]'",
     "causal_conv1d": "the peers' convolution, for baselines (needs CUDA): pip install --no-build-isolation 'packmamba[peers]'",
     "tokenizers": "tokenizer files (data.tokenizer): pip install tokenizers",
-    "transformers": "comparisons with Hugging Face's Mamba: pip install 'packmamba[test]'",
+    "transformers": "Hugging Face's Mamba, packed: pip install 'packmamba[integrations]'",
 }
 
 
