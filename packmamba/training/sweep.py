@@ -6,12 +6,12 @@ import copy
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from packmamba.config import (
     Config,
@@ -126,9 +126,12 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
         check_command("train", base, layers[0][0])
     others = [override for override in overrides or [] if override not in own]
     last = [(parse_override(override), f"'{override}'") for override in others]
-    configs = [resolve(Config, copy.deepcopy([*layers, *assigned, *last])) for assigned in _runs(sweep)]
+    configs = [_resolve(layers, assigned, last) for assigned in _runs(sweep)]
+    checked: list[Config] = []
     for config in configs:
-        check_run(config)
+        if (alike := replace(config, seed=0)) not in checked:
+            check_run(config)
+            checked.append(alike)
         if sweep.apart and several_devices(config):
             raise ConfigError(
                 "jobs: expected 1, and no deadline, where a run takes several devices, got "
@@ -138,7 +141,19 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
     return sweep, configs
 
 
-def _runs(sweep: SweepConfig) -> Iterator[list[tuple[DictConfig, str]]]:
+def _resolve(
+    first: list[tuple[DictConfig, str]], assigned: dict[str, Any], last: list[tuple[DictConfig, str]]
+) -> Config:
+    """A run's configuration. Its keys are one layer, which is quick; where that is refused, one each, to name the wrong one."""
+    with suppress(Exception):
+        together = OmegaConf.create()
+        for name, value in assigned.items():
+            OmegaConf.update(together, name, value)
+        return resolve(Config, copy.deepcopy([*first, (together, "")]) + copy.deepcopy(last))
+    return resolve(Config, copy.deepcopy([*first, *(assign(name, value) for name, value in assigned.items()), *last]))
+
+
+def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """What each run sets over the base; grid values other than seeds become part of the arm's name."""
     for combination in itertools.product(*sweep.grid.values()):
         point = dict(zip(sweep.grid, combination))
@@ -147,8 +162,7 @@ def _runs(sweep: SweepConfig) -> Iterator[list[tuple[DictConfig, str]]]:
             place: dict[str, Any] = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
             place |= {"plugins": sweep.plugins} if sweep.plugins else {}
             asked = {key: value for key in EVALUATED if (value := getattr(sweep, key))}
-            values = {**asked, **sweep.common, **keys, **point, **place}
-            yield [assign(key, value) for key, value in values.items()]
+            yield {**asked, **sweep.common, **keys, **point, **place}
 
 
 def runs_of(sweep: SweepConfig, configs: list[Config]) -> list[Config]:

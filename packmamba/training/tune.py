@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from packmamba.config import Config, ConfigError, assign, key, one_of, resolve, to_dict
+from packmamba.config import Config, ConfigError, key, one_of, resolve, to_dict
 from packmamba.errors import Unfinished
 from packmamba.records import read_records
 from packmamba.training.runs import decisive, record_path
@@ -94,8 +94,10 @@ class Tuning:
 
 def with_keys(config: Config, values: dict[str, Any]) -> Config:
     """The configuration with some keys set, checked."""
-    layers = [assign(name, value) for name, value in values.items()]
-    return resolve(Config, [(OmegaConf.create(to_dict(config)), config.name), *layers])
+    update = OmegaConf.create()
+    for name, value in values.items():
+        OmegaConf.update(update, name, value)
+    return resolve(Config, [(OmegaConf.create(to_dict(config)), config.name), (update, "tune.grid")])
 
 
 def _number(run: Config, metric: str) -> float:
