@@ -52,8 +52,9 @@ def alone(folder: Path, data: DataConfig) -> Iterator[None]:
                 except BlockingIOError:
                     logger.warning("another process prepares the corpus %s; waiting for it", folder)
                     fcntl.lockf(file, fcntl.LOCK_EX)
-                if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                    break  # else the one before removed it
+                with contextlib.suppress(FileNotFoundError):  # the one before removed it
+                    if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                        break
         except OSError as error:
             raise ConfigError(f"data.cache_dir '{data.cache_dir}' cannot be written ({error.strerror})") from None
         try:
@@ -228,10 +229,13 @@ class Joined:
             self._step(entry["card"])
         self._files: dict[str, BinaryIO] = {}
         self._hashes: dict[str, Any] = {}
+        known = entries[-1]["files"] if entries else {}
+        for path in self.folder.iterdir():
+            if path.name not in known:
+                path.unlink()
         for name in (f"{split}.{name}" for split in SPLITS for name in ("tokens", "lengths")):
             self._open(name)
-        for name, (size, digest) in (entries[-1]["files"] if entries else {}).items():
-            self._open(name)
+        for name, (size, digest) in known.items():
             self._hashes[name] = hash_of(self._files[name], size)
             if self._hashes[name].hexdigest() != digest:
                 raise ValueError(f"{self.folder / name} is not what was written")
