@@ -49,10 +49,14 @@ def test_installed_commands_run_in_an_empty_folder(installed, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "packmamba: error: unknown command 'trian'; did you mean 'train'?\n"
+    (tmp_path / "code").mkdir()
+    for number in range(40):  # lines that are alike: the demo asks which comes next
+        lines = [f"name_{i}{number} = {i * 37 % 101:03d}\n" for i in range(10)]
+        (tmp_path / "code" / f"{number}.py").write_text("".join(lines))
     commands = [
         (0, ["doctor"]),
         (0, ["train", "model=130m", *TINY]),
-        (0, ["demo", "throughput_rounds=1", *TINY]),
+        (0, ["demo", "throughput_rounds=1", *TINY, "data.source=text", "data.path=code"]),
         (2, ["bench"]),
         (2, ["bench", "speedup"]),
         (2, ["report", "speedup"]),

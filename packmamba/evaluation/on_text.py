@@ -252,11 +252,10 @@ HELD_OUT = "validation"
 
 
 def held_out_texts(asked: Asked) -> list[tuple[str, str]]:
-    """(group, text) of the validation documents of ``data``; without groups each is one of its own."""
-    corpus, numbers, documents = _validation(None, asked)
-    tokenizer = load_tokenizer(asked.data)
-    groups = numbers if corpus.groups is None else corpus.groups[numbers]
-    return [(str(group), tokenizer.decode(document)) for group, document in zip(groups, documents)]
+    """(group, text) of all validation documents of ``data``; without groups each is one of its own."""
+    corpus, tokenizer = load_corpora(asked.data).validation, load_tokenizer(asked.data)
+    groups = range(len(corpus)) if corpus.groups is None else corpus.groups
+    return [(str(group), tokenizer.decode(corpus.document(i))) for i, group in enumerate(groups)]
 
 
 def _validation(vocab_size: int | None, asked: Asked) -> tuple[Corpus, np.ndarray, Sequence[np.ndarray]]:

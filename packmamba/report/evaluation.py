@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from packmamba.report import summary
+from packmamba.report.measures import COUNTS, arms_evaluations, measures, title
 from packmamba.report.summary import Arm, Record, frame
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, word
 from packmamba.report.training import DIFFERENCE, difference, difference_cell, versus
-
-TITLES = {
-    "accuracy": "accuracy",
-    "chance": "chance",
-    "nats": "nats an answer",
-    "choice_accuracy": "right choices",
-    "choice_accuracy_by_bytes": "right choices, by bytes",
-    "loss": "loss",
-    "bits_per_byte": "bits per byte",
-    "accuracy_as_trained": "accuracy as trained",
-    "nats_as_trained": "nats an answer as trained",
-    "loss_as_trained": "loss as trained",
-    "accuracy_intruding": "accuracy, intruding reads",
-    "accuracy_intruding_as_trained": "accuracy as trained, intruding reads",
-    "best_intruding_as_trained": "best possible as trained, intruding reads",
-    "best_as_trained": "best possible as trained",
-}
-COUNTS = ("answers", "examples", "documents", "targets", "reads_intruding")
-MAIN = ("choice_accuracy", "accuracy", "loss")
-"""An evaluation's main number: the first of these that it has, else its first."""
 
 
 def evaluation_tables(records: Sequence[Record]) -> list[Table]:
@@ -38,7 +19,7 @@ def evaluation_tables(records: Sequence[Record]) -> list[Table]:
         return []
     name = runs["config.evaluation.name"].iloc[0]
     present = list(dict.fromkeys(metric for record in records for metric in record["metrics"]))
-    metrics = _measures(present)
+    metrics = measures(present)
     columns = [Column("model", ("model",), False), Column("runs", ("runs",)), *map(_column, metrics)]
     columns += [Column(count, (count,)) for count in COUNTS if count in present]
     table = Table("evaluation", f"Evaluation: {name}", columns)
@@ -56,19 +37,6 @@ def evaluation_label(records: Sequence[Record]) -> str:
     return f"{chosen['config']['evaluation']['name']}-{zlib.crc32(chosen['corpus_hash'].encode()) & 0xFFFF:04x}"
 
 
-def arms_evaluations(arms: Iterable[Arm]) -> dict[str, list[str]]:
-    """The evaluations that the runs of these arms ended with, and the metrics of each, the main number first."""
-    found: dict[str, list[str]] = {}
-    for metric in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
-        name, _, own = metric.partition(".")
-        if name not in ("config", "curves"):
-            found.setdefault(name, []).append(own)
-    for metrics in found.values():
-        main = next((m for m in MAIN if m in metrics), metrics[0])
-        metrics.sort(key=lambda m: m != main)
-    return found
-
-
 def arms_evaluation_tables(records: Sequence[Record]) -> list[Table]:
     """For each evaluation of the trained arms its numbers and the main one's paired difference; ``records`` are of one corpus."""
     arms = summary.training_arms(records)
@@ -77,7 +45,7 @@ def arms_evaluation_tables(records: Sequence[Record]) -> list[Table]:
 
 def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
     main, counts = present[0], [count for count in COUNTS if count in present]
-    others = [m for m in _measures(present) if m not in (main, "chance")]
+    others = [m for m in measures(present) if m not in (main, "chance")]
     chance = ["chance"] * ("chance" in present)
     table = Table(
         f"evaluation-{name}",
@@ -117,14 +85,5 @@ def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
     return table
 
 
-def _measures(present: Sequence[str]) -> list[str]:
-    """Without counts, in the order of ``TITLES``, then as they come."""
-    return sorted((m for m in present if m not in COUNTS), key=[*TITLES, *present].index)
-
-
 def _column(metric: str) -> Column:
     return Column(title(metric), (metric, f"{metric}_sd"))
-
-
-def title(metric: str) -> str:
-    return TITLES.get(metric, metric.replace("_", " "))

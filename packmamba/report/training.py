@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from packmamba.report import summary
+from packmamba.report.measures import headline
 from packmamba.report.summary import PARITY_SEEDS, Arm, Interval, Record, Speed
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
@@ -41,6 +42,7 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
 
 def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
     counts = [summary.seeds_of(arm, arms) for arm in arms]
+    asked = headline(arms)
     columns = [
         Column("arm", ("arm",), False),
         Column("seeds", ("seeds",)),
@@ -49,6 +51,7 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
         Column(f"minus {versus(arms)} [95% CI]", DIFFERENCE),
         Column("loss, first 32 tokens", _with_sd("val_loss_start")),
         Column("loss, evaluated as trained", _with_sd("val_loss_as_trained")),
+        *([Column(asked[1], _with_sd(asked[0]))] if asked else []),
         Column("real tokens/s", ("real_tokens_per_second",)),
         Column("padding", ("padding_fraction",)),
         Column("speedup over single", ("speedup",)),
@@ -63,6 +66,7 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
             difference_cell(difference(arm, arms, "val_loss"), count.expected),
             mean_sd(arm["val_loss_start"], count.expected),
             mean_sd(arm["val_loss_as_trained"], count.expected),
+            *([mean_sd(arm[asked[0]], count.expected)] if asked else []),
             number(speed.real_tokens_per_second, ",.0f"),
             percent(speed.padding_fraction),
             number(speed.speedup, ".2f", "x"),

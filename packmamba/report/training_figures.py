@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from packmamba.report import summary
-from packmamba.report.evaluation import arms_evaluations, title
 from packmamba.report.figures import INK, MUTED, Figure, axes, engineering, finish, legend_below, name_bars, style_of
+from packmamba.report.measures import arms_evaluations, title
 from packmamba.report.summary import Arm, Record, Speed
 from packmamba.report.training import by_position, difference, versus
 

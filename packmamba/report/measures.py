@@ -1,0 +1,59 @@
+"""Evaluations' metrics: their names in tables, which are counts, and which number says most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from packmamba.report.summary import Arm
+
+TITLES = {
+    "accuracy": "accuracy",
+    "chance": "chance",
+    "nats": "nats an answer",
+    "choice_accuracy": "right choices",
+    "choice_accuracy_by_bytes": "right choices, by bytes",
+    "loss": "loss",
+    "bits_per_byte": "bits per byte",
+    "accuracy_as_trained": "accuracy as trained",
+    "nats_as_trained": "nats an answer as trained",
+    "loss_as_trained": "loss as trained",
+    "accuracy_intruding": "accuracy, intruding reads",
+    "accuracy_intruding_as_trained": "accuracy as trained, intruding reads",
+    "best_intruding_as_trained": "best possible as trained, intruding reads",
+    "best_as_trained": "best possible as trained",
+}
+COUNTS = ("answers", "examples", "documents", "targets", "reads_intruding")
+MAIN = ("choice_accuracy", "accuracy", "loss")
+"""An evaluation's main number: the first of these that it has, else its first."""
+HEADLINE = ("bits_per_byte", *MAIN)
+"""The same for the one number beside losses: bits per byte of the right choice tell models apart that still guess."""
+
+
+def arms_evaluations(arms: Iterable[Arm]) -> dict[str, list[str]]:
+    """The evaluations that the runs of these arms ended with, and the metrics of each, the main number first."""
+    found: dict[str, list[str]] = {}
+    for metric in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
+        name, _, own = metric.partition(".")
+        if name not in ("config", "curves"):
+            found.setdefault(name, []).append(own)
+    for metrics in found.values():
+        main = next((m for m in MAIN if m in metrics), metrics[0])
+        metrics.sort(key=lambda m: m != main)
+    return found
+
+
+def headline(arms: Iterable[Arm]) -> tuple[str, str] | None:
+    """The metric of the first evaluation that stands beside the losses, and its title; None without evaluations."""
+    for name, present in arms_evaluations(arms).items():
+        metric = next((m for m in HEADLINE if m in present), present[0])
+        return f"{name}.{metric}", f"{name}, {title(metric)}"
+    return None
+
+
+def measures(present: Sequence[str]) -> list[str]:
+    """Without counts, in the order of ``TITLES``, then as they come."""
+    return sorted((m for m in present if m not in COUNTS), key=[*TITLES, *present].index)
+
+
+def title(metric: str) -> str:
+    return TITLES.get(metric, metric.replace("_", " "))
