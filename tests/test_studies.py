@@ -1,0 +1,40 @@
+"""The studies' small versions compute everything that the real ones do; what comes out is not looked at."""
+
+import pytest
+
+from packmamba import experiments
+from packmamba.cli.reproduction import comparison, load_plans, run
+
+FEWER = (
+    *(f"trainer.{key}=3" for key in ("max_steps", "validate_every", "checkpoint_every", "average_snapshots")),
+    "trainer.average_share=1.0",
+    "optimizer.warmup_steps=1",
+    "model.n_layer=1",
+    "data.validation_documents=4",
+    "evaluation_examples=4",
+    "grid={seed: [1, 2]}",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("study", "steps"), [("parity", 2), ("downstream", 1)])
+def test_small_computes_everything(study, steps, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("packmamba.report.folder._drawn", lambda *_: [])  # other tests draw
+    (plan,) = load_plans(study, ["scale=small", f"output={tmp_path}/out"])
+    kept = [step._replace(overrides=(*step.overrides, *FEWER)) for step in plan.steps[:steps]]
+    run(plan._replace(steps=kept))
+    table = comparison(plan._replace(steps=kept))
+    if study == "parity":  # the other's headlines name the tables of four tasks
+        assert all(row[3].text != "-" for row in table.rows) and len(table.rows) == len(plan.headlines)
+    tables = {path.stem for path in (tmp_path / "out" / "tables").glob("*.md")}
+    assert {"parity": {"parity", "calibration", "training"}, "downstream": {"answers", "training"}}[study] <= tables
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("study", ["parity", "boundaries", "downstream"])
+def test_predictions_and_margins_stand_before_the_runs(study):
+    text = (experiments.find(study) / "README.md").read_text(encoding="utf-8")
+    assert "## Predictions\nWritten on 22 November 2026, before any run of the real size." in text
+    files = {path.name for path in experiments.find(study).glob("*.yaml")} - {"train.yaml"}
+    steps = {step.file for step in experiments.module(experiments.find(study), "reproduce").STEPS}
+    assert steps <= files and len(steps) >= 4
