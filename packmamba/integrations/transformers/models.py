@@ -23,7 +23,7 @@ ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 
 @torch.compiler.disable  # what it makes depends on values
-def _arrange(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arrange(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A model's arguments with a Packing for the attention mask wherever our layers are to compute.
 
     What follows cached states, and what is padded behind its tokens and asks for a cache, stays transformers' own.
@@ -37,7 +37,7 @@ def _arrange(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return kwargs  # transformers says what is wrong
     cache, use_cache, mask = (kwargs.get(name) for name in ("cache_params", "use_cache", "attention_mask"))
-    if cache is not None and cache.has_previous_state():
+    if cache is not None and cache.has_previous_state(0):
         _check_continues(given)
         return kwargs
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
@@ -78,9 +78,9 @@ def _packs(original: Any) -> Callable:
         tokens = kwargs.get("input_ids")
         if isinstance(tokens, Tensor) and (tokens.dim() != 2 or 0 in tokens.shape):
             raise ValueError(f"input_ids: expected shape (B, L) with at least one slot, got {tuple(tokens.shape)}")
-        if not isinstance(kwargs.get("attention_mask"), Packing):
-            if any(kwargs.get(name) is not None for name in ASKS):
-                kwargs = _arrange(self, kwargs)
+        arranged = isinstance(kwargs.get("attention_mask"), Packing)  # by the model around this one
+        if not arranged and any(kwargs.get(name) is not None for name in ASKS):
+            kwargs = _arrange(kwargs)
         return original.forward(self, **kwargs)
 
     # What Trainer reads to know which columns of a data set the model takes.
