@@ -9,7 +9,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from packmamba.report import summary
-from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.kinds import Kind
 from packmamba.report.summary import Arm, Interval, Record, frame
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
@@ -63,14 +63,17 @@ def learned_tables(records: Sequence[Record]) -> list[Table]:
     return [table, *_leak_tables(arms)]
 
 
+def _pair(arms: Sequence[Arm]) -> tuple[Arm, Arm] | None:
+    """The arms that trained with reset and with leak."""
+    by_boundary = {arm.runs["config.trainer.boundary"].iloc[0]: arm for arm in arms}
+    return (by_boundary["reset"], by_boundary["leak"]) if by_boundary.keys() >= {"reset", "leak"} else None
+
+
 def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
     """How leak answers the reads of keys that only the predecessor wrote, minus reset with the same seed, in points."""
-    reset, leak = (
-        next((arm for arm in arms if arm.runs["config.trainer.boundary"].iloc[0] == boundary), None)
-        for boundary in ("reset", "leak")
-    )
-    if reset is None or leak is None:
+    if (pair := _pair(arms)) is None:
         return []
+    reset, leak = pair
     table = Table(
         "leak",
         "contradiction: packed with leak minus packed with reset, paired over seeds",
@@ -107,6 +110,30 @@ def _points_cell(found: Interval | None) -> Cell:
         return number(None, "")
     text = f"{found.mean:+.1f}" + (f" [{found.low:+.1f}, {found.high:+.1f}]" if found.n > 1 else "")
     return Cell(text, tuple(found))
+
+
+def leak_figures(records: Sequence[Record]) -> list[Figure]:
+    """Right answers of reset and leak as trained, a dot for each seed, and the best possible under leak."""
+    if (pair := _pair(summary.training_arms(records))) is None:
+        return []
+    reset, leak = pair
+    fig, panels = axes(2, width=8.0, height=3.4)
+    for ax, (title, name) in zip(panels, (("all reads", ""), ("keys that only the predecessor wrote", "_intruding"))):
+        values = {
+            "reset": reset[f"contradiction.accuracy{name}"],
+            "leak, alone": leak[f"contradiction.accuracy{name}"],
+            "leak, as trained": leak[f"contradiction.accuracy{name}_as_trained"],
+        }
+        for place, (arm, found) in enumerate(values.items()):
+            colour = style_of("packed-reset" if arm == "reset" else "packed-leak")["color"]
+            ax.bar(place, 100 * found.mean(), 0.6, color=colour, alpha=0.35)
+            ax.plot([place] * len(found), 100 * found, "o", color=colour)
+        best = 100 * leak[f"contradiction.best{name}_as_trained"].mean()
+        ax.axhline(best, color=MUTED, linewidth=1.2, linestyle=(0, (5, 2)), label="best possible as trained with leak")
+        ax.set_xticks(range(len(values)), values)
+        ax.set(title=title, ylabel="right answers (%)", ylim=(0, 103))
+    legend_below(fig)
+    return [finish(fig, "leak", f"{_task(records)}: right answers by arm, a dot for each seed.")]
 
 
 def answers_tables(records: Sequence[Record]) -> list[Table]:
@@ -222,7 +249,7 @@ def wilson(right: float, answers: float) -> tuple[float, float]:
 
 
 KINDS = {
-    "training": Kind(learned_tables, label=_task),
+    "training": Kind(learned_tables, leak_figures, label=_task),
     "answers": Kind(
         answers_tables, answers_figures, label=lambda records: _task(records, "answers"), metrics=("chance",)
     ),
