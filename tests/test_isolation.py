@@ -151,6 +151,43 @@ def test_a_leak_is_found(name):
     assert (result.isolated_forward, result.isolated_backward) == (forward, backward), str(result)
 
 
+class Flickering(Toy):
+    """As kernels whose sums come in any order."""
+
+    count, size = 0, 1e-7
+
+    def forward(self, input_ids, position_ids=None):
+        self.count += 1
+        return super().forward(input_ids, position_ids).logits + self.size * (self.count % 3)
+
+
+def test_moves_below_a_model_s_own_flicker_are_not_seen():
+    result = leakcheck(Flickering(by_document(mean_so_far)))
+    assert not result.leaks and "Two calls with the same tokens differ by" in str(result)
+    assert leakcheck(Flickering(LEAKS["a state"][0]().along)).leaks
+
+
+def test_a_small_move_without_a_gradient_is_rounding_only_where_tokens_are_routed():
+    small = behind(lambda x: 2e-8 * x.cumsum(1).detach())
+    assert leakcheck(Toy(small)).isolated_forward is False
+    result = leakcheck(Toy(small, Experts()))
+    assert result.isolated_forward and "rounding alone" in str(result)  # it cannot be told from rounding
+    assert leakcheck(Toy(behind(lambda x: 0.01 * x.cumsum(1).detach()), Experts())).leaks
+
+
+def test_hashed_tokens_leak():
+    """An n-gram's embedding, whose tokens are in two documents."""
+
+    class Bigrams(Toy):
+        def forward(self, input_ids, position_ids=None):
+            logits = super().forward(input_ids, position_ids).logits
+            pairs = (input_ids * 7 + F.pad(input_ids, (1, 0))[:, :-1]) % VOCAB
+            return logits + self.head(self.embedding(pairs))
+
+    result = leakcheck(Bigrams(by_document(mean_so_far)))
+    assert (result.isolated_forward, result.isolated_backward, result.reach) == (False, True, 1)
+
+
 def test_how_far_and_where():
     result = leakcheck(LEAKS["a state"][0]())
     assert result.reach == result.modes["evaluation"].after == 129 and result.modes["evaluation"].endless

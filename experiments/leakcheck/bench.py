@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from packmamba.config import ConfigError, at_least, key, some, suggest, unique
 from packmamba.experiments import Bench
-from packmamba.isolation import LeakCheck, leakcheck
+from packmamba.isolation import LeakCheck, Mode, leakcheck
 from packmamba.records import append_record, make_record, provenance
 
 PATCH = "packmamba.integrations.transformers"
@@ -79,8 +79,21 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
         model = _model(arm.removesuffix(PATCHED), of, c)
         if arm.endswith(PATCHED):
             model = importlib.import_module(PATCH).patch(model)
-        result = leakcheck(model, boundaries)
-        append_record(records_path, _record(c, arm, of, boundaries, model, result, time.perf_counter() - begun))
+        try:
+            result = leakcheck(model, boundaries)
+        except Exception as error:  # a model that does not run here does not end the audit
+            result = LeakCheck(
+                boundaries,
+                {
+                    "evaluation": Mode(
+                        "evaluation mode", raises=f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    )
+                },
+            )
+            failed = True
+        else:
+            failed = False
+        append_record(records_path, _record(c, arm, of, boundaries, model, result, failed, time.perf_counter() - begun))
 
 
 def unlisted(models: Any) -> list[str]:
@@ -132,7 +145,14 @@ def _model(name: str, of: dict[str, Any], c: AuditConfig) -> Any:
 
 
 def _record(
-    c: AuditConfig, arm: str, of: dict[str, Any], boundaries: str, model: Any, result: LeakCheck, seconds: float
+    c: AuditConfig,
+    arm: str,
+    of: dict[str, Any],
+    boundaries: str,
+    model: Any,
+    result: LeakCheck,
+    failed: bool,
+    seconds: float,
 ) -> dict[str, Any]:
     import transformers
 
@@ -162,6 +182,7 @@ def _record(
             "isolated_backward": _flag(result.isolated_backward),
             "same_as_alone": _flag(result.same_as_alone),
             "raises": _flag(result.raises is not None),
+            "fails": _flag(failed),
             "ignored": _flag(first.ignored),
             "largest": first.largest,
             "difference": first.difference,

@@ -29,6 +29,8 @@ def latest(records: Sequence[Record]) -> dict[str, list[Record]]:
 def verdict(record: Record) -> str:
     """In one word or two."""
     m = record["metrics"]
+    if m.get("fails"):
+        return "does not run"
     if m["raises"]:
         return "refuses"
     if m["leaks"]:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from packmamba.isolation.probes import crossing_gradients, first_module, logits_of, moved, spans
+from packmamba.isolation.probes import crossing_gradients, first_module, logits_of, moved, routes, spans
 from packmamba.isolation.verdict import Mode
 from packmamba.isolation.ways import Subject, Way
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of a document packed against itself alone, ||packed - alone|| / ||alone||: sums in another order."""
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Moves, relative to the largest logit, that are rounding where gradients show that nothing is connected."""
+"""Moves, relative to the largest logit, that are rounding where tokens are routed and no gradient connects documents."""
 
 
 class Documents:
@@ -99,7 +99,8 @@ def check(subject: Subject, way: Way, lengths: Sequence[int], mode: Mode, alone:
         return
     tokens, watched, largest = failed
     mode.largest = max(mode.largest, largest)
-    if crossed is False and largest <= ROUNDING[base.dtype] * scale:
+    small = crossed is False and largest <= ROUNDING[base.dtype] * scale
+    if small and routes(way, documents.tokens, documents.lengths):
         mode.rounding, mode.after, mode.before, mode.endless = True, 0, 0, False
         mode.isolated_forward = mode.isolated_forward is not False
         return

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from packmamba.isolation.ways import Way
@@ -128,6 +129,27 @@ class WithoutDropout(TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return func(*args, **kwargs)
+
+
+class Routing(TorchDispatchMode):
+    """Notices whether tokens are ranked, as in mixtures of experts: some then decide the shapes of products of others."""
+
+    NAMES = ("topk", "sort", "argsort", "argmax", "bincount", "histc", "_grouped_mm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or func.overloadpacket.__name__ in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+def routes(way: Way, tokens: Tensor, lengths: Sequence[int]) -> bool:
+    """Whether the model routes tokens by what they hold."""
+    with torch.no_grad(), eager(), Routing() as routing:
+        logits_of(way.call, tokens, lengths)
+    return routing.found
 
 
 def crossing_gradients(
