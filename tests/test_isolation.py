@@ -80,6 +80,13 @@ class Experts(nn.Module):
         return out.view_as(x)
 
 
+class Jitter(nn.Module):
+    """Random numbers in training that are no dropout's, as routers have."""
+
+    def forward(self, x):
+        return x * torch.empty_like(x).uniform_(0.9, 1.1) * random.random() if self.training else x
+
+
 def with_drops(experts, p=0.5):
     experts.drops.p = p
     return experts
@@ -89,6 +96,7 @@ TIGHT = {
     "each document by itself": lambda: Toy(by_document(mean_so_far)),
     "bidirectional": lambda: Toy(by_document(lambda x: x + x.mean(1, keepdim=True))),
     "dropout": lambda: Toy(by_document(mean_so_far), nn.Dropout(0.3)),
+    "jitter": lambda: Toy(by_document(mean_so_far), Jitter()),
     "experts": lambda: Toy(by_document(mean_so_far), Experts()),
     "experts with dropout": lambda: Toy(by_document(mean_so_far), with_drops(Experts())),
     "tied embeddings": lambda: tied(Toy(by_document(mean_so_far))),

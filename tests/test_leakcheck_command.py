@@ -41,6 +41,7 @@ def test_folders_of_hugging_face(tmp_path, capsys):
         and "ignores position_ids" in said
     )
     assert main(["leakcheck", str(folder), "boundaries=attention_mask"]) == 0
+    assert main(["leakcheck", str(folder), "boundaries=seq_idx", "patch=true"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -53,7 +52,9 @@ def check_folder(folder: str, overrides: Sequence[str]) -> Any:
             return _ours(folder, config)
         model = load_with_transformers(folder, config.device, config.dtype)
         if config.patch:
-            model = importlib.import_module("packmamba.integrations.transformers").patch(model)
+            from packmamba.integrations.transformers import patch
+
+            model = patch(model)
         return leakcheck(model, config.boundaries or "position_ids", lengths=config.lengths)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from None
