@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from experiments.integration import bench as integration
-from experiments.integration.arms import Arm
+from experiments.integration.arms import Arm, Measured
 from packmamba.config import ConfigError
 from packmamba.experiments import kinds_of, load_bench
 from packmamba.records import read_records
@@ -72,6 +73,22 @@ def test_an_arm_that_leaks_and_must_not_is_not_timed(tmp_path):
             load({"flattened": {"batches": "flattened", "kernels": "torch"}}), tmp_path / "r.jsonl", progress=False
         )
     assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_an_arm_that_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
+    real = Measured.train
+
+    def train(self, arm, documents, *sizes):
+        if arm.patched:
+            return real(self, arm, documents, *sizes)
+        with self.borrowed(arm):
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Measured, "train", train)
+    arms = {name: ARMS[name] for name in ("padded", "patched")}
+    integration.run(load(arms), tmp_path / "records" / "r.jsonl", progress=False)
+    assert [record["arm"] for record in read_records(tmp_path)] == ["patched"]
+    assert "padded: out of memory; it is left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -145,10 +145,12 @@ class Measured:
         model: Any = self.models[arm.patched]
         model.load_state_dict(self.start)
         model.to(self.device).train()
-        with on_torch_alone(self.modeling) if arm.kernels == "torch" else contextlib.nullcontext():
-            yield model
-        model.zero_grad(set_to_none=True)
-        model.cpu()
+        try:
+            with on_torch_alone(self.modeling) if arm.kernels == "torch" else contextlib.nullcontext():
+                yield model
+        finally:
+            model.zero_grad(set_to_none=True)
+            model.cpu()
 
     def logits(self, arm: Arm, *batches: Documents) -> Tensor:
         """(tokens, vocab) in float32, as in training; of the arm's batches of these documents."""

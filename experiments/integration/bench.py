@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ def run(config: IntegrationConfig, records_path: Path, progress: bool = True) ->
     samples: dict[str, list[Turn]] = take_turns(
         {name: turns(name) for name in arms}, config.rounds, warm_up=0,
         at_most={name: arm.rounds for name, arm in arms.items() if arm.rounds is not None},
+        left_out=lambda name: print(f"{name}: out of memory; it is left out", file=sys.stderr),
         bar="integration" if progress else None,
     )  # fmt: skip
     wall = time.perf_counter() - begun
