@@ -7,6 +7,12 @@ from dataclasses import dataclass, replace
 
 from packmamba.records import METRICS
 from packmamba.report.evaluation import arms_evaluation_tables, evaluation_label, evaluation_tables
+from packmamba.report.evaluation_curves import (
+    arms_curve_figures,
+    arms_curve_tables,
+    models_curve_figures,
+    models_curve_tables,
+)
 from packmamba.report.figures import Figure
 from packmamba.report.summary import Record
 from packmamba.report.tables import Table
@@ -49,10 +55,10 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "training": Kind(training_tables, training_figures, metrics=METRICS["training"], arms=training_legend).extended(
-        arms_evaluation_tables
-    ),
+    "training": Kind(training_tables, training_figures, metrics=METRICS["training"], arms=training_legend)
+    .extended(arms_evaluation_tables)
+    .extended(arms_curve_tables, arms_curve_figures),
     "throughput": Kind(throughput_tables, throughput_figures, metrics=METRICS["throughput"], arms=throughput_legend),
-    "evaluation": Kind(evaluation_tables, label=evaluation_label),
+    "evaluation": Kind(evaluation_tables, label=evaluation_label).extended(models_curve_tables, models_curve_figures),
 }
 """What the library knows. An experiment's own kinds are in its report.py."""
