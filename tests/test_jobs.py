@@ -143,7 +143,7 @@ def test_what_still_runs_at_the_deadline_is_cut(tmp_path, capsys, monkeypatch):
     with pytest.raises(Unfinished, match="0 of 4 runs are done; the same command goes on") as caught:
         run_sweep(sweep, configs)
     assert caught.value.status == 3
-    assert capsys.readouterr().out.count("stopped after 0 s on CPU") == 2
+    assert capsys.readouterr().out.count("stopped after 1 s on CPU") == 2
 
 
 def test_a_second_process_takes_the_next_free_run(tmp_path):
@@ -172,8 +172,9 @@ def test_no_run_begins_that_would_be_cut(tmp_path, monkeypatch):
     now = 1000.0
     queue = Queue(configs, False, begun=now, seconds=540)
     assert queue.next() == 0, "nothing is known yet"
-    queue.close(0, Outcome("done", 60.0))
-    queue.close(1, Outcome("done", 200.0))
+    for number, seconds in ((0, 60.0), (1, 200.0)):
+        queue.take(number)
+        queue.close(number, Outcome("done", seconds))
     assert (configs[2].name, configs[3].name) == (configs[0].name, configs[1].name)
     now = 1000.0 + 530 - 59
     assert queue.next() is None, "neither 60 nor 200 s are left"
@@ -185,10 +186,13 @@ def test_no_run_begins_that_would_be_cut(tmp_path, monkeypatch):
     with pytest.raises(Unfinished, match="2 of 4 runs are done; the same command goes on") as caught:
         queue.check()
     assert caught.value.status == 3
-    queue.close(2, Outcome("done", 9000.0))
-    queue.close(0, Outcome("done", 9000.0))
-    monkeypatch.setattr(pool, "newest_step", lambda folder: 0)
-    assert Queue(configs, False, begun=now, seconds=540).next() == 0
+    queue.take(2)
+    queue.close(2, Outcome("done", 540.0))
+    assert queue.next() is None, "half of 200 s"
+    now = 1000.0 + 530 - 101
+    assert queue.next() == 3
+    now, queue.most = 1000.0 + 530 - 31, 90.0
+    assert queue.next() == 3, "it never fits: it goes on from checkpoints"
 
 
 def test_a_corpus_that_cannot_be_made_is_refused_before_any_work(tmp_path):

@@ -71,6 +71,14 @@ def test_saving_is_not_training_time(tmp_path, monkeypatch):
     assert record["metrics"]["train_seconds"] < record["wall_seconds"] - 6 * 0.5
 
 
+def test_evaluations_are_part_of_a_run_s_time(tmp_path, monkeypatch):
+    """A sweep takes from it whether the next run fits before its deadline."""
+    monkeypatch.setattr(one_run, "run_evaluations", lambda *_: (time.sleep(0.5), ({}, {}))[1])
+    begun = time.perf_counter()
+    record = fit(tiny_config(tmp_path, "trainer.max_steps=1"), progress=False)
+    assert time.perf_counter() - begun - record["wall_seconds"] < 0.5
+
+
 def test_throughput_leaves_out_the_first_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(History, "_lap", lambda _: 1.0)
     monkeypatch.setattr(History, "settle", lambda _: None)  # laps where some test has used a GPU

@@ -47,7 +47,7 @@ def test_arms_take_the_values_that_are_best_in_the_mean_and_never_diverge(tmp_pa
         done(config, val_loss=loss, **({} if loss else {"diverged_at_step": 3}))
         queue.close(number, Outcome("done", 1.0))
         if number == 3:
-            queue.running.update(range(4, 8))
+            queue.running.update(dict.fromkeys(range(4, 8), 0.0))
             assert queue.next() == 8, "an arm does not wait for what chooses for others"
             assert queue.configs[8].optimizer.lr == 1e-2, "2.45 is less than 2.5"
             queue.running.clear()

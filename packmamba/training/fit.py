@@ -118,6 +118,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
                     evaluations.add(trainer, numbers)
             if evaluations:
                 record["curves"]["evaluations"] = evaluations.points
+            record["wall_seconds"] = time.perf_counter() - begun  # with the evaluations at its end
             append_record(path, record)
     return record
 

@@ -55,7 +55,8 @@ class Queue:
         self.most = float("inf") if seconds is None else seconds
         self.deadline = begun + self.most
         self.outcomes: dict[int, Outcome] = {}
-        self.running: set[int] = set()
+        self.running: dict[int, float] = {}
+        """Of runs that this process trains, when they began."""
         self._corpora: list[Any] = []
         self._seconds: dict[str, list[float]] = {}
         for number in range(len(self.configs)):
@@ -95,15 +96,16 @@ class Queue:
         return [n for n in range(len(self.configs)) if n not in self.outcomes and n not in self.running]
 
     def take(self, number: int, place: str = "") -> None:
-        self.running.add(number)
+        self.running[number] = time.monotonic()
         self.say(number, f"begins on {place}" if place else "begins")
 
     def close(self, number: int, outcome: Outcome, place: str = "") -> None:
         """Notes what became of a run that was taken."""
         config = self.configs[number]
-        self.running.discard(number)
+        seconds = time.monotonic() - self.running.pop(number)
         if outcome.state == "taken":
             return
+        outcome = outcome._replace(seconds=outcome.seconds or seconds)
         self.outcomes[number] = outcome
         if outcome.state == "done" and outcome.seconds:
             self._seconds.setdefault(config.name, []).append(outcome.seconds)
