@@ -183,6 +183,22 @@ def test_a_small_move_without_a_gradient_is_rounding_only_where_tokens_are_route
     assert leakcheck(Toy(behind(lambda x: 0.01 * x.cumsum(1).detach()), Experts())).leaks
 
 
+def test_a_model_with_a_table_of_positions():
+    """Whose vocabulary no configuration tells."""
+
+    class Positions(Toy):
+        def __init__(self):
+            super().__init__(by_document(mean_so_far))
+            self.places = nn.Embedding(200, VOCAB)
+
+        def forward(self, input_ids, position_ids=None):
+            if position_ids is None:
+                position_ids = torch.arange(input_ids.shape[1])[None]
+            return super().forward(input_ids, position_ids).logits + self.places(position_ids)
+
+    assert leakcheck(Positions()).ok
+
+
 def test_hashed_tokens_leak():
     """An n-gram's embedding, whose tokens are in two documents."""
 

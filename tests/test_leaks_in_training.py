@@ -129,9 +129,9 @@ def test_training_is_the_same_to_the_bit(tmp_path, scheme, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_checks_its_first_batch(tmp_path, monkeypatch):
-    monkeypatch.setitem(BOUNDARIES, "reset", Lying)
-    with pytest.raises(LeakError, match="trainer.boundary=reset"):
-        fit(tiny_config(tmp_path), progress=False)
-    fit(tiny_config(tmp_path, "trainer.leakcheck_every=null"), progress=False)
+    monkeypatch.setitem(BOUNDARIES, "lying", Lying)
+    with pytest.raises(LeakError, match="trainer.boundary=lying"):
+        fit(tiny_config(tmp_path, "trainer.boundary=lying"), progress=False)
+    fit(tiny_config(tmp_path, "trainer.boundary=lying", "trainer.leakcheck_every=null"), progress=False)
     with pytest.raises(ConfigError, match="leakcheck_every: expected at least 0 or null, got -1"):
         tiny_config(tmp_path, "trainer.leakcheck_every=-1")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from packmamba.isolation.check import check, padding_is_harmless
-from packmamba.isolation.probes import WithoutDropout, eager, undisturbed
+from packmamba.isolation.probes import WithoutDropout, eager, logits_of, undisturbed
 from packmamba.isolation.verdict import LeakCheck, Mode
 from packmamba.isolation.ways import subject_of
 
@@ -59,6 +62,10 @@ def leakcheck(
     with undisturbed(subject.modules):
         for module in subject.modules:
             module.eval()
+        if not subject.vocab_size:
+            with torch.no_grad():
+                logits = logits_of(subject.alone, torch.zeros(2, dtype=torch.int64, device=subject.device), [2])
+            subject = replace(subject, vocab_size=logits.shape[-1])
         first = checked("evaluation mode" if subject.modules else "as it is", rows, True)
         result.modes["evaluation" if subject.modules else "as it is"] = first
         if first.raises is not None or not subject.modules:

@@ -47,7 +47,7 @@ class Subject:
         alone: logits of one document by itself.
         unmarked: a row's logits without the boundary argument; None where there is none to leave out.
         modules: roots of the modules that compute.
-        vocab_size: V.
+        vocab_size: V; 0: as wide as the logits.
         avoid: ids with a meaning of their own.
         boundaries: by what documents are told apart.
         longest: slots of the longest row that is asked for.
@@ -143,7 +143,7 @@ def _of_model(model: nn.Module, boundaries: str, vocab_size: int | None) -> Subj
         alone,
         None if masked else alone,
         [model],
-        vocab_size or _rows_of_embedding(model, text),
+        vocab_size or getattr(text, "vocab_size", None) or 0,
         frozenset(flat),
         boundaries,
         min([limit for limit in limits if isinstance(limit, int) and limit > 0], default=2**31),
@@ -197,14 +197,6 @@ def _parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
     forward = getattr(model, "_orig_mod", model).forward  # a compiled model's own
     parameters = dict(inspect.signature(forward).parameters)
     return parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _rows_of_embedding(model: Any, config: Any) -> int:
-    if getattr(config, "vocab_size", None):
-        return config.vocab_size
-    get = getattr(model, "get_input_embeddings", None)
-    table = get() if get is not None else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-    return 32 if table is None else table.weight.shape[0]
 
 
 def _modules_of(function: Any) -> list[nn.Module]:

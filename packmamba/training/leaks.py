@@ -135,7 +135,8 @@ def _flat(model: MambaLM, boundary: Boundary, batch: PackedBatch) -> Callable[[T
 def _carried(model: MambaLM, boundary: Boundary, batch: PackedBatch) -> bool:
     """Whether in a next batch the document that continues the first row's moves with it, and no other does."""
     rows, tokens = batch.layout.shape
-    last = torch.searchsorted(batch.layout.rows, torch.arange(rows, device=batch.tokens.device), right=True) - 1
+    numbers = torch.arange(rows, dtype=torch.int32, device=batch.tokens.device)
+    last = torch.searchsorted(batch.layout.rows, numbers, right=True) - 1
     if len(set(last.tolist()) - {-1}) < rows or tokens < 2:
         return True  # a row without documents, or no room for two
     places = (batch.layout.offsets + batch.layout.lengths)[last].tolist()
