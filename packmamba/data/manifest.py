@@ -8,11 +8,12 @@ lowest, which of them are taken: the others are near-copies.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ class Manifest:
     """How it was made: format, python, seed, validation_fraction, similarity."""
     packages: tuple[Package, ...]
 
-    @property
+    @functools.cached_property
     def hash(self) -> str:
         """Of all that it says."""
         return hashlib.blake2b(self._text().encode(), digest_size=16).hexdigest()
@@ -65,7 +66,7 @@ class Manifest:
         return ((package, file) for package in self.packages for file in package.files if file.taken)
 
     def _text(self) -> str:
-        lines = [self.header, *(asdict(package) for package in self.packages)]
+        lines = [self.header, *map(vars, self.packages)]
         return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 
     def write(self, path: str | Path) -> None:
@@ -78,8 +79,13 @@ def read_manifest(path: str | Path, key: str = "data.path") -> Manifest:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{key} '{path}' is no file; expected a manifest, as the command corpus writes them")
+    return _read(path.read_bytes(), path, key)
+
+
+@functools.lru_cache(maxsize=2)  # a run opens its corpus several times
+def _read(content: bytes, path: Path, key: str) -> Manifest:
     try:
-        header, *packages = map(json.loads, gzip.decompress(path.read_bytes()).decode().splitlines())
+        header, *packages = map(json.loads, gzip.decompress(content).decode().splitlines())
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']}")
         return Manifest(header, tuple(_package(**package) for package in packages))

@@ -73,7 +73,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+        numbers = np.asarray(ids, np.int64)
+        return numbers[numbers < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class FileTokenizer:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -38,13 +39,13 @@ class Segment:
     """A document, or a piece of one: tokens, what it starts from, and what is asked of it.
 
     Attributes:
-        tokens: ids, at least one.
+        tokens: ids, a sequence or an array, at least one.
         done: called with its hidden activations (n, d_model) and its final state (or None); returns segments that come next.
         start: where it starts, or None for a fresh document.
         keep: whether its final state is wanted.
     """
 
-    tokens: Sequence[int]
+    tokens: Any
     done: Callable[[Tensor, Start | None], list[Segment]]
     start: Start | None = None
     keep: bool = False
@@ -108,7 +109,7 @@ def read(
                 finals[i] = final
             return []
 
-        return Segment(list(map(int, documents[i][first:end])), done, start, keep=not whole or finals is not None)
+        return Segment(np.asarray(documents[i][first:end], np.int64), done, start, keep=not whole or finals is not None)
 
     segments = [piece(i, 0, None) for i in range(len(documents)) if len(documents[i])]
     with tqdm(
@@ -123,7 +124,8 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int, device: t
     lengths = [len(segment.tokens) for segment in segments]
     layout = SequenceLayout.from_lengths([lengths], row_length=max_slots).to(device)
     tokens = torch.zeros(1, max_slots, dtype=torch.int64)
-    tokens[0, : sum(lengths)] = torch.tensor([token for segment in segments for token in segment.tokens])
+    # Arrays all the way: a Python integer for each token takes longer than a small model takes to read it.
+    tokens[0, : sum(lengths)] = torch.from_numpy(np.concatenate([np.asarray(s.tokens, np.int64) for s in segments]))
     starts = [segment.start for segment in segments]
     states = None if all(start is None for start in starts) else Starts(model, starts)
     kept = [number for number, segment in enumerate(segments) if segment.keep]

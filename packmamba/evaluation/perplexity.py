@@ -41,10 +41,11 @@ def token_losses(
 
     for _ in reader(see) if reader else read(model, [document[:-1] for document in documents], max_slots, see):
         hidden = torch.cat([part for _, part, _ in made])
-        targets = torch.tensor([int(token) for _, _, some in made for token in some], device=hidden.device)
+        targets = np.concatenate([np.asarray(some, np.int64) for _, _, some in made])
+        wanted = torch.from_numpy(targets).to(hidden.device)
         losses = torch.cat(
             [
-                -log_p.gather(1, targets[rows, None]).squeeze(1).double()
+                -log_p.gather(1, wanted[rows, None]).squeeze(1).double()
                 for rows, log_p in log_probabilities(model, hidden)
             ]
         )
