@@ -115,7 +115,7 @@ def test_sentences_of_the_readme_round_the_records(pattern, headline, unit):
     assert f"{headlines(experiment)[name].values[0] / unit:.{digits}f}" == number
 
 
-@pytest.mark.parametrize("experiment", ["leakcheck", "operators", "packing", "schemes", "speedup"])
+@pytest.mark.parametrize("experiment", ["leakcheck", "operators", "packing", "schemes", "speedup", "tokenization"])
 def test_a_readme_states_every_headline(experiment):
     """In a table: its row has the headline's name; or what follows a colon in it, and a column what is before."""
     found = table_cells((experiments.find(experiment) / "README.md").read_text(encoding="utf-8"))

@@ -78,8 +78,22 @@ def _spread(records: Sequence[Record], metric: str) -> Cell:
     return Cell(text, (middle, least, most))
 
 
+def legend(records: Sequence[Record]) -> dict[str, str]:
+    """What each arm reads, and by what it becomes tokens."""
+    found = {}
+    for record in summary.of_kind(records, "tokenization"):
+        c = record["config"]
+        text = "text made as it is read" if c["format"] == "generated" else f"{c['format']} files"
+        found[record["arm"]] = (
+            f"{c['gigabytes']:g} GB of {text}, {'bytes' if c['tokenizer'] == 'bytes' else 'a trained tokenizer'}"
+            + ("" if c["processes"] is None else f", {c['processes']} process")
+            + ("" if c["killed_at"] is None else f", killed at {c['killed_at']:.0%} of the tokens and run again")
+        )
+    return found
+
+
 def label(records: Sequence[Record]) -> str:
     return records[0]["config"]["distribution"]
 
 
-KINDS = {"tokenization": Kind(tables, label=label, metrics=METRICS)}
+KINDS = {"tokenization": Kind(tables, label=label, metrics=METRICS, arms=legend)}
