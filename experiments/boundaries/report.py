@@ -79,12 +79,15 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
             Column("outcome", ("outcome",), False),
             Column("places", ("places",), False),
             Column("difference [95% CI]", ("difference", "difference_low", "difference_high", "pairs")),
+            Column("seeds", ("seeds",)),
             Column("packages", ("packages",)),
             Column("p, Holm over four", ("p_holm",)),
             Column("within ±0.005", ("equivalent",), False),
         ],
     )
     for setting, here in settings.items():
+        if setting.tuning:
+            continue
         found = [
             (title, places, contrast(here[arm], here[other], *span))
             for title, arm, other in PRIMARY
@@ -94,8 +97,10 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
         adjusted = holm({f"{title} {places}": one.p if one else np.nan for title, places, one in found})
         for title, places, one in found:
             p, packages = adjusted[f"{title} {places}"], None if one is None else one.groups
+            every = max(len(here[name].runs) for name in ("zero", "foreign", "own") if name in here)
+            pairs = Cell(f"{one.seeds if one else 0} of {every}", (every,))
             table.rows.append(
-                [word(setting.label()), word(title), word(places), _cell(one), number(packages, "d"), number(p, ".2g"),
+                [word(setting.label()), word(title), word(places), _cell(one), pairs, number(packages, "d"), number(p, ".2g"),
                  word(within(one, MARGIN))]
             )  # fmt: skip
     table.notes = [

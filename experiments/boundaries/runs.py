@@ -19,6 +19,8 @@ LEAKS = {
     "leak_scan": "leak, scan",
     "foreign_heads": "foreign heads",
 }
+TUNING = 100
+"""Seeds from here on are for choices, and are not reported."""
 REACH = 32
 """Beyond: from T to this many times T."""
 
@@ -64,10 +66,13 @@ class Setting:
     stagger: bool
     after: bool
     """From the weights of another run."""
+    tuning: bool
+    """Seeds on which things were chosen."""
 
     def label(self) -> str:
         size = {512: "14M", 768: "47M"}.get(self.width, f"width {self.width}")
-        return f"T = {self.T}, {size}, {self.tokens / 1e6:.3g}M tokens" + (", post-training" if self.after else "")
+        marks = [", post-training"] * self.after + [f", tuning seeds, rate {self.lr:g}"] * self.tuning
+        return f"T = {self.T}, {size}, {self.tokens / 1e6:.3g}M tokens" + "".join(marks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +84,9 @@ class Arm:
     runs: pd.DataFrame
 
     def losses(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Nats (seeds, packages) at places from low up to high, targets (packages,), and the seeds."""
+        """Nats (seeds, packages) at places from low up to high, targets (packages,), and the seeds that did not diverge."""
         found, targets = {}, pd.Series(dtype=float)
-        for seed, run in self.runs.iterrows():
+        for seed, run in self.runs[self.runs["val_loss"].notna()].iterrows():
             places = pd.DataFrame(_places(run))
             here = (
                 places[(places["start"] >= low) & (places["start"] < high)].groupby("group")[["nats", "targets"]].sum()
@@ -111,16 +116,18 @@ def arms(records: Sequence[Record]) -> list[Arm]:
     steps, size = runs["config.trainer.max_steps"], runs["config.data.tokens_per_step"]
     runs["budget"] = steps * size
     whole = runs["arm"] == "whole"
-    window = pd.to_numeric(runs.get("config.evaluation_options.long_context.window", pd.Series(np.nan, runs.index)))
-    runs["T"] = runs["config.data.row_length"].where(~whole, window.fillna(runs["config.data.row_length"]))
+    rows = runs["config.data.row_length"].astype(float)
+    window = runs.get("config.evaluation_options.long_context.window", pd.Series(np.nan, runs.index)).astype(float)
+    runs["T"] = rows.where(~whole, window.fillna(rows))
     runs["staggered"] = runs.get("config.data.stagger", pd.Series(False, runs.index)).fillna(False).astype(bool) | whole
+    runs["tuning"] = runs["seed"] >= TUNING
     runs["after"] = runs.get("config.trainer.init_from", pd.Series(None, runs.index)).notna()
-    keys = ["T", "budget", "config.model.d_model", "config.optimizer.lr", "staggered", "after"]
+    keys = ["T", "budget", "config.model.d_model", "config.optimizer.lr", "staggered", "after", "tuning"]
     found = []
     for (*setting, name), group in runs.groupby([*keys, "arm"], sort=True):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
-        T, tokens, width, lr, stagger, after = setting
-        place = Setting(int(T), int(tokens), int(width), float(lr), bool(stagger), bool(after))
+        T, tokens, width, lr, *marks = setting
+        place = Setting(int(T), int(tokens), int(width), float(lr), *map(bool, marks))
         found.append(Arm(name, place, latest))
     return found
 

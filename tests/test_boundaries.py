@@ -1,0 +1,131 @@
+"""What experiments/boundaries makes of records: known effects come back, tuning seeds stay out, a run has every table."""
+
+import csv
+import functools
+import io
+import json
+
+import numpy as np
+import pytest
+
+import run
+from experiments.boundaries.report import KINDS, starts_figures
+from experiments.boundaries.runs import name_of
+from made_records import training
+from packmamba.config import load_config, to_dict
+from packmamba.records import read_records
+from packmamba.report.summary import flatten
+from packmamba.report.tables import write_table
+from packmamba.training.sweep import load_sweep
+from processes import ROOT
+
+FOLDER = ROOT / "experiments" / "boundaries"
+POOL = {
+    "data.strategy": "split", "data.streams": 1024, "data.stagger": True, "data.mode": "stream", "data.row_length": 2048,
+    "data.tokens_per_step": 65536, "data.slots_per_batch": 65536, "model.d_model": 512, "trainer.max_steps": 1526,
+}  # fmt: skip
+EFFECTS = {
+    "reset": (0.0, 0.0),
+    "foreign": (0.001, -0.010),
+    "carry": (0.001, -0.030),
+    "noise": (0.0, -0.004),
+    "carry_scan": (0.001, -0.029),
+}
+"""Nats per target over zero, inside and beyond T."""
+
+
+@functools.cache
+def config_of(boundary):
+    return to_dict(load_config(None, [f"{k}={v}" for k, v in (POOL | {"trainer.boundary": boundary}).items()]))
+
+
+def record(boundary, seed, effect=None):
+    rng = np.random.default_rng([seed, len(boundary)])
+    inside, beyond = effect or EFFECTS[boundary]
+    points = []
+    for group in range(12):
+        for start in (2**i for i in range(16)):
+            targets = 1000 + 100 * group
+            loss = 1 + 0.1 * group + (inside if start < 2048 else beyond) + 0.0005 * rng.standard_normal()
+            points.append({"group": group, "start": start, "targets": targets, "nats": targets * loss})
+    made = training("single", seed, config={**config_of(boundary), "seed": seed}, state_age_steps=32)
+    return made | {"arm": f"any {boundary}", "curves": made["curves"] | {"perplexity.by_group": points}}
+
+
+def rows(records, name):
+    (table,) = (table for table in KINDS["training"].tables(records) if table.name == name)
+    return list(csv.DictReader(io.StringIO(write_table(table, "csv"))))
+
+
+@pytest.fixture(scope="module")
+def ladder():
+    return [record(boundary, seed) for seed in range(1, 9) for boundary in EFFECTS]
+
+
+def test_known_effects_come_back(ladder):
+    found = {(row["outcome"], row["places"]): row for row in rows(ladder, "primary")}
+    expected = {"coverage": {"inside": 0.001, "beyond": -0.010}, "continuity": {"inside": 0.0, "beyond": -0.020}}
+    assert len(found) == 4
+    for (outcome, places), row in found.items():
+        effect = expected[outcome][places]
+        assert row["setting"] == "T = 2048, 14M, 100M tokens"
+        assert float(row["difference"]) == pytest.approx(effect, abs=4e-4)
+        assert float(row["difference_low"]) <= float(row["difference"]) <= float(row["difference_high"])
+        assert (row["pairs"], row["seeds"], row["packages"]) == ("8", "8", "12")
+        assert row["equivalent"] == ("yes" if abs(effect) < 0.005 else "no")
+        assert float(row["p_holm"]) < 0.05 or effect == 0
+    others = {row["what"]: float(row["beyond"]) for row in rows(ladder, "ladder")}
+    assert others["own over zero"] == pytest.approx(-0.030, abs=4e-4)
+    assert others["noise"] == pytest.approx(-0.004, abs=4e-4) and others["own scan"] == pytest.approx(0.001, abs=4e-4)
+
+
+def test_seeds_that_chose_something_and_runs_that_diverged_are_not_reported(ladder):
+    tuned = [record(boundary, 101, effect=(9.0, 9.0)) for boundary in EFFECTS]
+    diverged = [json.loads(json.dumps(one)) for one in ladder]
+    (lost,) = (one for one in diverged if one["seed"] == 3 and one["config"]["trainer"]["boundary"] == "carry")
+    lost["metrics"]["val_loss"] = None
+    found = {(row["outcome"], row["places"]): row for row in rows([*tuned, *diverged], "primary")}
+    assert float(found["coverage", "beyond"]["difference"]) == pytest.approx(-0.010, abs=4e-4)
+    assert found["coverage", "beyond"]["pairs"] == "8" and found["continuity", "beyond"]["pairs"] == "7"
+    seeds = {row["arm"]: row["seeds"] for row in rows(diverged, "arms")}
+    assert seeds["own"] == "7" and seeds["zero"] == "8"
+
+
+@pytest.mark.slow
+def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    expected = {
+        "ladder": ["zero", "foreign", "own"],
+        "ladder-more": ["noise", "own scan", "whole"],
+        "calibration": ["zero", "zero, control"],
+        "order": ["zero", "zero, 8 streams a row", "zero, plain streams", "shuffled"],
+        "leak": ["rows", "leak", "foreign heads", "leak, convolution", "leak, scan", "learned"],
+        "rows-512": ["zero", "foreign", "own"],
+        "rows-8192": ["zero", "foreign", "own"],
+        "larger": ["zero", "own"],
+        "post": ["zero", "foreign", "own", "noise"],
+    }
+    for sweep, names in expected.items():
+        keys = ["grid={seed: [1]}", *(["trainer.init_from=null"] if sweep == "post" else [])]
+        configs = [flatten(to_dict(config)) for config in load_sweep(FOLDER / f"{sweep}.yaml", keys)[1]]
+        found = [name_of({f"config.{key}": value for key, value in config.items()}) for config in configs]
+        assert list(dict.fromkeys(found)) == names, sweep
+    assert [figure.name for figure in starts_figures(ladder)] == ["starts"]
+
+
+@pytest.mark.slow
+def test_a_small_run_has_every_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keys = [f"trainer.{key}=40" for key in ("max_steps", "validate_every", "checkpoint_every")]
+    assert run.main(["reproduce", "boundaries/ladder", "scale=small", *keys, "data.validation_documents=60"]) == 0
+    folder = tmp_path / "runs" / "reproduce" / "boundaries-small"
+    records = read_records(folder)
+    assert len(records) == 6 and {record["metrics"].get("state_age_steps") for record in records} == {None, 32}
+    for table, count in (("primary", 4), ("ladder", 3), ("arms", 3), ("context-gain", 3)):
+        found = list(csv.DictReader(io.StringIO((folder / "tables" / f"{table}.csv").read_text())))
+        assert len(found) == count, table
+        numbers = [
+            row[key] for row in found for key in row if key.startswith(("difference", "inside", "beyond", "gain"))
+        ]
+        assert all(numbers), table
+    assert (folder / "figures" / "starts.png").is_file()
