@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from packmamba import MambaLM
+from packmamba.data.corpus import load_corpora
 from packmamba.evaluation.answers import Accuracy, answer, choose, items
+from packmamba.evaluation.asked import Asked
+from packmamba.evaluation.evaluate import evaluate
 from packmamba.evaluation.perplexity import (
     bits_per_byte,
     by_position,
@@ -18,6 +22,7 @@ from packmamba.evaluation.perplexity import (
     token_losses,
 )
 from packmamba.evaluation.tasks import TASKS
+from runs import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +174,37 @@ def test_ids_outside_of_the_vocabulary_are_refused():
     with pytest.raises(ValueError, match=r"examples\[0\]: expected ids below the model's vocab_size 10, got"):
         answer(lm, [TASKS["mqar"]().example(0, 0)])
     assert choose(lm, []) == []
+
+
+def test_under_autocast_the_head_computes_as_its_weights_are():
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=256, d_model=24, n_layer=2)
+    with torch.no_grad():
+        model.lm_head.weight *= 40
+    document = np.random.default_rng(1).integers(0, 256, 65)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        (found,) = token_losses(model, [document], max_slots=64)
+        hidden = model(torch.tensor(document[None, :-1]), return_hidden=True)[0]
+    assert hidden.dtype == torch.bfloat16
+    targets, weight = torch.tensor(document[1:]), model.lm_head.weight.detach()
+    expected = torch.nn.functional.cross_entropy(hidden.float() @ weight.t(), targets, reduction="none")
+    assert np.allclose(found, expected, rtol=1e-5)
+    halved = torch.nn.functional.cross_entropy((hidden @ weight.t().bfloat16()).float(), targets, reduction="none")
+    assert not np.allclose(found, halved, rtol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_was_trained_in_mixed_precision_reads_so_on_a_gpu(tmp_path):
+    config = tiny_config(tmp_path, "model.d_state=16", "trainer.precision=bf16-mixed")
+    vocab_size = load_corpora(config.data, progress=False).validation.vocab_size
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size, d_model=64, n_layer=2).cuda()
+    seen = []
+    model.backbone.layers[1].register_forward_hook(lambda *arguments: seen.append(arguments[2][1].dtype))
+    loss = {}
+    for precision in ("bf16-mixed", "32-true"):
+        asked = Asked(config.data, None, trainer=replace(config.trainer, precision=precision))
+        loss[precision] = evaluate("perplexity", model, asked).metrics["loss"]
+        assert set(seen) == {torch.bfloat16 if precision == "bf16-mixed" else torch.float32}
+        seen.clear()
+    assert 0 < abs(loss["bf16-mixed"] - loss["32-true"]) < 1e-3

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
 
 from packmamba.evaluation import on_tasks, on_text
 from packmamba.evaluation.asked import Asked, Evaluation, Result
@@ -48,9 +51,16 @@ def slots(model: MambaLM) -> int:
     return 16384 if next(model.parameters()).is_cuda else 2048
 
 
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
 def evaluate(name: str, model: MambaLM, asked: Asked) -> Result:
-    """One evaluation. Raises ConfigError naming what is wrong."""
-    return EVALUATIONS[name].ask(model, asked)
+    """One evaluation. On a GPU, float32 weights that were trained in mixed precision read as they did in training, but for the
+    head: the scan's fast kernel is for 16 bits. Raises ConfigError naming what is wrong."""
+    weight = next(model.parameters())
+    dtype = MIXED.get(asked.trainer.precision) if weight.is_cuda and weight.dtype == torch.float32 else None
+    with torch.autocast("cuda", dtype) if dtype else nullcontext():
+        return EVALUATIONS[name].ask(model, asked)
 
 
 def check_evaluation(name: str, asked: Asked, vocab_size: int | None = None) -> None:

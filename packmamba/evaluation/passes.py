@@ -176,13 +176,16 @@ class Starts(Sequence):
 
 
 def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(T, d_model) -> float32 (float64 of float64) log-probabilities (rows, vocabulary), so many rows at a time."""
+    """(T, d_model) -> float32 (float64 of float64) log-probabilities (rows, vocabulary), so many rows at a time.
+
+    The head computes in the dtype of its weights, under autocast too.
+    """
     weight = model.lm_head.weight
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    with torch.inference_mode():
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    with torch.inference_mode(), torch.autocast(hidden.device.type, enabled=False):
         for first in range(0, len(hidden), HEAD_ROWS):
             part = hidden[first : first + HEAD_ROWS]
-            rows = hidden.new_zeros(HEAD_ROWS, hidden.shape[1])
+            rows = weight.new_zeros(HEAD_ROWS, hidden.shape[1])
             rows[: len(part)] = part
-            logits = torch.nn.functional.linear(rows, weight.to(rows.dtype))[: len(part)]
+            logits = torch.nn.functional.linear(rows, weight)[: len(part)]
             yield slice(first, first + len(part)), torch.log_softmax(logits.to(wide), dim=-1)
