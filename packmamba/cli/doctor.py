@@ -20,6 +20,9 @@ EXTRAS = {
     "mamba_ssm": "the peers' Mamba, for baselines (needs CUDA): pip install --no-build-isolation 'packmamba[peers]'",
     "causal_conv1d": "the peers' convolution, for baselines (needs CUDA): pip install --no-build-isolation 'packmamba[peers]'",
     "tokenizers": "tokenizer files (data.tokenizer): pip install tokenizers",
+    "pyarrow": "parquet files (data.source=parquet): pip install 'packmamba[integrations]'",
+    "datasets": "data sets (data.source=huggingface): pip install 'packmamba[integrations]'",
+    "zstandard": "JSON lines in .zst files: pip install 'packmamba[integrations]'",
     "transformers": "Hugging Face's Mamba, packed: pip install 'packmamba[integrations]'",
 }
 
