@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from packmamba.report import summary
 from packmamba.report.figures import Figure, axes, finish
@@ -45,8 +45,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         notes=[
             f"Whole optimizer steps; {', '.join(first['hardware']['gpus']) or first['hardware']['cpu']}; medians of turns of "
             f"{config['steps']} steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), "
-            f"{config['rounds']} turns each, interleaved; transformers {first['config'].get('transformers', '-')}. The slow path "
-            "is one step of 2 documents. Off from single documents: logits in float32, relative. Losses are nats per byte."
+            f"{config['rounds']} turn(s) each, interleaved; transformers {config['transformers']}.{_others(arms.values())} Off from single documents: logits in float32, relative. Losses are nats per byte."
         ],
     )
     for arm, record in arms.items():
@@ -59,6 +58,17 @@ def tables(records: Sequence[Record]) -> list[Table]:
             number(m["first_loss"], ".4f"), number(m["last_loss"], ".4f"), number(m["difference"], ".1e"),
         ])  # fmt: skip
     return [table]
+
+
+def _others(records: Iterable[Record]) -> str:
+    """A sentence for each arm whose turns are smaller than the first one's."""
+    first, *rest = ({"arm": r["arm"]} | r["config"] for r in records)
+    sizes = ("documents_per_step", "steps", "rounds")
+    return "".join(
+        f" {c['arm']}: {c['rounds']} turn(s) of {c['steps']} step(s) of {c['documents_per_step']} documents."
+        for c in rest
+        if any(c[size] != first[size] for size in sizes)
+    )
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:
