@@ -67,11 +67,15 @@ def test_every_arm_is_recorded_and_tabulated(tmp_path):
     assert all(arm in text for arm in ARMS)
 
 
-def test_an_arm_that_leaks_and_must_not_is_not_timed(tmp_path):
-    with pytest.raises(RuntimeError, match="flattened: logits differ from single documents' by"):
-        integration.run(
-            load({"flattened": {"batches": "flattened", "kernels": "torch"}}), tmp_path / "r.jsonl", progress=False
-        )
+def test_a_patched_arm_that_leaks_is_not_timed(tmp_path, monkeypatch):
+    real = Arm.collate
+
+    def without_boundaries(self, features):
+        return {name: value for name, value in real(self, features).items() if name != "position_ids"}
+
+    monkeypatch.setattr(Arm, "collate", without_boundaries)
+    with pytest.raises(RuntimeError, match="patched: logits differ from single documents' by"):
+        integration.run(load({"patched": ARMS["patched"]}), tmp_path / "r.jsonl", progress=False)
     assert not (tmp_path / "r.jsonl").exists()
 
 

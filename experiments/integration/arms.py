@@ -33,7 +33,7 @@ class Arm:
         batches: padded to the batch's longest; the same with all documents sorted by length before; flattened into one row.
         kernels: transformers' own path, on mamba-ssm's kernels or on PyTorch alone; None where it is patched.
         patched: by ``packmamba.integrations.transformers.patch``.
-        leaks: documents may change what follows them: no gate.
+        leaks: documents change what follows them; for the legend.
     """
 
     batches: str

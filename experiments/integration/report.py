@@ -45,7 +45,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
         notes=[
             f"Whole optimizer steps; {', '.join(first['hardware']['gpus']) or first['hardware']['cpu']}; medians of turns of "
             f"{config['steps']} steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), "
-            f"{config['rounds']} turn(s) each, interleaved; transformers {config['transformers']}.{_others(arms.values())} Off from single documents: logits in float32, relative. Losses are nats per byte."
+            f"{config['rounds']} turn(s) each, interleaved; transformers {config['transformers']}.{_others(arms.values())} "
+            "Off from single documents: logits in float32, relative, from transformers' path without kernels on each document "
+            "alone. Losses are nats per byte."
         ],
     )
     for arm, record in arms.items():
