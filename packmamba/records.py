@@ -273,7 +273,8 @@ def _commit() -> tuple[str | None, bool | None]:
         return None, None
     # What runs write (records, tables, figures) does not change what they compute.
     written = [
-        f":(exclude,glob)experiments/*/{name}" for name in ("records/**", "tables/**", "figures/**", "report.html")
+        f":(exclude,glob)experiments/*/{name}"
+        for name in ("records/**", "tables/**", "figures/**", "report.html", SWEEPS, "tuning/**")
     ]
     status = _output("git", "-C", str(root), "status", "--porcelain", "--", ".", *written)
     return _output("git", "-C", str(root), "rev-parse", "HEAD"), None if status is None else bool(status)

@@ -96,9 +96,10 @@ def test_commit_and_dirty_are_of_our_own_checkout(tmp_path, monkeypatch):
     monkeypatch.delenv("PACKMAMBA_COMMIT", raising=False)
     monkeypatch.setattr(records_module, "__file__", str(source))
     assert records_module._commit() == (git("rev-parse", "HEAD"), False)
-    written = tmp_path / "experiments" / "q" / "records" / "a.jsonl"
-    written.parent.mkdir(parents=True)
-    written.write_text("{}")
+    for name in ("records/a.jsonl", "sweep.json", "tuning/records/a.jsonl"):
+        written = tmp_path / "experiments" / "q" / name
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text("{}")
     assert records_module._commit()[1] is False, "what runs write is no change of code"
     source.write_text("new")
     assert records_module._commit()[1] is True
