@@ -38,6 +38,14 @@ def headlines(experiment):
     return cells(experiments.module(folder, "reproduce").HEADLINES, folder)
 
 
+def awaited(experiment):
+    """What its runs are still to measure: its headlines without a record, and those that will become headlines."""
+    folder = experiments.find(experiment)
+    declared = experiments.module(folder, "reproduce")
+    found = cells([*declared.HEADLINES, *getattr(declared, "AWAITED", [])], folder)
+    return {name for name, cell in found.items() if cell.text == "-"}
+
+
 def numbers(experiment):
     """The text of every headline number."""
     return {name: cell.text for name, cell in headlines(experiment).items()}
@@ -52,7 +60,8 @@ def wrong(text):
     return [
         (number, name)
         for number, _, experiment, name in stated(text)
-        if numbers(experiment).get(name, "").replace("−", "-") != number
+        if (number == "-" and name not in awaited(experiment))
+        or (number != "-" and numbers(experiment).get(name, "").replace("−", "-") != number)
     ]
 
 
@@ -115,7 +124,9 @@ def test_sentences_of_the_readme_round_the_records(pattern, headline, unit):
     assert f"{headlines(experiment)[name].values[0] / unit:.{digits}f}" == number
 
 
-@pytest.mark.parametrize("experiment", ["leakcheck", "operators", "packing", "schemes", "speedup", "tokenization"])
+@pytest.mark.parametrize(
+    "experiment", ["leakcheck", "operators", "packing", "parity", "schemes", "speedup", "tokenization"]
+)
 def test_a_readme_states_every_headline(experiment):
     """In a table: its row has the headline's name; or what follows a colon in it, and a column what is before."""
     found = table_cells((experiments.find(experiment) / "README.md").read_text(encoding="utf-8"))

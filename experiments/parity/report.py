@@ -135,6 +135,7 @@ def _calibration(reset: Arm, control: Arm) -> Table:
             Column("arm", ("arm",), False),
             Column("weights", ("weights",), False),
             Column("pairs", ("pairs",)),
+            Column("loss of packed-reset", ("loss",)),
             Column("difference [95 %]", DIFFERENCE),
             Column("standard deviation of differences", ("sd",)),
             Column("largest", ("largest",)),
@@ -143,17 +144,13 @@ def _calibration(reset: Arm, control: Arm) -> Table:
             Column(f"seeds for equivalence within {MARGIN}", ("seeds_equivalence",)),
         ],
     )
-    for weights, metric in (
-        ("mean of the last", LOSS),
-        ("mean of the last, as trained", "val_loss"),
-        ("last", "val_loss_last_weights"),
-    ):
+    for weights, metric in WEIGHTS.items():
         pairs = (control[metric] - reset[metric]).dropna()
         one, sd = summary.interval(pairs), pairs.std()
         if one is None or pd.isna(sd):
             continue
         table.rows.append([
-            word(control.name), word(weights), number(one.n, "d"),
+            word(control.name), word(weights), number(one.n, "d"), number(reset[metric].mean(), ".5f"),
             _interval(one, 3), number(sd, ".5f"),
             number(pairs.abs().max(), ".5f"), number(reset[metric].std(), ".5f"),
             *(number(seeds_needed(sd, effect), "d") for effect in (0.01, 0.005, 0.002)),
