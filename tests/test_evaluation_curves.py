@@ -83,3 +83,24 @@ def test_models_that_were_asked_alone(names):
     ]  # fmt: skip
     models_curve_figures(records)
     assert [name for name, _ in names] == ["evaluation-parity-by_length"]
+
+
+def test_questions_about_the_same_documents_have_tables_of_their_own():
+    def asked(name, options, **metrics):
+        return make_record(
+            kind="evaluation", experiment="e", arm="mine", seed=0, corpus_hash="documents", metrics=metrics,
+            config={"id": "1", "evaluation": {"name": name, "options": options}, "model": {}}, wall_seconds=1.0,
+        )  # fmt: skip
+
+    records = [asked("perplexity", {}, loss=1.5), asked("positions", {"window": 64}, loss_1=2.0),
+               asked("positions", {"window": 128}, loss_1=3.0)]  # fmt: skip
+    (section,) = build_sections(records, figures=False)
+    shown = {made.name: (made.title, made.rows[0][2].text) for made in section.tables}
+    ordered = asked("long_context", {}, gain_16=0.1, gain_2=0.2, documents=3.0, gain_4=0.3)
+    (made,) = build_sections([ordered], figures=False)[0].tables
+    assert [column.title for column in made.columns[2:]] == ["gain 2", "gain 4", "gain 16", "documents"]
+    assert shown == {
+        "evaluation-perplexity": ("Evaluation: perplexity", "1.5000"),
+        "evaluation-positions-1": ("Evaluation: positions, window=64", "2.0000"),
+        "evaluation-positions-2": ("Evaluation: positions, window=128", "3.0000"),
+    }

@@ -192,7 +192,8 @@ def eval(arguments: argparse.Namespace) -> None:
     from packmamba.report.folder import format_table
 
     output, records = evaluate_model(arguments.model, arguments.overrides)
-    print(f"\n{format_table(records)}\n\nRecords and items: {output}")
+    tables = "\n".join(format_table([record]) for record in records)
+    print(f"\n{tables}\n\nRecords and items: {output}")
 
 
 def questions(arguments: argparse.Namespace) -> None:
@@ -300,5 +301,6 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         goes_on = "; the same command goes on from the last checkpoint, if there is one" * (
             arguments.command in ("demo", "train", "sweep", "reproduce")
         )
+        goes_on += "; the same command goes on where it was" * (arguments.command == "eval")
         print(f"\n{prog}: stopped{goes_on}", file=sys.stderr)
         return 130

@@ -3,38 +3,44 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from packmamba.report import summary
-from packmamba.report.measures import COUNTS, arms_evaluations, measures, title
+from packmamba.report.measures import COUNTS, arms_evaluations, measures, questions, stem, title
 from packmamba.report.summary import Arm, Record, frame
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, word
 from packmamba.report.training import DIFFERENCE, difference, difference_cell, versus
 
 
 def evaluation_tables(records: Sequence[Record]) -> list[Table]:
-    """Means and standard deviations over seeds; ``records`` are of one evaluation with the same questions."""
+    """A table for each question: means and standard deviations over seeds; ``records`` are of one corpus."""
+    asked = questions(records)
+    return [_models_table(question, some, asked) for question, some in asked.items()]
+
+
+def _models_table(question: tuple[str, str], records: Sequence[Record], asked: Collection[tuple[str, str]]) -> Table:
     runs = frame(records, "evaluation")
-    if runs.empty:
-        return []
-    name = runs["config.evaluation.name"].iloc[0]
     present = list(dict.fromkeys(metric for record in records for metric in record["metrics"]))
     metrics = measures(present)
     columns = [Column("model", ("model",), False), Column("runs", ("runs",)), *map(_column, metrics)]
     columns += [Column(count, (count,)) for count in COUNTS if count in present]
-    table = Table("evaluation", f"Evaluation: {name}", columns)
+    name = "evaluation" if len(asked) == 1 else f"evaluation-{stem(question, asked)}"
+    options = f", {question[1]}" if len(asked) > 1 and question[1] else ""
+    table = Table(name, f"Evaluation: {question[0]}{options}", columns)
     for arm, group in runs.groupby("arm", sort=False):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed")
         cells = [mean_sd(latest[m], len(latest)) for m in metrics]
         cells += [number(latest[count].mean(), ",.0f") for count in COUNTS if count in present]
         table.rows.append([word(str(arm)), number(len(latest), "d"), *cells])
-    return [table]
+    return table
 
 
 def evaluation_label(records: Sequence[Record]) -> str:
-    """The evaluation's name and a short hash of its questions."""
-    chosen = [record for record in records if record["kind"] == "evaluation"][0]
-    return f"{chosen['config']['evaluation']['name']}-{zlib.crc32(chosen['corpus_hash'].encode()) & 0xFFFF:04x}"
+    """The evaluation's name, if it is only one, and a short hash of its documents."""
+    asked = questions(records)
+    (_, some), *others = asked.items()
+    name = "documents" if others else some[0]["config"]["evaluation"]["name"]
+    return f"{name}-{zlib.crc32(some[0]['corpus_hash'].encode()) & 0xFFFF:04x}"
 
 
 def arms_evaluation_tables(records: Sequence[Record]) -> list[Table]:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from packmamba.report import summary
 from packmamba.report.figures import Figure, axes, engineering, finish, legend_below, style_of
-from packmamba.report.measures import arms_evaluations, title
+from packmamba.report.measures import arms_evaluations, questions, stem, title
 from packmamba.report.summary import Record
 from packmamba.report.tables import Column, Table, mean_sd, number, word
 
@@ -49,15 +49,16 @@ def of_arms(records: Sequence[Record]) -> Curves:
 
 
 def of_models(records: Sequence[Record]) -> Curves:
-    """Those of models that were asked, one evaluation's; of a model and seed that was asked twice the latest."""
-    chosen = [record for record in records if record["kind"] == "evaluation"]
-    latest = {(record["arm"], record["seed"]): record for record in sorted(chosen, key=lambda record: record["time"])}
+    """Those of models that were asked alone; of a model and seed that was asked the same twice the latest."""
+    asked = questions(records)
     found: Curves = {}
-    for arm in dict.fromkeys(arm for arm, _ in latest):
-        own = [record for (name, _), record in latest.items() if name == arm]
-        for curve in SHAPES:
-            points = [point | {"seed": r["seed"]} for r in own for point in r["curves"].get(curve, ())]
-            _add(found, f"{own[0]['config']['evaluation']['name']}.{curve}", arm, points)
+    for question, some in asked.items():
+        latest = {(record["arm"], record["seed"]): record for record in sorted(some, key=lambda record: record["time"])}
+        for arm in dict.fromkeys(arm for arm, _ in latest):
+            own = [record for (name, _), record in latest.items() if name == arm]
+            for curve in SHAPES:
+                points = [point | {"seed": r["seed"]} for r in own for point in r["curves"].get(curve, ())]
+                _add(found, f"{stem(question, asked)}.{curve}", arm, points)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from packmamba.report.summary import Arm
+from packmamba.report.summary import Arm, Record
 
 TITLES = {
     "accuracy": "accuracy",
@@ -14,6 +14,9 @@ TITLES = {
     "choice_accuracy_by_bytes": "right choices, by bytes",
     "loss": "loss",
     "bits_per_byte": "bits per byte",
+    "quarter": "first quarter cut off",
+    "half": "first half cut off",
+    "three_quarters": "first three quarters cut off",
     "accuracy_as_trained": "accuracy as trained",
     "nats_as_trained": "nats an answer as trained",
     "loss_as_trained": "loss as trained",
@@ -42,6 +45,23 @@ def arms_evaluations(arms: Iterable[Arm]) -> dict[str, list[str]]:
     return found
 
 
+def questions(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Records of kind evaluation by what was asked: the evaluation's name, and its options as text."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record["kind"] == "evaluation":
+            asked = record["config"]["evaluation"]
+            options = ", ".join(f"{key}={value}" for key, value in sorted((asked.get("options") or {}).items()))
+            found.setdefault((asked["name"], options), []).append(record)
+    return found
+
+
+def stem(question: tuple[str, str], others: Iterable[tuple[str, str]]) -> str:
+    """Of a question's tables and figures among those of others: its name, and which of that name it is."""
+    alike = [other for other in others if other[0] == question[0]]
+    return question[0] + (f"-{alike.index(question) + 1}" if len(alike) > 1 else "")
+
+
 def headline(arms: Iterable[Arm]) -> tuple[str, str] | None:
     """The metric of the first evaluation that stands beside the losses, and its title; None without evaluations."""
     for name, present in arms_evaluations(arms).items():
@@ -51,8 +71,9 @@ def headline(arms: Iterable[Arm]) -> tuple[str, str] | None:
 
 
 def measures(present: Sequence[str]) -> list[str]:
-    """Without counts, in the order of ``TITLES``, then as they come."""
-    return sorted((m for m in present if m not in COUNTS), key=[*TITLES, *present].index)
+    """Without counts, in the order of ``TITLES``, then as they come, but ``loss_2`` before ``loss_16``."""
+    numbered = sorted(present, key=lambda m: (len(m), m) if m[-1].isdigit() else (0, ""))
+    return sorted((m for m in present if m not in COUNTS), key=[*TITLES, *numbered].index)
 
 
 def title(metric: str) -> str:
