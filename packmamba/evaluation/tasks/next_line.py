@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -21,7 +22,8 @@ class NextLine:
     """About ``context`` bytes of a file, up to a line's end, and four lines of which one follows.
 
     The wrong ones stand in the same file with the same indentation, are about as long (within a third), do not stand in
-    the context and differ from the right one. Ids are bytes; ``tokens`` are the context and the right line but its last
+    the context and differ from the right one. How long they may be does not depend on the right one's place among them, so that
+    lengths alone tell nothing. Ids are bytes; ``tokens`` are the context and the right line but its last
     byte, ``targets`` the right line's, for the loss. ``load`` is the context's length.
 
     Args:
@@ -97,7 +99,7 @@ class NextLine:
                 for line in lines
                 if line.strip() != right.strip()
                 and _indentation(line) == _indentation(right)
-                and abs(len(line) - len(right)) * 3 <= len(right)
+                and _size(line) == _size(right)
                 and line not in context
             }
             known = any(item[1] == right and item[0] == context for item in items)
@@ -106,6 +108,11 @@ class NextLine:
                 wrong = sorted(alike)
                 items.append((context, right, [wrong[i] for i in chosen]))
         return items
+
+
+def _size(line: bytes) -> int:
+    """Lines of one size differ by less than a third. Windows around the right line would put it in their middle."""
+    return int(math.log(len(line), 4 / 3))
 
 
 def _indentation(line: bytes) -> bytes:
