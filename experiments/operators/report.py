@@ -27,11 +27,20 @@ def gpu_legend(records: Sequence[Record]) -> dict[str, str]:
     return {arm.label: arm.does for arm in GPU_ARMS.values() if arm in present}
 
 
+def host_legend(records: Sequence[Record]) -> dict[str, str]:
+    """Whose function each row calls."""
+    return {
+        "packmamba": "our public operator, with all its checks",
+        "mamba-ssm": "mamba-ssm's selective_scan_fn, without documents",
+        "causal-conv1d": "causal-conv1d's causal_conv1d_fn, without documents",
+    }
+
+
 # config: operator, implementation and sizes. One implementation of one operator, forward and backward; arms of one operator were
 # timed in turns. bound_seconds is what the machine's rates, measured in the same run, allow. Spreads are interquartile ranges.
 _METRICS = ("seconds_median", "seconds_spread", "bound_seconds", "rounds")
 KINDS = {
     "operators": Kind(operators_tables, operators_figures, metrics=_METRICS, arms=cpu_legend),
     "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures, metrics=GPU_METRICS, arms=gpu_legend),
-    "host_time": Kind(host_tables, metrics=HOST_METRICS),
+    "host_time": Kind(host_tables, metrics=HOST_METRICS, arms=host_legend),
 }
