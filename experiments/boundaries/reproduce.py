@@ -12,9 +12,11 @@ TINY = (
 STEPS_OF_TINY = tuple(f"trainer.{key}=80" for key in ("max_steps", "validate_every", "checkpoint_every"))
 WINDOW = "evaluation_options={long_context: {window: 64, most: 8, context: 64, documents: 5, groups: 1}}"
 """Rows of 64 bytes, so that functions are cut."""
-POOL = (*TINY, *STEPS_OF_TINY, WINDOW, "common={data.row_length: 64, data.streams: 512}")
+STREAMS = "common={data.row_length: 64, data.streams: 512}"
+POOL = (*TINY, *STEPS_OF_TINY, WINDOW, STREAMS)
 ORDERS = "arms={pool-8: {data.streams: 128}, plain: {data.streams: 16}, shuffled: {data.shuffle_steps: 80}}"
 WHOLE = "arms={whole: {data.row_length: 512}}"
+SHORT = ("grid={seed: [1]}", *(f"trainer.{key}=20" for key in ("max_steps", "validate_every", "checkpoint_every")))
 
 
 def _step(name: str, *small: str) -> Step:
@@ -29,6 +31,8 @@ STEPS = [
     _step("order", *POOL, ORDERS),
     _step("leak", *TINY, *STEPS_OF_TINY, WINDOW, ROWS),
     _step("leak-dose", *TINY, *STEPS_OF_TINY, WINDOW, ROWS, "data.row_length=128", "grid={seed: [1]}"),
+    *(_step(name, *POOL, *SHORT) for name in ("rows-512", "rows-8192", "long", "larger")),
+    _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", "throughput_rounds=4"),
 ]
 
 HEADLINES = [
