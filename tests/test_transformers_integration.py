@@ -240,6 +240,12 @@ REFUSALS = {
     "input_ids: expected shape (B, L) with at least one slot, got (2, 0)": {
         "input_ids": torch.ones(2, 0, dtype=torch.int64)
     },
+    "inputs_embeds: expected shape (B, L, hidden_size) with at least one slot, got (2, 0, 8)": {
+        "input_ids": None, "inputs_embeds": torch.ones(2, 0, 8), "position_ids": torch.ones(2, 0, dtype=torch.int64),
+    },
+    "inputs_embeds: expected shape (B, L, hidden_size) with at least one slot, got (6, 8)": {
+        "input_ids": None, "inputs_embeds": torch.ones(6, 8), "position_ids": torch.tensor([ROW]),
+    },
     "cu_seqlens: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got cu_seqlens": {
         "cu_seqlens": torch.tensor([0, 6, 12])
     },
@@ -258,7 +264,9 @@ def test_rows_that_go_on_from_a_cache_have_no_boundaries():
     tail = "beside a cache that holds states, since rows go on there"
     for name, value, said in (
         ("seq_idx", torch.zeros(2, 6, dtype=torch.int64), f"seq_idx: expected none {tail}"),
-        ("position_ids", torch.tensor([ROW, ROW]), f"position_ids: expected to rise by one {tail}"),
+        ("position_ids", torch.tensor([ROW, ROW]), f"position_ids: expected to rise by one, from above 0, {tail}"),
+        ("position_ids", torch.arange(6).expand(2, 6), f"position_ids: expected to rise by one, from above 0, {tail}"),
+        ("position_ids", [ROW, ROW], "position_ids: expected an integer tensor, got list"),
     ):
         assert refused(packed, cache_params=cache, **{name: value}) == said
     packed(step, cache_params=cache, position_ids=torch.arange(6, 12).expand(2, 6))
@@ -301,6 +309,11 @@ def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
     model.backbone.layers[1].mixer.gate_norm = torch.nn.Linear(1, 1)
     assert patch_refuses(model).startswith(said) and patch_refuses(model).endswith("gate_norm is new")
     assert type(model).__module__.startswith("transformers.")
+    model = build(family)
+    model.backbone.layers[1].mixer.__class__ = type("MyMixer", (type(model.backbone.layers[1].mixer),), {})
+    assert patch_refuses(model) == (
+        "model: expected mixers of transformers' own class, got MyMixer, which is derived from it"
+    )
     model = build(family)
     del model.backbone.layers[1].mixer.x_proj
     assert patch_refuses(model).endswith("x_proj is missing")

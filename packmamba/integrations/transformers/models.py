@@ -34,7 +34,7 @@ def _arrange(kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs = dict(kwargs)
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+    if not isinstance(tokens, Tensor):
         return kwargs  # transformers says what is wrong
     cache, use_cache, mask = (kwargs.get(name) for name in ("cache_params", "use_cache", "attention_mask"))
     if cache is not None and cache.has_previous_state(0):
@@ -60,9 +60,13 @@ def _check_continues(given: dict[str, Tensor]) -> None:
     position = given.pop("position_ids", None)
     if given:
         raise ValueError(f"{next(iter(given))}: expected none beside a cache that holds states, since rows go on there")
-    if position is not None and (position.diff(dim=-1) != 1).any():
+    if position is None:
+        return
+    if not isinstance(position, Tensor):
+        raise TypeError(f"position_ids: expected an integer tensor, got {type(position).__name__}")
+    if (position == 0).any() or (position.diff(dim=-1) != 1).any():
         raise ValueError(
-            "position_ids: expected to rise by one beside a cache that holds states, since rows go on there"
+            "position_ids: expected to rise by one, from above 0, beside a cache that holds states, since rows go on there"
         )
 
 
@@ -75,9 +79,10 @@ def _packs(original: Any) -> Callable:
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(names, args))
-        tokens = kwargs.get("input_ids")
-        if isinstance(tokens, Tensor) and (tokens.dim() != 2 or 0 in tokens.shape):
-            raise ValueError(f"input_ids: expected shape (B, L) with at least one slot, got {tuple(tokens.shape)}")
+        for name, axes in (("input_ids", "(B, L)"), ("inputs_embeds", "(B, L, hidden_size)")):
+            tokens = kwargs.get(name)
+            if isinstance(tokens, Tensor) and (tokens.dim() != axes.count(",") + 1 or 0 in tokens.shape):
+                raise ValueError(f"{name}: expected shape {axes} with at least one slot, got {tuple(tokens.shape)}")
         arranged = isinstance(kwargs.get("attention_mask"), Packing)  # by the model around this one
         if not arranged and any(kwargs.get(name) is not None for name in ASKS):
             kwargs = _arrange(kwargs)
@@ -162,6 +167,8 @@ CLASSES = {
     for ours in (MambaForCausalLM, MambaModel, MambaMixer, FalconMambaForCausalLM, FalconMambaModel, FalconMambaMixer)
 }
 
+MIXERS = (modeling_mamba.MambaMixer, modeling_falcon_mamba.FalconMambaMixer)
+
 
 def exchange(model: torch.nn.Module) -> None:
     """Gives the modules inside, which keep all that they hold, our classes.
@@ -169,6 +176,11 @@ def exchange(model: torch.nn.Module) -> None:
     Raises:
         ValueError: one of them looks different from what we know; then none is changed.
     """
+    for module in model.modules():
+        if isinstance(module, MIXERS) and type(module) not in (*CLASSES, *CLASSES.values()):
+            raise ValueError(
+                f"model: expected mixers of transformers' own class, got {type(module).__name__}, which is derived from it"
+            )
     theirs = [module for module in model.modules() if type(module) in CLASSES]
     for module in theirs:
         check_looks(module)
