@@ -319,6 +319,18 @@ def test_our_model_by_its_layout():
     compiled = mamba()
     compiled.compile_blocks(backend="eager")
     assert leakcheck(compiled).ok
+    assert leakcheck(torch.compile(mamba(), backend="eager")).boundaries == "layout"
+
+
+def test_widened_logits_have_the_rounding_of_the_weights():
+    class Rounding(Toy):
+        def forward(self, input_ids, position_ids=None):
+            logits = super().forward(input_ids, position_ids).logits.float()
+            return logits if position_ids is None else logits * 1.0005
+
+    model = Rounding(by_document(mean_so_far))
+    assert leakcheck(model).same_as_alone is False
+    assert leakcheck(model.half()).ok
 
 
 def test_callables():
@@ -342,12 +354,26 @@ def test_callables():
     assert leakcheck(tight, vocab_size=7, lengths=[3, 4]).ok
 
 
+def known_vocabulary():
+    model = Toy(mean_so_far)
+    model.config = SimpleNamespace(vocab_size=VOCAB)
+    return model
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ((3,), "model_or_callable: expected a model or a callable, got int"),
+        ((Toy,), "model_or_callable: expected a model or a callable, got the class Toy"),
+        (
+            (torch.nn.Linear(3, 3),),
+            r"expected a model that takes input_ids, or .* tokens and lengths, got Linear\(input",
+        ),
+        ((Toy(mean_so_far), "position_ids", None, 5), r"lengths: expected integers, such as \[3, 5\], got 5"),
+        ((Toy(mean_so_far), "position_ids", None, [2.5, 3]), r"lengths: expected integers, .* got \[2.5, 3\]"),
         ((Toy(mean_so_far), "positions"), "boundaries: expected one of position_ids, seq_idx"),
         ((Toy(mean_so_far), "attention_mask+seq_idx"), "boundaries: expected one of"),
+        ((known_vocabulary(), "position_ids", VOCAB + 1), f"vocab_size: expected at most the model's {VOCAB}, got"),
         ((Toy(mean_so_far), "position_ids", 1), "vocab_size: expected an integer of at least 3, got 1"),
         ((Toy(mean_so_far), "position_ids", None, [5]), "lengths: expected at least two documents"),
         ((lambda t, _: torch.zeros(1, t.shape[1], 4),), "a changed token does not move its own logits"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,8 +46,13 @@ def leakcheck(
         Exception: the model's own, where it fails without boundaries too.
     """
     subject = subject_of(model_or_callable, boundaries, vocab_size)
-    if lengths is not None and (len(lengths) < 2 or min(lengths) < 1):
-        raise ValueError(f"lengths: expected at least two documents of at least one token, got {list(lengths)}")
+    if lengths is not None:
+        try:
+            lengths = [operator.index(length) for length in lengths]
+        except TypeError:
+            raise TypeError(f"lengths: expected integers, such as [3, 5], got {lengths!r}") from None
+        if len(lengths) < 2 or min(lengths) < 1:
+            raise ValueError(f"lengths: expected at least two documents of at least one token, got {lengths}")
     rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= subject.longest]
     if not rows:
         raise ValueError(f"lengths: the model takes {subject.longest} positions; name documents that fit")

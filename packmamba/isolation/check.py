@@ -79,9 +79,10 @@ def check(subject: Subject, way: Way, lengths: Sequence[int], mode: Mode, alone:
         if not base.isfinite().any(-1).all():
             raise ValueError("logits: expected finite numbers, got a token without any")
         scale = float(base[base.isfinite()].abs().max())
-        failed = _forward(way, documents, base, mode, ROUNDING[base.dtype] * scale)
+        dtype = _computed_in(base, subject)
+        failed = _forward(way, documents, base, mode, ROUNDING[dtype] * scale)
         if single is not None:
-            tolerance = TOLERANCES[base.dtype]
+            tolerance = TOLERANCES[dtype]
             difference = max(_relative(base[a:b], single[a:b]) for a, b in documents.spans)
             mode.difference, mode.tolerance = max(difference, mode.difference or 0.0), tolerance
             mode.same_as_alone = mode.same_as_alone is not False and difference <= tolerance
@@ -99,7 +100,7 @@ def check(subject: Subject, way: Way, lengths: Sequence[int], mode: Mode, alone:
         return
     tokens, watched, largest = failed
     mode.largest = max(mode.largest, largest)
-    small = crossed is False and largest <= ROUNDING[base.dtype] * scale
+    small = crossed is False and largest <= ROUNDING[dtype] * scale
     if small and routes(way, documents.tokens, documents.lengths):
         mode.rounding, mode.after, mode.before, mode.endless = True, 0, 0, False
         mode.isolated_forward = mode.isolated_forward is not False
@@ -166,9 +167,10 @@ def padding_is_harmless(subject: Subject, way: Way, lengths: Sequence[int]) -> b
             base = logits_of(way.call, documents.tokens, documents.lengths)
         except Exception:  # of whatever kind a model refuses by
             return None
-        if max(_relative(base[a:b], alone[a:b]) for a, b in documents.spans) > TOLERANCES[base.dtype]:
+        dtype = _computed_in(base, subject)
+        if max(_relative(base[a:b], alone[a:b]) for a, b in documents.spans) > TOLERANCES[dtype]:
             return False
-        rounding = ROUNDING[base.dtype] * float(base[base.isfinite()].abs().max())
+        rounding = ROUNDING[dtype] * float(base[base.isfinite()].abs().max())
         for tokens, watched in documents.probes([len(lengths) // 2]):
             if _moves(logits_of(way.call, tokens, documents.lengths), base)[watched].max() > rounding:
                 return False
@@ -177,6 +179,12 @@ def padding_is_harmless(subject: Subject, way: Way, lengths: Sequence[int]) -> b
 
 def _alone(subject: Subject, documents: Documents) -> Tensor:
     return torch.cat([logits_of(subject.alone, documents.tokens[a:b], [b - a]) for a, b in documents.spans])
+
+
+def _computed_in(logits: Tensor, subject: Subject) -> torch.dtype:
+    """The coarsest dtype of logits and parameters: many models widen their logits at the end."""
+    parameters = {parameter.dtype for module in subject.modules for parameter in module.parameters()}
+    return max((parameters & TOLERANCES.keys()) | {logits.dtype}, key=TOLERANCES.__getitem__)
 
 
 def _moves(logits: Tensor, base: Tensor) -> Tensor:

@@ -67,14 +67,16 @@ class Subject:
 
 def subject_of(model: Any, boundaries: str, vocab_size: int | None) -> Subject:
     """Raises TypeError, ValueError: not a model, no such boundaries."""
-    if not callable(model):
-        raise TypeError(f"model_or_callable: expected a model or a callable, got {type(model).__name__}")
+    if not callable(model) or isinstance(model, type):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model_or_callable: expected a model or a callable, got {kind}")
     if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 3):
         raise ValueError(f"vocab_size: expected an integer of at least 3, got {vocab_size!r}")
-    if isinstance(model, MambaLM):
+    if isinstance(getattr(model, "_orig_mod", model), MambaLM):  # of a compiled model, what it was made of
         return _of_layouts(model, vocab_size)
     if isinstance(model, nn.Module) and "input_ids" in _parameters(model)[0]:
         return _of_model(model, boundaries, vocab_size)
+    _check_takes_lengths(model)
     modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
 
     def call(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -84,6 +86,20 @@ def subject_of(model: Any, boundaries: str, vocab_size: int | None) -> Subject:
         [Way("packed", call, _row)], [], call, None, modules, vocab_size or 32, frozenset(), "lengths", 128,
         _device(modules),
     )  # fmt: skip
+
+
+def _check_takes_lengths(function: Any) -> None:
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:  # it shows none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            "model_or_callable: expected a model that takes input_ids, or a callable that takes tokens and lengths, got "
+            f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+        ) from None
 
 
 def _of_layouts(model: MambaLM, vocab_size: int | None) -> Subject:
@@ -136,6 +152,9 @@ def _of_model(model: nn.Module, boundaries: str, vocab_size: int | None) -> Subj
     flat = {
         i for found in avoid for i in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(i, int)
     }
+    known_ids = getattr(text, "vocab_size", None) or 0
+    if vocab_size and 0 < known_ids < vocab_size:
+        raise ValueError(f"vocab_size: expected at most the model's {known_ids}, got {vocab_size}")
     limits = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
     return Subject(
         sides if masked else [Way("packed", packed, _row)],
@@ -143,7 +162,7 @@ def _of_model(model: nn.Module, boundaries: str, vocab_size: int | None) -> Subj
         alone,
         None if masked else alone,
         [model],
-        vocab_size or getattr(text, "vocab_size", None) or 0,
+        vocab_size or known_ids,
         frozenset(flat),
         boundaries,
         min([limit for limit in limits if isinstance(limit, int) and limit > 0], default=2**31),
