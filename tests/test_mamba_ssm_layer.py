@@ -146,6 +146,18 @@ def test_boundaries_are_read_once_for_all_layers(monkeypatch):
     assert torch.equal(ours(x, seq_idx=LAYOUT.seq_idx, cu_seqlens=LAYOUT.cu_seqlens), first)
 
 
+def test_boundaries_follow_memory_that_others_write_to_and_inference_mode():
+    _, ours = both()
+    x, memory = hidden(), LAYOUT.seq_idx.numpy().copy()
+    seq_idx = torch.from_numpy(memory)
+    with torch.inference_mode():
+        first = ours(x, seq_idx=seq_idx)
+        assert torch.equal(ours(x, seq_idx=seq_idx.clone()), first)
+    ours(x, seq_idx=seq_idx).sum().backward()
+    memory[:] = 0
+    assert torch.equal(ours(x, seq_idx=seq_idx), ours(x)) and not torch.equal(ours(x), first)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -154,6 +166,10 @@ def test_boundaries_are_read_once_for_all_layers(monkeypatch):
         ({"seq_idx": [1]}, "seq_idx: expected a tensor"),
         ({"cu_seqlens": LAYOUT.cu_seqlens[:-1]}, "cu_seqlens: expected to run from 0 to"),
         ({"position_indices": LAYOUT.position_indices + 1}, "position_indices"),
+        (
+            {"position_indices": torch.arange(3, 15).expand(2, 12)},
+            r"position_indices\[0, 0\]: expected 0 where a row starts, got 3",
+        ),
         (
             {"seq_idx": LAYOUT.seq_idx, "layout": LAYOUT.flow()},
             "layout: expected the documents that seq_idx has, got others",
@@ -231,5 +247,7 @@ def test_what_cannot_be_exchanged_is_refused_before_any_work():
     assert type(model.layers[0].mixer) is Theirs
     with pytest.raises(ValueError, match="expected layers of mamba_ssm's class Mamba, got MambaLM without any"):
         replace(MambaLM(23, 8, 1))
+    with pytest.raises(TypeError, match="model: expected a module, got str"):
+        replace("my/model")
     with pytest.raises(ValueError, match="d_conv: expected 2, 3 or 4, got 5"):
         replace(MambaLMHeadModel([Theirs(8, d_conv=5)]))

@@ -174,8 +174,10 @@ def replace(model: nn.Module) -> nn.Module:
     forward to its layers: ``model(input_ids, seq_idx=...)`` packs.
 
     Raises:
-        ValueError: there is no such layer, one that is not Mamba-1, or one that we cannot be.
+        TypeError, ValueError: not a module; there is no such layer, one that is not Mamba-1, or one that we cannot be.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -242,10 +244,12 @@ def _converted(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
     rows, width = hidden.shape[:2]
     if name != "cu_seqlens" and value.shape != (rows, width):
         raise ValueError(f"{name}: expected shape {(rows, width)} like hidden_states, got {tuple(value.shape)}")
-    # Every layer of a model is given the same tensor: it is read once, which waits for a GPU.
-    key = (value._version, tuple(hidden.shape[:2]), hidden.device)
+    # Every layer of a model is given the same tensor: it is read once, which waits for a GPU. A tensor of inference mode has no
+    # version, and memory on the host may be written to by others, such as NumPy.
+    version = None if value.is_inference() else value._version
+    key = (version, torch.is_inference_mode_enabled(), tuple(hidden.shape[:2]), hidden.device)
     kept = getattr(value, "_packmamba_layout", None)
-    if kept is not None and kept[0] == key:
+    if kept is not None and version is not None and kept[0] == key and (kept[2] is None or torch.equal(kept[2], value)):
         return kept[1]
     if name == "cu_seqlens":
         layout = SequenceLayout.from_cu_seqlens(value, rows, width)
@@ -253,6 +257,9 @@ def _converted(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
         layout = SequenceLayout.from_seq_idx(value)
     else:
         layout = SequenceLayout.from_position_indices(value)
+        if (value[:, 0] > 0).any():
+            b = int((value[:, 0] > 0).nonzero()[0])
+            raise ValueError(f"{name}[{b}, 0]: expected 0 where a row starts, got {int(value[b, 0])}")
     layout = layout.to(hidden.device)
-    value._packmamba_layout = (key, layout)
+    value._packmamba_layout = (key, layout, value.clone() if value.device.type == "cpu" else None)
     return layout
