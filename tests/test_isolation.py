@@ -354,12 +354,6 @@ def test_callables():
     assert leakcheck(tight, vocab_size=7, lengths=[3, 4]).ok
 
 
-def known_vocabulary():
-    model = Toy(mean_so_far)
-    model.config = SimpleNamespace(vocab_size=VOCAB)
-    return model
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -373,7 +367,6 @@ def known_vocabulary():
         ((Toy(mean_so_far), "position_ids", None, [2.5, 3]), r"lengths: expected integers, .* got \[2.5, 3\]"),
         ((Toy(mean_so_far), "positions"), "boundaries: expected one of position_ids, seq_idx"),
         ((Toy(mean_so_far), "attention_mask+seq_idx"), "boundaries: expected one of"),
-        ((known_vocabulary(), "position_ids", VOCAB + 1), f"vocab_size: expected at most the model's {VOCAB}, got"),
         ((Toy(mean_so_far), "position_ids", 1), "vocab_size: expected an integer of at least 3, got 1"),
         ((Toy(mean_so_far), "position_ids", None, [5]), "lengths: expected at least two documents"),
         ((lambda t, _: torch.zeros(1, t.shape[1], 4),), "a changed token does not move its own logits"),

@@ -301,6 +301,14 @@ def test_patch_refuses_what_its_kernels_do_not_compute(config, message):
     assert patch_refuses(build("Mamba", num_hidden_layers=1, **config)) == message
 
 
+def test_leakcheck_refuses_ids_above_the_vocabulary():
+    model = build("Mamba", num_hidden_layers=1)
+    with pytest.raises(
+        ValueError, match=f"vocab_size: expected at most the model's {model.config.vocab_size}, got 999"
+    ):
+        leakcheck(model, vocab_size=999)
+
+
 @every_family
 def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
     """By name, and then nothing is patched."""
