@@ -81,6 +81,34 @@ def test_any_run_on_any_corpus_and_what_is_done_is_not_repeated(run, tmp_path, c
     capsys.readouterr()
 
 
+def test_models_that_share_an_output_have_answers_of_their_own(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    model = MambaLM.from_pretrained(run)
+    with torch.no_grad():
+        model.backbone.embedding.weight.mul_(2)
+    model.save_pretrained(other)
+    for folder in (run, other):
+        assert cli.main(["eval", str(folder), "tasks=[parity]", "examples=3", f"output={tmp_path}/out"]) == 0
+    first, second = read_records(tmp_path / "out")
+    assert first["metrics"]["nats"] != second["metrics"]["nats"]
+    capsys.readouterr()
+
+
+def test_what_is_wrong_is_said_before_any_work(run, tmp_path, capsys):
+    assert cli.main(["eval", str(run), "tasks=[parity,mqar]", "examples=3", f"output={tmp_path}/out"]) == 2
+    assert "mqar: needs a vocabulary of 8192" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("command", "key"), [("eval", "include_path"), ("generate", "top_p"), ("questions", "examples")]
+)
+def test_help_explains_each_key(command, key, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert f"  {key}=" in capsys.readouterr().out
+
+
 def test_generate_continues_a_text(run, capsys):
     assert cli.main(["generate", str(run), "abc", "max_new_tokens=5", "device=cpu"]) == 0
     first = capsys.readouterr().out

@@ -68,6 +68,20 @@ def test_the_harness_s_accuracy_is_that_of_eval(tmp_path, monkeypatch):
     assert [sample["doc"]["answer"] for sample in samples] == [item["answer"] for item in ours]
     theirs = found["results"]["packmamba_next_line"]["acc,none"]
     assert theirs == pytest.approx(record["metrics"]["choice_accuracy"]) and 0 < theirs < 1
+
+    # Questions written anew are asked anew.
+    command = [
+        "eval",
+        run,
+        "tasks=[packmamba_next_line]",
+        f"include_path={tmp_path / 'tasks'}",
+        f"output={tmp_path}/out",
+    ]
+    assert cli.main(command) == cli.main(command) == 0
+    assert len(read_records(tmp_path / "out")) == 1
+    assert cli.main(["questions", str(tmp_path / "tasks"), *data, *options[1:], "examples=5"]) == 0
+    assert cli.main(command) == 0
+    assert sorted(record["metrics"]["sample_len"] for record in read_records(tmp_path / "out")) == [5, 30]
     for sample, item in zip(samples, ours):
         # The harness moves the line's end from the context into the choices.
         moved = len(sample["doc"]["context"]) - len(sample["doc"]["context"].rstrip())

@@ -19,13 +19,14 @@ class Parser(argparse.ArgumentParser):
     """argparse, whose refusal is one sentence that guesses what was meant."""
 
     def format_help(self) -> str:
-        """Of ``train`` with a sentence for each key."""
+        """With a sentence for each key, of commands about one model."""
         text = super().format_help()
-        if self.prog.endswith(" train"):
-            from packmamba.config import Config, describe
+        if schema := _schema(self.prog.split()[-1]):
+            from packmamba.config import describe
 
-            lines = (textwrap.fill(line, 100, subsequent_indent="      ") for line in describe(Config))
-            text += "\nsettings and their defaults:\n" + textwrap.indent("\n".join(lines), "  ") + "\n"
+            lines = (textwrap.fill(line, 100, subsequent_indent="      ") for line in describe(schema))
+            of_run = " (of data: those of the model's run)" if self.prog.endswith(" eval") else ""
+            text += f"\nsettings and their defaults{of_run}:\n" + textwrap.indent("\n".join(lines), "  ") + "\n"
         return text
 
     def error(self, message: str) -> NoReturn:
@@ -37,6 +38,21 @@ class Parser(argparse.ArgumentParser):
         elif commands and "are required" in message:
             message = f"expected one of {', '.join(commands)}, got none"
         self.exit(2, f"{self.prog.split()[0]}: error: {message}\n")
+
+
+def _schema(command: str) -> type | None:
+    """The keys that a command takes."""
+    if command == "train":
+        from packmamba.config import Config
+
+        return Config
+    if command in ("eval", "questions", "generate"):
+        from packmamba.cli import models
+
+        return {"eval": models.EvalConfig, "questions": models.QuestionsConfig, "generate": models.GenerateConfig}[
+            command
+        ]
+    return None
 
 
 def demo(arguments: argparse.Namespace) -> None:

@@ -46,12 +46,15 @@ def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[di
     config = _load(read_config(folder).data, folder, overrides)
     output = Path(config.output) if config.output else Path(folder) / "evaluation"
     check_writable(output / "records", "output")
-    from packmamba.evaluation.evaluate import EVALUATIONS, slots
+    from packmamba.evaluation.evaluate import EVALUATIONS, check_evaluation, slots
     from packmamba.evaluation.subject import load_subject
 
     manager = _harness_tasks([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
     subject = load_subject(folder, config.device, config.dtype)
     max_slots = config.max_slots or slots(subject.model)
+    for name in config.tasks:
+        if name in EVALUATIONS:
+            check_evaluation(name, _asked(name, subject, config, max_slots), len(subject.model.lm_head.weight))
     found = []
     for number, name in enumerate(config.tasks, start=1):
         print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
@@ -95,15 +98,20 @@ def _harness_tasks(names: list[str], config: EvalConfig, ours: list[str]) -> Any
     return manager
 
 
-def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
+def _asked(name: str, subject: Any, config: EvalConfig, max_slots: int) -> Any:
     from packmamba.evaluation.asked import Asked
-    from packmamba.evaluation.evaluate import evaluate
-    from packmamba.evaluation.kept import Kept
 
-    asked = Asked(
+    return Asked(
         config.data, subject.tokenizer, config.examples, config.seed, max_slots, dict(config.options.get(name, {})),
         trainer=subject.config.trainer,
     )  # fmt: skip
+
+
+def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
+    from packmamba.evaluation.evaluate import evaluate
+    from packmamba.evaluation.kept import Kept
+
+    asked = _asked(name, subject, config, max_slots)
     data = asdict(config.data)
     del data["cache_dir"]
     settings = {"name": name, "examples": config.examples, "seed": config.seed, "options": asked.options,
@@ -120,7 +128,8 @@ def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: P
 
 
 def _harness(manager: Any, name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
-    settings = {"name": name, "harness": True, "limit": config.limit, "max_slots": max_slots, "dtype": config.dtype}
+    settings = {"name": name, "harness": True, "limit": config.limit, "max_slots": max_slots, "dtype": config.dtype,
+                "include_path": _contents(config.include_path)}  # fmt: skip
 
     def run(_: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
         import lm_eval
@@ -141,8 +150,21 @@ def _harness(manager: Any, name: str, subject: Any, config: EvalConfig, max_slot
     return _recorded(settings, subject, output, run)
 
 
+def _contents(folder: str | None) -> str | None:
+    """Tells apart what the folder's files say: questions may be written anew."""
+    if folder is None:
+        return None
+    said = hashlib.sha256()
+    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        said.update(path.read_bytes())
+    return said.hexdigest()[:16]
+
+
 def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) -> dict[str, Any]:
-    """The record of these settings: the one that is there, or a new one with its items beside it."""
+    """The record of these settings and weights: the one that is there, or a new one with its items beside it."""
+    from packmamba.evaluation.kept import weights_id
+
+    settings = settings | {"weights": weights_id(subject.model)}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
     path = output / "records" / f"{settings['name']}-{digest}.jsonl"
     if path.is_file():

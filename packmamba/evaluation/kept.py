@@ -92,14 +92,19 @@ class Kept:
             self.path.unlink(missing_ok=True)
 
 
+def weights_id(model: MambaLM) -> str:
+    """Tells weights apart."""
+    sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()]).tolist()
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
 def _about(model: MambaLM) -> dict[str, Any]:
     """What an item's bits depend on besides its document."""
-    parameters = list(model.parameters())
-    sums = torch.stack([parameter.detach().double().sum() for parameter in parameters]).tolist()
-    device = parameters[0].device
+    weight = next(model.parameters())
+    device = weight.device
     return {
-        "weights": hashlib.sha256(repr(sums).encode()).hexdigest()[:16],
-        "dtype": str(parameters[0].dtype),
+        "weights": weights_id(model),
+        "dtype": str(weight.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
