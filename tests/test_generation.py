@@ -85,8 +85,17 @@ def test_greedy_is_what_transformers_generates(tmp_path):
         ([[1]], {"temperature": -1.0}, "temperature: expected at least 0 and finite, got -1.0"),
         ([[1]], {"top_p": 0.0}, "top_p: expected above 0 and at most 1, got 0.0"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens: expected an integer, got 1.5"),
+        ([[1]], {"temperature": "hot"}, "temperature: expected a number, got 'hot'"),
+        ([[1]], {"seed": -1}, "seed: expected at least 0, got -1"),
+        ([[1]], {"stop_token": 40}, "stop_token: expected ids from 0 to 39, got 40"),
+        ([[1]], {"stop_token": "a"}, "stop_token: expected integers, got 'a'"),
     ],
 )
 def test_refuses_in_one_sentence(model, prompts, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         generate(model, prompts, **options)
+
+
+def test_a_temperature_near_zero_is_greedy(model):
+    assert generate(model, PROMPTS, max_new_tokens=3, temperature=1e-320) == generate(model, PROMPTS, max_new_tokens=3)

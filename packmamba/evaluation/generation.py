@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -47,14 +48,19 @@ def generate(
     for i, text in enumerate(texts):
         if not text:
             raise ValueError(f"prompts[{i}]: expected at least one token, got none")
-    for name, value, right, words in (
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-        ("temperature", temperature, temperature >= 0 and temperature < float("inf"), "at least 0 and finite"),
-        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-        ("max_slots", max_slots, max_slots >= 1, "at least 1"),
+    for name, value, kind, right, words in (
+        ("max_new_tokens", max_new_tokens, Integral, lambda n: n >= 1, "at least 1"),
+        ("temperature", temperature, Real, lambda t: 0 <= t < float("inf"), "at least 0 and finite"),
+        ("top_p", top_p, Real, lambda p: 0 < p <= 1, "above 0 and at most 1"),
+        ("seed", seed, Integral, lambda n: n >= 0, "at least 0"),
+        ("max_slots", max_slots, Integral, lambda n: n >= 1, "at least 1"),
     ):
-        if not right:
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise TypeError(f"{name}: expected {'an integer' if kind is Integral else 'a number'}, got {value!r}")
+        if not right(value):
             raise ValueError(f"{name}: expected {words}, got {value!r}")
+    if stop_token is not None:
+        check_ids([stop_token], "stop_token", vocab_size)
     if not texts:
         return []
     new = go_on(
@@ -125,7 +131,8 @@ def _choose(model: MambaLM, hidden: Tensor, temperature: float, top_p: float, un
         if temperature == 0:
             chosen.append(log_p.argmax(dim=1))
             continue
-        p, order = torch.softmax(log_p.double() / temperature, dim=1).sort(dim=1, descending=True, stable=True)
+        below = log_p.double() - log_p.double().amax(dim=1, keepdim=True)  # else a tiny temperature overflows
+        p, order = torch.softmax(below / temperature, dim=1).sort(dim=1, descending=True, stable=True)
         before = p.cumsum(dim=1) - p
         p = torch.where(before < top_p, p, 0)
         upto = p.cumsum(dim=1)

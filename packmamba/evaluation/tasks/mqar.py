@@ -28,8 +28,8 @@ class MultiQueryRecall:
         self.pairs = check_span("num_pairs", num_pairs, 1)
         self.length = check_span("length", length, 4 * self.pairs[1])
         self.vocab_size = check_integer("vocab_size", vocab_size, 2 * self.pairs[1])
-        if not power_a > 0:
-            raise ValueError(f"power_a: expected above 0, got {power_a!r}")
+        if isinstance(power_a, bool) or not isinstance(power_a, (int, float)) or not power_a > 0:
+            raise ValueError(f"power_a: expected a number above 0, got {power_a!r}")
         self.power_a = power_a
 
     @property
