@@ -55,9 +55,12 @@ def test_every_config_loads(path):
     if "bench" in keys:
         load_bench(path)
     elif "arms" in keys:
-        _, configs = load_sweep(path)
+        base = OmegaConf.to_container(OmegaConf.load(path.parent / keys["base"])) if keys.get("base") else {}
+        replays = base.get("trainer", {}).get("cuda_graphs")  # refused without a GPU
+        _, configs = load_sweep(path, ["trainer.cuda_graphs=false"] if replays else [])
         for config in configs:
-            for key, value in {**keys["common"], **keys["arms"][config.name]}.items():
+            arm = keys["arms"][config.name.split(" ")[0]]  # what the grid adds comes after the arm's name
+            for key, value in {**keys.get("common", {}), **arm}.items():
                 assert reduce(getattr, key.split("."), config) == value, f"{config.name}: {key}"
     else:
         load_config(path)

@@ -98,12 +98,16 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
 
 
 def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
-    """Padded; of padded's own precision; of the control, packed with reset."""
-    suffix = "-float32" if arm.name.endswith("-float32") else ""
-    wanted = [f"padded{suffix}", f"packed-reset{suffix}"]
-    if "control" in arm.name:
+    """Padded, else packed with reset; of the control packed with reset, else padded. Of the arm's own precision."""
+
+    def says(peer: Arm, key: str) -> object:
+        return peer.runs.iloc[0].get(f"config.{key}")
+
+    wanted = ["padded", "greedy"]
+    if says(arm, "data.strategy") == "in_order":
         wanted.reverse()
-    found = next((peer for name in wanted for peer in arms if peer.name == name), None)
+    alike = [peer for peer in arms if says(peer, "trainer.precision") == says(arm, "trainer.precision")]
+    found = next((peer for name in wanted for peer in alike if says(peer, "data.strategy") == name), None)
     return None if found is arm else found
 
 
