@@ -59,7 +59,8 @@ def test_every_config_loads(path):
         replays = base.get("trainer", {}).get("cuda_graphs")  # refused without a GPU
         _, configs = load_sweep(path, ["trainer.cuda_graphs=false"] if replays else [])
         for config in configs:
-            arm = keys["arms"][config.name.split(" ")[0]]  # what the grid adds comes after the arm's name
+            arms = keys["arms"]  # what the grid adds comes after an arm's name
+            arm = arms.get(config.name) or arms[config.name.split(" ")[0]]
             for key, value in {**keys.get("common", {}), **arm}.items():
                 assert reduce(getattr, key.split("."), config) == value, f"{config.name}: {key}"
     else:

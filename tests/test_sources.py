@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from packmamba.config import ConfigError
+from packmamba.config import ConfigError, DataConfig
 from packmamba.data.corpus import load_corpora
 from packmamba.data.sources import jsonl, open_source, parquet
 from written import TEXTS, of, read, refused, write_lines
@@ -224,3 +224,13 @@ def test_gzip_s_own_reader_agrees(tmp_path):
         content = io.BytesIO(file.read())
     with open(path, "rb") as file:
         assert list(jsonl._lines(path, file)) == content.readlines()
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "megatron"])
+def test_a_folder_on_the_way_that_is_closed_is_one_sentence(tmp_path, monkeypatch, source):
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.stat", refuse)  # the tests may run as one whom no folder is closed to
+    with pytest.raises(ConfigError, match=r"^data.path '/closed/folder.*' cannot be read \(permission denied\)$"):
+        open_source(DataConfig(source=source, path="/closed/folder/a"))

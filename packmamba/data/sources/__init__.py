@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from packmamba.config import DataConfig, check
+from packmamba.config import ConfigError, DataConfig, check
 from packmamba.data.sources.huggingface import open_huggingface
 from packmamba.data.sources.jsonl import open_jsonl
 from packmamba.data.sources.megatron import open_megatron
@@ -76,4 +76,7 @@ def open_source(data: DataConfig) -> Source:
     Raises ConfigError naming the key. `Source.read` raises it too, of files that cannot be read as they should.
     """
     check(data, "data.")
-    return SOURCES[data.source](data)
+    try:
+        return SOURCES[data.source](data)
+    except PermissionError as error:  # of a folder on the way, which cannot be looked into
+        raise ConfigError(f"data.path '{error.filename or data.path}' cannot be read (permission denied)") from None
