@@ -156,15 +156,16 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     for (arm, value), group in points.groupby(["arm", "value"], sort=False):
         found = summary.interval(group["accuracy"])
         assert found is not None
-        text = f"{100 * found.mean:.1f} %"
-        if found.n > 1:
-            text += f" [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+        low, high = max(0.0, found.low), min(1.0, found.high)
+        text = f"{100 * found.mean:.1f} %" + (f" [{100 * low:.1f}, {100 * high:.1f}]" if found.n > 1 else "")
         table.rows.append([
             word(str(arm)), number(value, "d"), word("yes" if group["trained"].iloc[0] else "no"), number(found.n, "d"),
-            Cell(text, tuple(found[:3])), percent(group["accuracy"].min()), number(group["answers"].mean(), ",.0f"),
+            Cell(text, (found.mean, low, high)), percent(group["accuracy"].min()), number(group["answers"].mean(), ",.0f"),
             percent(chance),
         ])  # fmt: skip
-    table.notes = ["Means over seeds with 95 % intervals by Student's t; every seed's model gets the same questions."]
+    table.notes = [
+        "Means over seeds with 95 % intervals by Student's t, cut at 0 and 100 %; every seed's model gets the same questions."
+    ]
     return [table]
 
 
