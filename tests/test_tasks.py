@@ -239,7 +239,7 @@ def test_contradiction_s_begin_token_is_one_id_more_and_changes_nothing_else():
             "num_pairs: expected an integer of at least 1, or the smallest and the largest, got 0",
         ),
         ("mqar", {"num_pairs": 8, "length": 31}, "length: expected an integer of at least 32"),
-        ("mqar", {"power_a": 0}, "power_a: expected above 0, got 0"),
+        ("mqar", {"power_a": 0}, "power_a: expected a number above 0, got 0"),
         ("selective_copying", {"vocab_size": 3}, "vocab_size: expected an integer of at least 4, got 3"),
         ("induction", {"length": (9, 8)}, r"length: expected .* got \(9, 8\)"),
         ("parity", {"length": "long"}, "length: expected .* got 'long'"),
