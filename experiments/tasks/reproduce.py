@@ -18,11 +18,13 @@ def _right(arm: str, length: int) -> Headline:
     )
 
 
+INTRUDING = {"evaluated": "as trained", "reads": "of keys that only the predecessor wrote"}
 HEADLINES = [
     _right("induction", 256),
     _right("induction", 4096),
     _right("mqar", 64),
     _right("parity", 1024),
+    Headline("contradiction: leak minus reset, intruding reads, points", "leak-contradiction", INTRUDING, "difference"),
     *(
         Headline(f"{task}: untrained", "untrained", {"task": task}, "accuracy")
         for task in ("mqar", "selective_copying", "induction", "fuzzy_recall", "noisy_recall", "passkey", "contradiction",

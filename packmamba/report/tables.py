@@ -98,7 +98,7 @@ def percent(fraction: float | None) -> Cell:
     if fraction is None or pd.isna(fraction):
         return number(None, "")
     share = 100 * fraction
-    text = f"{share:.0f}" if share in (0, 100) else "< 0.001" if 0 < share < 0.001 else f"{share:#.3g}"
+    text = f"{share:.0f}" if share in (0, 100) else "< 0.001" if 0 < share < 0.001 else f"{share:#.3g}".rstrip(".")
     return Cell(f"{text} %", (fraction,))
 
 
