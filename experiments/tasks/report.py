@@ -13,6 +13,7 @@ from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, 
 from packmamba.report.kinds import Kind
 from packmamba.report.summary import Arm, Interval, Record, frame
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
+from packmamba.report.training import training_legend
 
 SEED = "#0072B2"
 
@@ -250,7 +251,7 @@ def wilson(right: float, answers: float) -> tuple[float, float]:
 
 
 KINDS = {
-    "training": Kind(learned_tables, leak_figures, label=_task),
+    "training": Kind(learned_tables, leak_figures, label=_task, arms=training_legend),
     "answers": Kind(
         answers_tables, answers_figures, label=lambda records: _task(records, "answers"), metrics=("chance",)
     ),
