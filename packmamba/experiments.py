@@ -158,6 +158,8 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
         question, _, name = str(what).partition("/")
         folder = find(question)
         path = folder / f"{name or question}.yaml"
+        if not path.is_file() and not _benches(folder):
+            raise ConfigError(f"experiment '{question}' has no bench, only sweeps; expected reproduce {question}")
         if not path.is_file():
             raise ConfigError(
                 f"experiment '{question}' has no bench '{name or question}'{suggest(name, _benches(folder))}"

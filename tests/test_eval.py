@@ -12,7 +12,8 @@ from packmamba import MambaLM, cli
 from packmamba.evaluation.subject import load_subject
 from packmamba.records import read_records
 from packmamba.training.fit import fit
-from packmamba.training.runs import run_folder
+from packmamba.training.runs import alone, run_folder
+from processes import fork, statuses
 from runs import tiny_config
 
 pytestmark = pytest.mark.slow  # all need a trained run
@@ -136,7 +137,7 @@ def test_export_gives_transformers_the_same_logits(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "nowhere"], "nowhere holds no model: expected config.json and weights"),
+        (["eval", "nowhere"], "nowhere is not a folder; expected one of a run or of a checkpoint"),
         (["eval", "RUN", "tasks=[mqarr]"], "tasks: unknown 'mqarr'"),
         (["eval", "RUN", "tasks=[]"], "tasks: expected at least one, got none"),
         (["eval", "RUN", "tasks=[mqar]", "options.mqar.pairs=3"], "options.mqar: "),
@@ -165,3 +166,23 @@ def test_an_unfinished_run_says_so(run, tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
     assert cli.main(["eval", str(tmp_path)]) == 2
     assert "the run has not ended: repeat its command" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_evaluations_do_not_write_to_one_folder_at_once(run, tmp_path):
+    output = tmp_path / "output.txt"
+    with alone(tmp_path / "answers"):
+        arguments = ["eval", str(run), "tasks=[parity]", "examples=2", f"output={tmp_path}/answers"]
+        assert statuses(fork(cli.main, arguments, output=output)) == [2]
+    assert f"error: another process evaluates, in {tmp_path}/answers; wait for it, or stop it\n" in output.read_text()
+    assert not (tmp_path / "answers" / "records").exists()
+
+
+@pytest.mark.slow
+def test_a_record_s_file_that_a_crash_left_empty_is_written_again(run, tmp_path):
+    arguments = ["eval", str(run), "tasks=[parity]", "examples=2", f"output={tmp_path}"]
+    assert cli.main(arguments) == 0
+    (path,) = (tmp_path / "records").glob("*.jsonl")
+    path.write_text("")
+    assert cli.main(arguments) == 0
+    assert len(read_records(tmp_path)) == 1

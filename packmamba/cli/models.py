@@ -48,6 +48,7 @@ def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[di
     check_writable(output / "records", "output")
     from packmamba.evaluation.evaluate import EVALUATIONS, check_evaluation, slots
     from packmamba.evaluation.subject import load_subject
+    from packmamba.training.runs import alone
 
     manager = _harness_tasks([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
     subject = load_subject(folder, config.device, config.dtype)
@@ -56,10 +57,11 @@ def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[di
         if name in EVALUATIONS:
             check_evaluation(name, _asked(name, subject, config, max_slots), len(subject.model.lm_head.weight))
     found = []
-    for number, name in enumerate(config.tasks, start=1):
-        print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
-        run = _ours if name in EVALUATIONS else functools.partial(_harness, manager)
-        found.append(run(name, subject, config, max_slots, output))
+    with alone(output, "output", "evaluates"):
+        for number, name in enumerate(config.tasks, start=1):
+            print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
+            run = _ours if name in EVALUATIONS else functools.partial(_harness, manager)
+            found.append(run(name, subject, config, max_slots, output))
     return output, found
 
 
@@ -167,7 +169,7 @@ def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) ->
     settings = settings | {"weights": weights_id(subject.model)}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
     path = output / "records" / f"{settings['name']}-{digest}.jsonl"
-    if path.is_file():
+    if path.is_file() and path.stat().st_size:  # a crash may leave it empty
         return next(r for r in read_records(output) if r["config"].get("id") == digest)
     begun = time.perf_counter()
     kept = output / "items" / f"{settings['name']}-{digest}.jsonl"

@@ -46,6 +46,8 @@ def read_config(folder: str | Path) -> Config:
     ``data.tokenizer`` is the folder's own. Raises ConfigError if the folder holds no model.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; expected one of a run or of a checkpoint")
     if not (folder / "config.json").is_file():
         unfinished = (folder / "checkpoints").is_dir()
         hint = "; the run has not ended: repeat its command" if unfinished else ""

@@ -12,6 +12,8 @@ from packmamba.config import ConfigError
 def of_transformers(folder: str | Path) -> bool:
     """Whether a folder holds a model in Hugging Face's format, which transformers reads. Raises ConfigError: it holds none."""
     path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{folder} is not a folder; expected one of a run or of a checkpoint")
     if not path.is_file():
         raise ConfigError(f"{folder} holds no model: expected config.json and weights")
     try:

@@ -101,21 +101,21 @@ class Taken(ConfigError):
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Keeps the run's folder to this process while it lives.
+def alone(folder: Path, key: str = "runs_dir", does: str = "trains this run") -> Iterator[None]:
+    """Keeps a folder, of a run unless ``key`` and what another process ``does`` there are said, to this process while it lives.
 
     Raises:
         Taken: another process has it.
         ConfigError: it cannot be written.
     """
-    check_writable(folder, "runs_dir")
+    check_writable(folder, key)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         # A lock of this process, not of loaders' workers that outlive it. Whoever only looks holds it for a moment.
         tries = 5
         while not _lock(file, fcntl.LOCK_EX):
             if not (tries := tries - 1):
-                raise Taken(f"another process trains this run, in {folder}; wait for it, or stop it")
+                raise Taken(f"another process {does}, in {folder}; wait for it, or stop it")
             time.sleep(0.02)
         yield
 
