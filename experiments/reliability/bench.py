@@ -1,0 +1,8 @@
+"""What the library promises of long and large runs, measured."""
+
+from __future__ import annotations
+
+from experiments.reliability import soak
+from packmamba.experiments import Bench
+
+BENCHES = {"soak": Bench(soak.Config, soak.run)}
