@@ -11,8 +11,9 @@ import torch
 from packmamba import MambaLM, cli
 from packmamba.evaluation.subject import load_subject
 from packmamba.records import read_records
+from packmamba.training.claims import alone
 from packmamba.training.fit import fit
-from packmamba.training.runs import alone, run_folder
+from packmamba.training.runs import run_folder
 from processes import fork, statuses
 from runs import tiny_config
 

@@ -14,9 +14,10 @@ from packmamba.records import read_records
 from packmamba.training import attempt, places, pool
 from packmamba.training.attempt import Outcome, read_note
 from packmamba.training.callbacks import checkpoints
+from packmamba.training.claims import alone, taken
 from packmamba.training.fit import fit
 from packmamba.training.pool import Queue
-from packmamba.training.runs import alone, record_path, run_folder, taken
+from packmamba.training.runs import record_path, run_folder
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.worker import Worker
 from processes import fork, statuses

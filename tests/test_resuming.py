@@ -11,9 +11,10 @@ import run
 from packmamba.config import ConfigError
 from packmamba.records import read_records
 from packmamba.training.callbacks import checkpoints
+from packmamba.training.claims import alone
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import alone, run_folder
+from packmamba.training.runs import run_folder
 from processes import ROOT, fork, kill, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 

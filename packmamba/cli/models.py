@@ -48,7 +48,7 @@ def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[di
     check_writable(output / "records", "output")
     from packmamba.evaluation.evaluate import EVALUATIONS, check_evaluation, slots
     from packmamba.evaluation.subject import load_subject
-    from packmamba.training.runs import alone
+    from packmamba.training.claims import alone
 
     manager = _harness_tasks([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
     subject = load_subject(folder, config.device, config.dtype)

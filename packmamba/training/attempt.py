@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from packmamba.config import Config
 from packmamba.errors import UserError
 from packmamba.training.callbacks import Stopped
+from packmamba.training.claims import Taken, alone, taken
 from packmamba.training.fit import fit
-from packmamba.training.runs import Taken, alone, record_path, run_folder, taken
+from packmamba.training.runs import record_path, run_folder
 
 NOTE = "status.json"
 NOTE_SECONDS = 2.0

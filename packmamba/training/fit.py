@@ -18,10 +18,11 @@ from packmamba.ops.backends import choose
 from packmamba.records import append_record, check_writable, make_record, provenance, read_records
 from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, checkpoints
+from packmamba.training.claims import alone, check_claim
 from packmamba.training.evaluations import Evaluations, check_evaluations, run_evaluations
 from packmamba.training.model_folder import write_model
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import alone, decisive, name_of, record_path, run_folder, run_id
+from packmamba.training.runs import decisive, name_of, record_path, run_folder, run_id
 from packmamba.training.start import start_from, weights_path
 from packmamba.training.surroundings import prepare_environment, surroundings
 from packmamba.training.trainer import make_trainer, quieten
@@ -82,7 +83,12 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
     average = Average(snapshot_steps(options.max_steps, options.average_snapshots, options.average_share))
     evaluations = Evaluations(config, history) if options.evaluate_every is not None else None
     others = [*([average] if average.at else []), *([evaluations] if evaluations else [])]
-    trainer = make_trainer(config, folder, history, progress, stop, others)
+
+    def stops(step: int) -> bool:
+        check_claim(folder)
+        return stop is not None and stop(step)
+
+    trainer = make_trainer(config, folder, history, progress, stops, others)
     try:
         choose(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
@@ -109,6 +115,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
         record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
         weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
         if trainer.is_global_zero:
+            check_claim(folder)
             if history.diverged is None:
                 write_model(folder, config, module.model.config, weights)
                 numbers, curves = run_evaluations(config, folder, trainer.strategy.root_device, progress)
@@ -119,6 +126,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
             if evaluations:
                 record["curves"]["evaluations"] = evaluations.points
             record["wall_seconds"] = time.perf_counter() - begun  # with the evaluations at its end
+            check_claim(folder)
             append_record(path, record)
     return record
 

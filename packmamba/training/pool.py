@@ -17,8 +17,9 @@ from packmamba.errors import ConfigError, Unfinished
 from packmamba.records import read_records
 from packmamba.training.attempt import Outcome, attempt, log_path
 from packmamba.training.callbacks import newest_step
+from packmamba.training.claims import taken
 from packmamba.training.fit import fit
-from packmamba.training.runs import record_path, run_folder, taken
+from packmamba.training.runs import record_path, run_folder
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place, Worker
 

@@ -1,21 +1,16 @@
-"""A run's name, its folder and record, and that one process at a time trains it."""
+"""A run's name, its folder and record."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from packmamba.config import Config, ConfigError, to_dict
-from packmamba.records import check_writable
+from packmamba.config import Config, to_dict
 
 
 def run_id(config: Config) -> str:
@@ -94,44 +89,3 @@ def record_path(config: Config) -> Path:
 def name_of(output: str) -> str:
     """Of the experiment whose records a folder holds: the folder's, also where it is called ``.``."""
     return os.path.basename(os.path.abspath(output)) or "root"
-
-
-class Taken(ConfigError):
-    """Another process trains the run."""
-
-
-@contextmanager
-def alone(folder: Path, key: str = "runs_dir", does: str = "trains this run") -> Iterator[None]:
-    """Keeps a folder, of a run unless ``key`` and what another process ``does`` there are said, to this process while it lives.
-
-    Raises:
-        Taken: another process has it.
-        ConfigError: it cannot be written.
-    """
-    check_writable(folder, key)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
-        # A lock of this process, not of loaders' workers that outlive it. Whoever only looks holds it for a moment.
-        tries = 5
-        while not _lock(file, fcntl.LOCK_EX):
-            if not (tries := tries - 1):
-                raise Taken(f"another process {does}, in {folder}; wait for it, or stop it")
-            time.sleep(0.02)
-        yield
-
-
-def taken(folder: Path) -> bool:
-    """Whether another process trains in the run's folder now."""
-    try:
-        with open(folder / "lock") as file:
-            return not _lock(file, fcntl.LOCK_SH)
-    except FileNotFoundError:
-        return False
-
-
-def _lock(file: IO[str], kind: int) -> bool:
-    try:
-        fcntl.lockf(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
