@@ -27,6 +27,8 @@ STEPS = [
     Step(
         "single.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1, packages=("mamba_ssm", "causal_conv1d")
     ),
+    Step("functions-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
+    Step("mixture-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("float32.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("speed.yaml", (), small=("throughput_rounds=3",), gpus=1),
 ]
