@@ -10,6 +10,8 @@ import torch
 from packmamba import MambaLM
 from packmamba.evaluation import Score, score
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -59,11 +61,12 @@ def test_scores_are_those_of_documents_alone(model, max_slots):
         assert found.is_greedy == expected.is_greedy
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neither_order_nor_company_changes_a_bit(model, dtype):
+def test_neither_order_nor_company_changes_a_bit(model, dtype, device):
     lm = MambaLM(**model.config)
     lm.load_state_dict(model.state_dict())
-    lm = lm.to(dtype)
+    lm = lm.to(device, dtype)
     requests = make_requests()
     scores = score(lm, requests, max_slots=128, begin_token=7)
     order = list(range(len(requests)))

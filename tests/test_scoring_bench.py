@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from experiments.scoring import bench as scoring
+from experiments.scoring import exactness
 from experiments.scoring.requests import Workload
+from packmamba import MambaLM
 from packmamba.config import ConfigError
 from packmamba.evaluation import Score
 from packmamba.experiments import kinds_of, load_bench
@@ -80,3 +82,49 @@ def test_lengths_are_about_their_medians():
     assert len(requests) == 1600 and all(a[0] is b[0] for a, b in zip(requests[::4], requests[3::4]))
     contexts = torch.tensor([float(len(context)) for context, _ in requests[::4]])
     assert 58 < contexts.median() < 70 and contexts.min() >= 16 and contexts.max() <= 256
+
+
+def test_packed_scores_are_counted_against_one_at_a_time(tmp_path):
+    tiny = ["dtypes=[float64,bfloat16]", "device=cpu", "contexts=3", "continuations=2", "max_slots=128", *TINY[:2]]
+    config = load_bench("scoring/exactness", tiny).config
+    exactness.run(config, tmp_path / "records" / "exactness.jsonl", progress=False)
+    for record in read_records(tmp_path):
+        metrics = record["metrics"]
+        assert (
+            metrics["requests"] == 6 and metrics["greedy"] >= 3
+        )  # each context's first continuation is what the model says
+        assert metrics["shuffled_differ"] == metrics["split_differ"] == 0
+        if record["arm"] == "float64":
+            assert 0 <= metrics["largest_difference"] < 1e-9 and metrics["greedy_flips"] == metrics["choice_flips"] == 0
+    (table,) = kinds_of(tmp_path, read_records(tmp_path))["exactness"].tables(read_records(tmp_path))
+    assert [row[0].text for row in table.rows] == ["float64", "bfloat16"]
+
+
+def test_what_differs_is_counted(monkeypatch):
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=30, d_model=16, n_layer=1).double()
+    config = load_bench("scoring/exactness", ["max_slots=128"]).config
+    honest = exactness.score
+
+    def score(model, requests, *arguments, **options):  # the call with shuffled requests answers in the wrong order
+        found = honest(model, requests, *arguments, **options)
+        calls.append(len(requests))
+        return found[::-1] if len(calls) == 2 else found
+
+    calls = []
+    monkeypatch.setattr(exactness, "score", score)
+    metrics = exactness._compare(model, Workload(6, 12, 2, 3), config)
+    assert metrics["shuffled_differ"] > 6 and metrics["split_differ"] == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("dtypes=[float64]", "dtypes: expected of float32, bfloat16 with device=cuda, got 'float64'"),
+        ("dtypes=[half]", "dtypes: expected of float32, bfloat16 with device=cuda, got 'half'"),
+    ],
+)
+def test_exactness_refuses_in_one_sentence(tmp_path, override, message):
+    config = load_bench("scoring/exactness", [override]).config
+    with pytest.raises(ConfigError, match=message):
+        exactness.run(config, tmp_path / "exactness.jsonl", progress=False)

@@ -114,7 +114,10 @@ def run(config: IntegrationConfig, records_path: Path, progress: bool = True) ->
                     "difference": differences[name],
                 },
                 wall_seconds=wall,
-                curves={"loss": [{"step": step, "loss": loss} for step, loss in enumerate(taken[0].losses)]},
+                curves={
+                    "loss": [{"step": step, "loss": loss} for step, loss in enumerate(taken[0].losses)],
+                    "turns": [{"turn": turn, "real_tokens_per_second": rate} for turn, rate in enumerate(rates)],
+                },
             ),
         )  # fmt: skip
 

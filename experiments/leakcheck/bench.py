@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import re
 import sys
 import time
@@ -20,6 +22,7 @@ from tqdm import tqdm
 from packmamba.config import ConfigError, at_least, key, some, suggest, unique
 from packmamba.experiments import Bench
 from packmamba.isolation import LeakCheck, Mode, leakcheck
+from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 
 PATCH = "packmamba.integrations.transformers"
@@ -72,6 +75,8 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
         )
     logging.getLogger("transformers").setLevel(logging.ERROR)
     provenance()
+    if c.device != "cpu":
+        find_kernels()
     arms |= {f"{name}{PATCHED}": of for name, of in arms.items() if of.get("patch") and _can_patch()}
     cells = [(arm, of, boundaries) for arm, of in arms.items() for boundaries in c.boundaries]
     for arm, of, boundaries in tqdm(cells, unit="check", disable=not progress, mininterval=1):
@@ -94,6 +99,20 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
         else:
             failed = False
         append_record(records_path, _record(c, arm, of, boundaries, model, result, failed, time.perf_counter() - begun))
+
+
+def find_kernels() -> None:
+    """Makes mamba-ssm's kernels importable one by one, before transformers asks: the whole package wants more than they do."""
+    os.environ.setdefault(
+        "MAMBA_DETERMINISTIC", "1"
+    )  # one block size each: nothing is timed, and others take minutes to build
+    for module, name in (
+        ("selective_scan_interface", "selective_scan_fn"),
+        ("triton.selective_state_update", "selective_state_update"),
+        ("triton.ssd_combined", "mamba_chunk_scan_combined"),
+    ):
+        with contextlib.suppress(ValueError, ImportError):
+            _peer("mamba_ssm", f"ops.{module}", name)
 
 
 def unlisted(models: Any) -> list[str]:

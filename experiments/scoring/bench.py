@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.scoring import exactness
 from experiments.scoring.methods import Method, harness, packed, padded
+from experiments.scoring.models import make_model
 from experiments.scoring.requests import Request, Workload
 from packmamba import MambaLM
 from packmamba.config import ConfigError, above, at_least, key, load_config, one_of
@@ -59,22 +61,13 @@ def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> Non
     provenance()
     torch.manual_seed(config.seed)
     sizes = load_config(None, [f"model={config.model}", *config.overrides]).model
-    model = _make_model(sizes, device, getattr(torch, config.dtype))
+    model = make_model(sizes, device, getattr(torch, config.dtype))
     methods = _methods(config, model)
     for name, workload in workloads.items():
         requests = workload.draw(model.config["vocab_size"], config.seed)
         _measure_scores(config, name, workload, requests, methods, device, records_path, progress)
     for count in config.prompts:
         _measure_generation(config, model, count, device, records_path)
-
-
-def _make_model(sizes: Any, device: torch.device, dtype: torch.dtype) -> MambaLM:
-    with device:
-        model = MambaLM(
-            vocab_size=sizes.vocab_size or 50280, d_model=sizes.d_model, n_layer=sizes.n_layer, d_state=sizes.d_state,
-            expand=sizes.expand, tie_embeddings=sizes.tie_embeddings,
-        )  # fmt: skip
-    return model.to(dtype).eval()
 
 
 def _methods(config: ScoringConfig, model: MambaLM) -> dict[str, Method]:
@@ -220,4 +213,4 @@ def _measure_generation(
     )  # fmt: skip
 
 
-BENCHES = {"scoring": Bench(ScoringConfig, run)}
+BENCHES = {"scoring": Bench(ScoringConfig, run), "exactness": Bench(exactness.ExactnessConfig, exactness.run)}

@@ -112,6 +112,46 @@ def generation_tables(records: Sequence[Record]) -> list[Table]:
     return [table] if table.rows else []
 
 
+BARS = {"float64": 1e-9, "float32": 1e-4}
+"""Nats by which a request's packed score may differ from the same request's alone."""
+
+
+def exactness_tables(records: Sequence[Record]) -> list[Table]:
+    """Packed scores beside those of one request at a time, a row for each dtype."""
+    table = Table(
+        "exactness",
+        "Packed scores, one request at a time, and in another order",
+        [
+            Column("weights", ("dtype",), False),
+            Column("model", ("model",), False),
+            Column("device", ("device",), False),
+            Column("requests", ("requests",)),
+            Column("largest difference, nats", ("largest_difference",)),
+            Column("allowed", ("allowed",)),
+            Column("greedy verdicts that differ", ("greedy_flips",)),
+            Column("of so many that are greedy", ("greedy",)),
+            Column("best choices that differ", ("choice_flips",)),
+            Column("differ by a bit: shuffled", ("shuffled_differ",)),
+            Column("asked in three parts", ("split_differ",)),
+            Column("contexts not shared", ("unshared_differ",)),
+        ],
+        notes=[
+            "Random weights. The largest difference is of a request's whole log-likelihood. A context's first continuation is "
+            "what greedy decoding says, about 16 tokens: one of them that turns is a verdict that differs."
+        ],
+    )
+    for dtype, record in _latest(records, "exactness").items():
+        m, config = record["metrics"], record["config"]
+        hardware = record["hardware"]["cpu"] if config["device"] == "cpu" else ", ".join(record["hardware"]["gpus"])
+        table.rows.append([
+            word(dtype), word(config["model"]), word(hardware), number(m["requests"], "d"),
+            number(m["largest_difference"], ".2g"), number(BARS.get(dtype), ".0e"),
+            *(number(m[name], "d") for name in
+              ("greedy_flips", "greedy", "choice_flips", "shuffled_differ", "split_differ", "unshared_differ")),
+        ])  # fmt: skip
+    return [table] if table.rows else []
+
+
 def scoring_legend(records: Sequence[Record]) -> dict[str, str]:
     """What each arm does."""
     made = {}
@@ -135,7 +175,11 @@ GENERATION = (
     "prompt_tokens", "prefill_seconds", "prefill_tokens_per_second", "step_seconds", "tokens_per_second",
     "peak_memory_bytes",
 )  # fmt: skip
+EXACTNESS = (
+    "largest_difference", "greedy", "greedy_flips", "choice_flips", "shuffled_differ", "split_differ", "unshared_differ",
+)  # fmt: skip
 KINDS = {
+    "exactness": Kind(exactness_tables, metrics=EXACTNESS),
     "scoring": Kind(
         scoring_tables,
         scoring_figures,
