@@ -8,8 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from packmamba.config import ConfigError
-from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler, evaluation_documents
-from packmamba.data.packing import STRATEGIES
+from packmamba.data.datamodule import PackingDataModule, StepSampler, evaluation_documents
 from packmamba.data.schedule import arrange
 from runs import CARRY, SCHEMES, tiny_config
 
@@ -52,27 +51,6 @@ def expected_pairs(corpus, limit=None):
         tokens.update(enumerate(document))
         targets.update((t, a, b) for t, (a, b) in enumerate(zip(document, document[1:])))
     return tokens, targets
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["matched", "stream"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("overlong", ["pieces", "truncate"])
-def test_an_epoch_has_every_token_and_target_once(tmp_path, mode, strategy, overlong):
-    data = module(tmp_path, f"data.mode={mode}", f"data.strategy={strategy}", f"data.overlong={overlong}")
-    steps = range(epoch_steps(data))
-    limit = 24 if overlong == "truncate" and strategy != "split" else None
-    assert pairs(data, steps) == expected_pairs(data.corpora.train, limit)
-    for step in steps:
-        batch = data.steps[step]
-        assert batch.num_targets == sum(int(b.loss_mask.sum()) for b in batch.batches)
-        assert batch.num_tokens == sum(b.layout.num_tokens for b in batch.batches)
-        assert batch.num_slots == sum(b.tokens.numel() for b in batch.batches)
-        for b in batch.batches:
-            assert b.tokens.numel() <= 72 or b.tokens.shape[0] == 1
-            outside = b.layout.seq_idx < 0
-            assert not b.loss_mask[outside].any() and not b.tokens[outside].any()
-            assert not b.targets[~b.loss_mask].any()
 
 
 def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):
@@ -146,25 +124,6 @@ def test_rows_of_carrying_batches_continue(tmp_path, mode):
                 ends[row] = offset + int(layout.lengths[s])
             position = ends
     assert continuations > 5
-
-
-@pytest.mark.parametrize(
-    "keys", [["data.strategy=greedy"], ["data.strategy=single"], CARRY], ids=["packed", "single", "carry"]
-)
-def test_ranks_share_a_step_and_compute_as_many_batches(tmp_path, keys):
-    config = tiny_config(tmp_path, *keys)
-    data = PackingDataModule(config, progress=False)
-    schedule = data.schedule(3)
-    whole = StepDataset(data.schedule(1))
-    for step in range(5):
-        shares = [StepDataset(schedule, rank)[step] for rank in range(3)]
-        assert len({len(share.batches) for share in shares}) == 1
-        assert {share.num_targets for share in shares} == {whole[step].num_targets}
-        masks = sum(int(b.loss_mask.sum()) for share in shares for b in share.batches)
-        assert masks == whole[step].num_targets
-        tokens = sum(b.layout.num_tokens for share in shares for b in share.batches)
-        assert tokens == whole[step].num_tokens == shares[1].num_tokens
-        assert shares[2].num_slots == sum(b.layout.num_slots for share in shares for b in share.batches)
 
 
 def test_ranks_share_the_evaluation(tmp_path):
