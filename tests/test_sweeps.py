@@ -118,6 +118,37 @@ def test_a_sweep_takes_its_own_keys_too(tmp_path):
         run_sweep(sweep, configs, progress=False)
 
 
+def test_a_sweep_s_folder_and_name_may_be_said_for_all_runs(tmp_path):
+    sweep, configs = load_sweep(write_sweep(tmp_path), [f"experiment={tmp_path}/mine", "name=mine"])
+    assert (sweep.output, sweep.name) == (f"{tmp_path}/mine", "mine")
+    assert {config.output for config in configs} == {f"{tmp_path}/mine"}
+    assert {config.name for config in configs} == {f"{arm} d_state={n}" for arm in ("padded", "packed") for n in (2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("override", "changes", "message"),
+    [
+        ("seed=5", {}, "^'seed=5': expected grid.seed=.*values$"),
+        ("model.d_state=8", {}, "^'model.d_state=8': expected grid.model.d_state="),
+        ("model={d_state: 8}", {}, "expected grid.model.d_state="),
+        ("optimizer.lr=1", {"tune": {"grid": {"optimizer.lr": [1, 2]}, "seeds": [8]}}, "expected tune.grid.optimizer.lr="),
+        ("data.strategy=split", {}, "^'data.strategy=split': expected a key in which arms do not differ"),
+        ("common.name=x", {}, "^common.name: expected no such key, a sweep sets it for each run$"),
+        ("arms.packed.runs_dir=x", {}, "^arms.packed.runs_dir: expected no such key"),
+        ("grid.experiment=[x]", {}, "^grid.experiment: expected no such key"),
+    ],
+)  # fmt: skip
+def test_what_is_compared_is_not_one_for_all_runs(tmp_path, override, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(write_sweep(tmp_path, **changes), [override])
+
+
+def test_what_one_arm_sets_may_be_set_for_all(tmp_path):
+    arms = {"plain": {}, "leak": {"trainer.boundary": "leak"}}
+    _, configs = load_sweep(write_sweep(tmp_path, arms=arms), ["trainer.boundary=reset"])
+    assert {config.trainer.boundary for config in configs} == {"reset"}
+
+
 def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
     keys = ([], ["data.strategy=single"], ["model.d_state=3"], ["trainer.boundary=leak"])
     configs = [tiny_config(tmp_path, f"name=arm{i}", *overrides) for i, overrides in enumerate(keys)]

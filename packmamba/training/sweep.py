@@ -45,6 +45,7 @@ class SweepConfig:
     output: str = key(
         "runs/sweep",
         "Folder of the sweep's records, tables and report: experiments/<question>, or below runs/ for one's own.",
+        old_name="experiment",
     )
     name: Optional[str] = key(
         None, "What sweep.json, beside the records, calls the sweep; null for the name of its file."
@@ -92,6 +93,16 @@ class SweepConfig:
         for name, values in self.grid.items():
             if not values:
                 yield f"grid.{name}: expected at least one value, got none"
+        for where, keys in {
+            "common": self.common,
+            **{f"arms.{arm}": keys for arm, keys in self.arms.items()},
+            "grid": self.grid,
+        }.items():
+            yield from (
+                f"{where}.{name}: expected no such key, a sweep sets it for each run"
+                for name in OF_RUNS
+                if name in keys
+            )
         if self.baseline is not None and self.baseline not in self.arms:
             yield f"baseline: expected one of {', '.join(self.arms)} or null, got '{self.baseline}'"
         if both := sorted(set(self.tune.seeds) & set(self.grid.get("seed", [0]))):
@@ -106,7 +117,9 @@ class SweepConfig:
         return self.jobs != 1 or self.deadline is not None
 
 
-SWEEP_KEYS = SweepConfig.__dataclass_fields__
+SWEEP_KEYS = (*SweepConfig.__dataclass_fields__, "experiment")
+OF_RUNS = ("name", "output", "experiment", "runs_dir")
+"""Keys of a run that its sweep sets."""
 EVALUATED = ("evaluations", "evaluation_options")
 """Keys of a sweep that become those of its runs."""
 
@@ -126,6 +139,7 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
         check_command("train", base, layers[0][0])
     others = [override for override in overrides or [] if override not in own]
     last = [(parse_override(override), f"'{override}'") for override in others]
+    _refuse_what_is_compared(sweep, last)
     configs = [_resolve(layers, assigned, last) for assigned in _runs(sweep)]
     checked: list[Config] = []
     for config in configs:
@@ -139,6 +153,32 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
             )
     Tuning(sweep.tune, configs)  # refuses its keys
     return sweep, configs
+
+
+def _refuse_what_is_compared(sweep: SweepConfig, last: list[tuple[DictConfig, str]]) -> None:
+    """Refuses a key for all runs that the grid, or every arm, gives a value: what is compared would be one."""
+    for layer, said in last:
+        for given in _keys(layer):
+            for grid, keys in (("grid", sweep.grid), ("tune.grid", sweep.tune.grid)):
+                for name in keys:
+                    if _meet(name, given):
+                        raise ConfigError(
+                            f"{said}: expected {grid}.{name}=[...], which is where this sweep has its values"
+                        )
+            values = [value for keys in sweep.arms.values() for name, value in keys.items() if _meet(name, given)]
+            if len(values) >= len(sweep.arms) > 1 and any(value != values[0] for value in values):
+                raise ConfigError(f"{said}: expected a key in which arms do not differ; set it as arms.<name>.{given}")
+
+
+def _keys(layer: DictConfig, prefix: str = "") -> Iterator[str]:
+    """The dotted names of the values in a layer."""
+    for name, value in layer.items():
+        yield from _keys(value, f"{prefix}{name}.") if isinstance(value, DictConfig) and value else [f"{prefix}{name}"]
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether setting one key changes the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _resolve(
