@@ -1,6 +1,7 @@
 """Sweeps: each run of a grid once, arms timed in turns, refusals before any work."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from packmamba.training import throughput
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import run_id
+from packmamba.training.surroundings import MOST_GRAPHS
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.throughput import measure_throughput
 from runs import final_state, tiny_config, write_config
@@ -64,6 +66,24 @@ def test_a_sweep_may_only_time(tmp_path):
     assert {record["kind"] for record in records} == {"throughput"} and len(records) == 2
     (section,) = build_sections(records)
     assert [figure.name for figure in section.figures] == ["speed"]
+    other = replace(sweep, name="another")
+    run_sweep(other, configs, progress=False)
+    assert {file.stem for file in (folder / "records").iterdir()} == {"sweep", "another"}, "each has its own timings"
+
+
+def test_compiled_arms_are_timed_with_as_many_shapes_as_runs_have(tmp_path, monkeypatch):
+    """Else PyTorch would go on without compiled code after eight shapes of rows, and say nothing."""
+    monkeypatch.setattr("packmamba.nn.MambaLM.compile_blocks", lambda model: None)
+    limits = []
+
+    def limit(*_, **__):
+        limits.append(torch._dynamo.config.recompile_limit)
+        return {"arm0": [(1.0, 1, 1)], "arm1": [(1.0, 1, 1)]}
+
+    monkeypatch.setattr(timing, "take_turns", limit)
+    configs = [tiny_config(tmp_path, f"name=arm{i}", f"model.compile={i == 1}") for i in range(2)]
+    list(measure_throughput(configs, rounds=1, output="x", progress=False))
+    assert limits == [MOST_GRAPHS] and torch._dynamo.config.recompile_limit < MOST_GRAPHS
 
 
 def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):

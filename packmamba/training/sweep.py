@@ -228,7 +228,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in configs)
     chosen: AbstractContextManager[list[Place]] = places(sweep.jobs, on_gpu) if sweep.apart else nullcontext([])
     with chosen as side_by_side:
-        timings = output / "records" / "throughput.jsonl"
+        timings = output / "records" / f"{'throughput' if sweep.train else sweep.name}.jsonl"
         if sweep.throughput_rounds and not timings.is_file():
             first = configs[: len(sweep.arms)]
             for record in measure_throughput(first, sweep.throughput_rounds, sweep.output, progress):

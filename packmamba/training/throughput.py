@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import lightning
-import torch
 from torch import Tensor
 
 from packmamba import timing
@@ -17,6 +16,7 @@ from packmamba.data.datamodule import PackingDataModule, StepDataset
 from packmamba.records import make_record
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import decisive, name_of
+from packmamba.training.surroundings import surroundings
 
 WARM_UP = 1
 """Rounds that are not kept, after the first step of each arm, which is the gate's."""
@@ -62,8 +62,12 @@ def measure_throughput(
     Raises:
         RuntimeError: arms that must agree on the loss of the first step's documents do not.
     """
-    if (threads := configs[0].trainer.threads) is not None:
-        torch.set_num_threads(threads)
+    # Of one whose code is compiled, if there is one: it may have shapes without end.
+    with surroundings(max(configs, key=lambda config: config.model.compile)):
+        yield from _measure(configs, rounds, output, progress)
+
+
+def _measure(configs: list[Config], rounds: int, output: str, progress: bool) -> Iterator[dict[str, Any]]:
     arms = {config.name: Arm(config) for config in configs}
     losses: list[tuple[ModelConfig, str, float]] = []
 
