@@ -270,6 +270,12 @@ class TrainerConfig:
     )
     checkpoint_every: int = key(50, "Steps between checkpoints.", at_least(1))
     log_every: int = key(10, "Steps between logged points.", at_least(1))
+    loggers: list[str] = key(
+        ["csv", "tensorboard"],
+        "Where curves go while the run trains, in its folder: csv, tensorboard, wandb (offline), mlflow; [] for nowhere.",
+        each(named("packmamba.training.loggers:LOGGERS")),
+        unique,
+    )
     leakcheck_every: Optional[int] = key(
         0,
         "Steps between checks that what crosses document boundaries in a batch is what trainer.boundary says; 0: only when "

@@ -20,6 +20,7 @@ from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.claims import alone, check_claim
 from packmamba.training.evaluations import Evaluations, check_evaluations, run_evaluations
+from packmamba.training.loggers import check_loggers, close_loggers
 from packmamba.training.model_folder import write_model
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import decisive, name_of, record_path, run_folder, run_id
@@ -36,6 +37,7 @@ def check_run(config: Config) -> None:
     with torch.device("meta"):
         MambaLitModule(config, 1)
     check_evaluations(config)
+    check_loggers(config)
 
 
 def fit(config: Config, progress: bool = True, stop: Callable[[int], bool] | None = None) -> dict[str, Any]:
@@ -53,7 +55,10 @@ def fit(config: Config, progress: bool = True, stop: Callable[[int], bool] | Non
     """
     prepare_environment([config])
     with surroundings(config):
-        return _fit(config, progress, stop)
+        try:
+            return _fit(config, progress, stop)
+        finally:
+            close_loggers()
 
 
 def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def recorded_id(name: str, values: dict[str, Any]) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest[:10]}"
 
 
-PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every")
+PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every", "trainer.loggers")
 """Keys that decide where files are kept, who makes them and what is looked at, not what is trained."""
 
 LATER_KEYS: dict[str, Any] = {

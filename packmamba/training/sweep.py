@@ -173,7 +173,7 @@ def _refuse_what_is_compared(sweep: SweepConfig, last: list[tuple[DictConfig, st
 def _keys(layer: DictConfig, prefix: str = "") -> Iterator[str]:
     """The dotted names of the values in a layer."""
     for name, value in layer.items():
-        yield from _keys(value, f"{prefix}{name}.") if isinstance(value, DictConfig) and value else [f"{prefix}{name}"]
+        yield from _keys(value, f"{prefix}{name}.") if isinstance(value, DictConfig) and value else [prefix + str(name)]
 
 
 def _meet(one: str, other: str) -> bool:

@@ -10,11 +10,11 @@ from pathlib import Path
 import lightning
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from packmamba.config import Config, ConfigError
 from packmamba.training.callbacks import Checkpoints, History, Progress
 from packmamba.training.leaks import LeakCheck
+from packmamba.training.loggers import make_loggers
 from packmamba.training.strategy import make_strategy, stop_together
 
 
@@ -48,7 +48,7 @@ def make_trainer(
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             log_every_n_steps=min(options.log_every, options.max_steps),
-            logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="tensorboard", version="")],
+            logger=make_loggers(config, folder),
             callbacks=[*callbacks, Progress(config.name, options.max_steps, history)] if progress else callbacks,
             enable_progress_bar=progress,
             enable_model_summary=False,
