@@ -30,10 +30,7 @@ STEPS = [
     Step("functions-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("mixture-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("float32.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
-    *(
-        Step(f"{name}.yaml", (), small=("throughput_rounds=3",), gpus=1)
-        for name in ("speed", "speed-functions", "speed-mixture")
-    ),
+    *(Step(f"{name}.yaml", (), small=("throughput_rounds=3",), gpus=1) for name in ("speed", "speed-single")),
 ]
 
 

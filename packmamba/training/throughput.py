@@ -69,20 +69,21 @@ def measure_throughput(
 
 def _measure(configs: list[Config], rounds: int, output: str, progress: bool) -> Iterator[dict[str, Any]]:
     arms = {config.name: Arm(config) for config in configs}
-    losses: list[tuple[ModelConfig, str, float]] = []
+    losses: list[tuple[tuple[ModelConfig, str], str, float]] = []
 
     def gate(name: str) -> None:
         """Arms that neither leak nor carry have the same loss on the same documents, if they have the same weights."""
         arm = arms[name]
         loss = float(arm.step(0)[1])
         if arm.config.data.mode == "matched" and not arm.module.boundary.as_trained:
-            for model, other, expected in losses:
-                if model == arm.config.model and abs(loss - expected) > 1e-4 * expected:
+            alike = (arm.config.model, arm.corpus_hash)
+            for those, other, expected in losses:
+                if those == alike and abs(loss - expected) > 1e-4 * expected:
                     raise RuntimeError(
                         "nothing is timed: arms disagree on the loss of the same documents: "
                         f"{other} has {expected}, {name} has {loss}"
                     )
-            losses.append((arm.config.model, name, loss))
+            losses.append((alike, name, loss))
 
     run = uuid.uuid4().hex
     others = timing.OtherPrograms()
