@@ -221,16 +221,19 @@ def write_sweep(
     arms: Mapping[str, Iterable[int]],
     baseline: str | None = None,
     tuned: Mapping[str, list] | None = None,
+    steps: Mapping[str, int] | None = None,
 ) -> None:
     """Says beside a folder's records which seeds of which arms a sweep has; what other sweeps say there stays.
 
     Args:
         baseline: the arm that others are compared with.
         tuned: ``keys`` of which each arm takes its best value, and ``seeds`` that chose it.
+        steps: which of its runs' records an arm's tables take: those made after so many steps.
     """
     path = Path(folder) / SWEEPS
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     said[name] = {"baseline": baseline, "tuned": tuned, "arms": {arm: sorted(seeds) for arm, seeds in arms.items()}}
+    said[name] |= {"steps": dict(steps)} if steps else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
@@ -238,7 +241,7 @@ def write_sweep(
 
 
 def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """The training records of a sweep's arms with ``sweep``: its baseline, the arm's seeds, and arms without any record."""
+    """The training records of a sweep's arms with ``sweep``: its baseline, the arm's seeds, steps, and arms without record."""
     if not path.is_file():
         return records
     trained = {record["arm"] for record in records if record["kind"] == "training"}
@@ -247,7 +250,12 @@ def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, An
         absent = {arm: seeds for arm, seeds in sweep["arms"].items() if arm not in trained}
         for arm, seeds in sweep["arms"].items():
             seeds = sorted({*seeds, *said.get(arm, {}).get("seeds", [])})
+            steps = {
+                *said.get(arm, {}).get("steps", []),
+                *([sweep["steps"][arm]] if arm in sweep.get("steps", {}) else []),
+            }
             said[arm] = {"baseline": sweep["baseline"], "tuned": sweep["tuned"], "seeds": seeds, "absent": absent}
+            said[arm] |= {"steps": sorted(steps)} if steps else {}
     return [
         record | {"sweep": said[record["arm"]]} if record["kind"] == "training" and record["arm"] in said else record
         for record in records

@@ -74,8 +74,9 @@ def test_saving_is_not_training_time(tmp_path, monkeypatch):
 def test_evaluations_are_part_of_a_run_s_time(tmp_path, monkeypatch):
     """A sweep takes from it whether the next run fits before its deadline."""
     monkeypatch.setattr(one_run, "run_evaluations", lambda *_: (time.sleep(0.5), ({}, {}))[1])
+    config = tiny_config(tmp_path, "trainer.max_steps=1")
     begun = time.perf_counter()
-    record = fit(tiny_config(tmp_path, "trainer.max_steps=1"), progress=False)
+    record = fit(config, progress=False)
     assert time.perf_counter() - begun - record["wall_seconds"] < 0.5
 
 

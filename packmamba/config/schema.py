@@ -236,6 +236,12 @@ class OptimizerConfig:
         0.1, "Decay of matrices; biases, norms, A_log, D and initial states have none.", at_least(0)
     )
     warmup_steps: int = key(20, "Steps of linear warm-up.", at_least(0))
+    schedule_steps: Optional[int] = key(
+        None,
+        "Steps in which the learning rate rises and falls; after them it stays. null: trainer.max_steps. Where it is given, "
+        "trainer.max_steps may be raised later, and the run goes on.",
+        at_least(1),
+    )
     final_lr_fraction: float = key(0.1, "The cosine ends at this share of the peak.", between(0, 1))
     grad_clip: Optional[float] = key(
         1.0, "Largest gradient norm; null for no clipping.", Holds("above 0", lambda value: value > 0)
@@ -255,7 +261,7 @@ class TrainerConfig:
         named("packmamba.training.boundary:BOUNDARIES"),
     )
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
-    max_steps: int = key(200, "Optimizer steps.", at_least(1))
+    max_steps: int = key(200, "Optimizer steps; see optimizer.schedule_steps to raise it later.", at_least(1))
     validate_every: int = key(50, "Steps between evaluations; the last step is always evaluated.", at_least(1))
     average_snapshots: int = key(
         1,

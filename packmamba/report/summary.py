@@ -26,7 +26,8 @@ PARITY_SEEDS = 5
 # Differences in these keys do not make another experiment of the same arm.
 _BOOKKEEPING = (
     *("name", "experiment", "output", "seed", "runs_dir", "run"),
-    *("data.cache_dir", "trainer.checkpoint_every", "evaluations"),
+    *("data.cache_dir", "evaluations"),
+    *("data.num_workers", "trainer.log_every", "trainer.checkpoint_every", "trainer.threads"),
 )
 
 
@@ -146,7 +147,7 @@ class Speed(NamedTuple):
 
 def training_arms(records: Iterable[Record]) -> list[Arm]:
     """All arms that were trained, as tables show them."""
-    runs = frame(records, "training")
+    runs = frame([record for record in records if asked_for(record)], "training")
     if runs.empty:
         return []
     settings = [key for key in runs if key.startswith("config.") and key.removeprefix("config.") not in _BOOKKEEPING]
@@ -158,6 +159,12 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
         arms.append(Arm(name, group["variant"].iloc[0], latest))
     return _in_order(arms)
+
+
+def asked_for(record: Record) -> bool:
+    """Whether a run ended after as many steps as its sweep asks for, where that is known."""
+    steps = record.get("sweep", {}).get("steps")
+    return not steps or record["kind"] != "training" or record["config"]["trainer"]["max_steps"] in steps
 
 
 def timed_arms(records: Iterable[Record]) -> list[Arm]:

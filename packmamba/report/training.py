@@ -37,6 +37,9 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     tables = [_arms(arms, speeds), _differences(arms), _positions(arms)]
     if statement := seeds_statement(records):
         tables[0].notes.append(statement)
+    if left_out := sorted({r["config"]["trainer"]["max_steps"] for r in records if not summary.asked_for(r)}):
+        steps = " and ".join(f"{steps:,}" for steps in left_out)
+        tables[0].notes.append(f"Records after {steps} steps are left out: the sweep asks for others.")
     return [table for table in tables if table.rows]
 
 

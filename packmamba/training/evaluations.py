@@ -103,6 +103,17 @@ class Evaluations(Callback):
             logger.log_metrics(logged, step)
             logger.save()
 
+    def add_ends_of(self, records: Mapping[int, Mapping[str, Any]]) -> None:
+        """Of a run that was raised: what it answered where it ended before, by the steps of these records."""
+        every, known = self.config.trainer.evaluate_every or 1, {point["step"] for point in self.points}
+        ends = [
+            point
+            for step, record in records.items()
+            if step not in known and step % every == 0
+            for point in record["curves"].get("evaluations", []) if point["step"] == step
+        ]  # fmt: skip
+        self.points = sorted([*self.points, *ends], key=lambda point: point["step"])
+
     def _answer(self, module: Any, weights: Mapping[str, Tensor]) -> Numbers:
         """Of a model of its own that shares the weights: neither compiled nor in shards."""
         own = {name.removeprefix(PREFIX): weight for name, weight in weights.items() if name.startswith(PREFIX)}

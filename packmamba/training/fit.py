@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -15,18 +16,28 @@ import torch
 from packmamba.config import Config, ConfigError, check
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
-from packmamba.records import append_record, check_writable, make_record, provenance, read_records
+from packmamba.records import append_record, check_writable, make_record, provenance
 from packmamba.training.average import Average, snapshot_steps
-from packmamba.training.callbacks import History, checkpoints
+from packmamba.training.callbacks import History, checkpoints, newest_step
 from packmamba.training.claims import alone, check_claim
 from packmamba.training.evaluations import Evaluations, check_evaluations, run_evaluations
 from packmamba.training.loggers import check_loggers, close_loggers
-from packmamba.training.model_folder import write_model
+from packmamba.training.model_folder import write_configuration, write_model
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import decisive, name_of, record_path, run_folder, run_id
+from packmamba.training.runs import (
+    decisive,
+    name_of,
+    of_other_length,
+    record_path,
+    records_of,
+    run_folder,
+    run_id,
+)
 from packmamba.training.start import start_from, weights_path
 from packmamba.training.surroundings import prepare_environment, surroundings
 from packmamba.training.trainer import make_trainer, quieten
+
+logger = logging.getLogger(__name__)
 
 
 def check_run(config: Config) -> None:
@@ -67,10 +78,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
     check_run(config)
     path = record_path(config)
     if path.is_file():
-        found = [record for record in read_records(path.parent.parent) if record["config"] == decisive(config)]
-        if not found:
+        if (done := records_of(config).get(config.trainer.max_steps)) is None:
             raise ConfigError(f"{path} holds no record of this configuration; remove it")
-        done = found[-1]
         if done["corpus_hash"] != PackingDataModule(config, progress=progress).corpora.corpus_hash:
             raise ConfigError(
                 f"the documents have changed since this run; remove {path} and the run's folder to train again"
@@ -80,7 +89,12 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
     check_writable(folder, "runs_dir")
     if config.output is not None:
         check_writable(path.parent, "output")
-    if config.trainer.init_from is not None and not checkpoints(folder / "checkpoints"):
+    if (reached := newest_step(folder / "checkpoints")) > config.trainer.max_steps:
+        raise ConfigError(
+            f"trainer.max_steps: expected at least {reached}, the steps that {folder} has been trained for already, got "
+            f"{config.trainer.max_steps}; give another runs_dir to train it anew"
+        )
+    if config.trainer.init_from is not None and not reached:
         weights_path(config)  # refused before documents are read
     quieten()
     history = History(config.trainer.log_every)
@@ -94,6 +108,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
         return stop is not None and stop(step)
 
     trainer = make_trainer(config, folder, history, progress, stops, others)
+    if trainer.is_global_zero and not reached and (other := of_other_length(config)):
+        logger.warning(
+            "This run begins at step 0: the learning rate of %s follows %d steps. To go on from there, at its last learning "
+            "rate, give optimizer.schedule_steps=%d.", *other, other[1],
+        )  # fmt: skip
     try:
         choose(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
@@ -107,6 +126,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
     with alone(folder) if trainer.is_global_zero else nullcontext():
         if trainer.is_global_zero and path.is_file():
             raise ConfigError(f"another process has just finished this run; its record is {path}")
+        if trainer.is_global_zero:
+            write_configuration(folder, config)
         _train(trainer, module, data, folder)
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
@@ -129,6 +150,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
                 if evaluations:
                     evaluations.add(trainer, numbers)
             if evaluations:
+                evaluations.add_ends_of(records_of(config))
                 record["curves"]["evaluations"] = evaluations.points
             record["wall_seconds"] = time.perf_counter() - begun  # with the evaluations at its end
             check_claim(folder)

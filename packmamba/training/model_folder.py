@@ -21,6 +21,10 @@ PREFIX = "model."
 """Of the model's weights among a LitModule's."""
 
 
+def write_configuration(folder: Path, config: Config) -> None:
+    OmegaConf.save(OmegaConf.create(to_dict(config)), folder / CONFIGURATION)
+
+
 def write_model(folder: Path, config: Config, model: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Writes the model of a run that has ended into its folder; each file appears whole or not at all.
 
@@ -33,7 +37,7 @@ def write_model(folder: Path, config: Config, model: Mapping[str, Any], weights:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         made = Path(name)
         write_pretrained(made, dict(model), own)
-        OmegaConf.save(OmegaConf.create(to_dict(config)), made / CONFIGURATION)
+        write_configuration(made, config)
         if open_source(config.data).vocab_size is None:
             data = config.data
             write_tokenizer(made, data.tokenizer, data.begin_token, data.end_token)

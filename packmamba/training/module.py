@@ -22,6 +22,7 @@ from packmamba.training.carry import flat, like
 from packmamba.training.graphs import BatchGraphs
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.optimizer import learning_rate, make_optimizer
+from packmamba.training.runs import schedule_steps
 from packmamba.training.strategy import shard, without_sync
 
 RESET = Reset()
@@ -54,7 +55,7 @@ class MambaLitModule(lightning.LightningModule):
                 f"model.vocab_size: expected at least {vocab_size}, the tokens of the corpus, got {config.model.vocab_size}"
             )
         self.optimizer_config = config.optimizer
-        self.max_steps = trainer.max_steps
+        self.schedule_steps = schedule_steps(config)
         self.cuda_graphs = trainer.cuda_graphs
         self._graphs: BatchGraphs | None = None
         self.scaled = trainer.precision == "16-mixed"
@@ -199,7 +200,7 @@ class MambaLitModule(lightning.LightningModule):
 
     def learning_rate(self, number: int) -> float:
         """Of a step, from 0."""
-        return learning_rate(self.optimizer_config, number, self.max_steps)
+        return learning_rate(self.optimizer_config, number, self.schedule_steps)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         carried = [self.boundary.state_dict()]

@@ -13,7 +13,7 @@ from packmamba.nn import MambaLM
 from packmamba.nn.checkpoint import load_weights, read_pretrained
 from packmamba.records import read_records
 from packmamba.training.model_folder import PREFIX
-from packmamba.training.runs import recorded_id
+from packmamba.training.runs import folder_of_record
 
 HELP = "expected a run's or published checkpoint's folder, a .ckpt file, or <sweep's folder>:<arm>"
 
@@ -53,7 +53,7 @@ def weights_path(config: Config) -> Path:
     trained = [r for r in records if r["kind"] == "training" and r["arm"] == arm and r["seed"] == config.seed]
     if not trained:
         raise ConfigError(f"trainer.init_from: {folder} has no trained run of arm '{arm}' with seed {config.seed}")
-    path = Path(folder) / "runs" / recorded_id(arm, trained[-1]["config"])
+    path = folder_of_record(Path(folder) / "runs", trained[-1])
     if not (path / "config.json").is_file():
         raise ConfigError(f"trainer.init_from: {path} has no model; its run diverged, or its folder is elsewhere")
     return path

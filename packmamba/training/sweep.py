@@ -34,6 +34,7 @@ from packmamba.records import append_record, check_writable, write_sweep
 from packmamba.training.fit import check_run
 from packmamba.training.places import places
 from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side, several_devices
+from packmamba.training.runs import may_be_raised
 from packmamba.training.surroundings import prepare_environment
 from packmamba.training.throughput import measure_throughput
 from packmamba.training.tune import TuneConfig, Tuning
@@ -253,6 +254,6 @@ def _say_which(sweep: SweepConfig, configs: list[Config]) -> None:
     for config in configs:
         arms.setdefault(config.name, set()).add(config.seed)
     if arms and Path(sweep.output, "records").is_dir():
-        tune = sweep.tune
+        tune, steps = sweep.tune, {config.name: config.trainer.max_steps for config in configs if may_be_raised(config)}
         tuned: dict[str, list[Any]] | None = {"keys": list(tune.grid), "seeds": tune.seeds} if tune.grid else None
-        write_sweep(sweep.output, sweep.name or "sweep", arms, sweep.baseline, tuned)
+        write_sweep(sweep.output, sweep.name or "sweep", arms, sweep.baseline, tuned, steps)

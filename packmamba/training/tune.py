@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 
 from packmamba.config import Config, ConfigError, key, one_of, resolve, to_dict
 from packmamba.errors import Unfinished
-from packmamba.records import read_records
-from packmamba.training.runs import decisive, record_path
+from packmamba.training.runs import record_path, records_of
 
 
 @dataclass
@@ -102,9 +101,7 @@ def with_keys(config: Config, values: dict[str, Any]) -> Config:
 
 def _number(run: Config, metric: str) -> float:
     """Of a run that is done; NaN if it diverged. Raises ConfigError if its record has no such number."""
-    path = record_path(run)
-    mine = decisive(run)
-    metrics = next(r["metrics"] for r in reversed(read_records(path.parents[1])) if r["config"] == mine)
+    metrics = records_of(run)[run.trainer.max_steps]["metrics"]
     if metric not in metrics and "diverged_at_step" not in metrics:
         raise ConfigError(f"tune.metric: expected one of {', '.join(metrics)}, got '{metric}'")
     value = metrics.get(metric)
