@@ -304,8 +304,8 @@ class TrainerConfig:
     )
     deterministic: bool = key(
         False,
-        "The same command gives the same bits, on a CPU with as many threads and on one GPU; some operators are slower, and "
-        "compiled code is made anew in each run.",
+        "The same command gives the same bits: on a CPU for any number of cores, loader workers and jobs, with one thread unless "
+        "trainer.threads says how many; on one GPU. Some operators are slower, and compiled code is made anew in each run.",
     )
     init_from: Optional[str] = key(
         None,
@@ -313,7 +313,7 @@ class TrainerConfig:
         "run with this run's seed. The schedule is this run's own.",
     )
     threads: Optional[int] = key(
-        None, "CPU threads; null for PyTorch's choice.", between(1, 1024)
+        None, "CPU threads; null for PyTorch's choice, or one where trainer.deterministic.", between(1, 1024)
     )  # more end the process where the system gives no more
 
     def problems(self) -> Iterator[str]:

@@ -22,8 +22,8 @@ def surroundings(config: Config) -> Iterator[None]:
     threads = torch.get_num_threads()
     try:
         with ExitStack() as stack:
-            if config.trainer.threads is not None:
-                torch.set_num_threads(config.trainer.threads)
+            if (wanted := _threads(config)) is not None:
+                torch.set_num_threads(wanted)
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
             if config.trainer.deterministic:
@@ -34,6 +34,14 @@ def surroundings(config: Config) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         leave_process_group()
+
+
+def _threads(config: Config) -> int | None:
+    """Threads split sums, so their number decides bits. A deterministic run on a CPU has one unless it says how many: not as
+    many as this machine, or this job's share of it, has cores."""
+    trainer = config.trainer
+    on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
+    return 1 if trainer.threads is None and trainer.deterministic and on_cpu else trainer.threads
 
 
 def prepare_environment(configs: list[Config]) -> None:

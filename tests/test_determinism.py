@@ -1,0 +1,42 @@
+"""What ``trainer.deterministic`` promises on a CPU: the same bits for any number of cores and loader workers."""
+
+import pytest
+import torch
+
+from packmamba.training.fit import fit
+from runs import final_state, losses_of, tiny_config
+
+# Matrices of such sizes are multiplied in other parts by four threads than by one.
+KEYS = ["data.source=synthetic", "data.path=null", "data.num_documents=60", "data.distribution=short", "data.row_length=256",
+        "data.tokens_per_step=1024", "data.slots_per_batch=512", "model.d_model=64", "model.n_layer=1", "model.d_state=16",
+        "trainer.max_steps=2", "trainer.leakcheck_every=null", "trainer.deterministic=true"]  # fmt: skip
+
+
+@pytest.fixture
+def cores():
+    """Sets how many threads PyTorch would take on a machine of so many cores."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_cores_and_workers_change_no_bit(tmp_path, cores):
+    found = []
+    for count, workers in ((1, 0), (4, 0), (3, 2)):
+        cores(count)
+        config = tiny_config(tmp_path, *KEYS, f"data.num_workers={workers}", f"runs_dir={tmp_path}/{count}")
+        record = fit(config, progress=False)
+        assert torch.get_num_threads() == count, "what PyTorch would take is left as it was"
+        found.append((losses_of(record), final_state(config)["state_dict"]))
+    (losses, weights), *others = found
+    for other, state in others:
+        assert other == losses
+        assert all(torch.equal(state[name], value) for name, value in weights.items())
+
+
+def test_threads_that_are_asked_for_are_taken(tmp_path):
+    seen = []
+    config = tiny_config(tmp_path, *KEYS, "trainer.threads=2", "trainer.max_steps=1")
+    fit(config, progress=False, stop=lambda _: seen.append(torch.get_num_threads()))
+    assert seen == [2]
