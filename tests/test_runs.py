@@ -2,6 +2,7 @@
 
 import logging
 import time
+from types import SimpleNamespace
 
 import lightning
 import pytest
@@ -206,3 +207,21 @@ def test_an_output_folder_may_be_the_current_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "mine")
     config = tiny_config(tmp_path, "output=.", "trainer.max_steps=1")
     assert fit(config, progress=False)["experiment"] == "mine"
+
+
+def test_memory_is_that_of_training(monkeypatch):
+    """An evaluation reads documents of any length; what it takes is not the arm's."""
+    held = iter([5, 7])
+    resets = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(held))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    history, module = History(1), SimpleNamespace(device=torch.device("cuda"))
+    trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"))
+    history.on_validation_start(trainer, module)
+    history.on_validation_end(trainer, module)
+    assert (history.peak_memory, resets) == (5, [module.device])
+    history.on_train_end(trainer, module)
+    resumed = History(1)
+    resumed.load_state_dict(history.state_dict())
+    assert resumed.peak_memory == 7

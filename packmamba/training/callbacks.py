@@ -45,12 +45,14 @@ class History(Callback):
         """The step whose loss was not finite, after which the run ended."""
         self.started_from: int | None = None
         """A checksum of the weights that the run started from, if they were another run's."""
+        self.peak_memory: int | None = None
+        """Most bytes that a GPU held for training steps, without evaluations."""
         self._recent: list[tuple[int, int, float]] = []
         self._steps_here = 0
         self._clock = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("totals", "extremes", "timed", "train", "validation", "by_position", "started_from")
+        names = ("totals", "extremes", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -63,9 +65,19 @@ class History(Callback):
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         if trainer.state.fn == "fit":
             self.settle()
+            self._look_at_memory(module)
 
     def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(module.device)
         self.restart_clock()
+
+    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self._look_at_memory(module)
+
+    def _look_at_memory(self, module: lightning.LightningModule) -> None:
+        if module.device.type == "cuda":
+            self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
 
     def settle(self) -> None:
         """Adds the time that a GPU still takes for the steps so far, before something else is done."""

@@ -182,7 +182,6 @@ def training_record(
     the first steps; curves."""
     totals, timed, last = history.totals, history.timed, history.validation[-1]
     timed = timed if timed["seconds"] else totals
-    on_gpu = module.device.type == "cuda"
     return make_record(
         kind="training",
         experiment=name_of(config.output) if config.output else run_id(config),
@@ -203,7 +202,7 @@ def training_record(
             "padding_fraction": 1 - totals["real_tokens"] / totals["slots"],
             "train_seconds": totals["seconds"],
             "parameters": sum(p.numel() for p in module.model.parameters()),
-            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+            "peak_memory_bytes": history.peak_memory,
             **module.boundary.measures(),
             **({} if history.diverged is None else {"diverged_at_step": history.diverged}),
             **({} if history.started_from is None else {"started_from_checksum": history.started_from}),
