@@ -90,6 +90,7 @@ def test_data_sets_that_cannot_be_read_are_one_sentence(tmp_path, datasets):
         data.split = "tset"
         assert "tset" in refused(data) and "data.split" in refused(data)
     assert "cannot be loaded as a data set" in refused(of(tmp_path / "empty", "huggingface"))
+    assert "data.subset: expected none, since data.path" in refused(of(tmp_path / "saved", "huggingface", subset="en"))
     arrow = next((tmp_path / "saved").glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:300])
     assert "cannot be loaded as a data set" in refused(of(tmp_path / "saved", "huggingface"))

@@ -116,6 +116,14 @@ def test_the_main_number_of_a_table_and_seeds_without_it():
     padded, packed = table(choices, "evaluation-next_line")
     assert (float(padded["choice_accuracy"]), float(padded["chance"]), padded["seeds"]) == (0.375, 0.25, "2")
     assert padded["seeds_without"] == "1"
+    shown = [
+        column.title
+        for column in next(
+            t for t in build_sections(choices, figures=False)[0].tables if t.name == "evaluation-next_line"
+        ).columns
+    ]
+    assert shown[2] == "right choices" and shown[4:6] == ["tokens right", "nats an answer"]
+    assert shown[6] == "right choices by chance"  # no share of tokens
     assert (float(packed["difference"]), packed["pairs"], packed["difference_low"] < packed["difference"]) == (
         0.5,
         "2",

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from packmamba import MambaLM
+from packmamba import MambaLM, leakcheck
 from packmamba.cli import main
 from packmamba.training.fit import fit
 from packmamba.training.runs import run_folder
@@ -64,3 +64,11 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, content, overrides, message
     assert main(["leakcheck", str(tmp_path), *overrides]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error and len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("made", [lambda: MambaLM(20, 16, 1), lambda: lambda tokens, lengths: None])
+def test_boundaries_that_do_not_apply_are_refused(made):
+    with pytest.raises(
+        ValueError, match=r"boundaries: expected none, since a (MambaLM has|callable is).*; got 'seq_idx'"
+    ):
+        leakcheck(made(), boundaries="seq_idx")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from packmamba import MambaLM, cli
+from packmamba.data.corpus import load_corpora
 from packmamba.data.tokenization import ByteTokenizer
 from packmamba.evaluation.answers import answer, items
 from packmamba.evaluation.on_tasks import in_tokens
@@ -55,6 +56,7 @@ def test_the_harness_s_accuracy_is_that_of_eval(tmp_path, monkeypatch):
     assert cli.main(["questions", str(tmp_path / "tasks"), *data, *options]) == 0
     assert cli.main(["eval", run, "tasks=[next_line]", *options, "device=cpu"]) == 0
     (record,) = read_records(run_folder(config) / "evaluation")
+    assert record["corpus_hash"].endswith(f" of {load_corpora(config.data, progress=False).corpus_hash}")
     (file,) = (run_folder(config) / "evaluation" / "items").glob("next_line-*.jsonl")
     ours = [json.loads(line) for line in file.read_text().splitlines()]
     found = lm_eval.simple_evaluate(

@@ -47,6 +47,25 @@ def test_packed_is_the_original_document_by_document(family, config):
 
 
 @every_family
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_a_document_s_first_token_is_no_target(family, name):
+    """Labels of every token give the loss of the documents alone, of which transformers never asks the first."""
+    model, packed = both(family)
+    tokens = random_tokens()[2:3]
+    alone = [
+        model(part, labels=part, num_items_in_batch=1).loss for part in tokens.split([5, 1, 8], 1) if part.shape[1] > 1
+    ]
+    given = {"labels": tokens, "position_ids": torch.cat([torch.arange(n) for n in (5, 1, 8)])[None]}
+    if name == "shift_labels":
+        given["shift_labels"] = tokens.roll(-1, dims=1)
+    loss = packed(tokens, num_items_in_batch=1, **given).loss
+    assert torch.allclose(loss, sum(alone), rtol=1e-5)
+    assert (given["labels"] == tokens).all()  # the caller's stay
+    whole = packed(tokens, labels=tokens, num_items_in_batch=1).loss
+    assert torch.allclose(whole, model(tokens, labels=tokens, num_items_in_batch=1).loss, rtol=1e-5)
+
+
+@every_family
 def test_packed_is_the_original_in_float64(family, wide):  # noqa: F811
     model, packed = both(family, dtype=torch.float64, use_bias=True)
     tokens = random_tokens()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from packmamba.config import ConfigError, DataConfig, options
+from packmamba.data.corpus import load_corpora
 from packmamba.data.tokenization import ByteTokenizer
 from packmamba.evaluation.answers import Accuracy, Answer, answer, items
 from packmamba.evaluation.as_trained import AsTrained
@@ -56,7 +57,10 @@ def ask(name: str, model: MambaLM, asked: Asked) -> Result:
         found = [item | other for item, other in zip(found, later)]
     metrics, curves = summary(found)
     about = {"chance": made.chance, "examples": len(examples)}
-    return Result(metrics | about, curves, found, f"task {name} {sorted(asked.options.items())} seed {asked.seed}")
+    corpus = f"task {name} {sorted(asked.options.items())} seed {asked.seed}"
+    if asked.options.get("documents") == HELD_OUT:
+        corpus += f" of {load_corpora(asked.data).corpus_hash}"
+    return Result(metrics | about, curves, found, corpus)
 
 
 def drawn(name: str, asked: Asked, vocab_size: int) -> tuple[Any, list[int], list[Example]]:

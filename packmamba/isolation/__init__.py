@@ -37,7 +37,8 @@ def leakcheck(
         model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument (called with
             ``use_cache=False``); or a MambaLM (by its layout); or a callable (tokens (1, L) int64, lengths) -> logits (1, L, V).
         boundaries: how the model is told where documents start: position_ids, seq_idx, cu_seq_lens_q (with the arguments that
-            go with it), several joined by +; or attention_mask: documents in rows of their own, padded on either side.
+            go with it), several joined by +; or attention_mask: documents in rows of their own, padded on either side. A
+            MambaLM and a callable take none.
         vocab_size: ids are below it; None: the model's, of a callable 32.
         lengths: of the documents, at least two; None: awkward ones.
 

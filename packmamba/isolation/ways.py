@@ -73,9 +73,11 @@ def subject_of(model: Any, boundaries: str, vocab_size: int | None) -> Subject:
     if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 3):
         raise ValueError(f"vocab_size: expected an integer of at least 3, got {vocab_size!r}")
     if isinstance(getattr(model, "_orig_mod", model), MambaLM):  # of a compiled model, what it was made of
+        _check_unasked(boundaries, "layout", "a MambaLM has layouts")
         return _of_layouts(model, vocab_size)
     if isinstance(model, nn.Module) and "input_ids" in _parameters(model)[0]:
         return _of_model(model, boundaries, vocab_size)
+    _check_unasked(boundaries, "lengths", "a callable is given lengths")
     _check_takes_lengths(model)
     modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
 
@@ -86,6 +88,12 @@ def subject_of(model: Any, boundaries: str, vocab_size: int | None) -> Subject:
         [Way("packed", call, _row)], [], call, None, modules, vocab_size or 32, frozenset(), "lengths", 128,
         _device(modules),
     )  # fmt: skip
+
+
+def _check_unasked(boundaries: Any, own: str, since: str) -> None:
+    """``position_ids`` is what nobody asked for."""
+    if boundaries not in ("position_ids", own):
+        raise ValueError(f"boundaries: expected none, since {since}; got {boundaries!r}")
 
 
 def _check_takes_lengths(function: Any) -> None:

@@ -22,7 +22,7 @@ def _models_table(question: tuple[str, str], records: Sequence[Record], asked: C
     runs = frame(records, "evaluation")
     present = list(dict.fromkeys(metric for record in records for metric in record["metrics"]))
     metrics = measures(present)
-    columns = [Column("model", ("model",), False), Column("runs", ("runs",)), *map(_column, metrics)]
+    columns = [Column("model", ("model",), False), Column("runs", ("runs",)), *(_column(m, present) for m in metrics)]
     columns += [Column(count, (count,)) for count in COUNTS if count in present]
     name = "evaluation" if len(asked) == 1 else f"evaluation-{stem(question, asked)}"
     options = f", {question[1]}" if len(asked) > 1 and question[1] else ""
@@ -59,10 +59,10 @@ def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
         [
             Column("arm", ("arm",), False),
             Column("seeds", ("seeds", "seeds_without")),
-            _column(main),
+            _column(main, present),
             Column(f"minus {versus(arms)} [95% CI]", DIFFERENCE),
-            *map(_column, others),
-            *(Column(one, (one,)) for one in (*chance, *counts)),
+            *(_column(m, present) for m in others),
+            *(Column(title(one, present), (one,)) for one in (*chance, *counts)),
         ],
     )
     lacking = False
@@ -91,5 +91,5 @@ def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
     return table
 
 
-def _column(metric: str) -> Column:
-    return Column(title(metric), (metric, f"{metric}_sd"))
+def _column(metric: str, present: Collection[str]) -> Column:
+    return Column(title(metric, present), (metric, f"{metric}_sd"))

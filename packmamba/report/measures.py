@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from packmamba.report.summary import Arm, Record
 
@@ -25,6 +25,8 @@ TITLES = {
     "best_intruding_as_trained": "best possible as trained, intruding reads",
     "best_as_trained": "best possible as trained",
 }
+OF_CHOICES = {"accuracy": "tokens right", "chance": "right choices by chance"}
+"""Titles where an evaluation has choices: chance is theirs."""
 COUNTS = ("answers", "examples", "documents", "targets", "reads_intruding")
 MAIN = ("choice_accuracy", "accuracy", "loss")
 """An evaluation's main number: the first of these that it has, else its first."""
@@ -73,8 +75,15 @@ def headline(arms: Iterable[Arm]) -> tuple[str, str] | None:
 def measures(present: Sequence[str]) -> list[str]:
     """Without counts, in the order of ``TITLES``, then as they come, but ``loss_2`` before ``loss_16``."""
     numbered = sorted(present, key=lambda m: (len(m), m) if m[-1].isdigit() else (0, ""))
-    return sorted((m for m in present if m not in COUNTS), key=[*TITLES, *numbered].index)
+    order = [*TITLES, *numbered]
+    if "choice_accuracy" in present:
+        order.remove("chance")
+        order.insert(order.index("choice_accuracy_by_bytes") + 1, "chance")
+    return sorted((m for m in present if m not in COUNTS), key=order.index)
 
 
-def title(metric: str) -> str:
+def title(metric: str, present: Collection[str] = ()) -> str:
+    """As tables name a metric among those that are ``present``."""
+    if "choice_accuracy" in present and metric in OF_CHOICES:
+        return OF_CHOICES[metric]
     return TITLES.get(metric, metric.replace("_", " "))

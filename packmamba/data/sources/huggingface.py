@@ -45,6 +45,10 @@ def open_huggingface(data: DataConfig) -> Source:
     _datasets()
     total: int | None
     if _saved(data.path):
+        if data.subset is not None:
+            raise ConfigError(
+                f"data.subset: expected none, since data.path '{data.path}' was saved with one configuration; got '{data.subset}'"
+            )
         folder = Path(data.path)
         version = file_sizes(folder, list_files(folder, lambda name: True))[0]
         total = len(_load_saved(data))

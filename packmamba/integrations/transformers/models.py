@@ -41,6 +41,8 @@ def _arrange(kwargs: dict[str, Any]) -> dict[str, Any]:
         _check_continues(given)
         return kwargs
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
+    if packing is not None and packing.packed:
+        kwargs |= _own_labels(kwargs, packing)
     kwargs["attention_mask"] = packing
     if packing is None or packing.last is not None:
         return kwargs
@@ -54,6 +56,17 @@ def _arrange(kwargs: dict[str, Any]) -> dict[str, Any]:
     else:
         kwargs["use_cache"] = False
     return kwargs
+
+
+def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
+    """Labels without those at a document's first token: what stands before it is another document, and alone it has no loss."""
+    starts = packing.layout.position_indices == 0
+    found = {}
+    for name, targets in (("labels", starts), ("shift_labels", starts.roll(-1, dims=1))):
+        labels = kwargs.get(name)
+        if isinstance(labels, Tensor) and labels.shape == starts.shape:
+            found[name] = labels.masked_fill(targets.to(labels.device), -100)
+    return found
 
 
 def _check_continues(given: dict[str, Tensor]) -> None:
