@@ -77,7 +77,7 @@ def write_config(path: Path, config: Config) -> Path:
 def final_state(config: Config) -> dict[str, Any]:
     """The run's only checkpoint."""
     (last,) = checkpoints(run_folder(config) / "checkpoints")
-    return torch.load(last, weights_only=False)
+    return torch.load(last, weights_only=True)
 
 
 def losses_of(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -233,6 +233,13 @@ def export(arguments: argparse.Namespace) -> None:
     print(f"Written to {export_model(arguments.model, arguments.folder)}; transformers' AutoModelForCausalLM reads it.")
 
 
+def convert(arguments: argparse.Namespace) -> None:
+    """Make a checkpoint of an older version one that is read without running code. Asks first whether you trust it."""
+    from packmamba.cli.conversion import convert_checkpoint
+
+    print(convert_checkpoint(arguments.file, arguments.overrides))
+
+
 def leakcheck(arguments: argparse.Namespace) -> int:
     """Tell whether anything crosses a document boundary in a model, ours or Hugging Face's. Exit status 1 if so."""
     from packmamba.cli.leaks import check_folder
@@ -245,7 +252,7 @@ def leakcheck(arguments: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     f.__name__: f
     for f in (
-        *(demo, train, sweep, corpus, eval, questions, generate, export, leakcheck),
+        *(demo, train, sweep, corpus, eval, questions, generate, export, convert, leakcheck),
         *(bench, report, reproduce, kernels, doctor),
     )
 }
@@ -274,8 +281,11 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
             command.add_argument("prompt", help="the text to continue")
         if name in ("export", "questions"):
             command.add_argument("folder", help="a new folder" if name == "export" else "where its files go")
+        if name == "convert":
+            command.add_argument("file", help="a checkpoint, such as runs/<run>/checkpoints/step=100.ckpt")
         if name in (
             "demo",
+            "convert",
             "train",
             "sweep",
             "corpus",

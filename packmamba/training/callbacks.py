@@ -200,9 +200,10 @@ class Stopped(Exception):
 
 
 class Checkpoints(LightningCheckpoint):
-    """Saves every ``every`` optimizer steps and at the last, after that step's evaluation if it has one; keeps the newest.
+    """Saves every ``every`` optimizer steps and at the last, after that step's evaluation if it has one; keeps the two newest.
 
-    A checkpoint appears whole or not at all, so a run may be killed at any moment.
+    A checkpoint appears whole or not at all, so a run may be killed at any moment. If the newest is damaged later, the run goes
+    on from the one before.
 
     Args:
         stop: asked after each step, with its number, whether the run shall stop there: it is saved and ends with Stopped.
@@ -216,6 +217,14 @@ class Checkpoints(LightningCheckpoint):
         self.every = every
         self.validate_every = validate_every
         self.stop = stop
+
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if trainer.is_global_zero and self.folder.is_dir():
+            for cut_short in self.folder.glob("*.tmp"):
+                cut_short.unlink(missing_ok=True)
+            for path in checkpoints(self.folder):
+                if step_of(path) > trainer.global_step:  # the run could not go on from it
+                    path.rename(path.with_name(path.name + ".damaged"))
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -235,8 +244,7 @@ class Checkpoints(LightningCheckpoint):
         self.history.settle()
         trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
         if trainer.is_global_zero:
-            for old in checkpoints(self.folder)[:-1]:
-                old.unlink(missing_ok=True)
+            keep_newest(self.folder, 2)
         if stop:
             raise Stopped(step)
         self.history.restart_clock()
@@ -244,17 +252,26 @@ class Checkpoints(LightningCheckpoint):
 
 def checkpoints(folder: Path) -> list[Path]:
     """A run's checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    named = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if CHECKPOINT_NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint was written after."""
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def newest_step(folder: Path) -> int:
     """Of the newest checkpoint; 0 without one."""
-    return max(
-        (int(match[1]) for path in checkpoints(folder) if (match := CHECKPOINT_NAME.fullmatch(path.name))), default=0
-    )
+    return max(map(step_of, checkpoints(folder)), default=0)
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Removes older checkpoints."""
+    for old in checkpoints(folder)[:-count]:
+        old.unlink(missing_ok=True)
 
 
 class Progress(TQDMProgressBar):

@@ -18,7 +18,8 @@ from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
 from packmamba.records import append_record, check_writable, make_record, provenance
 from packmamba.training.average import Average, snapshot_steps
-from packmamba.training.callbacks import History, checkpoints, newest_step
+from packmamba.training.callbacks import History, checkpoints, keep_newest, newest_step
+from packmamba.training.checkpoint_file import newest_whole
 from packmamba.training.claims import alone, check_claim
 from packmamba.training.evaluations import Evaluations, check_evaluations, run_evaluations
 from packmamba.training.loggers import check_loggers, close_loggers
@@ -155,22 +156,15 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
             record["wall_seconds"] = time.perf_counter() - begun  # with the evaluations at its end
             check_claim(folder)
             append_record(path, record)
+            keep_newest(folder / "checkpoints", 1)
     return record
 
 
 def _train(trainer: lightning.Trainer, module: MambaLitModule, data: PackingDataModule, folder: Path) -> None:
     """From the newest checkpoint, if there is one, to the last step."""
-    resume = checkpoints(folder / "checkpoints")
-    if resume:
-        try:
-            torch.load(resume[-1], map_location="cpu", weights_only=False)
-        except Exception as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"the checkpoint {resume[-1]} cannot be read ({reason}); remove it to start again"
-            ) from None
+    resume = newest_whole(folder / "checkpoints", module)
     try:
-        trainer.fit(module, data, ckpt_path=resume[-1] if resume else None, weights_only=False)
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     except SystemExit:  # how Lightning ends a run on Ctrl-C
         raise KeyboardInterrupt from None
 

@@ -208,9 +208,10 @@ class MambaLitModule(lightning.LightningModule):
             carried = [{} for _ in range(self.trainer.world_size)]
             torch.distributed.all_gather_object(carried, self.boundary.state_dict())
         checkpoint["carry"] = carried
+        kind, numbers, *place = np.random.get_state()  # noqa: NPY002, what user code may draw from
         checkpoint["rng"] = {
             "python": random.getstate(),
-            "numpy": np.random.get_state(),  # noqa: NPY002, what user code may draw from
+            "numpy": (kind, numbers.tolist(), *place),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }

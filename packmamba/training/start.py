@@ -12,6 +12,7 @@ from packmamba.config import Config, ConfigError
 from packmamba.nn import MambaLM
 from packmamba.nn.checkpoint import load_weights, read_pretrained
 from packmamba.records import read_records
+from packmamba.training.checkpoint_file import read_checkpoint
 from packmamba.training.model_folder import PREFIX
 from packmamba.training.runs import folder_of_record
 
@@ -60,8 +61,7 @@ def weights_path(config: Config) -> Path:
 
 
 def _of_checkpoint(path: Path) -> dict[str, Tensor]:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read ({str(error).splitlines()[0]})") from None
+    state = read_checkpoint(path).get("state_dict")
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} is no checkpoint of a run: it has no 'state_dict'")
     return {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}

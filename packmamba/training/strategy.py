@@ -26,8 +26,8 @@ class FSDP2(ModelParallelStrategy):
         super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        # Lightning forgets, on this strategy's way, what Trainer.fit was told: ours hold more than weights.
-        return super().load_checkpoint(checkpoint_path, weights_only=False)
+        # Lightning forgets, on this strategy's way, what Trainer.fit was told.
+        return super().load_checkpoint(checkpoint_path, weights_only=True)
 
 
 def make_strategy(options: TrainerConfig) -> Strategy | str:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from packmamba.config import Config, ConfigError
 from packmamba.training.callbacks import Checkpoints, History, Progress
+from packmamba.training.checkpoint_file import CheckpointFiles
 from packmamba.training.leaks import LeakCheck
 from packmamba.training.loggers import make_loggers
 from packmamba.training.strategy import make_strategy, stop_together
@@ -53,6 +54,7 @@ def make_trainer(
             enable_progress_bar=progress,
             enable_model_summary=False,
             use_distributed_sampler=False,
+            plugins=CheckpointFiles(),
         )
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
