@@ -37,7 +37,9 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown command '{unknown[1]}'; {hint}"
         elif commands and "are required" in message:
             message = f"expected one of {', '.join(commands)}, got none"
-        self.exit(2, f"{self.prog.split()[0]}: error: {message}\n")
+        from packmamba.errors import sentence
+
+        self.exit(2, f"{self.prog.split()[0]}: error: {sentence(message)}\n")
 
 
 def _schema(command: str) -> type | None:
@@ -78,6 +80,11 @@ def train(arguments: argparse.Namespace) -> None:
 
     # Before the other imports, which take seconds.
     config = load_config(arguments.config or CONFIGS / "train.yaml", arguments.overrides)
+    from packmamba.data.sources import open_source
+    from packmamba.training.checks import check_run
+
+    check_run(config)
+    open_source(config.data)
     from packmamba.errors import Unfinished
     from packmamba.report.folder import format_table
     from packmamba.training.attempt import said_of_divergence
@@ -310,18 +317,23 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     if arguments.command == "train" and arguments.config and "=" in arguments.config:
         arguments.config, arguments.overrides = None, [arguments.config, *arguments.overrides]
 
-    from packmamba.errors import UserError
+    from packmamba.errors import UserError, of_machine, sentence
 
     try:
         return COMMANDS[arguments.command](arguments) or 0
     except UserError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {sentence(error)}", file=sys.stderr)
         return error.status
     except ModuleNotFoundError as error:
         if error.name is None:
             raise
         hint = "activate the environment first (source .venv/bin/activate, after make demo or make test)"
         print(f"{prog}: error: the package '{error.name}' is not installed here; {hint}", file=sys.stderr)
+        return 2
+    except (OSError, RuntimeError, MemoryError) as error:
+        if (said := of_machine(error)) is None:
+            raise
+        print(f"{prog}: error: {sentence(said)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         goes_on = "; the same command goes on from the last checkpoint, if there is one" * (

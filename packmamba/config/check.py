@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from packmamba.config.plugins import import_plugins
-from packmamba.config.rules import Rule
+from packmamba.config.rules import Rule, problem_of_type
 from packmamba.errors import ConfigError
 
 Checked = TypeVar("Checked")
@@ -24,6 +24,9 @@ def check(config: Checked, prefix: str = "") -> Checked:
         ConfigError: naming the key.
     """
     import_plugins(getattr(config, "plugins", ()))
+    for name, value in _values(config, prefix):
+        if problem := problem_of_type(value):
+            raise ConfigError(f"{name}: {problem}")
     keys = sorted(_rules(config, prefix), key=lambda entry: entry[2].imports)
     for name, value, rule, null in keys:
         if problem := rule.problem(value, null):
@@ -43,6 +46,16 @@ def describe(schema: type, prefix: str = "") -> Iterator[str]:
         else:
             shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
             yield f"{prefix}{key.name}={shown}: {key.metadata['sentence']}"
+
+
+def _values(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """(key, value) of every key that holds one value, or a list of values."""
+    for key in fields(config):
+        value = getattr(config, key.name)
+        if is_dataclass(value):
+            yield from _values(value, f"{prefix}{key.name}.")
+        else:
+            yield from ((prefix + key.name, one) for one in (value if isinstance(value, list) else [value]))
 
 
 def _rules(config: Any, prefix: str) -> Iterator[tuple[str, Any, Rule, str]]:

@@ -6,12 +6,13 @@ import dataclasses
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from packmamba.config.check import check
+from packmamba.config.rules import shown
 from packmamba.config.schema import Config
 from packmamba.errors import COMMAND, ConfigError
 
@@ -161,6 +162,8 @@ def _wrong_container(known: DictConfig, update: DictConfig, origin: str, prefix:
 def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str) -> None:
     """Refuses unknown keys and gives those with old names their new ones."""
     keys = {key.name: key for key in dataclasses.fields(cast(Any, OmegaConf.get_type(known)))}
+    types, values = get_type_hints(OmegaConf.get_type(known)), OmegaConf.to_container(update, resolve=False)
+    assert isinstance(values, dict)
     old_names = {key.metadata["old_name"]: name for name, key in keys.items() if key.metadata.get("old_name")}
     for given in map(str, list(update)):
         key = old_names.get(given, given)
@@ -169,12 +172,15 @@ def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str)
             raise ConfigError(f"unknown key '{name}' in {origin}{suggest(key, keys, prefix)}")
         if key != given:
             update[key] = update.pop(given)
-        section = known.get(key)
-        if dataclasses.is_dataclass(OmegaConf.get_type(section)):
-            value = update.get(key)
-            if not isinstance(value, DictConfig):
-                raise ConfigError(f"'{name}' in {origin} is a section of keys, got '{value}'")
-            _check_keys(value, section, origin, f"{name}.")
+        value = values[given]
+        if value == "???":  # OmegaConf's word for a value that is still to come
+            raise ConfigError(f"{name} in {origin}: expected a value, got ???")
+        if types[key] is bool and type(value) in (int, float) and value not in (0, 1):
+            raise ConfigError(f"{name} in {origin}: expected true or false, got {value}")
+        if dataclasses.is_dataclass(types[key]):
+            if not isinstance(value, dict):
+                raise ConfigError(f"'{name}' in {origin} is a section of keys, got {shown(value)}")
+            _check_keys(update.get(key), known.get(key), origin, f"{name}.")
 
 
 def suggest(name: str, known: Iterable[Any], prefix: str = "") -> str:

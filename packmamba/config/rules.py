@@ -53,6 +53,10 @@ def at_least(least: float) -> Rule:
     return Holds(f"at least {least}", lambda value: least <= value < float("inf"))
 
 
+def at_most(most: int) -> Rule:
+    return Holds(f"at most {most}", lambda value: value <= most)
+
+
 def above(low: float) -> Rule:
     return Holds(f"above {low} and finite", lambda value: low < value < float("inf"))
 
@@ -129,6 +133,20 @@ def unknown_options(
             yield f"unknown key '{key}.{name}'; known: {', '.join(known) or 'none'}"
 
 
+def problem_of_type(value: Any) -> str | None:
+    """What no key takes: numbers that nothing counts to, and texts that are no name of anything."""
+    if isinstance(value, int) and not -(2**63) < value < 2**63:
+        return (
+            f"expected less than 2**63, got {value:.1e}" if abs(value) < 1e300 else "expected less than 2**63, got more"
+        )
+    if isinstance(value, str):
+        if not value or "\0" in value:
+            return f"expected text{' without a zero byte' if value else ''}, got {shown(value)}"
+        if len(value) > 4096 or max(len(part.encode(errors="replace")) for part in value.split("/")) > 255:
+            return f"expected at most 255 characters, or a path of such names, got {len(value)}: {shown(value)}"
+    return None
+
+
 def _not_among(names: Iterable[Any], value: Any, null: str) -> str | None:
     known = list(names)
     if value in known:
@@ -174,4 +192,5 @@ def shown(value: Any) -> str:
     """A value as errors show it."""
     if value in ({}, [], ()):
         return "none"
-    return repr(value) if isinstance(value, str) else str(value)
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 200 else f"{text[:80]}...{text[-20:]}"

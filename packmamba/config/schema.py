@@ -10,6 +10,7 @@ from packmamba.config.rules import (
     Holds,
     above,
     at_least,
+    at_most,
     between,
     chosen,
     each,
@@ -25,6 +26,10 @@ from packmamba.config.streams import Streams
 
 LENGTH = Holds("1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 SIZE = Holds("an integer of at least 1", lambda value: value >= 1)
+SIZES = (SIZE, at_most(2**20))
+COUNT = (at_least(1), at_most(2**31 - 1))
+VOCABULARY = Holds("1 to 2**32", lambda value: 1 <= value <= 2**32)
+PROCESSES = 1024
 TOKEN = Holds("a token", bool)
 
 
@@ -67,7 +72,7 @@ class DataConfig(Streams):
     end_token: Optional[str] = key("</s>", "Token put after every document; null for none.", TOKEN)
     validation_fraction: float = key(
         0.05,
-        "Share of source files (text, stdlib) or documents (all others) held out for validation.",
+        "Share of source files (text, stdlib) or documents (all others) held out for validation, which every run needs.",
         Holds("at least 0 and below 1", lambda value: 0 <= value < 1),
     )
     distribution: str = key(
@@ -75,11 +80,11 @@ class DataConfig(Streams):
         "Length distribution of synthetic documents.",
         named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS"),
     )
-    num_documents: int = key(10000, "How many synthetic documents.", at_least(1))
+    num_documents: int = key(10000, "How many synthetic documents.", *COUNT)
     vocab_size: int = key(
         256,
         "Vocabulary of synthetic documents, which get no begin and end tokens.",
-        Holds("1 to 2**32", lambda value: 1 <= value <= 2**32),
+        VOCABULARY,
     )
     task: Optional[str] = key(
         None,
@@ -89,7 +94,9 @@ class DataConfig(Streams):
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     corpus_seed: int = key(0, "Seed of synthetic documents and examples, and of the validation split.", at_least(0))
     cache_dir: str = key("runs/corpora", "Where tokenised corpora are kept.")
-    num_proc: Optional[int] = key(None, "Processes that read and tokenise a corpus; null for one a core.", at_least(1))
+    num_proc: Optional[int] = key(
+        None, "Processes that read and tokenise a corpus; null for one a core.", at_least(1), at_most(PROCESSES)
+    )
 
     mode: str = key(
         "matched",
@@ -127,7 +134,7 @@ class DataConfig(Streams):
         at_least(1),
     )
     tokens_per_step: int = key(
-        4096, "What one optimizer step consumes on all ranks: real tokens (matched) or slots (stream).", at_least(1)
+        4096, "What one optimizer step consumes on all ranks: real tokens (matched) or slots (stream).", *COUNT
     )
     cut_documents: Optional[int] = key(
         None,
@@ -141,12 +148,14 @@ class DataConfig(Streams):
         "starts from zero in the next step. Needs mode matched.",
     )
     slots_per_batch: int = key(
-        4096, "Most slots of one forward pass; a step that needs more accumulates gradients.", at_least(1)
+        4096, "Most slots of one forward pass; a step that needs more accumulates gradients.", *COUNT
     )
     validation_documents: Optional[int] = key(
         None, "Evaluate on this many validation documents; null for all.", at_least(1)
     )
-    num_workers: int = key(0, "Processes that prepare batches; 0 prepares them in the training process.", at_least(0))
+    num_workers: int = key(
+        0, "Processes that prepare batches; 0 prepares them in the training process.", at_least(0), at_most(PROCESSES)
+    )
 
     def problems(self) -> Iterator[str]:
         strategy = chosen(self, "strategy")
@@ -170,9 +179,9 @@ MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
 
 @dataclass
 class ModelConfig:
-    vocab_size: Optional[int] = key(None, "Rows of the embedding; null takes the corpus's vocabulary.", SIZE)
-    d_model: int = key(128, "Width of the residual stream.", SIZE)
-    n_layer: int = key(2, "Number of blocks.", SIZE)
+    vocab_size: Optional[int] = key(None, "Rows of the embedding; null takes the corpus's vocabulary.", VOCABULARY)
+    d_model: int = key(128, "Width of the residual stream.", *SIZES)
+    n_layer: int = key(2, "Number of blocks.", *SIZES)
     mixer: str = key(
         "mamba1",
         "What a block does with its tokens, such as mamba1.",
@@ -182,11 +191,11 @@ class ModelConfig:
         {},
         "Further arguments of the mixer, such as dt_max, beside d_state, d_conv, expand, dt_rank and learned_initial_state.",
     )
-    d_state: int = key(16, "States per channel of the scan.", SIZE)
+    d_state: int = key(16, "States per channel of the scan.", *SIZES)
     d_conv: int = key(
         4, "Width of the causal convolution, 2 to 4.", Holds("2, 3 or 4", lambda value: value in (2, 3, 4))
     )
-    expand: int = key(2, "d_inner = expand * d_model.", SIZE)
+    expand: int = key(2, "d_inner = expand * d_model.", *SIZES)
     dt_rank: Any = key(
         "auto",
         "Rank of the projection to delta; auto is ceil(d_model / 16).",
@@ -243,9 +252,7 @@ class OptimizerConfig:
         at_least(1),
     )
     final_lr_fraction: float = key(0.1, "The cosine ends at this share of the peak.", between(0, 1))
-    grad_clip: Optional[float] = key(
-        1.0, "Largest gradient norm; null for no clipping.", Holds("above 0", lambda value: value > 0)
-    )
+    grad_clip: Optional[float] = key(1.0, "Largest gradient norm; null for no clipping.", above(0))
 
     def problems(self) -> Iterator[str]:
         yield from unknown_options(chosen(self, "name"), "optimizer.options", self.options)
@@ -261,12 +268,13 @@ class TrainerConfig:
         named("packmamba.training.boundary:BOUNDARIES"),
     )
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
-    max_steps: int = key(200, "Optimizer steps; see optimizer.schedule_steps to raise it later.", at_least(1))
+    max_steps: int = key(200, "Optimizer steps; see optimizer.schedule_steps to raise it later.", *COUNT)
     validate_every: int = key(50, "Steps between evaluations; the last step is always evaluated.", at_least(1))
     average_snapshots: int = key(
         1,
         "Evaluate and keep the mean of the weights at this many evenly spaced steps up to the last; 1 keeps the last weights.",
         at_least(1),
+        at_most(10000),
     )
     average_share: float = key(
         0.1, "Share of the steps, the last ones, over which snapshots are spaced.", between(0, 1)
@@ -289,9 +297,9 @@ class TrainerConfig:
         at_least(0),
     )
     precision: str = key("32-true", "Lightning's precision.")
-    accelerator: str = key("auto", "Lightning's accelerator.")
-    devices: int = key(1, "Devices of each machine.", at_least(1))
-    num_nodes: int = key(1, "Machines.", at_least(1))
+    accelerator: str = key("auto", "Lightning's accelerator.", one_of("auto", "cpu", "gpu", "cuda", "mps", "tpu"))
+    devices: int = key(1, "Devices of each machine.", at_least(1), at_most(PROCESSES))
+    num_nodes: int = key(1, "Machines, each started by torchrun or SLURM.", at_least(1), at_most(2**16))
     strategy: str = key(
         "auto",
         "Several devices: ddp (each has all parameters), fsdp2 (each keeps a share), or auto: ddp where there are several.",
@@ -331,7 +339,11 @@ class OpsConfig:
 
 @dataclass
 class Config:
-    name: str = key("train", "Names the run's folder and its arm in tables.")
+    name: str = key(
+        "train",
+        "Names the run's folder and its arm in tables.",
+        Holds("at most 200 bytes of text", lambda value: 0 < len(value.encode(errors="replace")) <= 200),
+    )
     output: Optional[str] = key(
         None,
         "Folder whose records/ gets the run's record, such as runs/mine; null keeps it in the run's own folder.",
@@ -351,7 +363,7 @@ class Config:
     evaluation_options: dict[str, Any] = key(
         {}, "For each of the evaluations its parameters, such as evaluation_options.mqar.num_pairs=4."
     )
-    evaluation_examples: int = key(200, "Examples of each task among the evaluations.", at_least(1))
+    evaluation_examples: int = key(200, "Examples of each task among the evaluations.", *COUNT)
     seed: int = key(
         0,
         "Seed of initial weights and of the order of documents.",

@@ -14,6 +14,8 @@ def between_sections(config: Any) -> Iterator[str]:
     if config.trainer.evaluate_every is not None and not config.evaluations:
         yield f"trainer.evaluate_every: expected evaluations, got none with {config.trainer.evaluate_every}"
     data, trainer = config.data, config.trainer
+    if not data.validation_fraction:
+        yield "data.validation_fraction: expected above 0, since every run is evaluated, got 0"
     boundary = chosen(trainer, "boundary")
     if boundary.continues:
         devices = trainer.devices * trainer.num_nodes

@@ -13,7 +13,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
 from packmamba.nn.checkpoint import load_weights, read_pretrained, write_pretrained
 from packmamba.nn.mixers import MIXERS, State
-from packmamba.ops.checks import check_layout
+from packmamba.ops.checks import check_flag, check_layout, check_size
 
 
 class Backbone(nn.Module):
@@ -60,9 +60,13 @@ class MambaLM(nn.Module):
             raise ValueError(f"recompute: expected one of {', '.join(RECOMPUTE)}, got {recompute!r}")
         if mixer not in MIXERS:
             raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer!r}")
-        for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
+        for name, size, most in (
+            ("vocab_size", vocab_size, 2**32),
+            ("d_model", d_model, 2**20),
+            ("n_layer", n_layer, 2**20),
+        ):
+            check_size(name, size, most)
+        check_flag("tie_embeddings", tie_embeddings)
         self.config = dict(
             vocab_size=vocab_size, d_model=d_model, n_layer=n_layer, tie_embeddings=tie_embeddings,
             norm_epsilon=norm_epsilon, mixer=mixer, **options,

@@ -81,6 +81,19 @@ def check_is_tensor(tensor: object, name: str) -> None:
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
 
 
+def check_flag(name: str, flag: object) -> None:
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name}: expected True or False, got {flag!r}")
+
+
+def check_size(name: str, size: object, most: int) -> None:
+    """A dimension of parameters."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
+    if size > most:
+        raise ValueError(f"{name}: expected at most {most}, got {size if size < 2**63 else 'more than 2**63'}")
+
+
 def seen_by_tracing() -> bool:
     """Whether something else than autograd looks at what is called: a compiler, a transform, a mode."""
     return (

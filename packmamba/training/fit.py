@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 
-from packmamba.config import Config, ConfigError, check
+from packmamba.config import Config, ConfigError
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import choose
 from packmamba.records import append_record, check_writable, make_record, provenance
 from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, checkpoints, keep_newest, newest_step
 from packmamba.training.checkpoint_file import newest_whole
+from packmamba.training.checks import check_run
 from packmamba.training.claims import alone, check_claim
 from packmamba.training.evaluations import Evaluations, check_evaluations, run_evaluations
-from packmamba.training.loggers import check_loggers, close_loggers
+from packmamba.training.loggers import close_loggers
 from packmamba.training.model_folder import write_configuration, write_model
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import (
@@ -39,17 +39,6 @@ from packmamba.training.surroundings import prepare_environment, surroundings
 from packmamba.training.trainer import make_trainer, quieten
 
 logger = logging.getLogger(__name__)
-
-
-def check_run(config: Config) -> None:
-    """Refuses, before any work, what the trainer and the model cannot be. Raises ConfigError naming the key."""
-    check(config)
-    if config.trainer.cuda_graphs and not torch.cuda.is_available():
-        raise ConfigError("trainer.cuda_graphs needs a GPU that PyTorch can use")
-    with torch.device("meta"):
-        MambaLitModule(config, 1)
-    check_evaluations(config)
-    check_loggers(config)
 
 
 def fit(config: Config, progress: bool = True, stop: Callable[[int], bool] | None = None) -> dict[str, Any]:

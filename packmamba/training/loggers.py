@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
-
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from typing import TYPE_CHECKING, NamedTuple
 
 from packmamba.config import Config, ConfigError
+
+if TYPE_CHECKING:  # names of loggers are checked before what takes seconds to import
+    from lightning.pytorch.loggers import Logger
 
 
 class Kind(NamedTuple):
@@ -22,15 +23,21 @@ class Kind(NamedTuple):
 
 
 def _csv(folder: Path) -> Logger:
+    from lightning.pytorch.loggers import CSVLogger
+
     return CSVLogger(folder, name="csv")
 
 
 def _tensorboard(folder: Path) -> Logger:
+    from lightning.pytorch.loggers import TensorBoardLogger
+
     return TensorBoardLogger(folder, name="tensorboard", version="")
 
 
 def _wandb(folder: Path) -> Logger:
     """Sends nothing: ``wandb sync`` does, later. A run that goes on keeps its id."""
+    from lightning.pytorch.loggers import WandbLogger
+
     return WandbLogger(
         folder.name, folder, version=folder.name, project=folder.parent.name or "packmamba", offline=True
     )
@@ -38,6 +45,8 @@ def _wandb(folder: Path) -> Logger:
 
 def _mlflow(folder: Path) -> Logger:
     """To the server that MLFLOW_TRACKING_URI names, else a folder of the run's own. A run that goes on is one run there too."""
+    from lightning.pytorch.loggers import MLFlowLogger
+
     kept = folder / "mlflow" / "run_id"
     before = kept.read_text() if kept.is_file() else None
     own = f"file:{(folder / 'mlflow').absolute()}"

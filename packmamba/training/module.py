@@ -15,10 +15,10 @@ from torch import Tensor
 
 from packmamba.config import Config, ConfigError, check, chosen
 from packmamba.data.batching import PackedBatch, StepBatch
-from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
 from packmamba.training.boundary import Boundary, Inside, Keeping, Reset
 from packmamba.training.carry import flat, like
+from packmamba.training.checks import make_model
 from packmamba.training.graphs import BatchGraphs
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.optimizer import learning_rate, make_optimizer
@@ -50,31 +50,13 @@ class MambaLitModule(lightning.LightningModule):
         self.boundary, self.evaluation_boundary = (
             chosen(trainer, "boundary")(**trainer.boundary_options) for _ in range(2)
         )
-        if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
-            raise ConfigError(
-                f"model.vocab_size: expected at least {vocab_size}, the tokens of the corpus, got {config.model.vocab_size}"
-            )
         self.optimizer_config = config.optimizer
         self.schedule_steps = schedule_steps(config)
         self.cuda_graphs = trainer.cuda_graphs
         self._graphs: BatchGraphs | None = None
         self.scaled = trainer.precision == "16-mixed"
-        model = config.model
-        try:
-            self.model = MambaLM(
-                vocab_size=model.vocab_size or vocab_size,
-                d_model=model.d_model,
-                n_layer=model.n_layer,
-                tie_embeddings=model.tie_embeddings,
-                recompute=model.recompute,
-                backend=config.ops.backend,
-                mixer=model.mixer,
-                **model.of_mixer(),
-            )
-        except ValueError as error:
-            section = "ops" if str(error).startswith("backend") else "model"
-            raise ConfigError(f"{section}.{error}") from None
-        self.compiled = model.compile
+        self.model = make_model(config, vocab_size)
+        self.compiled = config.model.compile
         if self.compiled:
             self.model.compile_blocks()
         self.alone = LossByPosition()

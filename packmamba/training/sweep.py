@@ -31,7 +31,7 @@ from packmamba.config import (
     some,
 )
 from packmamba.records import append_record, check_writable, write_sweep
-from packmamba.training.fit import check_run
+from packmamba.training.checks import check_run
 from packmamba.training.places import places
 from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side, several_devices
 from packmamba.training.runs import may_be_raised

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import accumulation_dtype, check_is_tensor, check_layout
+from packmamba.ops.checks import accumulation_dtype, check_flag, check_is_tensor, check_layout, check_size
 
 State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
@@ -57,15 +57,18 @@ class PackedMamba(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("d_model", d_model), ("d_state", d_state), ("expand", expand)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
+        for name, size, most in (("d_model", d_model, 2**20), ("d_state", d_state, 256), ("expand", expand, 2**20)):
+            check_size(name, size, most)
+        for name, flag in (("bias", bias), ("conv_bias", conv_bias), ("learned_initial_state", learned_initial_state)):
+            check_flag(name, flag)
         if not isinstance(d_conv, int) or not 2 <= d_conv <= 4:
             raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
-        if dt_rank != "auto" and (type(dt_rank) is not int or dt_rank < 1):
+        if dt_rank != "auto" and (type(dt_rank) is not int or not 1 <= dt_rank <= 2**20):
             raise ValueError(f"dt_rank: expected 'auto' or an integer of at least 1, got {dt_rank!r}")
-        if not 0 < dt_min <= dt_max:
+        if not 0 < dt_min <= dt_max < math.inf:
             raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
+        if not 0 <= dt_init_floor < math.inf:
+            raise ValueError(f"dt_init_floor: expected at least 0 and finite, got {dt_init_floor}")
         if backend is not None and backend not in ops.BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv

@@ -1,0 +1,114 @@
+"""What a run's configuration and this machine show before documents are read, and before what takes seconds to import."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from packmamba.config import Config, ConfigError, check, chosen
+from packmamba.nn import MambaLM
+from packmamba.training.loggers import check_loggers
+
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+PRECISIONS = (
+    *("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "transformer-engine"),
+    *("transformer-engine-float16", "32", "bf16", "16", "64"),
+)
+"""Lightning's."""
+LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "JSM_NAMESPACE_SIZE", "OMPI_COMM_WORLD_SIZE")
+"""What those who start a process on every machine say, each in its way."""
+
+
+def check_run(config: Config) -> None:
+    """Refuses, before any work, what the trainer and the model cannot be. Raises ConfigError naming the key."""
+    check(config)
+    trainer = config.trainer
+    if trainer.cuda_graphs and not torch.cuda.is_available():
+        raise ConfigError("trainer.cuda_graphs needs a GPU that PyTorch can use")
+    if trainer.precision not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise ConfigError(f"trainer: Precision '{trainer.precision}' is invalid; trainer.precision takes {known}")
+    if trainer.devices > (most := _devices(trainer.accelerator)):
+        raise ConfigError(f"trainer.devices: expected at most the {most} of this machine, got {trainer.devices}")
+    if trainer.num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
+        raise ConfigError(
+            f"trainer.num_nodes: {trainer.num_nodes} machines need torchrun or SLURM to start a process on each, and none "
+            "has started this one"
+        )
+    chosen(trainer, "boundary")(**trainer.boundary_options)
+    check_loggers(config)
+    check_memory(config)
+    if config.evaluations:
+        from packmamba.training.evaluations import check_evaluations
+
+        check_evaluations(config)
+
+
+def make_model(config: Config, vocab_size: int) -> MambaLM:
+    """The configured model for a corpus of this vocabulary. Raises ConfigError naming the key."""
+    model = config.model
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: expected at least {vocab_size}, the tokens of the corpus, got {model.vocab_size}"
+        )
+    try:
+        return MambaLM(
+            vocab_size=model.vocab_size or vocab_size,
+            d_model=model.d_model,
+            n_layer=model.n_layer,
+            tie_embeddings=model.tie_embeddings,
+            recompute=model.recompute,
+            backend=config.ops.backend,
+            mixer=model.mixer,
+            **model.of_mixer(),
+        )
+    except (ValueError, TypeError) as error:
+        section = "ops" if str(error).startswith("backend") else "model"
+        raise ConfigError(f"{section}.{error}") from None
+
+
+def check_memory(config: Config) -> None:
+    """Refuses a model or batch that cannot fit: what each device holds at least, against the memory that it has."""
+    trainer, data, model = config.trainer, config.data, config.model
+    with torch.device("meta"):
+        alone = make_model(replace(config, model=replace(model, n_layer=1)), 1)
+    of_layer = sum(parameter.numel() for parameter in alone.backbone.layers.parameters())
+    parameters = sum(parameter.numel() for parameter in alone.parameters()) + (model.n_layer - 1) * of_layer
+    shards = trainer.devices * trainer.num_nodes if trainer.strategy == "fsdp2" else 1
+    size = {"16-true": 2, "bf16-true": 2, "64-true": 8, "64": 8}.get(trainer.precision, 4)
+    room = memory(trainer.accelerator)
+    needed = 2 * size * parameters // shards  # weights and their gradients
+    if needed > room:
+        raise ConfigError(
+            f"model: expected to fit into {room / 2**30:.0f} GiB of memory, got {parameters:,} parameters, which with their "
+            f"gradients take {needed / 2**30:,.1f} GiB (model.d_model={model.d_model}, model.n_layer={model.n_layer})"
+        )
+    row = data.row_length if chosen(data, "strategy").pads and data.row_length else 0
+    for name, slots, each in (
+        ("data.slots_per_batch", data.slots_per_batch, 17 + size * model.d_model),  # ids, targets, mask; the embedding
+        ("data.row_length", row, 17 + size * model.d_model),
+        ("data.tokens_per_step", data.tokens_per_step // (trainer.devices * trainer.num_nodes), 17),
+    ):
+        if slots * each > room:
+            raise ConfigError(
+                f"{name}: {slots} slots take {slots * each / 2**30:,.1f} GiB, got {room / 2**30:.0f} GiB of memory"
+            )
+
+
+def _devices(accelerator: str) -> int:
+    """GPUs, or processes on the CPU."""
+    gpus = torch.cuda.device_count() if accelerator in ("auto", "gpu", "cuda") else 0
+    return gpus or max(4, os.cpu_count() or 1)
+
+
+def memory(accelerator: str) -> int:
+    """Bytes of one device that the accelerator would take."""
+    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    if CGROUP.is_file() and (text := CGROUP.read_text().strip()).isdigit():
+        limits.append(int(text))
+    return min(limits)

@@ -1,0 +1,100 @@
+"""What a configuration and a machine show is refused at once: before documents are read, and before slow imports."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from packmamba import MambaLM
+from packmamba.config import ConfigError, load_config
+from packmamba.errors import of_machine, sentence
+from packmamba.training import checks
+from packmamba.training.checks import check_run
+from runs import tiny_config
+
+TOO_MUCH = {
+    "model.d_model=1000000000": "model.d_model: expected at most 1048576",
+    "model.d_model=200000": "model: expected to fit into 16 GiB of memory, got [0-9,]+ parameters, .*model.d_model=200000",
+    "model.n_layer=2000000": "model.n_layer: expected at most 1048576",
+    "model.vocab_size=10000000000": "model.vocab_size: expected 1 to 2",
+    "model.vocab_size=4000000000": "model: expected to fit",
+    "model.d_state=1000": "model.d_state: expected at most 256, got 1000",
+    "data.slots_per_batch=99999999999999": "data.slots_per_batch: expected at most 2147483647",
+    "data.slots_per_batch=2147483647": "data.slots_per_batch: 2147483647 slots take .* GiB",
+    "data.row_length=2147483647": "data.row_length: 2147483647 slots take",
+    "data.num_workers=5000": "data.num_workers: expected at most 1024",
+    "trainer.max_steps=1000000000000000000000000": "trainer.max_steps: expected less than 2",
+    "trainer.devices=1000": "trainer.devices: expected at most the .* of this machine, got 1000",
+    "trainer.num_nodes=2": "trainer.num_nodes: 2 machines need torchrun or SLURM",
+    "data.validation_fraction=0": "data.validation_fraction: expected above 0",
+    f"name={'n' * 300}": "name: expected at most 255 characters",
+    f"name={'n' * 201}": "name: expected at most 200 bytes",
+    "runs_dir=''": "runs_dir: expected text, got ''",
+    'data.path="a\\0b"': "data.path: expected text without a zero byte",
+    "model.compile=7": "model.compile in 'model.compile=7': expected true or false, got 7",
+    "model.mixer_options={bias: {}}": "model.bias: expected True or False, got {}",
+    "seed=???": "seed in 'seed=...': expected a value, got ...",
+}
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch):
+    """One whose memory these runs would fill, and that no launcher has started."""
+    monkeypatch.setattr(checks, "memory", lambda accelerator: 16 << 30)
+    for name in checks.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("override", TOO_MUCH, ids=lambda text: text[:40])
+def test_what_cannot_be_is_refused_before_any_work(tmp_path, override):
+    with pytest.raises(ConfigError, match=f"^{TOO_MUCH[override]}"):
+        check_run(tiny_config(tmp_path, override))
+    assert [path.name for path in tmp_path.iterdir()] == ["documents.jsonl"]
+
+
+def test_memory_counts_every_layer_and_shards(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "model.d_model=64", "model.n_layer=5", "model.vocab_size=1000")
+    parameters = sum(p.numel() for p in MambaLM(1000, 64, 5, d_state=4).parameters())
+    monkeypatch.setattr(checks, "memory", lambda accelerator: 8 * parameters)  # float32 weights and their gradients
+    check_run(config)
+    monkeypatch.setattr(checks, "memory", lambda accelerator: 8 * parameters - 1)
+    with pytest.raises(ConfigError, match="^model: expected to fit"):
+        check_run(config)
+    two = replace(config, trainer=replace(config.trainer, devices=2, strategy="fsdp2"))
+    check_run(two)
+
+
+def test_several_machines_that_a_launcher_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    check_run(tiny_config(tmp_path, "trainer.num_nodes=2"))
+
+
+def test_a_wrong_value_waits_for_no_slow_import():
+    """Lightning alone takes four seconds to import."""
+    code = (
+        "import sys; from packmamba import cli\n"
+        "for word in ('model.d_state=1000', 'data.path=/nowhere', 'trainer.precision=8'):\n"
+        "    assert cli.main(['train', 'data.source=jsonl', f'data.path={__file__}', word]) == 2\n"
+        "    assert 'lightning' not in sys.modules, word\n"
+    ).replace("{__file__}", __file__)
+    done = subprocess.run([sys.executable, "-c", code.replace("f'data", "'data")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == 3
+
+
+def test_a_sentence_is_one_line_that_a_terminal_shows():
+    assert sentence("a\nb\x1b[31m\0c") == "a b\\x1b[31m\\x00c"
+    assert len(sentence("x" * 100_000)) < 1000
+
+
+def test_what_the_machine_refuses_is_a_sentence():
+    assert of_machine(OSError(28, "No space left on device", "runs/a")) == "runs/a: no space left on device"
+    assert "out of memory" in str(of_machine(RuntimeError("DefaultCPUAllocator: can't allocate memory: 5 bytes")))
+    assert of_machine(RuntimeError("a defect of ours")) is None
+
+
+def test_an_empty_text_and_a_huge_number_are_no_values():
+    for override in ("output=''", "seed=" + "9" * 400, "data.text_key=''", "plugins=['']"):
+        with pytest.raises(ConfigError, match=f"^{override.partition('=')[0]}"):
+            load_config(None, [override])
