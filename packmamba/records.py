@@ -28,6 +28,8 @@ records of its arms, under ``sweep``; no file has this key.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import importlib.metadata
 import json
@@ -36,13 +38,14 @@ import os
 import platform
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import packmamba
-from packmamba.errors import ConfigError
+from packmamba.errors import ConfigError, UserError
 
 SCHEMA = 1
 SWEEPS = "sweep.json"
@@ -130,7 +133,7 @@ def make_record(
 def write_items(path: str | Path, items: Iterable[Mapping[str, Any]]) -> None:
     """What an evaluation says of each document or example, one JSON line each, so that differences can be paired over them."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("".join(json.dumps(item, default=str) + "\n" for item in items), encoding="utf-8")
+    write_whole(Path(path), "".join(json.dumps(item, default=str) + "\n" for item in items).encode())
 
 
 def validate_record(record: Any) -> None:
@@ -176,22 +179,41 @@ def check_writable(folder: str | Path, key: str) -> None:
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Adds one line to a .jsonl file, creating folders; on disk when it returns. Processes may append to one file."""
+    """Adds one line to a .jsonl file, creating folders; on disk when it returns, and before it the file is as it was.
+
+    Processes may append to one file. Raises UserError if the disk is full, say.
+    """
     record = _plain({key: value for key, value in record.items() if key != "sweep"})
     validate_record(record)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(record, allow_nan=False, sort_keys=True).encode() + b"\n"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        size = os.fstat(fd).st_size
-        if size and os.pread(fd, 1, size - 1) != b"\n":
-            line = b"\n" + line  # an append cut short by a crash must cost its own record only
-        if os.write(fd, line) != len(line):
-            raise OSError(f"{path}: the record was only partly written (disk full?)")
-        os.fsync(fd)
+        with contextlib.suppress(OSError):  # some shared file systems lock no folders
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        before = path.read_bytes() if path.is_file() else b""
+        if before and not before.endswith(b"\n"):
+            before += b"\n"  # what cut the last line short must cost that record only
+        write_whole(path, before + line)
+        os.fsync(folder)
+    except OSError as error:
+        raise UserError(f"the record {path} could not be written ({error.strerror})") from None
     finally:
-        os.close(fd)
+        os.close(folder)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file with this content is there, on disk, or what was there before is. OSError as of writing."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
@@ -235,9 +257,7 @@ def write_sweep(
     said[name] = {"baseline": baseline, "tuned": tuned, "arms": {arm: sorted(seeds) for arm, seeds in arms.items()}}
     said[name] |= {"steps": dict(steps)} if steps else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
 
 
 def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:

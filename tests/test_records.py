@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from made_records import training, write
 from packmamba import records as records_module
+from packmamba.errors import UserError
 from packmamba.records import METRICS, append_record, provenance, read_records, validate_record
 
 
@@ -72,6 +74,23 @@ def test_an_append_cut_short_costs_only_itself(tmp_path):
     assert json.loads(second)["arm"] == "padded"
     with pytest.raises(ValueError, match=r"runs\.jsonl:1: "):
         read_records(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch, call):
+    path = tmp_path / "records" / "runs.jsonl"
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for expected in ([], ["single"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(call, full)
+            with pytest.raises(UserError, match=r"the record .*runs.jsonl could not be written \(No space left"):
+                append_record(path, training("padded"))
+        assert [file.name for file in path.parent.iterdir()] == ["runs.jsonl"] * len(expected)
+        append_record(path, training("single"))
+    assert [record["arm"] for record in read_records(tmp_path)] == ["single", "single"]
 
 
 def test_many_writers_share_a_file(tmp_path):

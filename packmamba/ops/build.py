@@ -299,7 +299,10 @@ def _cuda_architectures() -> list[str]:
 
 def _compile(recipe: Build, verbose: bool) -> None:
     print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: up to a minute or two", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=recipe.path.parent, prefix="build-") as scratch:
+    prefix = f"build-{recipe.path.stem}-"
+    for killed in recipe.path.parent.glob(f"{prefix}*"):
+        shutil.rmtree(killed)
+    with tempfile.TemporaryDirectory(dir=recipe.path.parent, prefix=prefix) as scratch:
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in recipe.sources]
         commands = [
             [recipe.compiler, *recipe.flags, "-c", str(source), "-o", made]

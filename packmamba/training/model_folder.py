@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,9 @@ def write_model(folder: Path, config: Config, model: Mapping[str, Any], weights:
         weights: a LitModule's state dict, whole.
     """
     own = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    for killed in folder.glob("model-*"):
+        shutil.rmtree(killed)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="model-") as name:
         made = Path(name)
         write_pretrained(made, dict(model), own)
         write_configuration(made, config)
