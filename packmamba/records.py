@@ -20,7 +20,8 @@ hardware        cpu, cores, memory_bytes, gpus (list of names), driver (null wit
 versions        python, packmamba, torch, lightning, numpy (null where not installed)
 ==============  =====================================================================================================
 
-A value that is not finite becomes null: a run that diverged is a result too, and JSON has no NaN.
+A value that is not finite becomes null: a run that diverged is a result too, and JSON has no NaN. A line on disk also has
+``checksum``, of all the rest; older ones have none.
 
 Beside the records a sweep leaves ``sweep.json``: which runs it has, and its baseline. ``read_records`` adds that to the training
 records of its arms, under ``sweep``; no file has this key.
@@ -39,6 +40,7 @@ import platform
 import subprocess
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -142,7 +144,7 @@ def validate_record(record: Any) -> None:
         raise ValueError(f"a record is a mapping, got {type(record).__name__}")
     if missing := sorted(_TYPES.keys() - record.keys()):
         raise ValueError(f"record lacks {', '.join(missing)}")
-    if unknown := sorted(record.keys() - _TYPES.keys() - {"sweep"}):
+    if unknown := sorted(record.keys() - _TYPES.keys() - {"sweep", "checksum"}):
         raise ValueError(f"record has unknown keys {', '.join(unknown)}")
     for key, types in _TYPES.items():
         value = record[key]
@@ -187,7 +189,7 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     validate_record(record)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(record, allow_nan=False, sort_keys=True).encode() + b"\n"
+    line = json.dumps(record | {"checksum": _checksum(record)}, allow_nan=False, sort_keys=True).encode() + b"\n"
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some shared file systems lock no folders
@@ -201,6 +203,10 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
         raise UserError(f"the record {path} could not be written ({error.strerror})") from None
     finally:
         os.close(folder)
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(record, sort_keys=True).encode()):08x}"
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -223,12 +229,14 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
         raise ValueError(f"{folder} is not a folder")
     records = []
     for path in sorted((folder / "records").glob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line, parse_constant=_refuse_constant)
+                record = json.loads(line.decode(), parse_constant=_refuse_constant)
                 validate_record(record)
+                if record.pop("checksum", None) not in (None, _checksum(record)):
+                    raise ValueError("the record is not what was written")
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
             records.append(record)

@@ -293,7 +293,9 @@ def chunks_of(data):
 # --- damage
 
 
-@pytest.mark.parametrize("name", ["train.lengths", "train.offsets", "validation.lengths", "both", "meta.json"])
+@pytest.mark.parametrize(
+    "name", ["train.tokens", "train.lengths", "train.offsets", "validation.lengths", "both", "meta.json"]
+)
 def test_changed_bytes_are_noticed_when_a_corpus_is_opened(data, name, caplog):
     first = load_corpora(data)
     expected = files(first)

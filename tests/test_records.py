@@ -65,6 +65,23 @@ def test_a_broken_line_is_named(tmp_path, line):
         read_records(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("was", "now"), [(b'"val_loss": 2.5', b'"val_loss": 1.5'), (b'"seed": 0', b'"seed": 1'), (b"cpu", b"c\xffu")]
+)
+def test_a_changed_record_is_named(tmp_path, was, now):
+    write(tmp_path, [training("single", loss=2.5)])
+    path = tmp_path / "records" / "runs.jsonl"
+    content = path.read_bytes()
+    assert was in content
+    path.write_bytes(content.replace(was, now, 1))
+    with pytest.raises(ValueError, match=r"runs\.jsonl:1: (the record is not what was written|.*can't decode)"):
+        read_records(tmp_path)
+    line = json.loads(content)
+    del line["checksum"]  # as records were before
+    path.write_text(json.dumps(line))
+    assert read_records(tmp_path) == [line]
+
+
 def test_an_append_cut_short_costs_only_itself(tmp_path):
     write(tmp_path, [training("single")])
     path = tmp_path / "records" / "runs.jsonl"

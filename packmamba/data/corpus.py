@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from packmamba.config import DataConfig
-from packmamba.data.integrity import check, read_meta
+from packmamba.data.integrity import check_opened, read_meta
 from packmamba.data.preparation import alone, prepare
 from packmamba.data.sources import open_source
 from packmamba.data.tokenization import TokenIds, Tokenizer, load_tokenizer, token_dtype
@@ -152,7 +152,7 @@ def _open(folder: Path) -> Corpora | None:
         return None
     try:
         train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
-        check(folder)
+        check_opened(folder)
         return Corpora(train, validation, train.corpus_hash, read_meta(folder)["skipped"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("the prepared corpus %s is damaged and will be prepared again (%s)", folder, error)
