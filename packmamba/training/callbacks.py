@@ -1,10 +1,9 @@
-"""What a run leaves behind as it goes: throughput, curves, checkpoints, a line of progress."""
+"""What a run leaves behind as it goes: throughput, curves, checkpoints."""
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from packmamba.data.batching import StepBatch
+from packmamba.training.curves import go_on_from, tell
 from packmamba.training.metrics import POSITION_EDGES
+from packmamba.training.optimizer import whole
 
 CHECKPOINT_NAME = re.compile(r"step=(\d+)\.ckpt")
 
@@ -61,6 +61,8 @@ class History(Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.restart_clock()
+        if trainer.global_step:
+            go_on_from(trainer.loggers, trainer.global_step)
 
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         if trainer.state.fn == "fit":
@@ -149,9 +151,6 @@ class History(Callback):
         if point or not on_gpu:
             tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
             rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
-            module.log_dict(rates | {"train/learning_rate": module.learning_rate(step - 1)})
-            module.log("data/padding_fraction", 1 - tokens / slots)
-            module.log_dict({f"train/{name}": float(value) for name, value in module.boundary.measures().items()})
             self.shown = {
                 "loss": float(outputs["loss"]),
                 "real_tok/s": f"{tokens / seconds:.0f}",
@@ -159,6 +158,14 @@ class History(Callback):
             }
         if point:
             self.train.append(self._point(float(outputs["loss"])))
+            norm = getattr(trainer.optimizers[0], "gradient_norm", None)
+            tell(trainer.loggers, step, rates | {
+                "train/loss": self.train[-1]["loss"],
+                "train/learning_rate": module.learning_rate(step - 1),
+                "data/padding_fraction": 1 - tokens / slots,
+                **({} if norm is None else {"train/gradient_norm": whole(norm)}),
+                **{f"train/{name}": float(value) for name, value in module.boundary.measures().items()},
+            })  # fmt: skip
             # Under a loss scale such a step is left out, and the weights stay as they are.
             if not math.isfinite(self.train[-1]["loss"]) and not module.scaled:
                 self.diverged, trainer.should_stop = step, True
@@ -166,8 +173,15 @@ class History(Callback):
     def on_validation_epoch_end(self, trainer: lightning.Trainer, module: Any) -> None:
         results = module.alone.compute()
         point = self._point(float(results["loss"])) | {"loss_start": float(results["loss_start"])}
+        logged = {f"val/{name}": point[name] for name in ("loss", "loss_start")}
         if module.as_trained.update_called:
-            point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
+            also = module.as_trained.compute()
+            point["loss_as_trained"] = float(also["loss"])
+            logged["val/loss_as_trained"], logged["val/loss_start_as_trained"] = (
+                float(also["loss"]),
+                float(also["loss_start"]),
+            )
+        tell(trainer.loggers, int(point["step"]), logged)
         # A run that stopped between an evaluation and its checkpoint evaluates that step again.
         self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
         self.by_position = [
@@ -272,31 +286,3 @@ def keep_newest(folder: Path, count: int) -> None:
     """Removes older checkpoints."""
     for old in checkpoints(folder)[:-count]:
         old.unlink(missing_ok=True)
-
-
-class Progress(TQDMProgressBar):
-    """One line with loss, evaluation and real tokens per second; in a file, about ten lines a run."""
-
-    def __init__(self, label: str, max_steps: int, history: History) -> None:
-        self.on_terminal = sys.stderr.isatty()
-        super().__init__(refresh_rate=1 if self.on_terminal else max(1, max_steps // 10), leave=False)
-        self.label = label
-        self.history = history
-
-    def init_train_tqdm(self) -> Tqdm:
-        place = {"total": self.trainer.max_steps, "initial": self.trainer.global_step}  # of a run that goes on
-        return Tqdm(
-            desc=self.label, unit="step", dynamic_ncols=True, file=sys.stderr, ascii=not self.on_terminal, **place
-        )
-
-    def init_validation_tqdm(self) -> Tqdm:
-        return Tqdm(desc=f"{self.label} evaluates", leave=False, file=sys.stderr, disable=not self.on_terminal)
-
-    def on_train_epoch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        super().on_train_epoch_start(trainer)
-        self.train_progress_bar.set_description(self.label)
-
-    def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
-        found = super().get_metrics(trainer, module)
-        evaluated = {"validation": found["val/loss"]} if "val/loss" in found else {}
-        return self.history.shown | evaluated

@@ -23,6 +23,7 @@ from packmamba.evaluation.subject import load_subject
 from packmamba.nn import MambaLM
 from packmamba.records import write_items
 from packmamba.training.callbacks import History
+from packmamba.training.curves import tell
 from packmamba.training.model_folder import PREFIX
 
 Numbers = dict[str, float | None]
@@ -99,9 +100,7 @@ class Evaluations(Callback):
         point = {"step": step, "real_tokens": self.history.totals["real_tokens"]} | numbers
         self.points = [other for other in self.points if other["step"] != step] + [point]
         logged = {f"evaluation/{name}": value for name, value in numbers.items() if value is not None}
-        for logger in trainer.loggers:
-            logger.log_metrics(logged, step)
-            logger.save()
+        tell(trainer.loggers, step, logged)
 
     def add_ends_of(self, records: Mapping[int, Mapping[str, Any]]) -> None:
         """Of a run that was raised: what it answered where it ended before, by the steps of these records."""

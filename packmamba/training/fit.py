@@ -118,6 +118,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
             raise ConfigError(f"another process has just finished this run; its record is {path}")
         if trainer.is_global_zero:
             write_configuration(folder, config)
+            for one in () if reached else trainer.loggers:
+                one.log_hyperparams(decisive(config))
         _train(trainer, module, data, folder)
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)

@@ -23,15 +23,15 @@ class Kind(NamedTuple):
 
 
 def _csv(folder: Path) -> Logger:
-    from lightning.pytorch.loggers import CSVLogger
+    from packmamba.training.curves import OneFile
 
-    return CSVLogger(folder, name="csv")
+    return OneFile(folder)
 
 
 def _tensorboard(folder: Path) -> Logger:
-    from lightning.pytorch.loggers import TensorBoardLogger
+    from packmamba.training.curves import Events
 
-    return TensorBoardLogger(folder, name="tensorboard", version="")
+    return Events(folder)
 
 
 def _wandb(folder: Path) -> Logger:

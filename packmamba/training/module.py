@@ -155,7 +155,6 @@ class MambaLitModule(lightning.LightningModule):
         loss = self.take_step(step, optimizer, self.global_step, self.manual_backward, self.trainer.world_size)
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(loss)  # the strategy's reduce has all ranks wait for each other
-        self.log("train/loss", loss)  # not to the progress bar, which would wait for the GPU at every step
         return loss
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
@@ -169,11 +168,7 @@ class MambaLitModule(lightning.LightningModule):
         self.as_trained.reset()
 
     def on_validation_epoch_end(self) -> None:
-        for metric, suffix in ((self.alone, ""), (self.as_trained, "_as_trained")):
-            if metric.update_called:
-                results = metric.compute()
-                self.log(f"val/loss{suffix}", results["loss"], prog_bar=not suffix)
-                self.log(f"val/loss_start{suffix}", results["loss_start"])
+        self.log("val/loss", self.alone.compute()["loss"], prog_bar=True, logger=False)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Fused: each parameter is read and written once. Under a loss scale it would unscale by itself, after clipping.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -40,17 +41,24 @@ def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Opti
 
 
 def clip(optimizer: Optimizer, limit: float) -> None:
-    """Scales all gradients together so that their norm is at most ``limit``."""
+    """Scales all gradients together so that their norm is at most ``limit``; what it was stays in ``gradient_norm``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if optimizer.defaults.get("fused") and all(
         type(g) is Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients
     ):
         # What the fused step divides gradients by as it reads them: clipping alone would read and write them all.
-        optimizer.grad_scale = (get_total_norm(gradients) / limit).clamp(min=1)  # type: ignore[attr-defined]
+        norm = get_total_norm(gradients)
+        optimizer.grad_scale = (norm / limit).clamp(min=1)  # type: ignore[attr-defined]
     else:
         vars(optimizer).pop("grad_scale", None)
-        clip_grad_norm_(parameters, limit)
+        norm = clip_grad_norm_(parameters, limit)
+    optimizer.gradient_norm = norm  # type: ignore[attr-defined]
+
+
+def whole(norm: Tensor) -> float:
+    """Of gradients in shards too, for which all ranks meet."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import lightning
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from packmamba.config import Config, ConfigError
-from packmamba.training.callbacks import Checkpoints, History, Progress
+from packmamba.training.callbacks import Checkpoints, History
 from packmamba.training.checkpoint_file import CheckpointFiles
 from packmamba.training.leaks import LeakCheck
 from packmamba.training.loggers import make_loggers
+from packmamba.training.progress import progress_of
 from packmamba.training.strategy import make_strategy, stop_together
 
 
@@ -37,6 +38,8 @@ def make_trainer(
     ]
     if options.leakcheck_every is not None:
         callbacks.append(LeakCheck(options.leakcheck_every, history))
+    if progress:
+        callbacks.append(progress_of(config.name, options.max_steps, options.validate_every, history))
     try:
         trainer = lightning.Trainer(
             accelerator=options.accelerator,
@@ -50,8 +53,8 @@ def make_trainer(
             num_sanity_val_steps=0,
             log_every_n_steps=min(options.log_every, options.max_steps),
             logger=make_loggers(config, folder),
-            callbacks=[*callbacks, Progress(config.name, options.max_steps, history)] if progress else callbacks,
-            enable_progress_bar=progress,
+            callbacks=callbacks,
+            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
             plugins=CheckpointFiles(),

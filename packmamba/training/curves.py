@@ -1,0 +1,88 @@
+"""A run's numbers as they go to its loggers: each step once, also where a run goes on; and the loggers of its own folder."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+
+class OneFile(Logger):
+    """csv/version_0/metrics.csv, a row each time something is logged. A run that goes on goes on in it."""
+
+    name, version = "csv", 0
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.path = folder / "csv" / "version_0" / "metrics.csv"
+        self._names: list[str] = []
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        row = {"step": step, **metrics}
+        if not row.keys() <= set(self._names):
+            names, rows = self._read()
+            self._write(sorted({*names, *row}), rows)
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, self._names).writerow(row)
+
+    @rank_zero_only
+    def go_on_from(self, step: int) -> None:
+        """Leaves out what came after this step."""
+        names, rows = self._read()
+        if rows:
+            self._write(names, [row for row in rows if row["step"].isdigit() and int(row["step"]) <= step])
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """They are in the run's folder."""
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        if not self.path.is_file():
+            return [], []
+        with open(self.path, newline="") as file:
+            reader = csv.DictReader(file, restval="")
+            rows = list(reader)
+        return list(reader.fieldnames or ()), rows
+
+    def _write(self, names: list[str], rows: list[dict[str, str]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".tmp")
+        with open(temporary, "w", newline="") as file:
+            writer = csv.DictWriter(file, names, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, self.path)
+        self._names = names
+
+
+def tell(loggers: Iterable[Logger], step: int, numbers: Mapping[str, float]) -> None:
+    """Hands numbers of a step, counted from 1, to each logger."""
+    for logger in loggers:
+        logger.log_metrics(dict(numbers), step)
+        logger.save()
+
+
+class Events(TensorBoardLogger):
+    """TensorBoard's files in tensorboard/."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, name="tensorboard", version="")
+
+    @rank_zero_only
+    def go_on_from(self, step: int) -> None:
+        """Has TensorBoard leave out what came after this step."""
+        begins = SessionLog(status=SessionLog.START)
+        self.experiment.file_writer.add_event(Event(step=step + 1, session_log=begins))
+
+
+def go_on_from(loggers: Iterable[Logger], step: int) -> None:
+    """Has those that can forget what came after this step, which is trained again."""
+    for logger in loggers:
+        if isinstance(logger, (OneFile, Events)):
+            logger.go_on_from(step)
