@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.reliability import soak
+from experiments.reliability import determinism, soak
 from packmamba.experiments import Bench
 
-BENCHES = {"soak": Bench(soak.Config, soak.run)}
+BENCHES = {"soak": Bench(soak.Config, soak.run), "determinism": Bench(determinism.Config, determinism.run)}
