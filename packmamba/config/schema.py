@@ -283,6 +283,11 @@ class TrainerConfig:
         None, "Steps between answers to ``evaluations`` during the training; null: only when it ends.", at_least(1)
     )
     checkpoint_every: int = key(50, "Steps between checkpoints.", at_least(1))
+    checkpoint_async: bool = key(
+        True,
+        "Write checkpoints while training goes on: a step waits only until its state is copied, which takes as much host "
+        "memory as a checkpoint has bytes. false: it waits until the checkpoint is written.",
+    )
     log_every: int = key(10, "Steps between logged points.", at_least(1))
     loggers: list[str] = key(
         ["csv", "tensorboard"],

@@ -18,7 +18,10 @@ from packmamba.config import Config, to_dict
 from packmamba.evaluation.subject import CONFIGURATION
 from packmamba.records import read_records
 
-PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every", "trainer.loggers")
+PLACES = (
+    *("runs_dir", "output", "data.cache_dir", "data.num_proc"),
+    *("trainer.leakcheck_every", "trainer.loggers", "trainer.checkpoint_async"),
+)
 """Keys that decide where files are kept, who makes them and what is looked at, not what is trained."""
 
 LATER_KEYS: dict[str, Any] = {

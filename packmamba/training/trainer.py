@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from packmamba.config import Config, ConfigError
 from packmamba.training.callbacks import Checkpoints, History
+from packmamba.training.checkpoint_behind import CheckpointsBehind
 from packmamba.training.checkpoint_file import CheckpointFiles
 from packmamba.training.leaks import LeakCheck
 from packmamba.training.loggers import make_loggers
@@ -57,7 +58,7 @@ def make_trainer(
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
-            plugins=CheckpointFiles(),
+            plugins=CheckpointsBehind() if options.checkpoint_async else CheckpointFiles(),
         )
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
