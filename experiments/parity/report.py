@@ -20,7 +20,7 @@ from packmamba.report.inference import (
 )
 from packmamba.report.kinds import KINDS as LIBRARY
 from packmamba.report.summary import Arm, Record
-from packmamba.report.tables import Cell, Column, Table, mean_sd, number, word
+from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
 MARGIN = 0.005
 """Nats per target, named before the runs."""
@@ -107,6 +107,9 @@ def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     if says(arm, "data.strategy") == "in_order":
         wanted.reverse()
     alike = [peer for peer in arms if says(peer, "trainer.precision") == says(arm, "trainer.precision")]
+    alike.sort(
+        key=lambda peer: says(peer, "trainer.max_steps") != says(arm, "trainer.max_steps")
+    )  # else of equal compute
     found = next((peer for name in wanted for peer in alike if says(peer, "data.strategy") == name), None)
     return None if found is arm else found
 
@@ -168,4 +171,37 @@ def _calibration(reset: Arm, control: Arm) -> Table:
     return table
 
 
-KINDS = {"training": replace(LIBRARY["training"].extended(parity_tables), label=unit)}
+def speed_tables(records: Sequence[Record]) -> list[Table]:
+    """How many steps of each arm take as long as one of padded; ``records`` are of one corpus."""
+    timed = summary.timed_arms(records)
+    table = Table(
+        "equal-time",
+        f"{unit(records)}: optimizer steps of the same documents in the time of padded's",
+        [
+            Column("arm", ("arm",), False),
+            Column("seconds/step, median", ("seconds",)),
+            Column("interquartile range", ("spread",)),
+            Column("padding", ("padding",)),
+            Column("times as fast as padded", ("ratio",)),
+            Column("steps in the time of 500", ("steps",)),
+        ],
+    )
+    for arm in timed:
+        padded = next((p for p in timed if p.setting == arm.setting and p.scheme == "padded"), None)
+        if padded is not None:
+            seconds = arm["seconds_per_step_median"].mean()
+            ratio = padded["seconds_per_step_median"].mean() / seconds
+            table.rows.append([
+                word(arm.name), number(seconds, ".4g"), number(arm["seconds_per_step_spread"].mean(), ".2g"),
+                percent(arm["padding_fraction"].mean()), number(ratio, ".3f", "x"), number(round(500 * ratio), "d"),
+            ])  # fmt: skip
+    table.notes = [
+        "Whole optimizer steps in turns in one process, alone on its GPU; arms have the same documents in every step."
+    ]
+    return [table] if table.rows else []
+
+
+KINDS = {
+    "training": replace(LIBRARY["training"].extended(parity_tables), label=unit),
+    "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
+}

@@ -1,0 +1,91 @@
+"""What parity and downstream make of invented records whose answer is known."""
+
+import pytest
+
+from experiments.downstream.report import answers_tables
+from experiments.parity.report import parity_tables, speed_tables
+from made_records import throughput, training
+
+NOISE = (0.0004, -0.0003, 0.0002, -0.0004, 0.0001, 0.0003, -0.0002, -0.0001)
+ROUNDING = {"data": {"strategy": "in_order"}}
+
+
+def parity_record(arm, seed, loss, config=None, packages=4):
+    """Every package's loss is the run's, so that only seeds vary."""
+    record = training(arm, seed, loss, config=config, **{"perplexity.loss": loss, "targets": 500})
+    places = [{"group": g, "start": 1, "documents": 1, "targets": 100, "nats": 100 * loss} for g in range(packages)]
+    return record | {"curves": record["curves"] | {"perplexity.by_group": places}}
+
+
+def of_unit(records, unit="functions"):
+    for record in records:
+        record["config"]["data"] = record["config"]["data"] | {"unit": unit}
+    return records
+
+
+def rows_of(records, name):
+    table = next(table for table in parity_tables(of_unit(records)) if table.name == name)
+    names = [column.names[0] for column in table.columns]
+    return {row[0].text: dict(zip(names, row)) for row in table.rows}
+
+
+@pytest.mark.parametrize(
+    ("shift", "spread", "said"), [(0.001, 1, "yes"), (0.004, 8, "open"), (0.02, 1, "no"), (-0.02, 1, "no")]
+)
+def test_equivalence_is_said_of_the_whole_interval(shift, spread, said):
+    records = [parity_record("padded", seed, 1.0 + seed / 100) for seed in range(8)]
+    records += [
+        parity_record("packed-reset", seed, 1.0 + seed / 100 + shift + spread * noise)
+        for seed, noise in enumerate(NOISE)
+    ]
+    row = rows_of(records, "parity")["packed-reset"]
+    assert row["within"].text == said
+    assert row["difference"].values[0] == pytest.approx(shift, abs=1e-9), "seeds differ more than arms: they are pairs"
+
+
+def test_missing_and_diverged_runs_are_counted():
+    records = [parity_record("padded", seed, 1.0) for seed in range(8)]
+    records += [parity_record("packed-reset", seed, 1.0 + noise) for seed, noise in enumerate(NOISE[:4])]
+    lost = training("packed-reset", 5, diverged_at_step=7)
+    lost["metrics"]["val_loss"] = None
+    records.append(lost)
+    row = rows_of(records, "parity")["packed-reset"]
+    assert row["runs"].text == "4 of 8, 1 diverged" and row["runs"].values == (4, 1, 3)
+
+
+def test_the_control_is_compared_with_its_own_arm():
+    """Not with one that had more steps, which is packed with reset too."""
+    records = []
+    for seed, noise in enumerate(NOISE):
+        records += [
+            parity_record("padded", seed, 1.1, {"trainer": {"boundary": "reset", "max_steps": 500}}),
+            parity_record("packed-reset", seed, 1.0, {"trainer": {"boundary": "reset", "max_steps": 500}}),
+            parity_record("mine", seed, 0.9, {"data": {"strategy": "greedy"}, "trainer": {"max_steps": 900}}),
+            parity_record("packed-leak", seed, 1.001 + noise, ROUNDING | {"trainer": {"max_steps": 500}}),
+        ]
+    rows = rows_of(records, "parity")
+    assert rows["packed-leak"]["minus"].text == "packed-reset"
+    assert rows["mine"]["minus"].text == "padded" and rows["mine"]["difference"].values[0] == pytest.approx(-0.2)
+
+
+def test_steps_of_equal_time():
+    records = [throughput("padded", 100), throughput("packed-reset", 250), throughput("single", 10, run="another")]
+    (table,) = speed_tables(of_unit(records))
+    assert [(row[0].text, row[4].text, row[5].text) for row in table.rows] == [
+        ("padded", "1.000x", "500"),
+        ("packed-reset", "2.500x", "1250"),
+    ]
+
+
+def test_seeds_that_solve_a_task_are_counted():
+    task = {"data": {"task": "mqar"}}
+    records = []
+    for arm, solved, nats in (("padded", 8, 0.1), ("packed-reset", 7, 0.1), ("packed-leak", 0, 0.9)):
+        for seed, noise in enumerate(NOISE):
+            numbers = {"accuracy": 0.95 if seed < solved else 0.3, "nats": nats + noise, "chance": 0.25}
+            record = training(arm, seed, 1.0, **{f"mqar.{name}": value for name, value in numbers.items()})
+            record["config"]["data"] = record["config"]["data"] | task["data"]
+            records.append(record)
+    (table,) = answers_tables(records)
+    said = {row[0].text: (row[2].text, row[7].text) for row in table.rows}
+    assert said == {"padded": ("8", "-"), "packed-reset": ("7", "yes"), "packed-leak": ("0", "no")}
