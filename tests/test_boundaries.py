@@ -71,7 +71,7 @@ def test_known_effects_come_back(ladder):
         assert row["setting"] == "T = 2048, 14M, 100M tokens"
         assert float(row["difference"]) == pytest.approx(effect, abs=4e-4)
         assert float(row["difference_low"]) <= float(row["difference"]) <= float(row["difference_high"])
-        assert (row["pairs"], row["seeds"], row["packages"]) == ("8", "8", "12")
+        assert (row["pairs"], row["every"], row["packages"]) == ("8", "8", "12")
         assert row["equivalent"] == ("yes" if abs(effect) < 0.005 else "no")
         assert float(row["p_holm"]) < 0.05 or effect == 0
     others = {row["what"]: float(row["beyond"]) for row in rows(ladder, "ladder")}
@@ -89,6 +89,10 @@ def test_seeds_that_chose_something_and_runs_that_diverged_are_not_reported(ladd
     assert found["coverage", "beyond"]["pairs"] == "8" and found["continuity", "beyond"]["pairs"] == "7"
     seeds = {row["arm"]: row["seeds"] for row in rows(diverged, "arms")}
     assert seeds["own"] == "7" and seeds["zero"] == "8"
+    planned = [one | {"sweep": {"seeds": list(range(1, 17))}} for one in diverged]
+    assert {row["every"] for row in rows(planned, "primary")} == {"16"}, (
+        "seeds that are still to be trained are missing"
+    )
 
 
 @pytest.mark.slow

@@ -125,7 +125,8 @@ def test_sentences_of_the_readme_round_the_records(pattern, headline, unit):
 
 
 @pytest.mark.parametrize(
-    "experiment", ["leakcheck", "operators", "packing", "parity", "schemes", "speedup", "tasks", "tokenization"]
+    "experiment",
+    ["boundaries", "leakcheck", "operators", "packing", "parity", "schemes", "speedup", "tasks", "tokenization"],
 )
 def test_a_readme_states_every_headline(experiment):
     """In a table: its row has the headline's name; or what follows a colon in it, and a column what is before."""

@@ -79,7 +79,7 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
             Column("outcome", ("outcome",), False),
             Column("places", ("places",), False),
             Column("difference [95% CI]", ("difference", "difference_low", "difference_high", "pairs")),
-            Column("seeds", ("seeds",)),
+            Column("seeds", ("every",)),
             Column("packages", ("packages",)),
             Column("p, Holm over four", ("p_holm",)),
             Column("within ±0.005", ("equivalent",), False),
@@ -97,7 +97,7 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
         adjusted = holm({f"{title} {places}": one.p if one else np.nan for title, places, one in found})
         for title, places, one in found:
             p, packages = adjusted[f"{title} {places}"], None if one is None else one.groups
-            every = max(len(here[name].runs) for name in ("zero", "foreign", "own") if name in here)
+            every = len(set().union(*(here[name].expected for name in ("zero", "foreign", "own") if name in here)))
             pairs = Cell(f"{one.seeds if one else 0} of {every}", (every,))
             table.rows.append(
                 [word(setting.label()), word(title), word(places), _cell(one), pairs, number(packages, "d"), number(p, ".2g"),
@@ -155,9 +155,7 @@ def _gains(settings: dict[Setting, dict[str, Arm]]) -> Table:
 
 
 def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
-    expected = {
-        setting: {seed for arm in here.values() for seed in arm.runs.index} for setting, here in settings.items()
-    }
+    expected = {setting: set().union(*(arm.expected for arm in here.values())) for setting, here in settings.items()}
     table = Table(
         "arms",
         "Every arm: losses and cost",
@@ -187,7 +185,7 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
                 number(runs["real_tokens_per_second"].mean(), ",.0f"), gibibytes(_optional(arm, "peak_memory_bytes")),
                 gibibytes(_optional(arm, "state_bytes")), number(_optional(arm, "state_age_steps"), ".0f"),
             ])  # fmt: skip
-    table.notes = ["Tokens/s are of the training runs, which shared their hosts: speed.yaml compares arms in turns."]
+    table.notes = ["Tokens/s are of training runs, several at a time on a GPU: speed.yaml compares arms in turns."]
     return table
 
 

@@ -35,13 +35,19 @@ STEPS = [
     _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", "throughput_rounds=4"),
 ]
 
+MAIN = {"setting": "T = 2048, 14M, 100M tokens"}
 HEADLINES = [
-    Headline(
-        f"{outcome} {places} T",
-        "primary",
-        {"setting": "T = 2048, 14M, 100M tokens", "outcome": outcome, "places": places},
-        "difference",
-    )
-    for outcome in ("coverage", "continuity")
-    for places in ("inside", "beyond")
+    *(
+        Headline(f"{outcome} {places} T", "primary", MAIN | {"outcome": outcome, "places": places}, "difference")
+        for outcome in ("coverage", "continuity")
+        for places in ("inside", "beyond")
+    ),
+    *(
+        Headline(f"own over zero {places} T", "ladder", MAIN | {"what": "own over zero"}, places)
+        for places in ("inside", "beyond")
+    ),
+    *(
+        Headline(f"context gain at 8 T, {arm}", "context-gain", MAIN | {"arm": arm}, "gain_8")
+        for arm in ("zero", "foreign", "own")
+    ),
 ]

@@ -83,6 +83,12 @@ class Arm:
     setting: Setting
     runs: pd.DataFrame
 
+    @property
+    def expected(self) -> set[int]:
+        """Seeds that it has or that its sweep says it should have."""
+        said = [sweep["seeds"] for sweep in self.runs.get("sweep", ()) if isinstance(sweep, dict)]
+        return {*self.runs.index, *(seed for seeds in said for seed in seeds)}
+
     def losses(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Nats (seeds, packages) at places from low up to high, targets (packages,), and the seeds that did not diverge."""
         found, targets = {}, pd.Series(dtype=float)
