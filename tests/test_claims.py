@@ -130,8 +130,8 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=1")
     folder = run_folder(config)
 
-    def hangs(step):
-        if step == 2:
+    def hangs(history):
+        if history.totals["steps"] == 2:
             monkeypatch.setattr(claims, "BEAT_SECONDS", -1.0)
             claim_of_another_machine(folder, 0, number=2)
         return False

@@ -55,7 +55,7 @@ def test_points_are_the_model_s_and_a_stopped_run_has_the_same(tmp_path):
     whole = tiny_config(tmp_path, *LEAK, *EVERY, "trainer.checkpoint_every=1")
     stopped = tiny_config(tmp_path, *LEAK, *EVERY, "trainer.checkpoint_every=1", f"runs_dir={tmp_path}/stopped")
     with pytest.raises(Stopped):
-        fit(stopped, progress=False, stop=lambda step: step == 4)
+        fit(stopped, progress=False, stop=lambda history: history.totals["steps"] == 4)
     state = final_state(stopped)["state_dict"]
     record = fit(whole, progress=False)
     model = MambaLM(vocab_size=256, d_model=8, n_layer=2, d_state=4)

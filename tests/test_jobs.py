@@ -8,14 +8,15 @@ import pytest
 from test_sweeps import write_sweep
 
 import run
+from packmamba.cli.status import sweep_status
 from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
 from packmamba.records import read_records
-from packmamba.training import attempt, places, pool
-from packmamba.training.attempt import Outcome, read_note
+from packmamba.training import note, places, pool
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.claims import alone, taken
 from packmamba.training.fit import fit
+from packmamba.training.note import Outcome, read_note
 from packmamba.training.pool import Queue
 from packmamba.training.runs import record_path, run_folder
 from packmamba.training.sweep import load_sweep, run_sweep
@@ -105,7 +106,7 @@ def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path, monkeypatch
     assert last == "run.py: error: 2 of 3 runs failed, 1 are done; the same command tries the others again"
     assert [record["arm"] for record in read_records(tmp_path / "sweep")] == ["a"]
     _, (_, raised, died) = load_sweep(path)
-    assert "Traceback" in attempt.log_path(raised).read_text() and read_note(raised)["state"] == "failed"
+    assert "Traceback" in note.log_path(raised).read_text() and read_note(raised)["state"] == "failed"
     assert read_note(died)["state"] == "running" and not taken(run_folder(died))
 
 
@@ -248,13 +249,30 @@ def test_status_says_how_far_each_run_is(tmp_path, capsys):
         configs[1:3], ("GPU 3", "GPU 4"), ({"state": "failed", "why": "no memory"}, {"step": 1})
     ):
         run_folder(config).mkdir(parents=True)
-        attempt.Note(config, where).say(**said)
+        note.Note(config, where).say(**said)
     assert run.main(["sweep", str(path), "status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[4:8]] == [
-        ["packed", "0", "done", "-", "2", "2", "-", "-"],
-        ["padded", "0", "failed", "GPU", "3", "0", "2", "0", "no", "memory"],
-        ["packed", "1", "interrupted", "GPU", "4", "1", "2", "0", "-"],
-        ["padded", "1", "waiting", "-", "-", "2", "-", "-"],
+        ["packed", "0", "done", "-", "2", "2", "-", "-", "-", "-"],
+        ["padded", "0", "failed", "GPU", "3", "0", "2", "-", "-", "0", "no", "memory"],
+        ["packed", "1", "interrupted", "GPU", "4", "1", "2", "-", "-", "0", "-"],
+        ["padded", "1", "waiting", "-", "-", "2", "-", "-", "-", "-"],
     ]
-    assert lines[-2] == "1 done, 1 failed, 1 interrupted, 1 waiting."
+    assert lines[-2] == "1 done, 1 waiting, 1 interrupted, 1 failed."
+
+
+def test_status_says_how_fast_a_run_is_and_how_long_it_needs(tmp_path, monkeypatch):
+    _, (config, *_) = load_sweep(sweep_of(tmp_path))
+    now = 100.0
+    monkeypatch.setattr(note.time, "time", lambda: now)
+    with alone(run_folder(config)):
+        said = note.Note(config, "GPU 1")
+        for clock, step, tokens in ((110.0, 1, 100), (112.0, 11, 1100), (113.0, 16, 1600)):
+            now = clock
+            said.step(step, tokens)
+        assert read_note(config)["step"] == 11, "a note each two seconds"
+        table = sweep_status([config])
+        cells = dict(zip((column.title for column in table.columns), (cell.text for cell in table.rows[0])))
+        assert (cells["state"], cells["step"], cells["tokens/s"], cells["left"]) == ("running", "11", "500", "0:00:10")
+        assert cells["where"] == "GPU 1"
+    assert sweep_status([config]).rows[0][-4].text == "-", "it runs no more"

@@ -54,7 +54,7 @@ def test_a_stopped_run_goes_on_from_its_own_checkpoint_not_from_where_it_started
     whole = fit(tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/whole"), progress=False)
     stopped = tiny_config(tmp_path, *keys)
     with pytest.raises(Stopped):
-        fit(stopped, progress=False, stop=lambda step: step == 2)
+        fit(stopped, progress=False, stop=lambda history: history.totals["steps"] == 2)
     (run_folder(first) / "pytorch_model.bin").unlink()  # it is not looked at again
     found = fit(stopped, progress=False)
     assert losses_of(found) == losses_of(whole)

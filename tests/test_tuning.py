@@ -9,7 +9,7 @@ from made_records import training
 from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
 from packmamba.records import append_record, make_record, read_records
-from packmamba.training.attempt import Outcome
+from packmamba.training.note import Outcome
 from packmamba.training.pool import Queue
 from packmamba.training.runs import decisive, record_path
 from packmamba.training.sweep import load_sweep, run_sweep, runs_of

@@ -220,11 +220,16 @@ class Checkpoints(LightningCheckpoint):
     on from the one before.
 
     Args:
-        stop: asked after each step, with its number, whether the run shall stop there: it is saved and ends with Stopped.
+        stop: asked after each step whether the run shall stop there: it is saved and ends with Stopped.
     """
 
     def __init__(
-        self, folder: Path, every: int, validate_every: int, history: History, stop: Callable[[int], bool] | None = None
+        self,
+        folder: Path,
+        every: int,
+        validate_every: int,
+        history: History,
+        stop: Callable[[History], bool] | None = None,
     ) -> None:
         self.folder = folder
         self.history = history
@@ -252,7 +257,7 @@ class Checkpoints(LightningCheckpoint):
 
     def _save_if_due(self, trainer: lightning.Trainer) -> None:
         step = trainer.global_step
-        stop = self.stop is not None and self.stop(step) and step != trainer.max_steps
+        stop = self.stop is not None and self.stop(self.history) and step != trainer.max_steps
         if step % self.every and step != trainer.max_steps and not stop:
             return
         self.history.settle()

@@ -35,20 +35,22 @@ from packmamba.training.runs import (
     run_id,
 )
 from packmamba.training.start import start_from, weights_path
+from packmamba.training.strategy import leave_signals
 from packmamba.training.surroundings import prepare_environment, surroundings
 from packmamba.training.trainer import make_trainer, quieten
 
 logger = logging.getLogger(__name__)
 
 
-def fit(config: Config, progress: bool = True, stop: Callable[[int], bool] | None = None) -> dict[str, Any]:
+def fit(config: Config, progress: bool = True, stop: Callable[[History], bool] | None = None) -> dict[str, Any]:
     """Trains, evaluates and writes the record, which it returns.
 
     A run whose record exists is not repeated; one that has a checkpoint goes on from it, on a CPU to the same bits as if it had
     never stopped. What runs before it in the same process changes nothing.
 
     Args:
-        stop: asked after each step, with its number, whether the run shall stop there.
+        stop: asked after each step, with the run's history, whether the run shall stop there. Who gives it also sees to
+            signals that end processes.
 
     Raises:
         ConfigError: naming the key.
@@ -62,7 +64,7 @@ def fit(config: Config, progress: bool = True, stop: Callable[[int], bool] | Non
             close_loggers()
 
 
-def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> dict[str, Any]:
+def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
     provenance()  # cached: the record names the code as it was when the run began
     check_run(config)
@@ -93,11 +95,13 @@ def _fit(config: Config, progress: bool, stop: Callable[[int], bool] | None) -> 
     evaluations = Evaluations(config, history) if options.evaluate_every is not None else None
     others = [*([average] if average.at else []), *([evaluations] if evaluations else [])]
 
-    def stops(step: int) -> bool:
+    def stops(history: History) -> bool:
         check_claim(folder)
-        return stop is not None and stop(step)
+        return stop is not None and stop(history)
 
     trainer = make_trainer(config, folder, history, progress, stops, others)
+    if stop is not None:
+        leave_signals(trainer)
     if trainer.is_global_zero and not reached and (other := of_other_length(config)):
         logger.warning(
             "This run begins at step 0: the learning rate of %s follows %d steps. To go on from there, at its last learning "

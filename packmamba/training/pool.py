@@ -15,10 +15,11 @@ from packmamba.config import Config
 from packmamba.data.corpus import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.records import read_records
-from packmamba.training.attempt import Outcome, attempt, log_path
+from packmamba.training.attempt import attempt
 from packmamba.training.callbacks import newest_step
 from packmamba.training.claims import taken
 from packmamba.training.fit import fit
+from packmamba.training.note import Outcome, log_path
 from packmamba.training.runs import record_path, run_folder
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place, Worker
@@ -177,7 +178,8 @@ def run_one_by_one(queue: Queue) -> None:
             # This process is one of several: what goes wrong in it is not its own business.
             queue.close(number, Outcome("done", loss=fit(config, queue.progress)["metrics"]["val_loss"]))
         else:
-            queue.close(number, attempt(config, "the sweep's own process", queue.progress))
+            with terminated_as_interrupted():
+                queue.close(number, attempt(config, "the sweep's own process", queue.progress))
 
 
 def run_side_by_side(queue: Queue, places: list[Place]) -> None:

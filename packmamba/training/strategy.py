@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,6 +66,17 @@ def without_sync(strategy: Strategy | None, model: MambaLM) -> Iterator[None]:
     else:
         with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
             yield
+
+
+def cluster() -> list[Any]:
+    """Plugins for a job of SLURM: Lightning shall not requeue it, whoever submitted it does."""
+    in_job = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+    return [SLURMEnvironment(auto_requeue=False)] if in_job else []
+
+
+def leave_signals(trainer: lightning.Trainer) -> None:
+    """Has the trainer leave this process's signal handlers as they are."""
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
 
 def stop_together(trainer: lightning.Trainer, every: int) -> None:

@@ -173,8 +173,8 @@ def _refuse_what_is_compared(sweep: SweepConfig, last: list[tuple[DictConfig, st
 
 def _keys(layer: DictConfig, prefix: str = "") -> Iterator[str]:
     """The dotted names of the values in a layer."""
-    for name, value in layer.items():
-        yield from _keys(value, f"{prefix}{name}.") if isinstance(value, DictConfig) and value else [prefix + str(name)]
+    for name, value in ((str(name), value) for name, value in layer.items()):
+        yield from _keys(value, f"{prefix}{name}.") if isinstance(value, DictConfig) and value else [prefix + name]
 
 
 def _meet(one: str, other: str) -> bool:

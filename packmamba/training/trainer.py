@@ -18,7 +18,7 @@ from packmamba.training.checkpoint_file import CheckpointFiles
 from packmamba.training.leaks import LeakCheck
 from packmamba.training.loggers import make_loggers
 from packmamba.training.progress import progress_of
-from packmamba.training.strategy import make_strategy, stop_together
+from packmamba.training.strategy import cluster, make_strategy, stop_together
 
 
 def make_trainer(
@@ -26,7 +26,7 @@ def make_trainer(
     folder: Path,
     history: History,
     progress: bool,
-    stop: Callable[[int], bool] | None = None,
+    stop: Callable[[History], bool] | None = None,
     further: Sequence[Callback] = (),
 ) -> lightning.Trainer:
     """Lightning's trainer for one run: a single epoch of ``max_steps`` StepBatches. ``stop``: see Checkpoints, which also hold
@@ -47,6 +47,7 @@ def make_trainer(
             devices=options.devices,
             num_nodes=options.num_nodes,
             strategy=make_strategy(options),
+            plugins=cluster(),
             precision=options.precision,  # type: ignore[arg-type]
             max_steps=options.max_steps,
             val_check_interval=options.validate_every,
@@ -75,6 +76,7 @@ def quieten() -> None:
         ".*dataloader is not resumable.*",
         ".*litlogger.*",
         ".*LeafSpec.*",
+        ".*`srun` command is available.*",  # the launcher of a sweep may run on such a machine
         ".*GPU available but not used.*",  # doctor shows it; a run may ask for the CPU
     ):
         warnings.filterwarnings("ignore", message=message)

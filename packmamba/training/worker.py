@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from packmamba.training.process import die_with_parent, keep_freed_memory
 
 if TYPE_CHECKING:
     from packmamba.config import Config
-    from packmamba.training.attempt import Outcome
+    from packmamba.training.note import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,10 +79,12 @@ class Worker:
 def main(pipe: Connection) -> None:
     """Trains what comes through the pipe until it is closed, or until a run fails: the next one gets a fresh process."""
     die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which all processes of a job are sent: the parent has this one stop
     keep_freed_memory()
     import torch
 
-    from packmamba.training.attempt import attempt, log_path  # takes seconds: before the first run is there
+    from packmamba.training.attempt import attempt  # takes seconds: before the first run is there
+    from packmamba.training.note import log_path
 
     state = "done"
     while state != "failed":
