@@ -43,7 +43,7 @@ def test_environment_agrees_with_pyproject():
 
 def test_extras_are_those_documented():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert set(extras) == {"test", "dev", "peers", "cuda", "eval", "integrations", "loggers"}
+    assert set(extras) == {"test", "dev", "peers", "cuda", "eval", "integrations", "loggers", "slurm"}
     for requirement in (r for name, required in extras.items() for r in required if "packmamba[" not in r):
         assert any(mark in requirement for mark in (">=", "==")), f"{requirement} has no lower bound"
 

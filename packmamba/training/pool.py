@@ -72,6 +72,10 @@ class Queue:
 
     def next(self) -> int | None:
         """The first run that nobody trains and that there is time for; None: there is none."""
+        return next(self.ready(), None)
+
+    def ready(self) -> Iterator[int]:
+        """The runs that nobody trains and that there is time for."""
         for number in self.open():
             if not self._decide(number):
                 continue
@@ -79,8 +83,7 @@ class Queue:
             if record_path(config).is_file():
                 self.outcomes[number] = Outcome("done")
             elif not self._too_long(config) and (several_devices(config) or not taken(run_folder(config))):
-                return number
-        return None
+                yield number
 
     def _decide(self, number: int) -> bool:
         """Whether the run's values are known: it may wait for those that choose them."""

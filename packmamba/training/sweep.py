@@ -25,6 +25,7 @@ from packmamba.config import (
     key,
     load,
     named,
+    one_of,
     parse_override,
     read_yaml,
     resolve,
@@ -35,6 +36,7 @@ from packmamba.training.checks import check_run
 from packmamba.training.places import places
 from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side, several_devices
 from packmamba.training.runs import may_be_raised
+from packmamba.training.slurm import SlurmConfig, run_as_jobs, slurm_executor
 from packmamba.training.surroundings import prepare_environment
 from packmamba.training.throughput import measure_throughput
 from packmamba.training.tune import TuneConfig, Tuning
@@ -84,6 +86,12 @@ class SweepConfig:
         "or without a GPU one for each four cores.",
         Holds("auto or an integer of at least 1", lambda value: value == "auto" or (type(value) is int and value >= 1)),
     )
+    launcher: str = key(
+        "local",
+        "Where runs go: local, processes of this machine; slurm, jobs of the cluster.",
+        one_of("local", "slurm"),
+    )
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     deadline: Optional[float] = key(
         None, "Seconds after which all runs have stopped, with checkpoints; the same command goes on later.", above(0)
     )
@@ -91,6 +99,10 @@ class SweepConfig:
     def problems(self) -> Iterator[str]:
         if not self.train and not self.throughput_rounds:
             yield "train: expected true without throughput_rounds, got false: there is nothing to do"
+        if self.launcher == "slurm" and self.throughput_rounds:
+            yield f"throughput_rounds: expected 0 with launcher=slurm, whose jobs only train, got {self.throughput_rounds}"
+        if self.launcher == "slurm" and self.deadline is not None:
+            yield f"deadline: expected null with launcher=slurm, whose jobs have slurm.time, got {self.deadline}"
         for name, values in self.grid.items():
             if not values:
                 yield f"grid.{name}: expected at least one value, got none"
@@ -114,8 +126,8 @@ class SweepConfig:
 
     @property
     def apart(self) -> bool:
-        """Whether runs have processes of their own."""
-        return self.jobs != 1 or self.deadline is not None
+        """Whether runs have processes of their own on this machine."""
+        return self.launcher == "local" and (self.jobs != 1 or self.deadline is not None)
 
 
 SWEEP_KEYS = (*SweepConfig.__dataclass_fields__, "experiment")
@@ -147,6 +159,10 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
         if (alike := replace(config, seed=0)) not in checked:
             check_run(config)
             checked.append(alike)
+        if sweep.launcher == "slurm" and several_devices(config):
+            raise ConfigError(
+                f"launcher: slurm trains each run on one device, got trainer.devices={config.trainer.devices}"
+            )
         if sweep.apart and several_devices(config):
             raise ConfigError(
                 "jobs: expected 1, and no deadline, where a run takes several devices, got "
@@ -222,6 +238,9 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     """
     output = Path(sweep.output)
     check_writable(output / "records", "output")
+    executor = None
+    if sweep.launcher == "slurm":
+        executor = slurm_executor(sweep.slurm, sweep.jobs, sweep.name or "sweep", sweep.output)
     prepare_environment(configs)
     begun = time.monotonic() if begun is None else begun
     trained = configs if sweep.train else []
@@ -238,7 +257,9 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
             queue.say(number, "done before")
         _say_which(sweep, trained)
         try:
-            if sweep.apart:
+            if executor is not None:
+                run_as_jobs(queue, executor, sweep.slurm.grace)
+            elif sweep.apart:
                 run_side_by_side(queue, side_by_side)
             else:
                 run_one_by_one(queue)

@@ -47,7 +47,6 @@ def make_trainer(
             devices=options.devices,
             num_nodes=options.num_nodes,
             strategy=make_strategy(options),
-            plugins=cluster(),
             precision=options.precision,  # type: ignore[arg-type]
             max_steps=options.max_steps,
             val_check_interval=options.validate_every,
@@ -59,7 +58,7 @@ def make_trainer(
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
-            plugins=CheckpointsBehind() if options.checkpoint_async else CheckpointFiles(),
+            plugins=[CheckpointsBehind() if options.checkpoint_async else CheckpointFiles(), *cluster()],
         )
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
