@@ -153,6 +153,10 @@ def test_every_metric_s_differences_are_paired_also_by_position():
     first, second = table(records, "loss-by-position")
     assert (first["start"], first["end"], second["start"], second["end"]) == ("0", "7", "8", "63")
     assert float(second["difference_high"]) == pytest.approx(0.5 + half)
+    for record in records:
+        record["curves"]["loss_by_position"][1]["end"] = 2**31
+    text = table_files(records)["loss-by-position.md"]
+    assert "| 8 | the end |" in text and table(records, "loss-by-position")[1]["end"] == ""
 
 
 def test_tables_are_written_as_markdown_csv_and_latex():

@@ -138,7 +138,11 @@ def test_nothing_drawn_is_cut_and_no_panel_is_empty(monkeypatch):
     drawn = {}
     monkeypatch.setattr(training_figures, "finish", lambda fig, name, caption: drawn.update({name: fig}))
     arms = [f"mine a_long_key_of_a_grid={value},another_key_of_it={10 * value}" for value in range(9)]
-    training_figures.training_figures([training(arm) for arm in arms])
+    records = [training(arm) for arm in arms]
+    for record in records:
+        record["curves"]["loss_by_position"][1]["end"] = 2**31  # it goes on for ever; the axis does not
+    training_figures.training_figures(records)
+    assert drawn["loss-by-position"].axes[0].get_xlim()[1] < 100
     for fig in drawn.values():
         fig.canvas.draw()
         for legend in fig.legends:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from types import NoneType
@@ -60,7 +61,7 @@ def _values(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _rules(config: Any, prefix: str) -> Iterator[tuple[str, Any, Rule, str]]:
     """(key, value, rule, what may be said of null) of every rule that applies."""
-    hints = get_type_hints(type(config))
+    hints = _hints(type(config))
     for key in fields(config):
         value = getattr(config, key.name)
         if is_dataclass(value):
@@ -71,6 +72,11 @@ def _rules(config: Any, prefix: str) -> Iterator[tuple[str, Any, Rule, str]]:
         optional = NoneType in get_args(hints[key.name])
         for rule in key.metadata.get("rules", ()) if value is not None or not optional else ():
             yield prefix + key.name, value, rule, " or null" if optional else ""
+
+
+@functools.cache
+def _hints(schema: type) -> dict[str, Any]:
+    return get_type_hints(schema)
 
 
 def _problems(config: Any) -> Iterator[str]:

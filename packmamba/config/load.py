@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
@@ -50,7 +52,7 @@ def load(
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> Schema:
     """The dataclass ``schema`` from its defaults, then each layer, named in errors by where it comes from; see ``load``."""
-    config = OmegaConf.structured(schema)
+    config = copy.deepcopy(_defaults(schema))
     for update, origin in layers:
         config = _merge(config, update, origin)
     try:
@@ -58,6 +60,12 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> S
     except OmegaConfBaseException as error:  # of ${...}
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     return check(cast(Schema, values))
+
+
+@functools.cache
+def _defaults(schema: type) -> DictConfig:
+    """To be copied: making it takes longer than all else here."""
+    return OmegaConf.structured(schema)
 
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] | None = None) -> Config:
@@ -122,7 +130,7 @@ def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
         update = OmegaConf.merge(update, {"model": read_yaml(MODEL_DIRECTORY / f"{name}.yaml")})  # type: ignore[assignment]
     _check_keys(update, config, origin, "")
     try:
-        merged = OmegaConf.merge(config, update)
+        merged = OmegaConf.unsafe_merge(config, update)  # into the first, which is our own
     except OmegaConfBaseException as error:
         raise _wrong_value(error, origin) from None
     except TypeError:  # of a list where keys are expected, or keys where a list is, without saying where
