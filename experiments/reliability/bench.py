@@ -1,8 +1,12 @@
-"""What the library promises of long and large runs, measured."""
+"""What the library promises of long and large runs, and of machines of other shapes, measured."""
 
 from __future__ import annotations
 
-from experiments.reliability import determinism, soak
+from experiments.reliability import determinism, scale, soak
 from packmamba.experiments import Bench
 
-BENCHES = {"soak": Bench(soak.Config, soak.run), "determinism": Bench(determinism.Config, determinism.run)}
+BENCHES = {
+    "soak": Bench(soak.Config, soak.run),
+    "scale": Bench(scale.Config, scale.run),
+    "determinism": Bench(determinism.Config, determinism.run),
+}

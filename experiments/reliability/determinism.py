@@ -101,7 +101,7 @@ def train(config: Run, arm: Arm, folder: Path) -> tuple[dict[str, Any], dict[str
         }
         (folder / "sweep.yaml").write_text(json.dumps(sweep | {"throughput_rounds": 0}))
         command = ["sweep", str(folder / "sweep.yaml"), f"jobs={arm.jobs}"]
-        config.output = str(folder / "sweep")
+        config.output, config.runs_dir = str(folder / "sweep"), str(folder / "sweep" / "runs")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         environment.pop(name, None)

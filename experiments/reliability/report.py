@@ -52,9 +52,96 @@ def soak_tables(records: Sequence[Record]) -> list[Table]:
     return tables
 
 
+def scale_tables(records: Sequence[Record]) -> list[Table]:
+    """The memory that large corpora take."""
+    found = summary.of_kind(records, "scale")
+    if not found:
+        return []
+    table = Table(
+        "scale",
+        "Memory of one process that plans or streams a corpus",
+        [
+            Column("what", ("arm",), False),
+            Column("documents", ("documents",)),
+            Column("mapped file, GB", ("bytes",)),
+            Column("steps", ("steps",)),
+            Column("before it begins, MB", ("start_resident_bytes",)),
+            Column("most, MB", ("peak_resident_bytes",)),
+            Column("of it its own, MB", ("peak_anonymous_bytes",)),
+            Column("processor seconds", ("cpu_seconds",)),
+        ],
+        notes=[
+            "Most: resident memory, with the pages of mapped files that the process has read and not given back. Its own: "
+            "without them. Before it begins: Python, PyTorch and this library. Looked at every 50 ms."
+        ],
+    )
+    names = {"lengths": "lengths planned, every step of an epoch", "tokens": "tokens streamed, from all over the store"}
+    for record in found:
+        m = record["metrics"]
+        table.rows.append([
+            word(names[record["arm"]]), number(m["documents"], ",.0f"), _in(m["bytes"], 1e9, ".2f"), number(m["steps"], ",.0f"),
+            *(_in(m[name], 1e6) for name in ("start_resident_bytes", "peak_resident_bytes", "peak_anonymous_bytes")),
+            number(m["cpu_seconds"], ",.0f"),
+        ])  # fmt: skip
+    return [table]
+
+
+def determinism_tables(records: Sequence[Record]) -> list[Table]:
+    """Which runs have the first one's bits, and how far the others are from it."""
+    found = summary.of_kind(records, "determinism")
+    if not found:
+        return []
+    gpus = found[0]["hardware"]["gpus"]
+    metrics = found[0]["metrics"]
+    table = Table(
+        "determinism-gpu" if gpus else "determinism",
+        f"The same run of {metrics['steps']} steps and {metrics['parameters']:,} parameters, against the first",
+        [
+            Column("run", ("arm",), False),
+            Column("tensors of weights that differ", ("weights_that_differ",)),
+            Column("weights: relative difference", ("weights_relative_difference",)),
+            Column("last loss: relative difference", ("loss_relative_difference",)),
+            Column("first step whose loss differs", ("first_step_that_differs",)),
+        ],
+        notes=[
+            "The norm of the difference of all weights over their norm; 0 is to the bit. "
+            + (gpus[0] if gpus else f"{found[0]['hardware']['cpu']}, {found[0]['hardware']['cores']} cores, float32")
+            + "."
+        ],
+    )
+    for record in found:
+        m = record["metrics"]
+        table.rows.append([
+            word(record["arm"]), number(m["weights_that_differ"], "d"), _apart(m["weights_relative_difference"]),
+            _apart(m["loss_relative_difference"]), number(m["first_step_that_differs"], ".0f"),
+        ])  # fmt: skip
+    return [table]
+
+
+def _in(value: float, unit: float, digits: str = ",.0f") -> Cell:
+    return Cell(f"{value / unit:{digits}}", (value,))
+
+
+def _apart(value: float) -> Cell:
+    return Cell("0" if value == 0 else f"{value:.1e}", (value,))
+
+
+MEMORY = (
+    "documents",
+    "bytes",
+    "steps",
+    "start_resident_bytes",
+    "peak_resident_bytes",
+    "peak_anonymous_bytes",
+    "cpu_seconds",
+)
+APART = ("steps", "parameters", "weights_that_differ", "weights_relative_difference", "loss_relative_difference")
+
 KINDS = {
     "soak": Kind(
         soak_tables,
         metrics=("steps", "minutes", *(f"{name}_{what}" for name in SOAK for what in ("begin", "end", "slope"))),
-    )
+    ),
+    "scale": Kind(scale_tables, metrics=MEMORY),
+    "determinism": Kind(determinism_tables, metrics=(*APART, "first_step_that_differs")),
 }

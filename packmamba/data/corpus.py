@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from packmamba.data.sources import open_source
 from packmamba.data.tokenization import TokenIds, Tokenizer, load_tokenizer, token_dtype
 
 FORMAT = 1  # part of every key: raise it when the same keys and files shall give other tokens or another folder
+
+HELD = 1 << 28
+"""Bytes of a corpus that count as this process's memory, about, however much of it is read."""
+AROUND = 1 << 16
+"""What Linux maps around a place that is read."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +72,7 @@ class Corpus:
         self.group_names = meta["splits"][split].get("groups", [])
         self.groups = self._map("groups", np.dtype("<i4"), self.num_documents) if self.group_names else None
         self._plain_tokens = self.tokens.view(np.ndarray)  # slicing a memmap object costs several times as much
+        self._held = 0
 
     def _map(self, name: str, dtype: np.dtype, size: int) -> np.ndarray:
         path = self.folder / f"{self.split}.{name}"
@@ -78,7 +85,18 @@ class Corpus:
         """Tokens of a document, (lengths[index],), a read-only view of the mapped file; IndexError if there is none."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
-        return self._plain_tokens[self.offsets[index] : self.offsets[index + 1]]
+        begin, end = self.offsets[index], self.offsets[index + 1]
+        self._held += int(end - begin) * self.tokens.itemsize + AROUND
+        if self._held > HELD:
+            self._let_go()
+        return self._plain_tokens[begin:end]
+
+    def _let_go(self) -> None:
+        """Gives the pages that were read back to the system, which keeps them as long as it has room; views stay as they are."""
+        for mapped in (self.tokens, self.targets):
+            if mapped is not None and isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                mapped.base.madvise(mmap.MADV_DONTNEED)
+        self._held = 0
 
     def answers(self, index: int) -> np.ndarray | None:
         """Targets of a document where the corpus has targets of its own, (lengths[index],); else None."""
