@@ -240,6 +240,8 @@ def test_records_of_others_may_say_little_and_have_any_hash(tmp_path):
     one = training("packed-reset", 0, 2.0) | {"config": {}, "curves": {}}
     write_report(write(tmp_path, [one | {"corpus_hash": "a/b"}, one | {"corpus_hash": "../c"}]))
     assert {path.stem for path in (tmp_path / "tables").glob("training*.md")} == {"training-a-b", "training-..-c"}
+    alike = table_files([one | {"corpus_hash": "a/b"}, one | {"corpus_hash": "a:b"}])
+    assert {name for name in alike if name.endswith(".md")} == {"training-a-b.md", "training-a-b-2.md"}
 
 
 def test_speedup_needs_single_in_the_same_run():

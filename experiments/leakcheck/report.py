@@ -16,14 +16,17 @@ METRICS = (
 
 
 def latest(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """By device, of the newest version of transformers that was audited there, by arm and argument the latest."""
-    found: dict[str, dict[tuple[str, str], Record]] = {}
-    records = sorted(summary.of_kind(records, "audit"), key=lambda record: record["time"])
-    for device in dict.fromkeys(r["config"]["device"].partition(":")[0] for r in records):
-        own = [r for r in records if r["config"]["device"].startswith(device)]
+    """By device, of the newest version of transformers that was audited there, by arm and argument the latest; in their order."""
+    given = summary.of_kind(records, "audit")
+    found: dict[str, list[Record]] = {}
+    for device in sorted({r["config"]["device"].partition(":")[0] for r in given}):
+        own = [r for r in given if r["config"]["device"].startswith(device)]
         newest = max((r["config"]["transformers"] for r in own), key=summary.natural)
-        found[device] = {(r["arm"], r["config"]["boundaries"]): r for r in own if r["config"]["transformers"] == newest}
-    return {device: list(of.values()) for device, of in sorted(found.items())}
+        own = [r for r in own if r["config"]["transformers"] == newest]
+        arms = list(dict.fromkeys(r["arm"] for r in own))
+        last = {(r["arm"], r["config"]["boundaries"]): r for r in sorted(own, key=lambda record: record["time"])}
+        found[device] = sorted(last.values(), key=lambda r: arms.index(r["arm"]))
+    return found
 
 
 def verdict(record: Record) -> str:

@@ -95,6 +95,7 @@ def _compare(model: MambaLM, workload: Workload, config: ExactnessConfig) -> dic
         "requests": len(requests),
         "scored_tokens": sum(len(continuation) for _, continuation in requests),
         "largest_difference": max(differences),
+        "largest_relative": max(d / abs(a.log_likelihood) for d, a in zip(differences, alone)),
         "largest_difference_a_token": max(d / len(r[1]) for d, r in zip(differences, requests)),
         "mean_difference": float(np.mean(differences)),
         "greedy": sum(s.is_greedy for s in alone),

@@ -112,10 +112,6 @@ def generation_tables(records: Sequence[Record]) -> list[Table]:
     return [table] if table.rows else []
 
 
-BARS = {"float64": 1e-9, "float32": 1e-4}
-"""Nats by which a request's packed score may differ from the same request's alone."""
-
-
 def exactness_tables(records: Sequence[Record]) -> list[Table]:
     """Packed scores beside those of one request at a time, a row for each dtype."""
     table = Table(
@@ -127,7 +123,8 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
             Column("device", ("device",), False),
             Column("requests", ("requests",)),
             Column("largest difference, nats", ("largest_difference",)),
-            Column("allowed", ("allowed",)),
+            Column("a token", ("largest_difference_a_token",)),
+            Column("relative", ("largest_relative",)),
             Column("greedy verdicts that differ", ("greedy_flips",)),
             Column("of so many that are greedy", ("greedy",)),
             Column("best choices that differ", ("choice_flips",)),
@@ -142,10 +139,11 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
     )
     for dtype, record in _latest(records, "exactness").items():
         m, config = record["metrics"], record["config"]
-        hardware = record["hardware"]["cpu"] if config["device"] == "cpu" else ", ".join(record["hardware"]["gpus"])
+        hardware = record["hardware"]["cpu"] if config["device"] == "cpu" else record["hardware"]["gpus"][0]
         table.rows.append([
             word(dtype), word(config["model"]), word(hardware), number(m["requests"], "d"),
-            number(m["largest_difference"], ".2g"), number(BARS.get(dtype), ".0e"),
+            number(m["largest_difference"], ".2g"), number(m["largest_difference_a_token"], ".2g"),
+            number(m.get("largest_relative"), ".2g"),
             *(number(m[name], "d") for name in
               ("greedy_flips", "greedy", "choice_flips", "shuffled_differ", "split_differ", "unshared_differ")),
         ])  # fmt: skip

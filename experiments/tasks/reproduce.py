@@ -25,6 +25,10 @@ HEADLINES = [
     _right("mqar", 64),
     _right("parity", 1024),
     Headline("contradiction: leak minus reset, intruding reads, points", "leak-contradiction", INTRUDING, "difference"),
+    Headline(
+        "contradiction, begin tokens: leak minus reset, intruding reads, points", "leak-contradiction-begin", INTRUDING,
+        "difference",
+    ),
     *(
         Headline(f"{task}: untrained", "untrained", {"task": task}, "accuracy")
         for task in ("mqar", "selective_copying", "induction", "fuzzy_recall", "noisy_recall", "passkey", "contradiction",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +36,13 @@ def build_sections(
             if missing := [metric for metric in kind.metrics if metric not in record["metrics"]]:
                 raise ValueError(f"metrics of the {name} record of {record['arm']} lack {', '.join(missing)}")
         having = [section for section in sections if summary.of_kind(section.records, name)]
+        taken: Counter[str] = Counter()
         for section in having:
             # A hash that another program wrote may hold what no file's name can.
             label = "-" + re.sub(r"[^\w.-]+", "-", kind.label(section.records)) if len(having) > 1 else ""
+            taken[label] += 1
+            if taken[label] > 1:  # another corpus is called the same
+                label += f"-{taken[label]}"
             note = f"Corpus {section.corpus}."
             if len(having) > 1:
                 note += f" The other corpora of this folder ({len(having) - 1}) have tables of their own."

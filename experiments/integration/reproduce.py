@@ -1,0 +1,26 @@
+"""What makes the experiment's records, and the numbers that its README rests on."""
+
+from packmamba.experiments import Headline, Step
+
+STEPS = [
+    Step(
+        "integration.yaml", small=("rounds=1", "steps=10", "arms=[padded,flattened,patched]"), gpus=1, gpu_gib=70,
+        packages=("transformers", "accelerate", "mamba_ssm"),
+    )
+]  # fmt: skip
+TABLE = "integration"
+
+HEADLINES = [
+    *(
+        Headline(f"{arm}, real tokens/s", TABLE, {"arm": arm}, "real_tokens_per_second")
+        for arm in ("padded", "grouped", "flattened", "patched", "slow-path")
+    ),
+    *(
+        Headline(f"patched over {arm}", TABLE, {"arm": arm}, "patched_over")
+        for arm in ("padded", "grouped", "flattened")
+    ),
+    *(
+        Headline(f"{arm}: off from single documents", TABLE, {"arm": arm}, "difference")
+        for arm in ("padded", "flattened", "patched")
+    ),
+]
