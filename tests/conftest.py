@@ -1,12 +1,15 @@
 import gc
 import os
 
+gc.disable()  # until all is imported, which makes no garbage: it takes a fifth longer else
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of processes that import PyTorch
 
 import pytest
 import torch
 from hypothesis import settings
+
+from processes import start_server
 
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("default")
@@ -18,7 +21,10 @@ def pytest_configure(config):
         raise pytest.UsageError("make test-gpu needs a GPU that PyTorch can use; make test runs what needs none")
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
     """What was imported stays: a collection that looks through it takes half a second, and benches ask for many."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
+    if session.items:
+        start_server()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import multiprocessing
 import os
 import signal
@@ -9,16 +11,43 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from packmamba.training.process import die_with_parent
+
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
-# A server of its own, in which nothing runs: a process that has computed gradients must not fork.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["packmamba.training.fit", "packmamba.report.folder", "torch.utils.tensorboard"])
+SPAWN = util.spawnv_passfds
+
+
+def start_server() -> None:
+    """Forks the server of later forks from this process as it is: a process that has computed gradients must not fork."""
+    resource_tracker.ensure_running()
+    util.spawnv_passfds = _serve
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = SPAWN
+
+
+def _serve(_: bytes, arguments: list[str], passed: list[int]) -> int:
+    """What Python has a new interpreter do, in a fork instead."""
+    if pid := os.fork():
+        return pid
+    util.spawnv_passfds = SPAWN
+    die_with_parent()
+    atexit._clear()
+    logging.root.handlers.clear()  # pytest's, as its standard streams are
+    sys.stdout, sys.stderr = (open(stream, "w", 1, closefd=False) for stream in (1, 2))
+    try:
+        exec(arguments[-1])
+    finally:
+        os._exit(0)
 
 
 def run_py(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
