@@ -97,7 +97,7 @@ def test_seeds_that_chose_something_and_runs_that_diverged_are_not_reported(ladd
 
 @pytest.mark.slow
 def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("packmamba.training.sweep.check_run", lambda _: None)  # test_reproduce.py has these keys checked
     expected = {
         "ladder": ["zero", "foreign", "own"],
         "ladder-more": ["noise", "own scan", "whole"],
@@ -120,8 +120,9 @@ def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
 @pytest.mark.slow
 def test_a_small_run_has_every_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    keys = [f"trainer.{key}=40" for key in ("max_steps", "validate_every", "checkpoint_every")]
-    assert run.main(["reproduce", "boundaries/ladder", "scale=small", *keys, "data.validation_documents=60"]) == 0
+    keys = [f"trainer.{key}=33" for key in ("max_steps", "validate_every", "checkpoint_every")]
+    keys += ["data.validation_documents=20", "model.d_model=16", "model.n_layer=1"]
+    assert run.main(["reproduce", "boundaries/ladder", "scale=small", *keys]) == 0
     folder = tmp_path / "runs" / "reproduce" / "boundaries-small"
     records = read_records(folder)
     assert len(records) == 6 and {record["metrics"].get("state_age_steps") for record in records} == {None, 32}

@@ -10,6 +10,7 @@ from test_build import FORWARD, run_python
 from processes import ROOT
 
 SYNTHETIC = ["data.source=synthetic", "data.num_documents=40", "data.distribution=short", "data.row_length=256"]
+ARMS = "arms={packed-reset: {data.strategy: greedy}, packed-leak: {data.strategy: greedy, trainer.boundary: leak}}"
 TINY = [*SYNTHETIC, "model.d_model=8", "model.n_layer=1", "trainer.max_steps=1", "trainer.accelerator=cpu"]
 
 
@@ -56,7 +57,7 @@ def test_installed_commands_run_in_an_empty_folder(installed, tmp_path):
     commands = [
         (0, ["doctor"]),
         (0, ["train", "model=130m", *TINY]),
-        (0, ["demo", "throughput_rounds=1", *TINY, "data.source=text", "data.path=code"]),
+        (0, ["demo", "throughput_rounds=1", ARMS, *TINY, "data.source=text", "data.path=code"]),
         (2, ["bench"]),
         (2, ["bench", "speedup"]),
         (2, ["report", "speedup"]),

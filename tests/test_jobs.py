@@ -21,7 +21,7 @@ from packmamba.training.pool import Queue
 from packmamba.training.runs import record_path, run_folder
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.worker import Worker
-from processes import fork, statuses
+from processes import fork, statuses, sweep_with_forked_workers
 from runs import losses_of
 
 LONG = {"trainer.max_steps": 60, "trainer.checkpoint_every": 3, "trainer.validate_every": 30, "trainer.threads": 1}
@@ -48,7 +48,7 @@ def test_a_killed_sweep_goes_on_inside_its_runs_and_ends_as_one_that_was_not(tmp
     sweep, configs = load_sweep(path, [f"output={tmp_path}/whole"])
     expected = results(run_sweep(sweep, configs, progress=False))
     _, configs = load_sweep(path)
-    process = fork(run.main, ["sweep", str(path), "jobs=2"], output=output)
+    process = fork(sweep_with_forked_workers, str(path), "jobs=2", output=output)
     begun = [run_folder(config) / "checkpoints" for config in configs[:2]]
     wait_for(lambda: all(map(checkpoints, begun)), process)
     os.kill(process.pid, signal.SIGKILL)  # that process alone: its workers die with it
@@ -57,7 +57,7 @@ def test_a_killed_sweep_goes_on_inside_its_runs_and_ends_as_one_that_was_not(tmp
     assert not any(taken(run_folder(config)) for config in configs)
     steps = [pool.newest_step(folder) for folder in begun]
     assert 0 < min(steps) and max(steps) < 60
-    process = fork(run.main, ["sweep", str(path), "jobs=2"], output=output)
+    process = fork(sweep_with_forked_workers, str(path), "jobs=2", output=output)
     wait_for(lambda: record_path(configs[0]).is_file(), process)
     first = record_path(configs[0]).read_bytes()
     os.kill(process.pid, signal.SIGINT)
@@ -97,7 +97,7 @@ def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path, monkeypatch
         write_sweep(tmp_path, arms=arms, plugins=["breaking"], throughput_rounds=0, grid={}),
         tmp_path / "out",
     )
-    assert statuses(fork(run.main, ["sweep", str(path), "jobs=1", "deadline=300"], output=output)) == [1]
+    assert statuses(fork(sweep_with_forked_workers, str(path), "jobs=1", "deadline=300", output=output)) == [1]
     *_, last = said = output.read_text().splitlines()
     assert any(
         line.startswith("[2/3] b, seed 0: failed after") and "RuntimeError: made to fail" in line for line in said
