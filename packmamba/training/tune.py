@@ -49,7 +49,8 @@ class Tuning:
 
     def __init__(self, tune: TuneConfig, configs: list[Config]) -> None:
         self.tune = tune
-        self.points = {config.name: self._points(config) for config in configs} if tune.grid else {}
+        of_arms = {config.name: config for config in configs} if tune.grid else {}
+        self.points = {name: self._points(config) for name, config in of_arms.items()}
 
     def _points(self, config: Config) -> list[Point]:
         found = []
