@@ -1,7 +1,6 @@
 import gc
 import os
 
-gc.disable()  # until all is imported, which makes no garbage: it takes a fifth longer else
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of processes that import PyTorch
 
@@ -17,6 +16,7 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config):
+    gc.disable()  # until all is imported, which makes no garbage and takes a fifth longer else
     if os.environ.get("PACKMAMBA_TEST_GPU") and not torch.cuda.is_available():
         raise pytest.UsageError("make test-gpu needs a GPU that PyTorch can use; make test runs what needs none")
 

@@ -75,8 +75,8 @@ def write_config(path: Path, config: Config) -> Path:
 
 
 def final_state(config: Config) -> dict[str, Any]:
-    """The run's only checkpoint."""
-    (last,) = checkpoints(run_folder(config) / "checkpoints")
+    """The run's newest checkpoint."""
+    *_, last = checkpoints(run_folder(config) / "checkpoints")
     return torch.load(last, weights_only=True)
 
 

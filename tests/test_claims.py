@@ -139,7 +139,7 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path, monkeypatch):
     with pytest.raises(Taken, match="was taken over by another process"):
         fit(config, progress=False, stop=hangs)
     assert not record_path(config).exists()
-    assert [path.name for path in checkpoints(folder / "checkpoints")] == ["step=2.ckpt"]
+    assert [path.name for path in checkpoints(folder / "checkpoints")] == ["step=1.ckpt", "step=2.ckpt"]
     os.utime(folder / "claim-2", (0, 0))
     fit(config, progress=False)
     assert len(read_records(folder)) == 1
