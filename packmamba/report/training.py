@@ -26,6 +26,9 @@ _SCHEMES = {
     "packed-carry": "rows filled to the end; a document that a row cuts goes on from its own state in a later row",
 }
 
+OPEN_END = 2**31 - 1
+"""Of a stretch of positions: it goes on for ever."""
+
 
 def training_tables(records: Sequence[Record]) -> list[Table]:
     """Quality and speed of every arm, then paired differences with their intervals; ``records`` are of one corpus."""
@@ -131,7 +134,7 @@ def _positions(arms: Sequence[Arm]) -> Table:
         "Loss by position in the document, in nats per target",
         [*columns, Column(f"minus {versus(arms)} [95% CI]", DIFFERENCE)],
         [
-            [word(label), number(start, ",.0f"), number(end - 1, ",.0f"), difference_cell(one, expected)]
+            [word(label), number(start, ",.0f"), _last(end), difference_cell(one, expected)]
             for label, expected, start, end, one in paired
         ],
     )
@@ -140,6 +143,11 @@ def _positions(arms: Sequence[Arm]) -> Table:
         f"Paired over seeds. {excluding} of {len(paired)} intervals exclude zero; one in twenty would by chance."
     ]
     return table
+
+
+def _last(end: float) -> Cell:
+    """The last position of a stretch."""
+    return number(end - 1, ",.0f") if end < OPEN_END else Cell("the end", (None,))
 
 
 def throughput_tables(records: Sequence[Record]) -> list[Table]:

@@ -12,7 +12,7 @@ from packmamba.report import summary
 from packmamba.report.figures import INK, MUTED, Figure, axes, engineering, finish, legend_below, name_bars, style_of
 from packmamba.report.measures import arms_evaluations, title
 from packmamba.report.summary import Arm, Record, Speed
-from packmamba.report.training import by_position, difference, versus
+from packmamba.report.training import OPEN_END, by_position, difference, versus
 
 Styled = Sequence[tuple[Arm, dict[str, Any]]]
 
@@ -192,5 +192,6 @@ def _loss_by_position(styled: Styled) -> Figure | None:
 
 
 def _middle(starts: Any, ends: Any) -> np.ndarray:
-    """Where positions from ``starts`` up to ``ends`` stand on a logarithmic axis."""
-    return np.sqrt((np.asarray(starts) + 1.0) * np.asarray(ends))
+    """Where positions from ``starts`` up to ``ends`` stand on a logarithmic axis; without an end, as if for a doubling."""
+    starts, ends = np.asarray(starts, float), np.asarray(ends, float)
+    return np.sqrt((starts + 1) * np.where(ends < OPEN_END, ends, 2 * starts))
