@@ -252,6 +252,8 @@ def write_sweep(
     baseline: str | None = None,
     tuned: Mapping[str, list] | None = None,
     steps: Mapping[str, int] | None = None,
+    table: Mapping[str, Any] | None = None,
+    apart: bool = False,
 ) -> None:
     """Says beside a folder's records which seeds of which arms a sweep has; what other sweeps say there stays.
 
@@ -259,11 +261,15 @@ def write_sweep(
         baseline: the arm that others are compared with.
         tuned: ``keys`` of which each arm takes its best value, and ``seeds`` that chose it.
         steps: which of its runs' records an arm's tables take: those made after so many steps.
+        table: ``metrics``, ``columns`` and ``paired`` of the table of arms, where they are chosen.
+        apart: whether arms are compared with the baseline, which is a label then, whatever else differs between them.
     """
     path = Path(folder) / SWEEPS
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     said[name] = {"baseline": baseline, "tuned": tuned, "arms": {arm: sorted(seeds) for arm, seeds in arms.items()}}
     said[name] |= {"steps": dict(steps)} if steps else {}
+    said[name] |= {"table": dict(table)} if table else {}
+    said[name] |= {"apart": True} if apart else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
 
@@ -284,6 +290,7 @@ def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, An
             }
             said[arm] = {"baseline": sweep["baseline"], "tuned": sweep["tuned"], "seeds": seeds, "absent": absent}
             said[arm] |= {"steps": sorted(steps)} if steps else {}
+            said[arm] |= {name: sweep[name] for name in ("table", "apart") if name in sweep}
     return [
         record | {"sweep": said[record["arm"]]} if record["kind"] == "training" and record["arm"] in said else record
         for record in records

@@ -1,21 +1,24 @@
 """Sweeps: each run of a grid once, arms timed in turns, refusals before any work."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 
-from packmamba import timing
+from packmamba import cli, timing
 from packmamba.config import ConfigError
-from packmamba.records import read_records
+from packmamba.records import METRICS, append_record, make_record, read_records
 from packmamba.report.folder import build_sections
 from packmamba.report.training import throughput_tables
-from packmamba.training import throughput
+from packmamba.training import pool, throughput
+from packmamba.training import sweep as sweep_module
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import run_id
+from packmamba.training.note import Outcome
+from packmamba.training.runs import decisive, record_path, run_id
 from packmamba.training.surroundings import MOST_GRAPHS
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.throughput import measure_throughput
@@ -216,3 +219,100 @@ def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
         assert metrics["cores_of_others"] == 1.25
     (table,) = throughput_tables(records)
     assert "Other programs kept up to 1.2 cores busy meanwhile" in table.notes[-1]
+
+
+@pytest.mark.slow
+def test_what_is_added_later_alone_is_run(tmp_path, monkeypatch):
+    """An arm, a seed, a value of the grid, a value to tune: records that there are stay as they are."""
+    trained = []
+
+    def trains(config, where, progress):
+        trained.append((config.name, config.seed, config.optimizer.lr))
+        metrics = dict.fromkeys(METRICS["training"]) | {"val_loss": config.optimizer.lr}
+        made = make_record("training", "x", config.name, decisive(config), config.seed, "a corpus", metrics, 1.0)
+        append_record(record_path(config), made)
+        return Outcome("done", 1.0)
+
+    monkeypatch.setattr(pool, "attempt", trains)
+
+    def run_with(arms, grid, lrs):
+        trained.clear()
+        tune = {"grid": {"optimizer.lr": lrs}, "seeds": [100]}
+        path = write_sweep(tmp_path, arms={arm: {} for arm in arms}, grid=grid, tune=tune, throughput_rounds=0)
+        before = {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*.jsonl")}
+        run_sweep(*load_sweep(path), progress=False)
+        assert all(path.read_bytes() == content for path, content in before.items())
+        return sorted(trained)
+
+    one = {"seed": [0], "model.d_state": [2]}
+    assert len(run_with("a", one, [0.1, 0.2])) == 3
+    assert run_with("a", one, [0.1, 0.2]) == []
+    assert run_with("a", one | {"seed": [0, 1]}, [0.1, 0.2]) == [("a d_state=2", 1, 0.1)]
+    assert run_with("a", {"seed": [0, 1], "model.d_state": [2, 4]}, [0.1, 0.2]) == [
+        ("a d_state=4", 0, 0.1), ("a d_state=4", 1, 0.1),
+        ("a d_state=4 lr=0.1", 100, 0.1), ("a d_state=4 lr=0.2", 100, 0.2),
+    ]  # fmt: skip
+    assert run_with("ab", one, [0.1, 0.2]) == [
+        ("b d_state=2", 0, 0.1), ("b d_state=2 lr=0.1", 100, 0.1), ("b d_state=2 lr=0.2", 100, 0.2)
+    ]  # fmt: skip
+    assert run_with("a", one, [0.1, 0.2, 0.3]) == [("a d_state=2 lr=0.3", 100, 0.3)], (
+        "not the best: nothing else is new"
+    )
+
+
+def test_arms_are_timed_again_with_a_new_one(tmp_path, monkeypatch):
+    timed = []
+
+    def times(configs, *_):
+        timed.append([config.name for config in configs])
+        names = METRICS["throughput"]
+        return [
+            make_record("throughput", "x", c.name, {"run": len(timed)}, 0, "x", dict.fromkeys(names), 1.0)
+            for c in configs
+        ]
+
+    monkeypatch.setattr(sweep_module, "measure_throughput", times)
+    arms = {"a": {}, "b": {"trainer.boundary": "leak"}, "c": {"data.strategy": "greedy"}}
+    for names in ("ab", "ab", "abc"):
+        path = write_sweep(tmp_path, arms={arm: arms[arm] for arm in names}, grid={}, train=False, name="mine")
+        run_sweep(*load_sweep(path), progress=False)
+    assert timed == [["a", "b"], ["a", "b", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"metrics": ["val_los"]}, "^table.metrics: expected some of steps, .*val_loss, .*got 'val_los'"),
+        ({"metrics": ["mqar.accuracy"]}, "^table.metrics: expected some of .*, got 'mqar.accuracy'"),
+        (
+            {"columns": ["optimizer.lrr"]},
+            "^table.columns: expected numbers of the records and keys, got 'optimizer.lrr'",
+        ),
+        ({"paired": "perhaps"}, "^table.paired in .*perhaps"),
+        ({"metric": ["val_loss"]}, "^unknown key 'table.metric'"),
+    ],
+)
+def test_a_table_of_what_there_will_not_be_is_refused(tmp_path, table, message):
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(write_sweep(tmp_path, table=table))
+
+
+def test_what_the_table_holds_stands_beside_the_records(tmp_path, monkeypatch):
+    table = {"metrics": ["val_loss", "parity.accuracy"], "columns": ["optimizer.lr", "speedup"], "paired": False}
+    sweep, configs = load_sweep(write_sweep(tmp_path, table=table, evaluations=["parity"]))
+    (tmp_path / "sweep" / "records").mkdir(parents=True)
+    sweep_module._say_which(sweep, configs)
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["sweep"]["table"] == table
+
+
+def test_a_machine_that_only_looks_need_not_be_able_to_train(tmp_path, monkeypatch, capsys):
+    """Nor one that hands runs to a cluster."""
+    path = write_sweep(
+        tmp_path, common={"trainer.cuda_graphs": True, "trainer.accelerator": "auto"}, throughput_rounds=0
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["sweep", str(path), "status"]) == 0
+    assert "8 waiting." in capsys.readouterr().out
+    load_sweep(path, ["launcher=slurm"])
+    with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
+        load_sweep(path)

@@ -104,7 +104,7 @@ def sweep(arguments: argparse.Namespace) -> None:
     from packmamba.training.sweep import load_sweep, run_sweep, runs_of
 
     status = "status" in arguments.overrides
-    plan, configs = load_sweep(arguments.config, [word for word in arguments.overrides if word != "status"])
+    plan, configs = load_sweep(arguments.config, [word for word in arguments.overrides if word != "status"], not status)
     if status:
         from packmamba.cli.status import sweep_status
 
@@ -152,6 +152,13 @@ def report(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     print(f"\n{format_table(records, kinds)}\n\nReport, with figures: {path}")
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Put runs that were trained apart into one table: folders of runs, or of records, and keys such as baseline=<arm>."""
+    from packmamba.cli.comparison import compare_runs
+
+    print(f"\n{compare_runs(arguments.words)}")
 
 
 def _list(named: dict[str, Path]) -> None:
@@ -260,7 +267,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     f.__name__: f
     for f in (
         *(demo, train, sweep, corpus, eval, questions, generate, export, convert, leakcheck),
-        *(bench, report, reproduce, kernels, doctor),
+        *(bench, report, compare, reproduce, kernels, doctor),
     )
 }
 
@@ -305,6 +312,8 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         ):
             text = "settings, such as data.strategy=best_fit"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+        if name == "compare":
+            command.add_argument("words", nargs="+", metavar="run or key=value", help="folders of runs, and settings")
         if name == "report":
             command.add_argument("folder", nargs="?", help="an experiment, or a folder that holds records/")
         if name == "doctor":

@@ -219,9 +219,12 @@ def absent_arms(arms: Sequence[Arm]) -> dict[str, int]:
 
 
 def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
-    """The arm that the others of the same setting are compared with: the one that its sweep names, else by scheme."""
-    peers = [peer for peer in arms if peer.setting == arm.setting]
+    """The arm that the others of the same setting are compared with: the one that its sweep names, else by scheme. Runs trained
+    apart are compared with the arm of the label that was given, whatever else differs."""
+    peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
     named = arm.sweep.get("baseline")
+    if arm.sweep.get("apart") and named is not None:
+        return next(peer for peer in peers if peer.label == named)
     if found := [peer for peer in peers if named is not None and peer.title == named.partition(" ")[0]]:
         return found[0]
     return next((peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), peers[0])

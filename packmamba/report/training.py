@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from packmamba.report import summary
+from packmamba.report.chosen import chosen, chosen_table, unpaired
 from packmamba.report.measures import headline
 from packmamba.report.summary import PARITY_SEEDS, Arm, Interval, Record, Speed
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
@@ -37,7 +38,13 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
         return []
     timed = summary.timed_arms(records)
     speeds = [summary.speed_of(arm, timed) for arm in arms]
-    tables = [_arms(arms, speeds), _differences(arms), _positions(arms)]
+    if chosen(arms):
+        found = chosen_table(
+            arms, speeds, versus(arms), lambda arm, metric, n: difference_cell(difference(arm, arms, metric), n)
+        )
+        tables = [found, _positions(arms)]
+    else:
+        tables = [_arms(arms, speeds), _differences(arms), _positions(arms)]
     if statement := seeds_statement(records):
         tables[0].notes.append(statement)
     if left_out := sorted({r["config"]["trainer"]["max_steps"] for r in records if not summary.asked_for(r)}):
@@ -204,9 +211,13 @@ def _legend(arms: Sequence[Arm]) -> dict[str, str]:
 
 
 def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Interval | None:
-    """The arm's metric minus its baseline's, paired by seed; None for the baseline, or without shared seeds."""
+    """The arm's metric minus its baseline's, paired by seed unless its sweep says otherwise; None for the baseline, or without
+    shared seeds."""
     baseline = summary.baseline_of(arm, arms)
-    return None if baseline is arm else summary.interval(arm[metric] - baseline[metric])
+    if baseline is arm:
+        return None
+    paired = chosen(arms).get("paired", True)
+    return summary.interval(arm[metric] - baseline[metric]) if paired else unpaired(arm, baseline, metric)
 
 
 def by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Interval]]:
@@ -225,7 +236,8 @@ def by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Interval]
 
 def versus(arms: Sequence[Arm]) -> str:
     """The names, without their settings, of the arms that others are compared with."""
-    return " or ".join(sorted({summary.baseline_of(arm, arms).title for arm in arms}))
+    baselines = {summary.baseline_of(arm, arms) for arm in arms}
+    return " or ".join(sorted({one.label if one.sweep.get("apart") else one.title for one in baselines}))
 
 
 def seeds_statement(records: Iterable[Record]) -> str | None:

@@ -22,25 +22,27 @@ LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "JSM_NAMESPACE_SIZE", "OMPI_COMM_WORL
 """What those who start a process on every machine say, each in its way."""
 
 
-def check_run(config: Config) -> None:
-    """Refuses, before any work, what the trainer and the model cannot be. Raises ConfigError naming the key."""
+def check_run(config: Config, here: bool = True) -> None:
+    """Refuses, before any work, what the trainer and the model cannot be, and if it runs ``here``, what this machine cannot do.
+    Raises ConfigError naming the key."""
     check(config)
     trainer = config.trainer
-    if trainer.cuda_graphs and not torch.cuda.is_available():
+    if here and trainer.cuda_graphs and not torch.cuda.is_available():
         raise ConfigError("trainer.cuda_graphs needs a GPU that PyTorch can use")
     if trainer.precision not in PRECISIONS:
         known = ", ".join(PRECISIONS)
         raise ConfigError(f"trainer: Precision '{trainer.precision}' is invalid; trainer.precision takes {known}")
-    if trainer.devices > (most := _devices(trainer.accelerator)):
+    if here and trainer.devices > (most := _devices(trainer.accelerator)):
         raise ConfigError(f"trainer.devices: expected at most the {most} of this machine, got {trainer.devices}")
-    if trainer.num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
+    if here and trainer.num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
         raise ConfigError(
             f"trainer.num_nodes: {trainer.num_nodes} machines need torchrun or SLURM to start a process on each, and none "
             "has started this one"
         )
     chosen(trainer, "boundary")(**trainer.boundary_options)
     check_loggers(config)
-    check_memory(config)
+    if here:
+        check_memory(config)
     if config.evaluations:
         from packmamba.training.evaluations import check_evaluations
 

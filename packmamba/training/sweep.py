@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -38,6 +39,7 @@ from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side, sev
 from packmamba.training.runs import may_be_raised
 from packmamba.training.slurm import SlurmConfig, run_as_jobs, slurm_executor
 from packmamba.training.surroundings import prepare_environment
+from packmamba.training.table import TableConfig, check_table
 from packmamba.training.throughput import measure_throughput
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place
@@ -79,6 +81,7 @@ class SweepConfig:
         None,
         "The arm that tables compare the others with; null: the first there is of padded, single, packed with reset.",
     )
+    table: TableConfig = field(default_factory=TableConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(
         1,
@@ -137,10 +140,13 @@ EVALUATED = ("evaluations", "evaluation_options")
 """Keys of a sweep that become those of its runs."""
 
 
-def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[SweepConfig, list[Config]]:
+def load_sweep(
+    path: str | Path, overrides: list[str] | None = None, runs_here: bool = True
+) -> tuple[SweepConfig, list[Config]]:
     """The sweep and the configuration of each of its runs, all checked. Raises ConfigError naming the key.
 
-    Overrides are of the sweep's own keys, such as ``output=runs/mine``, or of every run's.
+    Overrides are of the sweep's own keys, such as ``output=runs/mine``, or of every run's. ``runs_here``: whether this
+    machine must be able to train them, if it is the one that would.
     """
     own = [override for override in overrides or [] if override.partition("=")[0].partition(".")[0] in SWEEP_KEYS]
     sweep = load(SweepConfig, path, own, "sweep")
@@ -157,7 +163,7 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
     checked: list[Config] = []
     for config in configs:
         if (alike := replace(config, seed=0)) not in checked:
-            check_run(config)
+            check_run(config, runs_here and sweep.launcher == "local")
             checked.append(alike)
         if sweep.launcher == "slurm" and several_devices(config):
             raise ConfigError(
@@ -169,6 +175,7 @@ def load_sweep(path: str | Path, overrides: list[str] | None = None) -> tuple[Sw
                 f"{sweep.jobs} with trainer.devices={config.trainer.devices}"
             )
     Tuning(sweep.tune, configs)  # refuses its keys
+    check_table(sweep.table, configs)
     return sweep, configs
 
 
@@ -249,8 +256,8 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     chosen: AbstractContextManager[list[Place]] = places(sweep.jobs, on_gpu) if sweep.apart else nullcontext([])
     with chosen as side_by_side:
         timings = output / "records" / f"{'throughput' if sweep.train else sweep.name}.jsonl"
-        if sweep.throughput_rounds and not timings.is_file():
-            first = configs[: len(sweep.arms)]
+        first = configs[: len(sweep.arms)]
+        if sweep.throughput_rounds and not {config.name for config in first} <= _timed(timings):
             for record in measure_throughput(first, sweep.throughput_rounds, sweep.output, progress):
                 append_record(timings, record)
         for number in queue.outcomes:
@@ -269,6 +276,11 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     return output
 
 
+def _timed(path: Path) -> set[str]:
+    """The arms whose steps were timed: with new ones, all are timed again, since only arms timed together compare."""
+    return {json.loads(line)["arm"] for line in path.read_text().splitlines() if line} if path.is_file() else set()
+
+
 def _say_which(sweep: SweepConfig, configs: list[Config]) -> None:
     """Beside the records, if there are any: which runs the sweep has, its baseline, and what was tuned."""
     arms: dict[str, set[int]] = {}
@@ -277,4 +289,4 @@ def _say_which(sweep: SweepConfig, configs: list[Config]) -> None:
     if arms and Path(sweep.output, "records").is_dir():
         tune, steps = sweep.tune, {config.name: config.trainer.max_steps for config in configs if may_be_raised(config)}
         tuned: dict[str, list[Any]] | None = {"keys": list(tune.grid), "seeds": tune.seeds} if tune.grid else None
-        write_sweep(sweep.output, sweep.name or "sweep", arms, sweep.baseline, tuned, steps)
+        write_sweep(sweep.output, sweep.name or "sweep", arms, sweep.baseline, tuned, steps, sweep.table.said)
