@@ -57,13 +57,13 @@ def test_a_checkpoint_that_is_written_late_is_of_its_own_step(tmp_path, monkeypa
 
     monkeypatch.setattr(checkpoint_behind, "write_checkpoint", late)
     behind = tiny_config(tmp_path, *KEYS)
-    record = fit(behind, False, lambda step: step == 3 and go_on.set())
+    record = fit(behind, False, lambda history: history.totals["steps"] == 3 and go_on.set())
     monkeypatch.undo()
     assert list(written) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
     assert same(without_times(final_state(config)), written["step=6.ckpt"])
     stopped = tiny_config(tmp_path, *KEYS, "trainer.checkpoint_async=false", f"runs_dir={tmp_path}/stopped")
     with pytest.raises(Exception, match="stopped after step 2"):
-        fit(stopped, False, lambda step: step == 2)
+        fit(stopped, False, lambda history: history.totals["steps"] == 2)
     assert same(without_times(final_state(stopped)), written["step=2.ckpt"])
     assert record["config"] == fit(config, False)["config"], "the key decides nothing"
 

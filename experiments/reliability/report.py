@@ -103,11 +103,7 @@ def determinism_tables(records: Sequence[Record]) -> list[Table]:
             Column("last loss: relative difference", ("loss_relative_difference",)),
             Column("first step whose loss differs", ("first_step_that_differs",)),
         ],
-        notes=[
-            "The norm of the difference of all weights over their norm; 0 is to the bit. "
-            + (gpus[0] if gpus else f"{found[0]['hardware']['cpu']}, {found[0]['hardware']['cores']} cores, float32")
-            + "."
-        ],
+        notes=[f"The norm of the difference of all weights over their norm; 0 is to the bit. {_machine(found[0])}."],
     )
     for record in found:
         m = record["metrics"]
@@ -116,6 +112,45 @@ def determinism_tables(records: Sequence[Record]) -> list[Table]:
             _apart(m["loss_relative_difference"]), number(m["first_step_that_differs"], ".0f"),
         ])  # fmt: skip
     return [table]
+
+
+def checkpoint_tables(records: Sequence[Record]) -> list[Table]:
+    """How long a checkpoint stops training, and how long it takes."""
+    found = summary.of_kind(records, "checkpoint")
+    if not found:
+        return []
+    table = Table(
+        "checkpoint",
+        "A checkpoint that is written while training goes on",
+        [
+            Column("parameters", ("parameters",)),
+            Column("GB", ("checkpoint_bytes",)),
+            Column("a step, s", ("seconds_per_step",)),
+            Column("training waits for the first, s", ("copy_seconds_first",)),
+            Column("for a later one, s", ("copy_seconds",)),
+            Column("written in, s", ("write_seconds",)),
+            Column("a step meanwhile, s", ("seconds_per_step_beside",)),
+            Column("the longest, s", ("seconds_per_step_beside_most",)),
+            Column("a plain copy, GB/s", ("host_bytes_per_second",)),
+        ],
+        notes=[
+            "Training waits while the state is copied to the host's memory, which the first has to take. Steps are medians. "
+            f"A plain copy: from the GPU into memory that is there. {_machine(found[0])}."
+        ],
+    )
+    for record in found:
+        m = record["metrics"]
+        table.rows.append([
+            number(m["parameters"], ",d"), _in(m["checkpoint_bytes"], 1e9, ".1f"), number(m["seconds_per_step"], ".3f"),
+            *(number(m[name], ".2f") for name in ("copy_seconds_first", "copy_seconds", "write_seconds")),
+            number(m["seconds_per_step_beside"], ".3f"), number(m["seconds_per_step_beside_most"], ".3f"),
+            number(None, "") if m["host_bytes_per_second"] is None else _in(m["host_bytes_per_second"], 1e9, ".1f"),
+        ])  # fmt: skip
+    return [table]
+
+
+def _machine(record: Record) -> str:
+    return ", ".join(record["hardware"]["gpus"]) or f"{record['hardware']['cpu']}, {record['hardware']['cores']} cores"
 
 
 def _in(value: float, unit: float, digits: str = ",.0f") -> Cell:
@@ -137,11 +172,21 @@ MEMORY = (
 )
 APART = ("steps", "parameters", "weights_that_differ", "weights_relative_difference", "loss_relative_difference")
 
+CHECKPOINT = (
+    "parameters",
+    "checkpoint_bytes",
+    "seconds_per_step",
+    "copy_seconds_first",
+    "copy_seconds",
+    "write_seconds",
+)
+
 KINDS = {
     "soak": Kind(
         soak_tables,
         metrics=("steps", "minutes", *(f"{name}_{what}" for name in SOAK for what in ("begin", "end", "slope"))),
     ),
     "scale": Kind(scale_tables, metrics=MEMORY),
+    "checkpoint": Kind(checkpoint_tables, metrics=CHECKPOINT),
     "determinism": Kind(determinism_tables, metrics=(*APART, "first_step_that_differs")),
 }

@@ -18,7 +18,7 @@ from packmamba.config import ConfigError, above, at_least, between, key, load_co
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.records import append_record, make_record, provenance
 from packmamba.timing import OtherPrograms
-from packmamba.training.callbacks import Stopped
+from packmamba.training.callbacks import History, Stopped
 from packmamba.training.fit import fit
 from packmamba.training.runs import decisive
 
@@ -95,8 +95,8 @@ class Sampler:
         self.begun = self.looked = time.perf_counter()
         self.step, self.cpu = 0, held(os.getpid()).cpu_seconds
 
-    def __call__(self, step: int) -> bool:
-        now = time.perf_counter()
+    def __call__(self, history: History) -> bool:
+        now, step = time.perf_counter(), int(history.totals["steps"])
         if now - self.looked < self.config.every_seconds:
             return False
         found = held(os.getpid())

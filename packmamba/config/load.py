@@ -131,10 +131,11 @@ def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
     _check_keys(update, config, origin, "")
     try:
         merged = OmegaConf.unsafe_merge(config, update)  # into the first, which is our own
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:
+        if not getattr(error, "full_key", None):  # of a list where keys are expected, or keys where a list is
+            raise ConfigError(_wrong_container(config, update, origin)) from None
+        assert isinstance(error, OmegaConfBaseException)
         raise _wrong_value(error, origin) from None
-    except TypeError:  # of a list where keys are expected, or keys where a list is, without saying where
-        raise ConfigError(_wrong_container(config, update, origin)) from None
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -150,7 +151,7 @@ def _wrong_value(error: OmegaConfBaseException, origin: str | Path) -> ConfigErr
         text = f"expected one value, got {'a list' if 'ListConfig' in text else 'keys and values'}"
     elif "'None'" in text or "is not Optional" in text:
         text = "expected a value, got null"
-    return ConfigError(f"{getattr(error, 'full_key', None) or '?'} in {origin}: {text}")
+    return ConfigError(f"{error.full_key} in {origin}: {text}")
 
 
 def _wrong_container(known: DictConfig, update: DictConfig, origin: str, prefix: str = "") -> str:

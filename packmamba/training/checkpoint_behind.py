@@ -34,6 +34,10 @@ class CheckpointsBehind(CheckpointFiles):
         self._thread = threading.Thread(target=self._write, args=(Path(path), copied), name="checkpoint")
         self._thread.start()
 
+    @property
+    def writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def teardown(self) -> None:
         if self._thread is not None:
             self._thread.join()
