@@ -42,7 +42,7 @@ def stopped(tmp_path_factory):
     config = tiny_config(folder, *KEYS)
     expected = fit(replace(config, runs_dir=f"{folder}/whole"), progress=False)
     with pytest.raises(Stopped):
-        fit(config, progress=False, stop=lambda step: step == 4)
+        fit(config, progress=False, stop=lambda history: history.totals["steps"] == 4)
     return config, expected
 
 

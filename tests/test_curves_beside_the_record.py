@@ -67,7 +67,7 @@ def test_tensorboard_s_steps_are_the_record_s_and_it_knows_the_run_s_keys(gone_o
 def test_a_file_gets_each_line_of_progress_once(tmp_path, capsys):
     config = tiny_config(tmp_path, *KEYS, "trainer.max_steps=4")
     with pytest.raises(Stopped):
-        fit(config, True, lambda step: step == 2)
+        fit(config, True, lambda history: history.totals["steps"] == 2)
     record = fit(config, True)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tiny: ")]
     assert [line.split(",")[0] for line in lines] == [f"tiny: step {step}/4" for step in (1, 2, 3, 4)]

@@ -95,7 +95,7 @@ def test_steps_that_a_run_has_gone_past_are_refused(raised):
 def test_another_schedule_is_another_run_and_says_so(raised, caplog):
     config = having(raised["whole"][0], trainer__max_steps=9)
     with caplog.at_level(logging.WARNING), pytest.raises(Stopped):
-        fit(config, False, lambda step: step == 1)
+        fit(config, False, lambda history: history.totals["steps"] == 1)
     (said,) = (record.getMessage() for record in caplog.records)
     assert said == (
         f"This run begins at step 0: the learning rate of {run_folder(raised['whole'][0])} follows 8 steps. To go on from "
@@ -128,7 +128,7 @@ def under_its_old_name(config):
 def test_a_run_is_found_under_its_old_name(tmp_path):
     config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.max_steps=2", "trainer.checkpoint_every=1")
     with pytest.raises(Stopped):
-        fit(config, progress=False, stop=lambda step: step == 1)
+        fit(config, progress=False, stop=lambda history: history.totals["steps"] == 1)
     folder = under_its_old_name(config)
     record = fit(config, progress=False)
     assert (
