@@ -69,6 +69,8 @@ class Headline(NamedTuple):
     """Another row's values: the number is the ratio to that row's."""
     paper: str = ""
     """What the paper has."""
+    alone: str = ""
+    """The table's name where the records are of one corpus, as in a small version."""
 
 
 class LoadedBench(NamedTuple):

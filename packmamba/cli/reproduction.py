@@ -176,12 +176,13 @@ def cells(headlines: Sequence[Headline], folder: Path, experiment: Path | None =
 
 def _cell(headline: Headline, tables: Mapping[str, Table]) -> Cell:
     nothing = number(None, "")
-    if headline.table not in tables:
+    table = tables.get(headline.table) or tables.get(headline.alone)
+    if table is None:
         return nothing
-    cell = _look_up(tables[headline.table], headline.row, headline.column)
+    cell = _look_up(table, headline.row, headline.column)
     if headline.over is None or cell is None:
         return cell or nothing
-    other = _look_up(tables[headline.table], headline.over, headline.column)
+    other = _look_up(table, headline.over, headline.column)
     if other is None or cell.values[0] is None or not other.values[0]:
         return nothing
     return number(cell.values[0] / other.values[0], ".2f", "x")
