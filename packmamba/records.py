@@ -16,7 +16,7 @@ curves          name -> list of points, each a mapping name -> number or null; e
 wall_seconds    duration of the whole run
 time            when the record was made, UTC, ISO 8601
 commit, dirty   of the checkout the code ran from, null if unknown
-hardware        cpu, cores, memory_bytes, gpus (list of names), driver (null without a GPU)
+hardware        cpu, cores, memory_bytes, gpus (list of names), driver (null without a GPU); of a run the operators' backend
 versions        python, packmamba, torch, lightning, numpy (null where not installed)
 ==============  =====================================================================================================
 

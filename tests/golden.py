@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def losses(folder: Path) -> dict[str, list[float]]:
     for path in sorted((folder / "sweep" / "records").glob("*.jsonl")):
         record = json.loads(path.read_text())
         curves, metrics = record["curves"], record["metrics"]
-        results[f"run {path.stem}"] = [
+        results[f"run {record['arm']}"] = [
             *(point["loss"] for point in curves["train"]), *(point["loss"] for point in curves["validation"]),
             metrics["val_loss"], metrics["val_loss_start"], metrics["val_loss_as_trained"],
         ]  # fmt: skip
@@ -190,6 +191,8 @@ def main() -> None:
         file.write_text(json.dumps(found, indent=1))
         return
     golden = json.loads(file.read_text())
+    # Runs were named by more keys once.
+    golden["losses"] = {re.sub("-[0-9a-f]{10}$", "", key): value for key, value in golden.get("losses", {}).items()}
     wrong = [
         f"{part}: {key}: was {value}, is {found[part].get(key)}"
         for part in found

@@ -7,6 +7,9 @@ from typing import Any
 
 from packmamba.config.rules import chosen, names
 
+ON_GPUS = ("16-mixed",)
+NOT_ON_CPU = "trainer.precision: expected one that a CPU computes, such as bf16-mixed, got '{}', which needs a GPU"
+
 
 def between_sections(config: Any) -> Iterator[str]:
     """A sentence for each rule between keys of a run's sections that does not hold."""
@@ -39,6 +42,8 @@ def between_sections(config: Any) -> Iterator[str]:
                 f"data.tokens_per_step: expected a multiple of data.streams * data.row_length = {slots}, so that steps "
                 f"hold whole batches, got {data.tokens_per_step}"
             )
+    if trainer.accelerator == "cpu" and trainer.precision in ON_GPUS:
+        yield NOT_ON_CPU.format(trainer.precision)
     if trainer.strategy == "fsdp2" and not boundary.sharded:
         yield (
             f"trainer.strategy=fsdp2 cannot keep the states of trainer.boundary={trainer.boundary}, which live outside its "

@@ -54,21 +54,20 @@ class StepBatch:
         batches: this rank's forward passes, in order; their gradients add up.
         num_targets: real targets of the whole step, over the batches of all ranks: the loss's denominator.
         num_tokens, num_slots: real tokens and slots of the whole step.
+        num_behind: of all ranks' documents, or pieces of them, those that lie behind another one in their row.
     """
 
     batches: list[PackedBatch]
     num_targets: int
     num_tokens: int
     num_slots: int
+    num_behind: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
-        batches = [batch.to(device, non_blocking=non_blocking) for batch in self.batches]
-        return StepBatch(batches, self.num_targets, self.num_tokens, self.num_slots)
+        return replace(self, batches=[batch.to(device, non_blocking=non_blocking) for batch in self.batches])
 
     def pin_memory(self) -> StepBatch:
-        return StepBatch(
-            [batch.pin_memory() for batch in self.batches], self.num_targets, self.num_tokens, self.num_slots
-        )
+        return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 
 @dataclass
@@ -96,6 +95,11 @@ class Arrangement:
         before = self._counts_before
         targets, tokens = (before[:, rows + 1] - before[:, rows]).sum(axis=1).tolist()
         return targets, tokens, sum(len(group) * int(self.plan.slots[group].max()) for group in groups)
+
+    def count_behind(self, groups: list[np.ndarray]) -> int:
+        """Pieces in these batches that lie behind another in their row."""
+        rows = np.concatenate(groups)
+        return int((self.plan.row_offsets[rows + 1] - self.plan.row_offsets[rows] - 1).clip(0).sum())
 
     @cached_property
     def _counts_before(self) -> np.ndarray:

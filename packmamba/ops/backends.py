@@ -84,16 +84,17 @@ def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack"
         ValueError: an unknown backend, or one that does not run here.
     """
     if torch.compiler.is_compiling():  # whose graph must not depend on what was asked before
-        return _implementations[_find(backend, device, operator), operator]
+        return _implementations[found_name(backend, device, operator), operator]
     key = (backend, device, operator)
     try:
         return _chosen[key]
     except (KeyError, TypeError):
-        found = _chosen[key] = _implementations[_find(backend, device, operator), operator]
+        found = _chosen[key] = _implementations[found_name(backend, device, operator), operator]
         return found
 
 
-def _find(backend: str | None, device: torch.device, operator: str) -> str:
+def found_name(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> str:
+    """The name of the backend that ``choose`` takes. Raises what it raises."""
     name = "auto" if backend is None else backend
     if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")

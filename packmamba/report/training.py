@@ -100,6 +100,8 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
         if all(speed.interleaved for speed in speeds)
         else "Real tokens/s and padding of arms without a speedup are of their own training runs: not a comparison.",
     ]
+    if alone := [arm.label for arm in arms if _crosses(arm) and (arm["documents_behind_another"] == 0).all()]:
+        table.notes.append(f"No row of {', '.join(alone)} held two documents: nothing crossed, as under reset.")
     for keys, seeds in {(tuple(t["keys"]), len(t["seeds"])) for arm in arms if (t := arm.sweep.get("tuned"))}:
         table.notes.append(
             f"Each arm has its own best {' and '.join(keys)}, chosen with {seeds} other seeds (tuning/)."
@@ -109,6 +111,11 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
             "A run that diverged has no loss; one that is missing has no record. Means are over the others, and say of how many."
         )
     return table
+
+
+def _crosses(arm: Arm) -> bool:
+    """Whether the arm lets something cross between documents of a row."""
+    return arm.runs.iloc[0].get("config.trainer.boundary") in ("leak", "leak_conv", "leak_scan", "foreign_heads")
 
 
 def _differences(arms: Sequence[Arm]) -> Table:

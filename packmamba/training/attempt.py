@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from packmamba.config import Config
 from packmamba.errors import UserError
 from packmamba.training.callbacks import History, Stopped
 from packmamba.training.claims import Taken, alone
+from packmamba.training.divergence import DIVERGENCE
 from packmamba.training.fit import fit
 from packmamba.training.note import Note, Outcome
 from packmamba.training.runs import record_path, run_folder
@@ -39,6 +41,8 @@ def attempt(config: Config, where: str, progress: bool, stop: Callable[[], bool]
                 loss, state = metrics["val_loss"], "done"
                 if "diverged_at_step" in metrics:
                     state, why = "diverged", said_of_divergence(metrics)
+                    with contextlib.suppress(OSError):
+                        why += ". " + (run_folder(config) / DIVERGENCE).read_text().strip()
             except Stopped as stopped:
                 state, step = "stopped", stopped.step
                 note.say(step=step)

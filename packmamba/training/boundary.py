@@ -48,6 +48,14 @@ class Boundary:
     step = 0
     """The optimizer step, from 0, that batches are of."""
 
+    @property
+    def name(self) -> str:
+        return next((name for name, scheme in BOUNDARIES.items() if type(self) is scheme), type(self).__name__)
+
+    @property
+    def crosses_inside_rows(self) -> bool:
+        return self.as_trained and not self.continues
+
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
         """Where documents start for convolutions and for recurrences."""
         return layout, layout

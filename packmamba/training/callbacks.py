@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import time
@@ -13,11 +14,14 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from torch.distributed.tensor import DTensor
 
 from packmamba.data.batching import StepBatch
 from packmamba.training.curves import go_on_from, tell
 from packmamba.training.metrics import POSITION_EDGES
 from packmamba.training.optimizer import whole
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_NAME = re.compile(r"step=(\d+)\.ckpt")
 
@@ -35,6 +39,7 @@ class History(Callback):
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
         self.totals: dict[str, float] = {"steps": 0, "real_tokens": 0, "slots": 0, "targets": 0, "seconds": 0.0}
+        self.totals["documents_behind"] = 0
         self.extremes: dict[str, float] = {}
         self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
         self.train: list[dict[str, float]] = []
@@ -47,6 +52,8 @@ class History(Callback):
         """A checksum of the weights that the run started from, if they were another run's."""
         self.peak_memory: int | None = None
         """Most bytes that a GPU held for training steps, without evaluations."""
+        self._losses: list[torch.Tensor] = []
+        """Of steps that nobody has looked at yet."""
         self._recent: list[tuple[int, int, float]] = []
         self._steps_here = 0
         self._clock = 0.0
@@ -58,6 +65,7 @@ class History(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, value in state_dict.items():
             setattr(self, name, value)
+        self.totals.setdefault("documents_behind", math.nan)  # of a checkpoint from before they were counted
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.restart_clock()
@@ -143,10 +151,16 @@ class History(Callback):
         self.totals["steps"] = step
         self._count(real_tokens=tokens, slots=slots, seconds=seconds)
         self.totals["targets"] += batch.num_targets
+        self.totals["documents_behind"] += batch.num_behind
         for name, amount in (("tokens", tokens), ("targets", batch.num_targets)):
             for which, choose in (("least", min), ("most", max)):
                 key = f"{name}_per_step_{which}"
                 self.extremes[key] = choose(self.extremes.get(key, amount), amount)
+        if step == 1 and not batch.num_behind and module.boundary.crosses_inside_rows and trainer.is_global_zero:
+            logger.warning(
+                "In the first step no row holds two documents: what trainer.boundary=%s lets cross between them cannot; it "
+                "trains as reset.", module.boundary.name,
+            )  # fmt: skip
         self._recent = [*self._recent[-19:], (tokens, slots, seconds)]
         if point or not on_gpu:
             tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
@@ -156,6 +170,7 @@ class History(Callback):
                 "real_tok/s": f"{tokens / seconds:.0f}",
                 "tok/step": self.span("tokens"),
             }
+        self._losses.append(outputs["loss"])
         if point:
             self.train.append(self._point(float(outputs["loss"])))
             norm = getattr(trainer.optimizers[0], "gradient_norm", None)
@@ -166,9 +181,16 @@ class History(Callback):
                 **({} if norm is None else {"train/gradient_norm": whole(norm)}),
                 **{f"train/{name}": float(value) for name, value in module.boundary.measures().items()},
             })  # fmt: skip
-            # Under a loss scale such a step is left out, and the weights stay as they are.
-            if not math.isfinite(self.train[-1]["loss"]) and not module.scaled:
-                self.diverged, trainer.should_stop = step, True
+            self.look(trainer, module)
+
+    def look(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Ends the run if a loss was not finite since the last look, for which a GPU is waited for."""
+        finite = torch.isfinite(torch.stack(self._losses)).tolist() if self._losses else []
+        self._losses.clear()
+        # Under a loss scale such a step is left out, and the weights stay as they are.
+        if not all(finite) and self.diverged is None and not module.scaled:
+            self.diverged = int(self.totals["steps"]) - len(finite) + 1 + finite.index(False)
+            trainer.should_stop = True
 
     def on_validation_epoch_end(self, trainer: lightning.Trainer, module: Any) -> None:
         results = module.alone.compute()
@@ -261,12 +283,22 @@ class Checkpoints(LightningCheckpoint):
         if step % self.every and step != trainer.max_steps and not stop:
             return
         self.history.settle()
-        trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
-        if trainer.is_global_zero:
-            keep_newest(self.folder, 2)
+        self.history.look(trainer, trainer.lightning_module)
+        if self.history.diverged is not None:
+            return
+        if weights_are_finite(trainer.lightning_module):  # else the next loss is not
+            trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
+            if trainer.is_global_zero:
+                keep_newest(self.folder, 2)
         if stop:
             raise Stopped(step)
         self.history.restart_clock()
+
+
+def weights_are_finite(module: torch.nn.Module) -> bool:
+    """Weights in shards are left to the loss: of those a rank knows its own, and ranks save together."""
+    whole: list[torch.Tensor] = [weight for weight in module.parameters() if not isinstance(weight, DTensor)]
+    return not whole or bool(torch.stack(torch._foreach_norm(whole, torch.inf)).isfinite().all())
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -14,13 +14,14 @@ import lightning
 
 from packmamba.config import Config, ConfigError
 from packmamba.data.datamodule import PackingDataModule
-from packmamba.ops.backends import choose
+from packmamba.ops.backends import found_name
 from packmamba.records import append_record, check_writable, make_record, provenance
 from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, checkpoints, keep_newest, newest_step
 from packmamba.training.checkpoint_file import newest_whole
 from packmamba.training.checks import check_run
 from packmamba.training.claims import alone, check_claim
+from packmamba.training.divergence import DIVERGENCE, find_origin
 from packmamba.training.evaluations import Evaluations, check_evaluations, run_evaluations
 from packmamba.training.loggers import close_loggers
 from packmamba.training.model_folder import write_configuration, write_model
@@ -108,7 +109,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None)
             "rate, give optimizer.schedule_steps=%d.", *other, other[1],
         )  # fmt: skip
     try:
-        choose(config.ops.backend, trainer.strategy.root_device)
+        backend = found_name(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
     data = PackingDataModule(config, progress=progress)
@@ -135,6 +136,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None)
             trainer.validate(module, data, verbose=False)
             history.validation[-1]["loss_last_weights"] = last["loss"]
         record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
+        record["hardware"]["backend"] = backend
         weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
         if trainer.is_global_zero:
             check_claim(folder)
@@ -149,10 +151,28 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None)
                 evaluations.add_ends_of(records_of(config))
                 record["curves"]["evaluations"] = evaluations.points
             record["wall_seconds"] = time.perf_counter() - begun  # with the evaluations at its end
+            if history.diverged is not None and trainer.world_size == 1:
+                record["metrics"] |= _say_origin(config, folder, history.diverged)
             check_claim(folder)
             append_record(path, record)
             keep_newest(folder / "checkpoints", 1)
     return record
+
+
+def _say_origin(config: Config, folder: Path, step: int) -> dict[str, float]:
+    """Where the run's values stopped being finite, for people and for the record."""
+    try:
+        origin = find_origin(config, folder, step)
+    except Exception as error:  # the record of what was trained matters more
+        logger.warning(
+            "Step %d could not be taken again to look for its first value that is not finite: %s", step, error
+        )
+        return {}
+    if origin is None:
+        return {}
+    logger.warning("%s", origin)
+    (folder / DIVERGENCE).write_text(f"{origin}\n")
+    return {"diverged_document": origin.documents[0]} if origin.documents else {}
 
 
 def _train(trainer: lightning.Trainer, module: MambaLitModule, data: PackingDataModule, folder: Path) -> None:
@@ -189,6 +209,7 @@ def training_record(
             "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
             "slots_per_second": timed["slots"] / timed["seconds"],
             "padding_fraction": 1 - totals["real_tokens"] / totals["slots"],
+            "documents_behind_another": totals["documents_behind"],
             "train_seconds": totals["seconds"],
             "parameters": sum(p.numel() for p in module.model.parameters()),
             "peak_memory_bytes": history.peak_memory,

@@ -25,7 +25,7 @@ from packmamba.isolation.probes import crossing_gradients, eager, moved, reseed,
 from packmamba.isolation.ways import Way
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
-from packmamba.training.boundary import BOUNDARIES, Boundary, Carry
+from packmamba.training.boundary import Boundary, Carry
 from packmamba.training.callbacks import History
 
 
@@ -162,16 +162,12 @@ def _changed(batch: PackedBatch, slot: int, model: MambaLM) -> PackedBatch:
     return replace(batch, tokens=tokens)
 
 
-def _name(boundary: Boundary) -> str:
-    return next((name for name, scheme in BOUNDARIES.items() if type(boundary) is scheme), type(boundary).__name__)
-
-
 def _leak(boundary: Boundary, how: str) -> LeakError:
     return LeakError(
-        f"documents leak: {how}, under trainer.boundary={_name(boundary)}, which lets nothing cross; "
+        f"documents leak: {how}, under trainer.boundary={boundary.name}, which lets nothing cross; "
         "trainer.leakcheck_every=null trains all the same"
     )
 
 
 def _warn(boundary: Boundary, what: str) -> None:
-    warnings.warn(f"trainer.boundary={_name(boundary)}: {what}", stacklevel=2)
+    warnings.warn(f"trainer.boundary={boundary.name}: {what}", stacklevel=2)

@@ -31,6 +31,8 @@ def start_from(config: Config, model: MambaLM) -> int | None:
     try:
         weights = _of_checkpoint(path) if path.is_file() else read_pretrained(path)[1]
         load_weights(model, weights, path)
+        if bad := [name for name, weight in sorted(weights.items()) if not bool(weight.isfinite().all())]:
+            raise ValueError(f"{path}: {bad[0]} has values that are not finite")
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
     checksum = 0

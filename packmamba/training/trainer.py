@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from packmamba.config import Config, ConfigError
+from packmamba.config.sections import NOT_ON_CPU, ON_GPUS
 from packmamba.training.callbacks import Checkpoints, History
 from packmamba.training.checkpoint_behind import CheckpointsBehind
 from packmamba.training.checkpoint_file import CheckpointFiles
@@ -62,6 +63,8 @@ def make_trainer(
         )
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
+    if trainer.strategy.root_device.type == "cpu" and options.precision in ON_GPUS:
+        raise ConfigError(NOT_ON_CPU.format(options.precision))  # Lightning would take bfloat16
     stop_together(trainer, options.log_every)
     return trainer
 
