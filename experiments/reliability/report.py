@@ -20,6 +20,9 @@ SOAK = {
 """What is watched: its name, the unit, the digits."""
 
 
+ENDS = ("begin", "end", "slope", "slope_low", "slope_high")
+
+
 def soak_tables(records: Sequence[Record]) -> list[Table]:
     """What a long run holds when it begins and when it ends, and its trend."""
     tables = []
@@ -43,10 +46,8 @@ def soak_tables(records: Sequence[Record]) -> list[Table]:
             ],
         )
         for name, (said, unit, digits) in SOAK.items():
-            begin, end, *slope = (
-                m[f"{name}_{what}"] / unit for what in ("begin", "end", "slope", "slope_low", "slope_high")
-            )
-            text = "{:+{d}} [{:+{d}}, {:+{d}}]".format(*slope, d=digits)
+            begin, end, *slope = (_over(m[f"{name}_{what}"], unit) for what in ENDS)
+            text = "-" if None in slope else "{:+{d}} [{:+{d}}, {:+{d}}]".format(*slope, d=digits)
             table.rows.append([word(said), number(begin, digits), number(end, digits), Cell(text, tuple(slope))])
         tables.append(table)
     return tables
@@ -147,6 +148,10 @@ def checkpoint_tables(records: Sequence[Record]) -> list[Table]:
             number(None, "") if m["host_bytes_per_second"] is None else _in(m["host_bytes_per_second"], 1e9, ".1f"),
         ])  # fmt: skip
     return [table]
+
+
+def _over(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
 
 
 def _machine(record: Record) -> str:
