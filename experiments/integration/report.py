@@ -66,9 +66,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _over(patched: Record | None, record: Record) -> Cell:
     """Patched's speed over the arm's, turn by turn."""
-    if patched is None:
+    found = None if patched is None else summary.interval(pd.Series(_rates(patched)) / pd.Series(_rates(record)))
+    if found is None:
         return number(None, "")
-    found = summary.interval(pd.Series(_rates(patched)) / pd.Series(_rates(record)))
     text = f"{found.mean:.2f}x" + (
         f" [{found.low:.2f}, {found.high:.2f}]" if found.n > 1 and found.low < found.high else ""
     )

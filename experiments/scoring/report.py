@@ -112,6 +112,9 @@ def generation_tables(records: Sequence[Record]) -> list[Table]:
     return [table] if table.rows else []
 
 
+DTYPES = ("float64", "float32", "bfloat16")
+
+
 def exactness_tables(records: Sequence[Record]) -> list[Table]:
     """Packed scores beside those of one request at a time, a row for each dtype."""
     table = Table(
@@ -137,7 +140,9 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
             "what greedy decoding says, about 16 tokens: one of them that turns is a verdict that differs."
         ],
     )
-    for dtype, record in _latest(records, "exactness").items():
+    found = sorted(summary.of_kind(records, "exactness"), key=lambda r: r["time"])
+    latest = {(r["arm"], r["config"]["model"], r["config"]["device"]): r for r in found}
+    for (dtype, *_), record in sorted(latest.items(), key=lambda item: (DTYPES.index(item[0][0]), item[0])):
         m, config = record["metrics"], record["config"]
         hardware = record["hardware"]["cpu"] if config["device"] == "cpu" else record["hardware"]["gpus"][0]
         table.rows.append([
