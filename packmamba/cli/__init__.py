@@ -140,13 +140,14 @@ def report(arguments: argparse.Namespace) -> None:
     from packmamba.experiments import find, folder_of, kinds_of, names
     from packmamba.records import read_records
     from packmamba.report.folder import format_table, write_report
+    from packmamba.report.items import with_items
 
     if arguments.folder is None:
         _list({name: find(name) / "README.md" for name in names()})
         return
     folder = folder_of(arguments.folder)
     try:
-        records = read_records(folder)
+        records = with_items(folder, read_records(folder))
         kinds = kinds_of(folder, records)
         path = write_report(folder, kinds)
     except ValueError as error:

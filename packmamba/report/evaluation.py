@@ -6,8 +6,10 @@ import zlib
 from collections.abc import Collection, Sequence
 
 from packmamba.report import summary
-from packmamba.report.measures import COUNTS, arms_evaluations, measures, questions, stem, title
-from packmamba.report.summary import Arm, Record, frame
+from packmamba.report.inference import Resampled
+from packmamba.report.items import minus
+from packmamba.report.measures import COUNTS, MAIN, arms_evaluations, measures, questions, stem, title
+from packmamba.report.summary import Arm, Interval, Record, frame
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, word
 from packmamba.report.training import DIFFERENCE, difference, difference_cell, versus
 
@@ -27,12 +29,34 @@ def _models_table(question: tuple[str, str], records: Sequence[Record], asked: C
     name = "evaluation" if len(asked) == 1 else f"evaluation-{stem(question, asked)}"
     options = f", {question[1]}" if len(asked) > 1 and question[1] else ""
     table = Table(name, f"Evaluation: {question[0]}{options}", columns)
-    for arm, group in runs.groupby("arm", sort=False):
-        latest = group.drop_duplicates("seed", keep="last").set_index("seed")
+    main = next((m for m in MAIN if m in present), "")
+    arms = {
+        str(arm): group.drop_duplicates("seed", keep="last").set_index("seed")
+        for arm, group in runs.groupby("arm", sort=False)
+    }
+    files = {arm: latest["items"].dropna().to_dict() for arm, latest in arms.items() if "items" in latest}
+    first = next(iter(arms), "")
+    paired = {arm: minus(of, files[first], main) for arm, of in files.items() if arm != first and first in files}
+    said = any(paired.values())
+    if said:
+        columns.append(Column(f"{title(main, present)} minus {first}'s [95% CI]", (*DIFFERENCE[:3], "items")))
+        table.notes = [
+            "The difference is paired: of the same items, of groups of them where documents have groups. Its interval is over "
+            "items, and over seeds too where both models have several."
+        ]
+    for arm, latest in arms.items():
         cells = [mean_sd(latest[m], len(latest)) for m in metrics]
         cells += [number(latest[count].mean(), ",.0f") for count in COUNTS if count in present]
-        table.rows.append([word(str(arm)), number(len(latest), "d"), *cells])
+        cells += [_minus_cell(paired.get(arm))] * said
+        table.rows.append([word(arm), number(len(latest), "d"), *cells])
     return table
+
+
+def _minus_cell(found: Resampled | None) -> Cell:
+    if found is None:
+        return Cell("-", (None,) * 4)
+    cell = difference_cell(Interval(found.mean, found.low, found.high, found.groups))
+    return Cell(cell.text, (found.mean, found.low, found.high, found.groups))
 
 
 def evaluation_label(records: Sequence[Record]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from packmamba.records import read_records
 from packmamba.report import summary
 from packmamba.report.figures import Figure, house_style
+from packmamba.report.items import with_items
 from packmamba.report.kinds import KINDS, Kind
 from packmamba.report.page import Section, render
 from packmamba.report.summary import Record
@@ -73,7 +74,7 @@ def write_report(folder: str | Path, kinds: Mapping[str, Kind] | None = None) ->
     are missing or broken.
     """
     folder = Path(folder)
-    sections = build_sections(read_records(folder), kinds=kinds)
+    sections = build_sections(with_items(folder, read_records(folder)), kinds=kinds)
     figures = [figure for section in sections for figure in section.figures]
     pictures = {f"{f.name}.png": f.png for f in figures} | {f"{f.name}.pdf": f.pdf for f in figures}
     texts = {name: text.encode() for name, text in _texts(sections).items()}

@@ -63,6 +63,25 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Resampled:
     return Resampled(mean, float(low), float(high), float(min(1.0, 2 * max(beyond, 1 / draws))), seeds, groups)
 
 
+def over_items(sums: Any, weights: Any) -> Resampled:
+    """The same of one pair of models, over groups alone: a ratio of sums, its error by the delta method, Student's t.
+
+    Args:
+        sums, weights: (groups,).
+    """
+    sums, weights = np.asarray(sums, float), np.asarray(weights, float)
+    groups, whole = len(sums), weights.sum()
+    if not groups or not whole:
+        return Resampled(math.nan, math.nan, math.nan, math.nan, 1, groups)
+    mean = float(sums.sum() / whole)
+    if groups < 2:
+        return Resampled(mean, math.nan, math.nan, math.nan, 1, groups)
+    error = math.sqrt(groups / (groups - 1) * ((sums - mean * weights) ** 2).sum()) / whole
+    half = stdtrit(groups - 1, 0.975) * error
+    p = 2 * stdtr(groups - 1, -abs(mean) / error) if error else float(mean == 0)
+    return Resampled(mean, mean - half, mean + half, float(p), 1, groups)
+
+
 def difference_by_group(
     arm: Arm, baseline: Arm, curve: str, value: str, weight: str, where: Mapping[str, float] | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
