@@ -46,6 +46,7 @@ def _serve(_: bytes, arguments: list[str], passed: list[int]) -> int:
     if pid := os.fork():
         return pid
     util.spawnv_passfds = SPAWN
+    forkserver._forkserver.__init__()  # whose lock is held here: a fork that runs pytest has a server of its own
     die_with_parent()
     atexit._clear()
     logging.root.handlers.clear()  # pytest's, as its standard streams are

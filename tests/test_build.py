@@ -86,7 +86,7 @@ def build_small(kernels):
 def test_eight_processes_build_once(small_kernels, tmp_path):
     counting = tmp_path / "compiler"
     counting.write_text(
-        f'#!/bin/sh\ncase "$*" in *-c*) echo x >> "{tmp_path}/count"; sleep 0.3;; esac\nexec g++ "$@"\n'
+        f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> "{tmp_path}/count"; sleep 0.3;; esac\nexec g++ "$@"\n'
     )
     counting.chmod(0o755)
     environment = {"CXX": str(counting), "PACKMAMBA_CACHE": str(tmp_path / "cache")}

@@ -129,7 +129,9 @@ def run(words, folder):
             arguments += ["data.source=text", "data.path=my/folder"]
         arguments += TINY_RUN
     elif command == "sweep":
-        seeds = "[0,1]" if arguments[0] == "my_sweep.yaml" else "[0]"
+        seeds = "[0,1]" if arguments[0] == "my_sweep.yaml" and not own_keys(arguments) else "[0]"
+        arguments += ["tune.seeds=[100]"] * (arguments[0] == "my_tuned_sweep.yaml")
+        arguments += ["throughput_rounds=1"] * ("throughput_rounds=15" in arguments)
         arguments += [*TINY_RUN, "data.source=text", "data.path=my/folder", f"grid.seed={seeds}"]
     elif command == "bench":
         arguments += TINY_BENCH[arguments[0]]
