@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-extras test-gpu test-asan sanitize-gpu lint format
+.PHONY: help demo test quick test-faults test-extras test-gpu test-asan sanitize-gpu lint format
 
 # An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
@@ -12,6 +12,7 @@ help:
 	@echo "make demo      train one small model under every scheme and report (CPU, minutes)"
 	@echo "make test      run every test (minutes)"
 	@echo "make quick     run the tests that take no more than a second or two each (a minute)"
+	@echo "make test-faults run two minutes of each fault campaign: kills, full disks, damage, wrong inputs"
 	@echo "make test-extras  install the extras eval and integrations, run the tests that need them"
 	@echo "make test-gpu  run every test on a machine with a GPU, those of the CUDA kernels included"
 	@echo "make test-asan run the CPU kernels' tests under address and undefined-behaviour sanitizers"
@@ -31,6 +32,10 @@ test:
 quick:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-faults:
+	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
+	"$(PYTHON)" tests/faults/campaign.py seconds=120
 
 test-extras:
 	@.ci/setup "$(PREFIX)" test,eval,integrations "$(ACTIVE)"

@@ -194,6 +194,8 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     try:
         with contextlib.suppress(OSError):  # some shared file systems lock no folders
             fcntl.flock(folder, fcntl.LOCK_EX)
+            for cut_short in path.parent.glob(f"{path.name}.*.tmp"):
+                cut_short.unlink()
         before = path.read_bytes() if path.is_file() else b""
         if before and not before.endswith(b"\n"):
             before += b"\n"  # what cut the last line short must cost that record only

@@ -317,7 +317,9 @@ def _compile(recipe: Build, verbose: bool) -> None:
             file.write(_digest(content))  # after the end, where the loader of libraries does not look
             file.flush()
             os.fsync(file.fileno())
-        os.replace(library, recipe.path)  # readers see the new library or the old one
+        whole = recipe.path.with_suffix(".tmp")
+        os.replace(library, whole)
+    os.replace(whole, recipe.path)  # last: readers see the new library or the old one, and no scratch folder stays
 
 
 def _run(kind: str, command: list[str], verbose: bool) -> None:

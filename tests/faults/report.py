@@ -1,0 +1,64 @@
+"""docs/reliability.md from the campaigns' records and the defects that they found: python tests/faults/report.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "reliability.md"
+COUNTS = ("trials", "lost", "doubled", "undetected")
+
+FRONT = """# What survives a weekend alone
+This page is made by `python tests/faults/report.py` from the campaigns' records in `tests/faults/records/`. `make
+test-faults` runs two minutes of each campaign; `make test` runs a few seconds.
+
+- **A kill costs steps, not results.** A run that was killed, at any moment, goes on from its last checkpoint when its
+  command is repeated, and ends on a CPU with the same bits.
+- **Files are whole or not there.** Checkpoints, records, corpora and compiled kernels are written beside their place,
+  put on the disk and renamed. A full disk leaves what was there.
+- **Damage is found.** Checkpoints, records, corpora and kernels carry checksums. A damaged checkpoint is named and
+  the one before it is taken; a corpus and kernels are made again; a record is refused by file and line. Corpora above
+  a gigabyte have their lengths checked when they are opened; `python run.py doctor <folder>` reads every byte.
+- **Nothing in a checkpoint runs.** Checkpoints hold tensors and plain values. One from an older version, or from
+  somebody else, is refused until `python run.py convert <file>` has said what reading it would run and you have
+  agreed. `plugins` in a configuration name Python modules, which do run: they are yours to trust.
+- **A wrong input is one sentence**, exit status 2, before any work.
+
+A trial of SIGKILL is one killed process. Up to three follow each other, then one is left alone, and what it ends with
+(weights, optimizer, losses, records) is compared with an undisturbed run. *Lost*: it did not end, or ended otherwise.
+*Doubled*: a run has two records. *Undetected*: something half written or damaged was read or left, or a wrong input
+was not refused.
+"""
+
+
+def table(record: dict[str, Any]) -> list[str]:
+    lines = ["| fault | " + " | ".join(COUNTS) + " |", "|---|" + "---:|" * len(COUNTS)]
+    for kind, counts in record["kinds"].items():
+        lines.append(f"| {kind} | " + " | ".join(str(counts[name]) for name in COUNTS) + " |")
+    return lines
+
+
+def page() -> str:
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((HERE / "records").glob("*.json"))]
+    every = [counts for record in records for counts in record["kinds"].values()]
+    total = ", ".join(f"{name} {sum(counts[name] for counts in every)}" for name in COUNTS)
+    kills = sum(
+        counts["trials"] for record in records for kind, counts in record["kinds"].items() if kind.startswith("SIGKILL")
+    )
+    parts = [FRONT, f"**{total}**\n", f"Of them {kills} were kills.\n"]
+    for record in records:
+        name = record["campaign"]
+        parts.append(f"## The campaign of {name}\n{record['seconds']:.0f} seconds at commit {record['commit']}.\n")
+        parts.append("\n".join(table(record)) + "\n")
+        parts += [f"Skipped: {kind} ({reason}).\n" for kind, reason in record.get("skipped", {}).items()]
+        defects = HERE / "defects" / f"{name}.md"
+        if defects.is_file():
+            parts.append(f"What it found, and what was mended:\n\n{defects.read_text(encoding='utf-8').strip()}\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
