@@ -20,7 +20,7 @@ QUICK = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_few_seconds_of_the_campaign(tmp_path, name):
-    made = campaign.campaign(4.0, 1, None, QUICK[name].split(","), tmp_path)
+    made = campaign.campaign(1.0, 1, None, QUICK[name].split(","), tmp_path)
     assert len(made["kinds"]) == len(QUICK[name].split(","))
     for kind, counts in made["kinds"].items():
         assert counts["trials"] and not any(counts[name] for name in campaign.COUNTS[1:]), kind

@@ -1,6 +1,6 @@
 """The fault campaign: python tests/faults/campaign.py [seconds=120] [seed=0] [kinds=disk,damage] [record=<file>].
 
-The kind that has had the least time is next, until the time is over; every trial's count goes into the record as it ends. Exit
+The kind that has had the least time is next, until the time is over and each had its turn; every trial's count goes into the record as it ends. Exit
 status 1 if any trial was lost, doubled or undetected.
 """
 
@@ -42,7 +42,7 @@ def campaign(
     spent = {kind: 0.0 for kind in KINDS if not kinds or any(word in kind for word in kinds)}
     numbers = dict.fromkeys(spent, 0)
     commit = _commit()
-    while spent and time.monotonic() - begun < seconds:
+    while spent and (time.monotonic() - begun < seconds or not all(numbers[kind] for kind in spent)):
         kind = min(spent, key=spent.__getitem__)
         numbers[kind] += 1
         trial = folder / f"trial-{sum(numbers.values())}"
