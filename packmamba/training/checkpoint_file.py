@@ -72,7 +72,7 @@ def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     try:
         with open(temporary, "wb") as file:
             hashed = _Hashed(file)
-            torch.save(checkpoint, hashed)
+            torch.save(checkpoint, hashed)  # type: ignore[arg-type]
             file.write(MARK + hashed.digest.digest())
             file.flush()
             os.fsync(file.fileno())

@@ -71,7 +71,7 @@ def outcome(config: Config) -> tuple[Any, Any]:
     """Losses and state of a run that has ended, once each."""
     records = read_records(run_folder(config))
     expect(len(records) == 1, "doubled", f"{len(records)} records")
-    (last,) = checkpoints(run_folder(config) / "checkpoints")
+    last = checkpoints(run_folder(config) / "checkpoints")[-1]
     state = read_checkpoint(last)
     weights = torch.load(run_folder(config) / "pytorch_model.bin", weights_only=True)
     return losses_of(records[0]), [state[part] for part in ("state_dict", "optimizer_states", "carry", "rng")] + [
