@@ -185,7 +185,8 @@ class MambaLitModule(lightning.LightningModule):
             carried = [{} for _ in range(self.trainer.world_size)]
             torch.distributed.all_gather_object(carried, self.boundary.state_dict())
         checkpoint["carry"] = carried
-        kind, numbers, *place = tuple(np.random.get_state())  # noqa: NPY002, what user code may draw from
+        drawn: Any = np.random.get_state()  # noqa: NPY002, what user code may draw from
+        kind, numbers, *place = drawn
         checkpoint["rng"] = {
             "python": random.getstate(),
             "numpy": (kind, numbers.tolist(), *place),

@@ -1,7 +1,7 @@
 """The fault campaign: python tests/faults/campaign.py [seconds=120] [seed=0] [kinds=disk,damage] [record=<file>].
 
-The kind that has had the least time is next, until the time is over and each had its turn. Every trial's count goes into the record
-as it ends. Exit status 1 if any trial was lost, doubled or undetected.
+The kind that has had the least time is next, until the time is over and each had its turn. Every trial's count goes into the
+record as it ends. Exit status 1 if any trial was lost, doubled or undetected.
 """
 
 from __future__ import annotations
