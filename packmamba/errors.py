@@ -27,6 +27,8 @@ def of_machine(error: BaseException) -> str | None:
         return f"{what}{(error.strerror or text).lower()}"
     if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
         return f"out of memory ({text or type(error).__name__}); a smaller data.slots_per_batch or model needs less"
+    if text.startswith("Symlink loop"):
+        return text
     if "file write failed" in text or "PytorchStreamWriter failed" in text:
         return f"a file could not be written ({text}); is the disk full?"
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -71,7 +72,7 @@ class SequenceLayout:
             TypeError, ValueError: naming the row and document.
         """
         row_length = _integer(row_length, "row_length", minimum=1)
-        rows = [_integers(row, f"lengths[{b}]", minimum=1) for b, row in enumerate(_rows(lengths, "lengths"))]
+        rows = [_integers(row, f"lengths[{b}]", minimum=1) for b, row in enumerate(_listed(lengths, "lengths"))]
         if not rows:
             raise ValueError("lengths: expected at least one row, got none")
         _check_slots(len(rows), row_length)
@@ -83,7 +84,8 @@ class SequenceLayout:
         if offsets is None:
             places = [[0] * len(row) for row in rows]
         else:
-            places = [_integers(row, f"offsets[{b}]", minimum=0) for b, row in enumerate(_rows(offsets, "offsets"))]
+            given = enumerate(_listed(offsets, "offsets"))
+            places = [_integers(row, f"offsets[{b}]", minimum=0) for b, row in given]
             if [len(row) for row in places] != [len(row) for row in rows]:
                 raise ValueError(
                     "offsets: expected one for each length, row by row "
@@ -339,17 +341,15 @@ class SequenceLayout:
         )
 
 
-def _rows(rows: Sequence[Sequence[int]], name: str) -> list[Sequence[int]]:
-    if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
-        raise TypeError(f"{name}: expected a sequence of rows, each a sequence of integers, got {type(rows).__name__}")
-    return list(rows)
-
-
 def _integers(row: Sequence[int], name: str, minimum: int) -> list[int]:
-    if isinstance(row, (str, bytes)) or not hasattr(row, "__iter__"):
-        raise TypeError(f"{name}: expected a sequence of integers, got {type(row).__name__}")
-    values = row.tolist() if isinstance(row, Tensor) else row
-    return [_integer(value, f"{name}[{s}]", minimum) for s, value in enumerate(values)]
+    return [_integer(n, f"{name}[{s}]", minimum) for s, n in enumerate(_listed(row, name, "a sequence of integers"))]
+
+
+def _listed(values: Sequence, name: str, expected: str = "a sequence of rows, each a sequence of integers") -> list:
+    with suppress(TypeError, RuntimeError):  # also of tensors that hold one number, or none here
+        if not isinstance(values, (str, bytes)):
+            return list(values.tolist() if isinstance(values, Tensor) else values)
+    raise TypeError(f"{name}: expected {expected}, got {type(values).__name__}")
 
 
 def _integer(value: int, name: str, minimum: int) -> int:
@@ -367,8 +367,8 @@ def _integer(value: int, name: str, minimum: int) -> int:
 def _integer_tensor(tensor: Tensor, name: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected an integer tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in _INT_DTYPES:
-        raise TypeError(f"{name}: expected an integer tensor, got dtype {tensor.dtype}")
+    if tensor.dtype not in _INT_DTYPES or tensor.is_meta:
+        raise TypeError(f"{name}: expected an integer tensor of values, got dtype {tensor.dtype} on {tensor.device}")
     return tensor.to("cpu", torch.int64)
 
 

@@ -174,7 +174,9 @@ def validate_record(record: Any) -> None:
 def check_writable(folder: str | Path, key: str) -> None:
     """Raises ConfigError naming the key if the folder cannot be made or written: before work, not after it. Leaves nothing."""
     try:
-        there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+        there = next(
+            path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists() or path.is_symlink()
+        )
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise ConfigError(f"{key}: {folder} cannot be written ({error.strerror})") from None
@@ -231,6 +233,10 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
         raise ValueError(f"{folder} is not a folder")
     records = []
     for path in sorted((folder / "records").glob("*.jsonl")):
+        if not path.is_file():  # opening a pipe would wait
+            raise ValueError(
+                f"{path}: expected a file of records, got {'a link to nowhere' if path.is_symlink() else 'none'}"
+            )
         for number, line in enumerate(path.read_bytes().splitlines(), start=1):
             if not line.strip():
                 continue
@@ -239,7 +245,7 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
                 validate_record(record)
                 if record.pop("checksum", None) not in (None, _checksum(record)):
                     raise ValueError("the record is not what was written")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
             records.append(record)
     if not records:
@@ -281,6 +287,20 @@ def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, An
     if not path.is_file():
         return records
     trained = {record["arm"] for record in records if record["kind"] == "training"}
+    try:
+        said = _of_arms(path, trained)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{path} is not what a sweep wrote ({why}); the sweep's command writes it anew once it is gone"
+        ) from None
+    return [
+        record | {"sweep": said[record["arm"]]} if record["kind"] == "training" and record["arm"] in said else record
+        for record in records
+    ]
+
+
+def _of_arms(path: Path, trained: set[str]) -> dict[str, dict[str, Any]]:
     said: dict[str, dict[str, Any]] = {}
     for sweep in json.loads(path.read_text(encoding="utf-8")).values():
         absent = {arm: seeds for arm, seeds in sweep["arms"].items() if arm not in trained}
@@ -293,10 +313,7 @@ def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, An
             said[arm] = {"baseline": sweep["baseline"], "tuned": sweep["tuned"], "seeds": seeds, "absent": absent}
             said[arm] |= {"steps": sorted(steps)} if steps else {}
             said[arm] |= {name: sweep[name] for name in ("table", "apart") if name in sweep}
-    return [
-        record | {"sweep": said[record["arm"]]} if record["kind"] == "training" and record["arm"] in said else record
-        for record in records
-    ]
+    return said
 
 
 @functools.cache

@@ -1,16 +1,24 @@
 """What a configuration and a machine show is refused at once: before documents are read, and before slow imports."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from packmamba import MambaLM
+from made_records import training
+from packmamba import MambaLM, SequenceLayout, cli
 from packmamba.config import ConfigError, load_config
 from packmamba.errors import of_machine, sentence
+from packmamba.evaluation import generate, score
+from packmamba.evaluation.tasks import TASKS
+from packmamba.records import append_record, check_writable, read_records
 from packmamba.training import checks
 from packmamba.training.checks import check_run
+from packmamba.training.fit import fit
 from runs import tiny_config
 
 TOO_MUCH = {
@@ -98,3 +106,83 @@ def test_an_empty_text_and_a_huge_number_are_no_values():
     for override in ("output=''", "seed=" + "9" * 400, "data.text_key=''", "plugins=['']"):
         with pytest.raises(ConfigError, match=f"^{override.partition('=')[0]}"):
             load_config(None, [override])
+
+
+CONSTRUCTED = {
+    "a task of 10**12 tokens": (
+        lambda: TASKS["mqar"](length=10**12),
+        "length: expected at most 16777216, got 1000000000000",
+    ),
+    "a vocabulary of 10**12": (lambda: TASKS["noisy_recall"](vocab_size=10**12), "vocab_size: expected at most"),
+    "no noise": (lambda: TASKS["noisy_recall"](noise=None), "noise: expected at least 0 and below 1, got None"),
+    "documents that are a number": (
+        lambda: TASKS["passkey"](documents=3),
+        "documents: expected a sequence of texts, got int",
+    ),
+    "no requests": (
+        lambda: score(MambaLM(16, 8, 1), None),
+        "requests: expected pairs .context, continuation., got NoneType",
+    ),
+    "no model": (lambda: score(None, [([1], [2])]), "model: expected a MambaLM, got NoneType"),
+    "no prompts": (lambda: generate(MambaLM(16, 8, 1), 3), "prompts: expected lists of token ids, got int"),
+    "256 states at most": (lambda: MambaLM(16, 8, 1, d_state=257), "d_state: expected at most 256, got 257"),
+    "a list as mixer": (lambda: MambaLM(16, 8, 1, mixer=[]), "mixer: expected one of"),
+    "lengths without values": (
+        lambda: SequenceLayout.from_position_indices(torch.zeros(1, 2, dtype=torch.int64, device="meta")),
+        "position_indices: expected an integer tensor of values",
+    ),
+    "lengths of one row": (
+        lambda: SequenceLayout.from_lengths(torch.tensor(3), 4),
+        "lengths: expected a sequence of rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRUCTED)
+def test_constructors_name_what_is_wrong(case):
+    make, message = CONSTRUCTED[case]
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        make()
+
+
+def test_a_build_without_any_compiler_fails(monkeypatch, capsys):
+    rows = [{"kind": kind, "problem": "no compiler", "built": False} for kind in ("cpu", "cuda")]
+    monkeypatch.setattr("packmamba.ops.build.info", lambda: rows)
+    assert cli.main(["kernels", "build"]) == 2
+    assert capsys.readouterr().err == "packmamba: error: cpu: no compiler; cuda: no compiler\n"
+    assert cli.main(["kernels", "info"]) == 0
+
+
+def test_an_empty_file_is_no_configuration(tmp_path):
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    with pytest.raises(ConfigError, match="empty.yaml is empty; expected keys and values"):
+        load_config(tmp_path / "empty.yaml")
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"a": 3}', '{"a": {}}', '{"a": {', "\x80"])
+def test_a_damaged_sweep_json_is_named(tmp_path, content):
+    append_record(tmp_path / "records" / "a.jsonl", training("single"))
+    (tmp_path / "sweep.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match="sweep.json is not what a sweep wrote"):
+        read_records(tmp_path)
+
+
+def test_records_are_read_from_files_alone(tmp_path):
+    (tmp_path / "records").mkdir()
+    os.mkfifo(tmp_path / "records" / "a.jsonl")
+    with pytest.raises(ValueError, match="a.jsonl: expected a file of records"):
+        read_records(tmp_path)
+
+
+def test_a_link_to_nowhere_is_no_folder_to_write(tmp_path):
+    (tmp_path / "runs").symlink_to(tmp_path / "gone" / "runs")
+    with pytest.raises(ConfigError, match="runs_dir: .* cannot be written"):
+        check_writable(tmp_path / "runs" / "a", "runs_dir")
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir, os.mkfifo, lambda path: path.write_bytes(b"PK" + bytes(99))])
+def test_weights_that_are_none_are_refused_before_documents(tmp_path, make):
+    make(tmp_path / "weights")
+    with pytest.raises(ConfigError, match="^trainer.init_from: .*weights"):
+        fit(tiny_config(tmp_path, f"trainer.init_from={tmp_path}/weights"), progress=False)
+    assert not (tmp_path / "cache").exists()

@@ -80,11 +80,10 @@ def train(arguments: argparse.Namespace) -> None:
 
     # Before the other imports, which take seconds.
     config = load_config(arguments.config or CONFIGS / "train.yaml", arguments.overrides)
-    from packmamba.data.sources import open_source
-    from packmamba.training.checks import check_run
+    from packmamba.training.checks import check_documents, check_run
 
     check_run(config)
-    open_source(config.data)
+    check_documents(config)
     from packmamba.errors import Unfinished
     from packmamba.report.folder import format_table
     from packmamba.training.attempt import said_of_divergence
@@ -186,10 +185,14 @@ def reproduce(arguments: argparse.Namespace) -> None:
 
 def kernels(arguments: argparse.Namespace) -> None:
     """Build the compiled kernels for this machine, or show which are built."""
+    from packmamba.errors import KernelError
     from packmamba.ops import build
 
     if arguments.action == "build":
-        for row in build.info():
+        rows = build.info()
+        if all(row["problem"] is not None for row in rows):
+            raise KernelError("; ".join(f"{row['kind']}: {row['problem']}" for row in rows))
+        for row in rows:
             if row["problem"] is None:
                 print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
                 build.build(row["kind"])

@@ -97,6 +97,8 @@ def read_yaml(path: str | Path) -> DictConfig:
         raise ConfigError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if isinstance(loaded, ListConfig):
         raise ConfigError(f"config file {path} must hold keys and values, not a list")
+    if not loaded:
+        raise ConfigError(f"config file {path} is empty; expected keys and values")
     assert isinstance(loaded, DictConfig)
     return loaded
 

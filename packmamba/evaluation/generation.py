@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from packmamba.evaluation.passes import Start, Starts, States, log_probabilities, read
-from packmamba.evaluation.scoring import check_ids
+from packmamba.evaluation.scoring import check_ids, check_list, vocabulary
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
@@ -43,8 +43,9 @@ def generate(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    vocab_size = len(model.lm_head.weight)
-    texts = [check_ids(prompt, f"prompts[{i}]", vocab_size) for i, prompt in enumerate(prompts)]
+    vocab_size = vocabulary(model)
+    given = check_list(prompts, "prompts", "lists of token ids")
+    texts = [check_ids(prompt, f"prompts[{i}]", vocab_size) for i, prompt in enumerate(given)]
     for i, text in enumerate(texts):
         if not text:
             raise ValueError(f"prompts[{i}]: expected at least one token, got none")
@@ -59,6 +60,8 @@ def generate(
             raise TypeError(f"{name}: expected {'an integer' if kind is Integral else 'a number'}, got {value!r}")
         if not right(value):
             raise ValueError(f"{name}: expected {words}, got {value!r}")
+    if max_slots >= 2**31:
+        raise ValueError(f"max_slots: expected below 2**31, got {max_slots}")
     if stop_token is not None:
         check_ids([stop_token], "stop_token", vocab_size)
     if not texts:

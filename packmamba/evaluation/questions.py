@@ -44,7 +44,10 @@ def write_questions(folder: str | Path, name: str, examples: Sequence[Example]) 
         "doc_to_choice": "choices",
         "doc_to_target": "answer",
         "target_delimiter": "",
-        "metric_list": [{"metric": metric} for metric in ("acc", "acc_norm", "acc_bytes")],
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+            for metric in ("acc", "acc_norm", "acc_bytes")
+        ],
         "metadata": {"version": 1.0},
     }
     path = questions.with_suffix(".yaml")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -52,7 +54,9 @@ def score(
     """
     if isinstance(max_slots, bool) or not isinstance(max_slots, int) or max_slots < 1:
         raise ValueError(f"max_slots: expected an integer of at least 1, got {max_slots!r}")
-    asked = _check(requests, len(model.lm_head.weight), begin_token)
+    if max_slots >= 2**31:
+        raise ValueError(f"max_slots: expected below 2**31, got {max_slots}")
+    asked = _check(requests, vocabulary(model), begin_token)
     answers = _Answers(model)
     by_context: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for context, continuation in dict.fromkeys(asked):
@@ -151,7 +155,7 @@ def _check(requests: Any, vocab_size: int, begin_token: int | None) -> list[Requ
     if begin_token is not None:
         check_ids([begin_token], "begin_token", vocab_size)
     checked = []
-    for number, request in enumerate(requests):
+    for number, request in enumerate(check_list(requests, "requests", "pairs (context, continuation)")):
         if not isinstance(request, (tuple, list)) or len(request) != 2:
             raise TypeError(f"requests[{number}]: expected a pair (context, continuation), got {request!r:.60}")
         context = check_ids(request[0], f"requests[{number}]: context", vocab_size)
@@ -164,15 +168,36 @@ def _check(requests: Any, vocab_size: int, begin_token: int | None) -> list[Requ
     return checked
 
 
+def check_list(values: Any, name: str, expected: str) -> list[Any]:
+    """Its values. Raises TypeError naming the argument."""
+    try:
+        if isinstance(values, (str, bytes)):
+            raise TypeError
+        return list(values)
+    except (TypeError, RuntimeError):  # also of tensors that have no rows, or no values
+        raise TypeError(f"{name}: expected {expected}, got {type(values).__name__}") from None
+
+
+def vocabulary(model: Any) -> int:
+    """How many ids the model knows. Raises TypeError of what is no model."""
+    try:
+        return len(model.lm_head.weight)
+    except AttributeError:
+        raise TypeError(f"model: expected a MambaLM, got {type(model).__name__}") from None
+
+
 def check_ids(tokens: Any, name: str, vocab_size: int) -> tuple[int, ...]:
     """The ids as integers. Raises TypeError or ValueError naming the argument."""
-    if isinstance(tokens, Tensor) or hasattr(tokens, "tolist"):
-        tokens = tokens.tolist()
+    if isinstance(tokens, (Tensor, np.ndarray)):
+        try:
+            tokens = tokens.tolist()
+        except RuntimeError:
+            raise TypeError(f"{name}: expected a list of token ids, got a tensor without values") from None
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):
         raise TypeError(f"{name}: expected a list of token ids, got {type(tokens).__name__}")
     for token in tokens:
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise TypeError(f"{name}: expected integers, got {token!r}")
-        if not 0 <= token < vocab_size:
+        if isinstance(token, bool) or not isinstance(token, (Integral, Tensor)) or getattr(token, "shape", ()) != ():
+            raise TypeError(f"{name}: expected integers, got {token!r:.60}")
+        if not 0 <= int(token) < vocab_size:
             raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {token}")
     return tuple(int(token) for token in tokens)

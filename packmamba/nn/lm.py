@@ -56,9 +56,9 @@ class MambaLM(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if recompute not in RECOMPUTE:
+        if not isinstance(recompute, str) or recompute not in RECOMPUTE:
             raise ValueError(f"recompute: expected one of {', '.join(RECOMPUTE)}, got {recompute!r}")
-        if mixer not in MIXERS:
+        if not isinstance(mixer, str) or mixer not in MIXERS:
             raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer!r}")
         for name, size, most in (
             ("vocab_size", vocab_size, 2**32),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -81,8 +83,12 @@ def check_is_tensor(tensor: object, name: str) -> None:
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
 
 
+def is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_flag(name: str, flag: object) -> None:
-    if not isinstance(flag, bool):
+    if flag is not True and flag is not False:
         raise TypeError(f"{name}: expected True or False, got {flag!r}")
 
 

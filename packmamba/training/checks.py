@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from packmamba.config import Config, ConfigError, check, chosen
+from packmamba.data.sources import open_source
+from packmamba.data.tokenization import load_tokenizer
 from packmamba.nn import MambaLM
 from packmamba.training.loggers import check_loggers
 
@@ -49,13 +51,29 @@ def check_run(config: Config, here: bool = True) -> None:
         check_evaluations(config)
 
 
+def check_documents(config: Config) -> None:
+    """Refuses keys of ``data`` that the source does not take, missing files, and too small a vocabulary. Reads no document.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    size = open_source(config.data).vocab_size
+    if size is None:
+        size = load_tokenizer(config.data).vocab_size
+    if isinstance(size, int):  # else it is known once documents are read
+        check_vocabulary(config, size)
+
+
+def check_vocabulary(config: Config, corpus: int) -> None:
+    given = config.model.vocab_size
+    if given is not None and given < corpus:
+        raise ConfigError(f"model.vocab_size: expected at least {corpus}, the tokens of the corpus, got {given}")
+
+
 def make_model(config: Config, vocab_size: int) -> MambaLM:
     """The configured model for a corpus of this vocabulary. Raises ConfigError naming the key."""
     model = config.model
-    if model.vocab_size is not None and model.vocab_size < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: expected at least {vocab_size}, the tokens of the corpus, got {model.vocab_size}"
-        )
+    check_vocabulary(config, vocab_size)
     try:
         return MambaLM(
             vocab_size=model.vocab_size or vocab_size,

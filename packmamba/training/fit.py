@@ -35,7 +35,7 @@ from packmamba.training.runs import (
     run_folder,
     run_id,
 )
-from packmamba.training.start import start_from, weights_path
+from packmamba.training.start import check_start, start_from
 from packmamba.training.strategy import leave_signals
 from packmamba.training.surroundings import prepare_environment, surroundings
 from packmamba.training.trainer import make_trainer, quieten
@@ -87,8 +87,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None)
             f"trainer.max_steps: expected at least {reached}, the steps that {folder} has been trained for already, got "
             f"{config.trainer.max_steps}; give another runs_dir to train it anew"
         )
-    if config.trainer.init_from is not None and not reached:
-        weights_path(config)  # refused before documents are read
+    if not reached:
+        check_start(config)
     quieten()
     history = History(config.trainer.log_every)
     options = config.trainer

@@ -12,7 +12,7 @@ from packmamba.config import Config, ConfigError
 from packmamba.nn import MambaLM
 from packmamba.nn.checkpoint import load_weights, read_pretrained
 from packmamba.records import read_records
-from packmamba.training.checkpoint_file import read_checkpoint
+from packmamba.training.checkpoint_file import check_whole, read_checkpoint
 from packmamba.training.model_folder import PREFIX
 from packmamba.training.runs import folder_of_record
 
@@ -39,6 +39,20 @@ def start_from(config: Config, model: MambaLM) -> int | None:
     for _, tensor in sorted(weights.items()):
         checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
+
+
+def check_start(config: Config) -> None:
+    """Refuses, before documents are read, weights that are not there or not what was written. Raises ConfigError."""
+    if config.trainer.init_from is None:
+        return
+    path = weights_path(config)
+    try:
+        if path.is_file():
+            check_whole(path)
+        elif not (path / "config.json").is_file():
+            raise ConfigError(f"{HELP}, got '{path}', which holds no model")
+    except ConfigError as error:
+        raise ConfigError(f"trainer.init_from: {error}") from None
 
 
 def weights_path(config: Config) -> Path:

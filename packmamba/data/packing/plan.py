@@ -199,6 +199,8 @@ def _checked_lengths(lengths: Any) -> Integers:
         raise ValueError(
             "lengths: expected one integer for each document, got sequences of different lengths"
         ) from None
+    except (TypeError, RuntimeError):  # of a tensor that has no values here
+        raise TypeError("lengths: expected a sequence or array of integers, got a tensor without values") from None
     if array.ndim != 1:
         raise ValueError(f"lengths: expected one dimension, got shape {array.shape}")
     if not len(array):

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from packmamba.evaluation.tasks.example import Example, Span, check_integer, check_span, draw, make_example, within
+from packmamba.evaluation.tasks.example import (
+    Example,
+    Span,
+    check_integer,
+    check_number,
+    check_span,
+    draw,
+    make_example,
+    within,
+)
 
 OWN, UNWRITTEN, INTRUDING = 0, 1, 2
 """Kinds of reads: of a key that this document wrote before; of one that nobody wrote; of one that only the predecessor wrote."""
@@ -45,8 +54,7 @@ class Contradiction:
         self.events = check_span("events", events, 1)
         self.num_keys = check_integer("num_keys", num_keys, 1)
         self.num_values = check_integer("num_values", num_values, 1)
-        if not 0 < read_fraction < 1:
-            raise ValueError(f"read_fraction: expected above 0 and below 1, got {read_fraction!r}")
+        check_number("read_fraction", read_fraction, lambda share: 0 < share < 1, "above 0 and below 1")
         if not isinstance(begin, bool):
             raise ValueError(f"begin: expected true or false, got {begin!r}")
         self.read_fraction = read_fraction

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,10 @@ def draw(name: str, seed: int, index: int) -> np.random.Generator:
     return np.random.default_rng([zlib.crc32(name.encode()), int(seed), int(index)])
 
 
+MOST = 2**24
+"""Of anything that a task counts: an example of more would not fit in memory."""
+
+
 def check_span(name: str, span: Span, least: int) -> tuple[int, int]:
     """The smallest and largest. Raises ValueError naming the argument."""
     low, high = span if isinstance(span, (tuple, list)) and len(span) == 2 else (span, span)
@@ -65,6 +71,8 @@ def check_span(name: str, span: Span, least: int) -> tuple[int, int]:
         raise ValueError(
             f"{name}: expected an integer of at least {least}, or the smallest and the largest, got {span!r}"
         )
+    if high > MOST:
+        raise ValueError(f"{name}: expected at most {MOST}, got {high}")
     return low, high
 
 
@@ -72,7 +80,16 @@ def check_integer(name: str, value: int, least: int) -> int:
     """The value. Raises ValueError naming the argument."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+    if value > MOST:
+        raise ValueError(f"{name}: expected at most {MOST}, got {value}")
     return value
+
+
+def check_number(name: str, value: float, right: Callable[[float], bool], expected: str) -> float:
+    """The value. Raises ValueError naming the argument."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not right(float(value)):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    return float(value)
 
 
 def within(rng: np.random.Generator, span: tuple[int, int]) -> int:

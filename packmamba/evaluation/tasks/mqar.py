@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from packmamba.evaluation.tasks.example import Example, Span, check_integer, check_span, draw, make_example, within
+from packmamba.evaluation.tasks.example import (
+    Example,
+    Span,
+    check_integer,
+    check_number,
+    check_span,
+    draw,
+    make_example,
+    within,
+)
 
 
 class MultiQueryRecall:
@@ -28,9 +37,9 @@ class MultiQueryRecall:
         self.pairs = check_span("num_pairs", num_pairs, 1)
         self.length = check_span("length", length, 4 * self.pairs[1])
         self.vocab_size = check_integer("vocab_size", vocab_size, 2 * self.pairs[1])
-        if isinstance(power_a, bool) or not isinstance(power_a, (int, float)) or not power_a > 0:
-            raise ValueError(f"power_a: expected a number above 0, got {power_a!r}")
-        self.power_a = power_a
+        self.power_a = check_number("power_a", power_a, lambda a: a > 0, "a number above 0")
+        if power_a > 10:
+            raise ValueError(f"power_a: expected at most 10, got {power_a}")
 
     @property
     def chance(self) -> float:

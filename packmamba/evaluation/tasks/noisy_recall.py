@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from packmamba.evaluation.tasks.example import Example, Span, check_integer, check_span, draw, make_example, within
+from packmamba.evaluation.tasks.example import (
+    Example,
+    Span,
+    check_integer,
+    check_number,
+    check_span,
+    draw,
+    make_example,
+    within,
+)
 
 
 class NoisyRecall:
@@ -21,8 +30,7 @@ class NoisyRecall:
     def __init__(self, length: Span = (64, 128), vocab_size: int = 32, noise: float = 0.2) -> None:
         self.length = check_span("length", length, 4)
         self.vocab_size = check_integer("vocab_size", vocab_size, 8)
-        if not 0 <= noise < 1:
-            raise ValueError(f"noise: expected at least 0 and below 1, got {noise!r}")
+        check_number("noise", noise, lambda share: 0 <= share < 1, "at least 0 and below 1")
         self.noise = noise
         self.keys = vocab_size // 4
 

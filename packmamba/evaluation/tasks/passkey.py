@@ -6,7 +6,16 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from packmamba.evaluation.tasks.example import Example, Span, check_integer, check_span, draw, make_example, within
+from packmamba.evaluation.tasks.example import (
+    Example,
+    Span,
+    check_integer,
+    check_number,
+    check_span,
+    draw,
+    make_example,
+    within,
+)
 from packmamba.evaluation.tasks.text import check_documents
 
 DEPTHS = (0.1, 0.5, 0.9)
@@ -43,8 +52,8 @@ class Passkey:
         self.digits = check_integer("digits", digits, 1)
         self.others = check_integer("others", others, 0)
         self.length = check_span("length", length, 32 * (others + 2) + digits * (others + 2))
-        if depth is not None and not 0 <= depth <= 1:
-            raise ValueError(f"depth: expected 0 to 1 or None, got {depth!r}")
+        if depth is not None:
+            check_number("depth", depth, lambda share: 0 <= share <= 1, "0 to 1 or None")
         self.depth = depth
         self.code = b"\n".join(text.encode() for _, text in check_documents(documents))
         if len(self.code) < 2 * self.length[1]:

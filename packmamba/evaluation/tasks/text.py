@@ -28,6 +28,12 @@ def check_documents(documents: Iterable[str | tuple[str, str]] | None) -> list[t
         return list(standard_library())
     if isinstance(documents, (str, bytes)):
         raise ValueError("documents: expected a sequence of texts, got one text")
+    try:
+        documents = list(documents)
+    except TypeError:
+        raise TypeError(f"documents: expected a sequence of texts, got {type(documents).__name__}") from None
+    if wrong := [item for item in documents if not isinstance(item, (str, tuple, list))]:
+        raise TypeError(f"documents: expected texts, or pairs (package, text), got {wrong[0]!r:.60}")
     pairs = [(str(i), item) if isinstance(item, str) else tuple(item) for i, item in enumerate(documents)]
     if not pairs or not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
         raise ValueError("documents: expected at least one text, or pairs (package, text)")

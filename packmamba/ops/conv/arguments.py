@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import check_is_tensor, check_tensor
+from packmamba.ops.checks import check_flag, check_is_tensor, check_tensor
 
 
 class ConvArguments(NamedTuple):
@@ -29,7 +29,7 @@ class ConvArguments(NamedTuple):
 
     def check(self) -> None:
         """Against x and the layout, which are right."""
-        x, weight, bias, initial_state, layout, activation, _ = self
+        x, weight, bias, initial_state, layout, activation, return_final_state = self
         channels = x.shape[2]
         check_is_tensor(weight, "weight")
         if weight.dim() != 2 or not 2 <= weight.shape[1] <= 4:
@@ -42,5 +42,6 @@ class ConvArguments(NamedTuple):
         if initial_state is not None:
             shape = (layout.num_documents, channels, width - 1)
             check_tensor(initial_state, "initial_state", shape, dtypes, x, "x")
-        if activation is not None and activation != "silu":
+        if activation is not None and not (isinstance(activation, str) and activation == "silu"):
             raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
+        check_flag("return_final_state", return_final_state)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import accumulation_dtype, check_is_tensor, check_tensor
+from packmamba.ops.checks import accumulation_dtype, check_flag, check_is_tensor, check_tensor
 
 
 class ScanArguments(NamedTuple):
@@ -28,7 +28,7 @@ class ScanArguments(NamedTuple):
 
     def check(self) -> None:
         """Against u and the layout, which are right."""
-        u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, _ = self
+        u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = self
         rows, row_length, channels = shape = u.shape
         check_is_tensor(A, "A")
         if A.dim() != 2 or not 1 <= A.shape[1] <= 256:
@@ -47,5 +47,5 @@ class ScanArguments(NamedTuple):
             check_tensor(delta_bias, "delta_bias", (channels,), wide, u, "u")
         if initial_state is not None:
             check_tensor(initial_state, "initial_state", (layout.num_documents, channels, states), wide, u, "u")
-        if delta_softplus is not True and delta_softplus is not False:
-            raise TypeError(f"delta_softplus: expected True or False, got {delta_softplus!r}")
+        check_flag("delta_softplus", delta_softplus)
+        check_flag("return_final_state", return_final_state)
