@@ -43,6 +43,13 @@ def with_poison(folder, *keys, line=33):
     return config, document, step + 1
 
 
+embed = torch.nn.Embedding.forward
+
+
+def poisoned(self, tokens):
+    return embed(self, tokens).masked_fill((tokens == POISON)[..., None], torch.inf)
+
+
 def diverged(config, caplog):
     with caplog.at_level(logging.WARNING):
         metrics = fit(config, progress=False)["metrics"]
@@ -58,12 +65,7 @@ def diverged(config, caplog):
     ids=["from the start", "from a checkpoint"],
 )
 def test_the_layer_and_the_document_are_named(tmp_path, caplog, monkeypatch, line, keys):
-    embed = torch.nn.Embedding.forward
-    monkeypatch.setattr(
-        torch.nn.Embedding,
-        "forward",
-        lambda self, tokens: embed(self, tokens).masked_fill((tokens == POISON)[..., None], torch.inf),
-    )
+    monkeypatch.setattr(torch.nn.Embedding, "forward", poisoned)
     config, document, step = with_poison(tmp_path, *keys, "trainer.log_every=7", line=line)
     metrics, said = diverged(config, caplog)
     assert metrics["diverged_at_step"] == step and metrics["diverged_document"] == document
@@ -152,3 +154,15 @@ def test_weights_that_are_not_finite_are_not_started_from(tmp_path):
         ConfigError, match="^trainer.init_from: .*published: backbone.layers.1.mixer.D has values that are"
     ):
         fit(tiny_config(tmp_path, f"trainer.init_from={tmp_path}/published"), progress=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("graphs", ["false", "true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_document_is_named_on_a_gpu_too(tmp_path, caplog, monkeypatch, graphs, precision):
+    monkeypatch.setattr(torch.nn.Embedding, "forward", poisoned)
+    keys = ["trainer.accelerator=gpu", f"trainer.cuda_graphs={graphs}", f"trainer.precision={precision}"]
+    config, document, step = with_poison(tmp_path, *GREEDY, *keys, "trainer.log_every=7")
+    metrics, (said,) = diverged(config, caplog)
+    assert metrics["diverged_at_step"] == step and metrics["diverged_document"] == document
+    assert "in the output of backbone.embedding, in training document" in said
