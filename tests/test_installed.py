@@ -1,4 +1,4 @@
-"""The wheel, installed apart from the checkout: what it brings, and its commands in an empty folder."""
+"""The wheel of the source distribution, installed apart from the checkout: what it brings, its commands in an empty folder."""
 
 import os
 import subprocess
@@ -16,14 +16,17 @@ TINY = [*SYNTHETIC, "model.d_model=8", "model.n_layer=1", "trainer.max_steps=1",
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The folder that the wheel is installed in."""
+    """The folder that the wheel is installed in, which is built from the source distribution and nothing else."""
     source = tmp_path_factory.mktemp("source")
     names = ["pyproject.toml", "setup.py", "LICENSE", "packmamba", "kernels", "configs"]
     subprocess.run(["cp", "-r", *(str(ROOT / name) for name in names), str(source)], check=True)
     (source / "README.md").touch()
-    target = tmp_path_factory.mktemp("installed")
+    target, made = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("made")
+    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(made)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (distribution,) = made.glob("packmamba-*.tar.gz")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-build-isolation"]
-    subprocess.run([*pip, "--no-deps", "--target", str(target), str(source)], check=True, capture_output=True)
+    subprocess.run([*pip, "--no-deps", "--target", str(target), str(distribution)], check=True, capture_output=True)
     return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from functools import reduce
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from packaging.requirements import Requirement
 
 from packmamba.config import load_config
 from packmamba.experiments import load_bench
@@ -46,6 +48,23 @@ def test_extras_are_those_documented():
     assert set(extras) == {"test", "dev", "peers", "cuda", "eval", "integrations", "loggers", "slurm"}
     for requirement in (r for name, required in extras.items() for r in required if "packmamba[" not in r):
         assert any(mark in requirement for mark in (">=", "==")), f"{requirement} has no lower bound"
+
+
+def test_ci_s_lock_has_what_is_asked_for():
+    """Every package that CI asks for, in a version that is allowed, and the hash of its file."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    asked = [
+        *project["dependencies"],
+        *(name for extra in ("test", "dev", "eval", "integrations") for name in extras[extra]),
+    ]
+    lines = (ROOT / ".ci" / "lock.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"# .*|[a-z0-9.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    locked = dict(re.match(r"(?:# )?([a-z0-9.-]+)==(\S+)", line).groups() for line in lines if "==" in line)
+    for requirement in map(Requirement, asked):
+        if requirement.name != "packmamba":
+            version = locked.get(requirement.name.lower().replace("_", "-"))
+            assert version is not None and requirement.specifier.contains(version), requirement
 
 
 @pytest.mark.slow
