@@ -26,6 +26,7 @@ ROUNDED = [
     (r"Leaking shows .*?: (-[\d.]+)", "schemes: validation loss: packed with leak minus padded", 1),
     (r"\*\*([\d.]+)x\*\* mamba-ssm's speed", "operators: GPU: mamba-ssm, not packed, over our scan", 1),
     (r"([\d.]+)x its speed document", "operators: GPU: mamba-ssm, document by document, over our scan", 1),
+    (r"([\d.]+)x its padded batches", "integration: patched over padded", 1),
     (r"reaches ([\d.]+) % of the copy", "operators: GPU: our convolution forward, share of copy bandwidth", 0.01),
     (r"forward, ([\d.]+) % backward", "operators: GPU: our convolution backward, share of copy bandwidth", 0.01),
 ]
