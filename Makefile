@@ -51,6 +51,9 @@ test-asan:
 	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
 	"$(PYTHON)" -m pytest -q -n $(WORKERS) tests/test_operator_parity.py tests/test_cpu_kernels.py -k "not reference"
+	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
+	"$(PYTHON)" tests/faults/fuzz.py cpu 2000
 
 # Built first: under a sanitizer the compiler would run there too.
 sanitize-gpu:
