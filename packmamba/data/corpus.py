@@ -27,8 +27,8 @@ FORMAT = 1  # part of every key: raise it when the same keys and files shall giv
 
 HELD = 1 << 28
 """Bytes of a corpus that count as this process's memory, about, however much of it is read."""
-AROUND = 1 << 16
-"""What Linux maps around a place that is read."""
+AROUND = 1 << 21
+"""What Linux maps around a place that is read, at most: a huge page."""
 
 logger = logging.getLogger(__name__)
 
