@@ -62,6 +62,7 @@ def ladder():
     return [record(boundary, seed) for seed in range(1, 9) for boundary in EFFECTS]
 
 
+@pytest.mark.slow
 def test_known_effects_come_back(ladder):
     found = {(row["outcome"], row["places"]): row for row in rows(ladder, "primary")}
     expected = {"coverage": {"inside": 0.001, "beyond": -0.010}, "continuity": {"inside": 0.0, "beyond": -0.020}}
@@ -79,6 +80,7 @@ def test_known_effects_come_back(ladder):
     assert others["noise"] == pytest.approx(-0.004, abs=4e-4) and others["own scan"] == pytest.approx(0.001, abs=4e-4)
 
 
+@pytest.mark.slow
 def test_seeds_that_chose_something_and_runs_that_diverged_are_not_reported(ladder):
     tuned = [record(boundary, 101, effect=(9.0, 9.0)) for boundary in EFFECTS]
     diverged = [json.loads(json.dumps(one)) for one in ladder]

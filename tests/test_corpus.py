@@ -80,6 +80,7 @@ def test_every_document_comes_back_once_between_begin_and_end_tokens(data):
     assert corpora.skipped == {}
 
 
+@pytest.mark.slow
 def test_stdlib_corpus(stdlib):
     check_whole(stdlib)
     lengths = np.concatenate([stdlib.train.lengths, stdlib.validation.lengths])

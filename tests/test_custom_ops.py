@@ -49,6 +49,7 @@ def random_layouts(count, rows, row_length):
         yield SequenceLayout.from_lengths(lengths, row_length=row_length)
 
 
+@pytest.mark.slow
 def test_one_graph_for_a_hundred_layouts():
     torch.manual_seed(0)
     layer = PackedMamba(d_model=16, d_state=4)

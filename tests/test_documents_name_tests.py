@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "pui.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ["docs/pui.md", "CONTRIBUTING.md"])
 def test_every_test_that_a_document_names_exists(document):
     named = set(re.findall(r"(tests/\w+\.py)::(\w+)", (ROOT / document).read_text(encoding="utf-8")))

@@ -33,6 +33,7 @@ def tiny(folder, *overrides):
     return tiny_config(folder, "trainer.max_steps=2", "trainer.validate_every=2", *overrides)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_record_are_those_of_eval(tmp_path, capsys):
     path = write_config(tmp_path / "train.yaml", tiny(tmp_path, *ASKED))
     records = []

@@ -29,6 +29,7 @@ def own(record, step):
     return {name: value for name, value in point.items() if "." in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [LEAK, CARRY], ids=["leak", "carry"])
 def test_the_training_is_the_same_to_the_bit(tmp_path, keys):
     plain = tiny_config(tmp_path, *keys)

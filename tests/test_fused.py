@@ -210,6 +210,7 @@ def test_compiled_blocks_leak_where_asked(fresh_compiler):
         assert_close(results(fast, tokens, None, layouts), results(model, tokens, None, layouts))
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_all_blocks_and_layouts(fresh_compiler):
     graphs = []
 

@@ -250,6 +250,7 @@ def check_keeping(folder, device, tolerance, **options):
         assert continuing > 3
 
 
+@pytest.mark.slow
 def test_keeping_schemes_are_replayed_where_capturing_is_emulated(emulated, tmp_path):
     for lit in check_keeping(tmp_path, torch.device("cpu"), 1e-5):
         emulated.setattr(BatchGraphs, "lit", lit.model, raising=False)

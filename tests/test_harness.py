@@ -115,6 +115,7 @@ def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, 
                 assert ours["results"][name][metric] == pytest.approx(value, rel=1e-4, abs=1e-3), (name, metric)
 
 
+@pytest.mark.slow
 def test_the_harness_finds_the_model_by_its_name(checkpoint, tasks, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     results = lm_eval.simple_evaluate(

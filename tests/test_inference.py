@@ -26,6 +26,7 @@ def drawn(rng, seeds, groups, of_seeds, of_groups, rest, effect=0.0):
     return (per_target + rng.normal(0, rest, (seeds, groups))) * weights, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "of_seeds", "of_groups", "rest"), [(8, 1, 0, 0), (8, 1, 1, 1), (5, 1, 0.3, 0.3), (5, 0, 1, 1)]
 )

@@ -79,6 +79,7 @@ def test_a_patched_arm_that_leaks_is_not_timed(tmp_path, monkeypatch):
     assert not (tmp_path / "r.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_an_arm_that_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
     real = Measured.train
 

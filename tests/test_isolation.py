@@ -298,6 +298,7 @@ def test_an_argument_that_a_model_refuses(name):
     assert str(result).startswith(f"Nothing was checked: the model refuses {name}.")
 
 
+@pytest.mark.slow
 def test_our_model_by_its_layout():
     model = mamba()
     result = leakcheck(model)

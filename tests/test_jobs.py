@@ -123,6 +123,7 @@ def test_a_worker_stops_its_run_at_the_deadline_and_takes_the_next(tmp_path):
     assert worker.end(60) == "exit status 0"
 
 
+@pytest.mark.slow
 def test_what_still_runs_at_the_deadline_is_cut(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pool, "STOP_SECONDS", 0.1)
     sweep, configs = load_sweep(sweep_of(tmp_path), ["jobs=2", "deadline=1"])  # before a worker has imported PyTorch
@@ -132,6 +133,7 @@ def test_what_still_runs_at_the_deadline_is_cut(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.count("stopped after 1 s on CPU") == 2
 
 
+@pytest.mark.slow
 def test_a_second_process_takes_the_next_free_run(tmp_path):
     _, configs = load_sweep(sweep_of(tmp_path, **{"trainer.max_steps": 1}))
     with alone(run_folder(configs[0])):
@@ -188,6 +190,7 @@ def test_a_corpus_that_cannot_be_made_is_refused_before_any_work(tmp_path):
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.slow
 def test_runs_that_take_several_devices_go_one_by_one(tmp_path):
     with pytest.raises(
         ConfigError, match="^jobs: expected 1, and no deadline, where a run takes several devices, got 2 with"
@@ -241,6 +244,7 @@ def test_gpus_are_those_that_cuda_shows(monkeypatch, tmp_path):
     assert places.visible_gpus() == []
 
 
+@pytest.mark.slow
 def test_status_says_how_far_each_run_is(tmp_path, capsys):
     path = sweep_of(tmp_path, **{"trainer.max_steps": 2})
     _, configs = load_sweep(path)

@@ -28,6 +28,7 @@ def weights(config):
     return {k.removeprefix("model."): v for k, v in final_state(config)["state_dict"].items() if k.startswith("model.")}
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_s_weights_with_its_own_schedule(tmp_path):
     first = tiny_config(tmp_path)
     fit(first, progress=False)
@@ -47,6 +48,7 @@ def test_a_run_starts_from_another_s_weights_with_its_own_schedule(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_from_its_own_checkpoint_not_from_where_it_started(tmp_path):
     first = tiny_config(tmp_path)
     fit(first, progress=False)
@@ -61,6 +63,7 @@ def test_a_stopped_run_goes_on_from_its_own_checkpoint_not_from_where_it_started
     assert found["metrics"]["started_from_checksum"] == whole["metrics"]["started_from_checksum"]
 
 
+@pytest.mark.slow
 def test_each_seed_of_a_sweep_starts_from_its_own_run_of_another_sweep(tmp_path):
     sweep, configs = load_sweep(write_sweep(tmp_path, throughput_rounds=0, grid={"seed": [0, 1]}))
     run_sweep(sweep, configs, progress=False)
@@ -70,6 +73,7 @@ def test_each_seed_of_a_sweep_starts_from_its_own_run_of_another_sweep(tmp_path)
         assert losses_of(fit(later, progress=False)) == losses_of(fit(alike, progress=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -155,6 +159,7 @@ def test_compiled_code_never_falls_back_unsaid(tmp_path, monkeypatch):
     assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit) == limits
 
 
+@pytest.mark.slow
 def test_code_compiled_for_another_run_serves_only_where_it_cannot_matter(tmp_path, monkeypatch):
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))

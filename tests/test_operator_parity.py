@@ -56,6 +56,7 @@ def test_optional_arguments_absent(operator, backend, dtype):
     assert_parity(case, backend, dtype)
 
 
+@pytest.mark.slow
 @both
 @every_backend
 @given(data=st.data())

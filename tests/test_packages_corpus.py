@@ -151,6 +151,7 @@ def documents(data):
     }
 
 
+@pytest.mark.slow
 def test_of_near_copies_one_stays_whatever_the_split(site):
     for seed in range(4):
         manifest, data = made(site, seed=seed)
@@ -188,6 +189,7 @@ def test_a_mixture_has_some_files_whole_and_the_functions_of_the_others(site):
     assert whole <= {text for split in files.values() for _, text in split}
 
 
+@pytest.mark.slow
 def test_a_manifest_is_the_same_again_and_reads_as_written(site):
     first, data = made(site)
     content = Path(data.path).read_bytes()
@@ -197,6 +199,7 @@ def test_a_manifest_is_the_same_again_and_reads_as_written(site):
     assert first.hash == again.hash != make_manifest(["alpha", "beta"], progress=False).hash
 
 
+@pytest.mark.slow
 def test_other_files_are_refused_by_name(site):
     manifest, data = made(site)
     assert compare(manifest).same
@@ -210,6 +213,7 @@ def test_other_files_are_refused_by_name(site):
     assert (found.versions, found.missing) == (["beta 1.0 (here 1.1)"], ["alpha: alpha/broken.py"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -226,6 +230,7 @@ def test_refusals(site, settings, said):
         load_corpora(DataConfig(**{**vars(data), **settings}), progress=False)
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_corpus_and_takes_it_again(site, capsys):
     common = [f"cache_dir={site}/cache"]
     names = "packages=[beta,gamma,delta]"
@@ -244,6 +249,7 @@ def test_the_command_makes_a_corpus_and_takes_it_again(site, capsys):
     assert "not comparable" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_losses_are_summed_by_package(site):
     from packmamba.evaluation.asked import Asked
     from packmamba.evaluation.on_text import long_context, perplexity

@@ -31,6 +31,7 @@ def rows_of(plan: PackingPlan) -> list[list[int]]:
     return [[piece.document for piece in row] for row in plan]
 
 
+@pytest.mark.slow
 @every_strategy
 @settings(max_examples=150)
 @given(any_lengths, row_lengths, st.integers(1, 70), st.sampled_from(["truncate", "pieces"]))
@@ -165,6 +166,7 @@ NAIVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", NAIVE)
 @settings(max_examples=150)
 @given(fitting, st.integers(1, 90))

@@ -79,6 +79,7 @@ def table_cells(text):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/paper.md", "experiments/README.md"])
 def test_linked_numbers_are_the_records(document):
     text = (ROOT / document).read_text(encoding="utf-8")

@@ -216,6 +216,7 @@ def test_a_plugin_s_table_and_figure_are_in_the_report(tmp_path):
     assert "plugins: cannot import 'toy'" in (tmp_path / "output.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("toy", ["boundary scheme", "mixer"])
 def test_what_a_plugin_carries_is_gone_on_from(tmp_path, monkeypatch, toy):
     """Stopped after its third step, a run ends as one that was not."""

@@ -78,6 +78,7 @@ def test_hashes_of_corpora_are_those_from_before_there_were_parts(tmp_path):
 # --- several processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["jsonl", "text"])
 def test_the_bytes_do_not_depend_on_the_number_of_processes(data, source, small_parts, tmp_path):
     if source == "text":
@@ -110,6 +111,7 @@ def test_a_tokenizer_file_in_several_processes(data, small_parts, tmp_path):
     assert files(one) == files(two) and one.train.vocab_size == len(WORDS) + 1
 
 
+@pytest.mark.slow
 def test_the_first_broken_line_is_the_one_that_is_named(data, small_parts):
     lines = Path(data.path).read_text().splitlines()
     for number in (300, 120, 350):
@@ -239,6 +241,7 @@ def alive(number):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["tokens", "journal", "plan"])
 def test_what_cannot_be_gone_on_with_is_made_from_the_start(data, small_parts, what, caplog):
     whole = load_corpora(elsewhere(data, "whole"), progress=False)
@@ -272,6 +275,7 @@ shards.Shard.close = told
 """
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_make_one_corpus(data, small_parts):
     data.num_proc = 1
     processes = [child(data, ONE_LETTER_A_CHUNK) for _ in range(2)]
@@ -368,6 +372,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(data, small_parts,
     assert files(corpora) == files(load_corpora(elsewhere(data, "whole"), progress=False))
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_write_is_one_sentence(data, small_parts):
     data.num_proc = 2
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

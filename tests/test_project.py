@@ -29,10 +29,16 @@ CONFIGS += sorted((ROOT / "experiments").rglob("*.yaml"))
 MODELS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("module", ["config", "report.folder", "records", "data.packing"])
-def test_planning_and_reporting_need_no_torch(module):
-    code = f"import sys, packmamba.{module}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [("config report.folder records data.packing", "torch"), ("data.steps", "lightning")],  # loaders' workers
+)
+def test_what_takes_seconds_to_import_is_imported_where_it_is_needed(modules, absent):
+    imports = "".join(f"import packmamba.{module}; " for module in modules.split())
+    subprocess.run(
+        [sys.executable, "-c", f"{imports}import sys; assert {absent!r} not in sys.modules"], check=True, cwd=ROOT
+    )
 
 
 def test_environment_agrees_with_pyproject():

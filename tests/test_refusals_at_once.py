@@ -78,6 +78,7 @@ def test_several_machines_that_a_launcher_started(tmp_path, monkeypatch):
     check_run(tiny_config(tmp_path, "trainer.num_nodes=2"))
 
 
+@pytest.mark.slow
 def test_a_wrong_value_waits_for_no_slow_import():
     """Lightning alone takes four seconds to import."""
     code = (

@@ -236,6 +236,7 @@ def test_corpora_never_meet(tmp_path):
     assert "Corpus corpus-a" in page and "Corpus corpus-b" in page
 
 
+@pytest.mark.slow
 def test_records_of_others_may_say_little_and_have_any_hash(tmp_path):
     one = training("packed-reset", 0, 2.0) | {"config": {}, "curves": {}}
     write_report(write(tmp_path, [one | {"corpus_hash": "a/b"}, one | {"corpus_hash": "../c"}]))
@@ -287,6 +288,7 @@ def test_terminal_table_lines_up():
     assert len(build_sections(records, figures=False)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda folder: folder.name)
 def test_committed_tables_are_what_the_committed_records_give(folder):
     committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.*")}

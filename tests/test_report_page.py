@@ -163,6 +163,7 @@ def test_one_seed_claims_nothing(tmp_path):
     assert "parity claims" not in format_table(five)
 
 
+@pytest.mark.slow
 def test_results_need_no_torch():
     code = "import sys, packmamba.report.folder, packmamba.records; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

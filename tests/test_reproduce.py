@@ -68,6 +68,7 @@ def test_what_is_compared():
     assert compared(difference(0.1, 0.0, 0.2), difference(0.4, None, None)).text == "one seed"
 
 
+@pytest.mark.slow
 def test_every_headline_has_a_committed_number():
     for name in reproduce.reproducible():
         headlines = headlines_of(name)

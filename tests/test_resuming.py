@@ -129,6 +129,7 @@ def test_a_run_that_another_process_trains_is_refused(tmp_path):
     assert not checkpoints(folder / "checkpoints")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_written_before_the_seams_is_gone_on_from(tmp_path):
     """Of commit a0b6fb3: states that are carried, generators, AdamW's moments and learned starts under their names."""
     keys = [*CARRY, "data.mode=stream", "data.tokens_per_step=144", "model.d_model=4", "model.d_state=2",

@@ -73,6 +73,7 @@ def test_a_run_is_named_as_one_that_ends_with_its_schedule(tmp_path):
     assert len({run_id(config) for config in means}) == 4, "the mean is of the weights before the last step"
 
 
+@pytest.mark.slow
 def test_a_raised_run_ends_as_one_that_was_as_long_from_the_start(raised):
     (whole, expected), (short, first), (long, second) = raised.values()
     assert run_folder(short) == run_folder(long) and record_path(short) != record_path(long)

@@ -122,6 +122,7 @@ def write_parquet(path, texts=TEXTS, **options):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
 def test_parquet_has_the_documents_and_the_split_of_json_lines(tmp_path, expected, kind, monkeypatch):
     pa = pytest.importorskip("pyarrow")

@@ -56,6 +56,7 @@ def rows_of(step):
 # --- the schedule
 
 
+@pytest.mark.slow
 def test_every_arm_has_the_same_tokens_in_the_same_steps(tmp_path):
     arms = {name: pool(tmp_path, f"trainer.boundary={name}") for name in STARTS}
     loader = DataLoader(arms["foreign"].steps, batch_size=None, sampler=StepSampler(0, 16), num_workers=2)
@@ -245,6 +246,7 @@ class ByHand:
         self.weight = 0.99 * self.weight + 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [*STARTS, "foreign_heads"])
 def test_losses_are_those_of_pieces_computed_by_hand(tmp_path, scheme):
     data = pool(tmp_path, f"trainer.boundary={scheme}", "model.learned_initial_state=true", "model.n_layer=1")

@@ -62,6 +62,7 @@ def test_a_sweep_runs_its_grid_once(tmp_path):
     assert all(file.read_bytes() == content for file, content in files.items()), "nothing that was done is done again"
 
 
+@pytest.mark.slow
 def test_a_sweep_may_only_time(tmp_path):
     sweep, configs = load_sweep(write_sweep(tmp_path, train=False, grid={}))
     folder = run_sweep(sweep, configs, progress=False)
@@ -200,6 +201,7 @@ def test_the_step_that_is_timed_is_the_one_that_trains(tmp_path, precision):
     assert all(torch.equal(value, trained[name]) for name, value in arm.module.state_dict().items() if "model" in name)
 
 
+@pytest.mark.slow
 def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
     seconds = itertools.count()
     monkeypatch.setattr(timing, "now", lambda device: float(next(seconds)))

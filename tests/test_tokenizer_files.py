@@ -29,6 +29,7 @@ def theirs(folder):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(text=st.text())
 def test_bytes_are_bytes_in_transformers(folder, theirs, text):

@@ -144,6 +144,7 @@ def test_trainer_with_flattened_batches(family, tmp_path):
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
 
 
+@pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.parametrize("way", ["packing", "padding_free"])
 def test_trl_s_sft_trainer(way, tmp_path):

@@ -31,6 +31,7 @@ def sweep_of(tmp_path, **changes):
     return load_sweep(write_sweep(tmp_path, throughput_rounds=0, grid={"seed": [0, 1]}, **({"tune": TUNE} | changes)))
 
 
+@pytest.mark.slow
 def test_arms_take_the_values_that_are_best_in_the_mean_and_never_diverge(tmp_path):
     sweep, configs = sweep_of(tmp_path)
     queue = Queue(configs, False, tuning=Tuning(sweep.tune, configs))
@@ -58,6 +59,7 @@ def test_arms_take_the_values_that_are_best_in_the_mean_and_never_diverge(tmp_pa
     assert not {record_path(c).parent for c in tried} & {record_path(c).parent for c in queue.configs[8:]}
 
 
+@pytest.mark.slow
 def test_an_arm_without_a_value_that_does_not_diverge_fails_alone(tmp_path):
     sweep, configs = sweep_of(tmp_path, tune=TUNE | {"metric": "mqar.accuracy", "best": "most"})
     for config in Tuning(sweep.tune, configs).runs:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from packmamba.training.process import keep_freed_memory, limit_spinning
+from packmamba.training.process import imports, keep_freed_memory, limit_spinning
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,11 +84,12 @@ def train(arguments: argparse.Namespace) -> None:
 
     check_run(config)
     check_documents(config)
-    from packmamba.errors import Unfinished
-    from packmamba.report.folder import format_table
-    from packmamba.training.attempt import said_of_divergence
-    from packmamba.training.fit import fit
-    from packmamba.training.runs import record_path, run_folder
+    with imports():
+        from packmamba.errors import Unfinished
+        from packmamba.report.folder import format_table
+        from packmamba.training.attempt import said_of_divergence
+        from packmamba.training.fit import fit
+        from packmamba.training.runs import record_path, run_folder
 
     record = fit(config)
     print(f"\n{format_table([record])}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}")
@@ -99,8 +100,9 @@ def train(arguments: argparse.Namespace) -> None:
 def sweep(arguments: argparse.Namespace) -> None:
     """Train every run of a grid and report on them. The same command again resumes it; with status: show how far it is."""
     begun = time.monotonic()
-    from packmamba.errors import Unfinished
-    from packmamba.training.sweep import load_sweep, run_sweep, runs_of
+    with imports():
+        from packmamba.errors import Unfinished
+        from packmamba.training.sweep import load_sweep, run_sweep, runs_of
 
     status = "status" in arguments.overrides
     plan, configs = load_sweep(arguments.config, [word for word in arguments.overrides if word != "status"], not status)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from packmamba.training.process import die_with_parent, keep_freed_memory
+from packmamba.training.process import die_with_parent, imports, keep_freed_memory
 
 if TYPE_CHECKING:
     from packmamba.config import Config
@@ -81,10 +81,11 @@ def main(pipe: Connection) -> None:
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which all processes of a job are sent: the parent has this one stop
     keep_freed_memory()
-    import torch
+    with imports():  # takes seconds: before the first run is there
+        import torch
 
-    from packmamba.training.attempt import attempt  # takes seconds: before the first run is there
-    from packmamba.training.note import log_path
+        from packmamba.training.attempt import attempt
+        from packmamba.training.note import log_path
 
     state = "done"
     while state != "failed":
