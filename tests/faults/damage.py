@@ -52,17 +52,17 @@ def spoil(path: Path, rng: random.Random) -> str:
 
 
 def stopped(world: World) -> Config:
-    """A run that stopped after step 10 of 18."""
+    """A run that stopped after step 8 of 12."""
     config = replace(world.configs["packed"], runs_dir=str(world.folder / "stopped"))
     if not checkpoints(run_folder(config) / "checkpoints"):
-        (status,) = statuses(fork(stop_at, config, 10, output=world.folder / "stopped.txt"))
+        (status,) = statuses(fork(stop_at, config, 8, output=world.folder / "stopped.txt"))
         expect(status == 0, "lost", "no run to damage")
     return config
 
 
 def stop_at(config: Config, step: int) -> None:
     try:
-        fit(config, progress=False, stop=lambda number: number == step)
+        fit(config, progress=False, stop=lambda history: history.totals["steps"] == step)
     except Stopped:
         return
 
