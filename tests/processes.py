@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -137,7 +138,8 @@ def sweep_with_forked_workers(*arguments: str) -> int:
 def kill(*processes: multiprocessing.Process) -> None:
     """SIGKILL to each process and to what it has started."""
     for process in processes:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.join()
 

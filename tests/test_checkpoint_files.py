@@ -119,12 +119,18 @@ def test_nothing_half_written_stays_behind(config, monkeypatch):
     """A disk that is full, before the bytes are there and when they shall be on it."""
     before = {path: path.read_bytes() for path in of(config)}
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(call):
+        def of_checkpoints(*given):
+            path = os.readlink(f"/proc/self/fd/{given[0]}") if isinstance(given[0], int) else str(given[-1])
+            if ".ckpt" in path:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return call(*given)
+
+        return of_checkpoints
 
     for name in ("os.fsync", "os.replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(name, full)
+            patch.setattr(name, full(getattr(os, name.removeprefix("os."))))
             with pytest.raises(UserError, match="runs_dir: the checkpoint .*step=6.ckpt .*No space left on device"):
                 fit(config, progress=False)
         folder = run_folder(config) / "checkpoints"
