@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
