@@ -36,6 +36,7 @@ quick:
 test-faults:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" tests/faults/campaign.py seconds=120
+	"$(PYTHON)" tests/faults/cluster.py
 
 test-extras:
 	@.ci/setup "$(PREFIX)" test,eval,integrations "$(ACTIVE)"

@@ -46,6 +46,7 @@ TINY_RUN = [
 TINY_BENCH = {"packing": ["num_documents=100", "seeds=[0]", "row_lengths=[2048]"]}
 WRITES = {
     "evaluate.md": "runs/my_evaluations/tables/evaluation-parity.md",
+    "cluster.md": "runs/my_comparison/tables/training.csv",
     "own_sweep.md": "runs/my_sweep/tables/differences.md",
     "extend.md": "runs/with_my_table/tables/slots.md",
 }
