@@ -1,6 +1,7 @@
 """What a run shows as it trains is its record's, step by step, once, also where it was stopped and went on."""
 
 import csv
+import errno
 
 import lightning
 import pytest
@@ -8,7 +9,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from packmamba.data.datamodule import PackingDataModule
+from packmamba.errors import UserError
 from packmamba.training.callbacks import Stopped
+from packmamba.training.curves import OneFile
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import run_folder
@@ -72,3 +75,23 @@ def test_a_file_gets_each_line_of_progress_once(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tiny: ")]
     assert [line.split(",")[0] for line in lines] == [f"tiny: step {step}/4" for step in (1, 2, 3, 4)]
     assert f"loss={record['curves']['train'][-1]['loss']:.4f}" in lines[-1]
+
+
+def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path):
+    curves = OneFile(tmp_path)
+    for step in (2, 4, 13):
+        curves.log_metrics({"train/loss": step / 10}, step)
+    curves.path.write_text(curves.path.read_text()[:-6])  # of 13,1.3 there is 1
+    again = OneFile(tmp_path)
+    again.go_on_from(4)
+    again.log_metrics({"val/loss": 0.5}, 4)
+    assert again.path.read_text().split() == ["step,train/loss,val/loss", "2,0.2,", "4,0.4,", "4,,0.5"]
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(UserError, match=r"^runs_dir: .*metrics.csv could not be written \(No space left on device\)$"):
+        OneFile(tmp_path).log_metrics({"train/loss": 1.0}, 1)

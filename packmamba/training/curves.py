@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+from packmamba.errors import UserError
 
 
 class OneFile(Logger):
@@ -26,31 +29,42 @@ class OneFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         row = {"step": step, **metrics}
-        if not row.keys() <= set(self._names):
-            names, rows = self._read()
-            self._write(sorted({*names, *row}), rows)
-        with open(self.path, "a", newline="") as file:
-            csv.DictWriter(file, self._names).writerow(row)
+        with self._said():
+            if not row.keys() <= set(self._names):
+                self._names, rows = self._read()
+                if not row.keys() <= set(self._names):
+                    self._write(sorted({*self._names, *row}), rows)
+            with open(self.path, "a", newline="") as file:
+                csv.DictWriter(file, self._names).writerow(row)
 
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
         """Leaves out what came after this step."""
         names, rows = self._read()
-        if rows:
-            self._write(names, [row for row in rows if row["step"].isdigit() and int(row["step"]) <= step])
+        kept = [row for row in rows if None not in row.values() and int(row["step"]) <= step]  # none cut short
+        if len(kept) < len(rows):
+            with self._said():
+                self._write(names, kept)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """They are in the run's folder."""
 
-    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"runs_dir: {self.path} could not be written ({error.strerror})") from None
+
+    def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
         if not self.path.is_file():
             return [], []
         with open(self.path, newline="") as file:
-            reader = csv.DictReader(file, restval="")
+            reader = csv.DictReader(file)
             rows = list(reader)
         return list(reader.fieldnames or ()), rows
 
-    def _write(self, names: list[str], rows: list[dict[str, str]]) -> None:
+    def _write(self, names: list[str], rows: list[dict[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
         with open(temporary, "w", newline="") as file:
