@@ -139,6 +139,14 @@ def test_a_leak_that_cannot_be_is_said(tmp_path, caplog):
               for row in [batch.layout.starts[batch.layout.rows == r] for r in range(batch.layout.shape[0])]]  # fmt: skip
     counts = {strategy: record["metrics"]["documents_behind_another"] for strategy, record in records.items()}
     assert counts == {"single": 0, "greedy": sum(behind)} and sum(behind) > 0
+    tokens = sum(
+        int((batch.layout.ends - batch.layout.starts)[batch.layout.rows == r][1:].sum())
+        for step in range(2)
+        for batch in data.steps[step].batches
+        for r in range(batch.layout.shape[0])
+    )
+    doses = {strategy: record["metrics"]["tokens_behind_another"] for strategy, record in records.items()}
+    assert doses == {"single": 0, "greedy": tokens} and tokens > sum(behind)
     (table,) = training_tables(list(records.values()))
     assert [note for note in table.notes if "nothing crossed" in note] == [
         "No row of single held two documents: nothing crossed, as under reset."

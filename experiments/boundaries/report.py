@@ -14,7 +14,7 @@ from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.inference import DRAWS, Resampled, bootstrap, holm, within
 from packmamba.report.kinds import Kind
 from packmamba.report.summary import Record, interval
-from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, word
+from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
 MARGIN = 0.005
 PRIMARY = (("coverage", "foreign", "zero"), ("continuity", "own", "foreign"))
@@ -172,6 +172,7 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
             Column("peak memory", ("peak_memory_bytes",)),
             Column("states", ("state_bytes",)),
             Column("age, steps", ("state_age_steps",)),
+            Column("dose", ("dose",)),
         ],
     )
     for setting, here in settings.items():
@@ -184,14 +185,24 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
                 *(number(_mean(arm, span), ".4f") for span in _spans(setting.T).values()),
                 number(runs["real_tokens_per_second"].mean(), ",.0f"), gibibytes(_optional(arm, "peak_memory_bytes")),
                 gibibytes(_optional(arm, "state_bytes")), number(_optional(arm, "state_age_steps"), ".0f"),
+                percent(_dose(arm)),
             ])  # fmt: skip
-    table.notes = ["Tokens/s are of training runs, several at a time on a GPU: speed.yaml compares arms in turns."]
+    table.notes = [
+        "Tokens/s are of training runs, several at a time on a GPU: speed.yaml compares arms in turns. Dose: the share of "
+        "tokens that stand behind another document in their row."
+    ]
     return table
 
 
 def _mean(arm: Arm, span: tuple[float, float]) -> float | None:
     nats, targets, seeds = arm.losses(*span)
     return float(nats.mean(axis=0).sum() / targets.sum()) if targets.size and seeds else None
+
+
+def _dose(arm: Arm) -> float | None:
+    """Share of the tokens that stand behind another document in their row."""
+    behind = _optional(arm, "tokens_behind_another")
+    return None if behind is None else behind / arm.runs["real_tokens"].mean()
 
 
 def _optional(arm: Arm, metric: str) -> float | None:

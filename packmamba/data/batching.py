@@ -55,6 +55,7 @@ class StepBatch:
         num_targets: real targets of the whole step, over the batches of all ranks: the loss's denominator.
         num_tokens, num_slots: real tokens and slots of the whole step.
         num_behind: of all ranks' documents, or pieces of them, those that lie behind another one in their row.
+        tokens_behind: theirs.
     """
 
     batches: list[PackedBatch]
@@ -62,6 +63,7 @@ class StepBatch:
     num_tokens: int
     num_slots: int
     num_behind: int = 0
+    tokens_behind: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         return replace(self, batches=[batch.to(device, non_blocking=non_blocking) for batch in self.batches])
@@ -96,10 +98,13 @@ class Arrangement:
         targets, tokens = (before[:, rows + 1] - before[:, rows]).sum(axis=1).tolist()
         return targets, tokens, sum(len(group) * int(self.plan.slots[group].max()) for group in groups)
 
-    def count_behind(self, groups: list[np.ndarray]) -> int:
-        """Pieces in these batches that lie behind another in their row."""
+    def count_behind(self, groups: list[np.ndarray]) -> tuple[int, int]:
+        """Pieces in these batches that lie behind another in their row, and their tokens."""
         rows = np.concatenate(groups)
-        return int((self.plan.row_offsets[rows + 1] - self.plan.row_offsets[rows] - 1).clip(0).sum())
+        firsts, ends = self.plan.row_offsets[rows], self.plan.row_offsets[rows + 1]
+        tokens = self._counts_before[1, rows + 1] - self._counts_before[1, rows]
+        alone = self.plan.length[firsts[firsts < ends]].sum()
+        return int((ends - firsts - 1).clip(0).sum()), int(tokens.sum() - alone)
 
     @cached_property
     def _counts_before(self) -> np.ndarray:

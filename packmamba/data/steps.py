@@ -29,7 +29,7 @@ class StepDataset(Dataset):
         missing = -len(groups) % ranks
         batches += [empty_batch()] * (-(-len(groups) // ranks) - len(mine))
         targets, tokens, slots = arrangement.count(groups)
-        return StepBatch(batches, targets, tokens, slots + missing, arrangement.count_behind(groups))
+        return StepBatch(batches, targets, tokens, slots + missing, *arrangement.count_behind(groups))
 
 
 class StepSampler(Sampler[int]):

@@ -39,7 +39,7 @@ class History(Callback):
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
         self.totals: dict[str, float] = {"steps": 0, "real_tokens": 0, "slots": 0, "targets": 0, "seconds": 0.0}
-        self.totals["documents_behind"] = 0
+        self.totals |= {"documents_behind": 0, "tokens_behind": 0}
         self.extremes: dict[str, float] = {}
         self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
         self.train: list[dict[str, float]] = []
@@ -65,7 +65,8 @@ class History(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, value in state_dict.items():
             setattr(self, name, value)
-        self.totals.setdefault("documents_behind", math.nan)  # of a checkpoint from before they were counted
+        for name in ("documents_behind", "tokens_behind"):
+            self.totals.setdefault(name, math.nan)  # of a checkpoint from before they were counted
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.restart_clock()
@@ -152,6 +153,7 @@ class History(Callback):
         self._count(real_tokens=tokens, slots=slots, seconds=seconds)
         self.totals["targets"] += batch.num_targets
         self.totals["documents_behind"] += batch.num_behind
+        self.totals["tokens_behind"] += batch.tokens_behind
         for name, amount in (("tokens", tokens), ("targets", batch.num_targets)):
             for which, choose in (("least", min), ("most", max)):
                 key = f"{name}_per_step_{which}"
