@@ -32,7 +32,10 @@ MODELS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "absent"),
-    [("config report.folder records data.packing", "torch"), ("data.steps", "lightning")],  # loaders' workers
+    [
+        ("config report.folder records data.packing", "torch"),
+        ("data.steps training.sweep", "lightning"),
+    ],  # loaders' workers; a refused key
 )
 def test_what_takes_seconds_to_import_is_imported_where_it_is_needed(modules, absent):
     imports = "".join(f"import packmamba.{module}; " for module in modules.split())

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from packmamba.config import Config
 from packmamba.errors import ConfigError
 from packmamba.training.worker import Place
 
@@ -95,3 +96,7 @@ def _keep(gpu: Gpu, locks: contextlib.ExitStack) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def several_devices(config: Config) -> bool:
+    return config.trainer.devices * config.trainer.num_nodes > 1

@@ -20,6 +20,7 @@ from packmamba.training.callbacks import newest_step
 from packmamba.training.claims import taken
 from packmamba.training.fit import fit
 from packmamba.training.note import Outcome, log_path
+from packmamba.training.places import several_devices
 from packmamba.training.runs import record_path, run_folder
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place, Worker
@@ -235,10 +236,6 @@ def close(queue: Queue, worker: Worker, number: int) -> None:
     if outcome.state == "failed":
         worker.end(STOP_SECONDS)
     queue.close(number, outcome, worker.place.name)
-
-
-def several_devices(config: Config) -> bool:
-    return config.trainer.devices * config.trainer.num_nodes > 1
 
 
 @contextmanager

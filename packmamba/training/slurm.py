@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Optional
 from packmamba.config import Config, ConfigError, Holds, at_least, key
 from packmamba.training.claims import Taken, alone, taken
 from packmamba.training.note import Outcome, read_note
-from packmamba.training.pool import Queue
 from packmamba.training.runs import record_path, run_folder
 from packmamba.training.worker import ROOT
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     import submitit
 
     from packmamba.training.job import Train
+    from packmamba.training.pool import Queue
 
 POLL_SECONDS = 5.0
 OVER_SECONDS = 60.0

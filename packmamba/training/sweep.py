@@ -34,13 +34,11 @@ from packmamba.config import (
 )
 from packmamba.records import append_record, check_writable, write_sweep
 from packmamba.training.checks import check_run
-from packmamba.training.places import places
-from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side, several_devices
+from packmamba.training.places import places, several_devices
+from packmamba.training.process import imports
 from packmamba.training.runs import may_be_raised
 from packmamba.training.slurm import SlurmConfig, run_as_jobs, slurm_executor
-from packmamba.training.surroundings import prepare_environment
 from packmamba.training.table import TableConfig, check_table
-from packmamba.training.throughput import measure_throughput
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place
 
@@ -231,6 +229,8 @@ def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
 
 def runs_of(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
     """All runs of a sweep in their order: first those that choose values, then the others, with their values once known."""
+    from packmamba.training.pool import Queue
+
     return Queue(configs, False, tuning=Tuning(sweep.tune, configs)).configs
 
 
@@ -245,6 +245,10 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     """
     output = Path(sweep.output)
     check_writable(output / "records", "output")
+    with imports():  # takes seconds: a wrong key has been refused
+        from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side
+        from packmamba.training.surroundings import prepare_environment
+        from packmamba.training.throughput import measure_throughput
     executor = None
     if sweep.launcher == "slurm":
         executor = slurm_executor(sweep.slurm, sweep.jobs, sweep.name or "sweep", sweep.output)
