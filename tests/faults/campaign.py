@@ -73,6 +73,12 @@ def _commit() -> str:
 
 
 def main(words: list[str]) -> int:
+    import kills  # what every fork shall have imported
+
+    from processes import start_server
+
+    assert kills.World
+    start_server()
     given = dict(word.split("=", 1) for word in words)
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     record = Path(given["record"]) if "record" in given else None
