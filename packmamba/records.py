@@ -191,7 +191,7 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     validate_record(record)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(record | {"checksum": _checksum(record)}, allow_nan=False, sort_keys=True).encode() + b"\n"
+    line = json.dumps({**record, "checksum": _checksum(record)}, allow_nan=False, sort_keys=True).encode() + b"\n"
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some shared file systems lock no folders
