@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtr
 
-from experiments.boundaries.runs import LEAKS, REACH, STARTS, Arm, Setting, arms, by_setting, is_ladder
+from experiments.boundaries.runs import EXPLAINED, LEAKS, REACH, STARTS, Arm, Setting, arms, by_setting, is_ladder
 from packmamba.records import METRICS
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.inference import DRAWS, Resampled, bootstrap, holm, within
@@ -246,4 +246,9 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "starts", caption)]
 
 
-KINDS = {"training": Kind(starts_tables, starts_figures, metrics=METRICS["training"])}
+def explained(records: Sequence[Record]) -> dict[str, str]:
+    names = {arm.name for arm in arms(records)}
+    return {name: what for name, what in EXPLAINED.items() if any(each.startswith(name) for each in names)}
+
+
+KINDS = {"training": Kind(starts_tables, starts_figures, metrics=METRICS["training"], arms=explained)}

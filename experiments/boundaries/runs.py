@@ -19,6 +19,20 @@ LEAKS = {
     "leak_scan": "leak, scan",
     "foreign_heads": "foreign heads",
 }
+EXPLAINED = {
+    "zero": "a piece that goes on with a document starts from zero",
+    "noise": "from noise with the mean and variance of the states that rows leave",
+    "foreign": "from the state that another stream left in the same step as its own did",
+    "own": "from the state that its document's last piece left",
+    "own scan": "from that state in the scan, from zero in the convolution",
+    "whole": "documents in rows of 65,536 tokens, not cut at T",
+    "shuffled": "the pool's rows in random order, all from zero",
+    "rows": "documents end to end in shuffled rows, all from zero",
+    "leak": "the same rows; states run on from document to document inside a row",
+    "foreign heads": "the same rows; a document behind another starts from a third one's state",
+    "learned": "the same rows; documents start from a learned state",
+}
+"""What arms do, whose names begin so."""
 TUNING = 100
 """Seeds from here on are for choices, and are not reported."""
 REACH = 32
