@@ -37,6 +37,7 @@ test-faults:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" tests/faults/campaign.py seconds=120
 	"$(PYTHON)" tests/faults/cluster.py
+	"$(PYTHON)" tests/faults/inputs.py seconds=120
 
 test-extras:
 	@.ci/setup "$(PREFIX)" test,eval,integrations "$(ACTIVE)"

@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -203,6 +203,10 @@ class QuestionsConfig:
         {"next_line": {"documents": "validation"}}, "Parameters of the task, such as options.next_line.context=512."
     )
     plugins: list[str] = key([], "Python modules to import first.")
+
+    def problems(self) -> Iterator[str]:
+        if not self.data.validation_fraction:
+            yield "data.validation_fraction: expected above 0, since questions are made from what is held out, got 0"
 
 
 def write_task(folder: str, overrides: Sequence[str]) -> Path:

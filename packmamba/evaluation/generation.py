@@ -60,6 +60,7 @@ def generate(
             raise TypeError(f"{name}: expected {'an integer' if kind is Integral else 'a number'}, got {value!r}")
         if not right(value):
             raise ValueError(f"{name}: expected {words}, got {value!r}")
+    temperature = float(temperature)
     if max_slots >= 2**31:
         raise ValueError(f"max_slots: expected below 2**31, got {max_slots}")
     if stop_token is not None:

@@ -70,8 +70,12 @@ def subject_of(model: Any, boundaries: str, vocab_size: int | None) -> Subject:
     if not callable(model) or isinstance(model, type):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model_or_callable: expected a model or a callable, got {kind}")
+    if not isinstance(boundaries, str):
+        raise TypeError(f"boundaries: expected a name, got {type(boundaries).__name__}")
     if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 3):
         raise ValueError(f"vocab_size: expected an integer of at least 3, got {vocab_size!r}")
+    if vocab_size is not None and vocab_size > 2**24:
+        raise ValueError(f"vocab_size: expected at most {2**24}, got {vocab_size}")
     if isinstance(getattr(model, "_orig_mod", model), MambaLM):  # of a compiled model, what it was made of
         _check_unasked(boundaries, "layout", "a MambaLM has layouts")
         return _of_layouts(model, vocab_size)

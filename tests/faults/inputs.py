@@ -1,0 +1,96 @@
+"""The campaign of wrong inputs: python tests/faults/inputs.py [seconds=120] [seed=0] [record=<file>] [only=<word>].
+
+Trials are shuffled by the seed and tried until the time is over; without `seconds`, all of them. Each is one command with one
+fault in this process, or one call of a public function with one wrong argument. Exit status 1 if any was not refused as it
+should be: by one sentence that names it, with status 2, before anything is written, within seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import campaign as faults  # which also says where the rest lies
+import constructors
+import files
+import keys
+import torch
+import words
+from trials import Trial as Trial
+from trials import try_out
+
+import packmamba.report.folder
+import packmamba.training.fit  # noqa: F401
+from made_records import training
+from packmamba import MambaLM
+
+WHOLE = ("key", "file", "folder")
+"""Kinds whose faults have rows of their own."""
+Try = Callable[[Path], "str | None"]
+
+
+def trials(model: Path) -> Iterator[tuple[str, str, Try]]:
+    """(row of the table, what is tried, how) of all; ``model`` is the folder of a good one."""
+    record = json.dumps(training("single", corpus="c")) + "\n"
+    commands = [
+        *keys.every(), *files.sources(), *files.configurations(), *files.models(model), *files.records(record), *files.outputs(),
+        *words.commands(), *words.assignments(),
+    ]  # fmt: skip
+    for trial in commands:
+        first = trial.kind.partition(":")[0]
+        row = trial.kind if first in WHOLE else first
+        yield f"{row}, a command", str(trial), lambda folder, trial=trial: try_out(trial, folder)
+    for name, target in constructors.targets(("reference", "cpu")).items():
+        for argument, value in constructors.every(target):
+            said = f"{name}({argument}={value!r:.40})"
+            how = lambda _, target=target, argument=argument, value=value: constructors.problem(target, argument, value)  # noqa: E731
+            yield f"argument of {name.partition(' ')[0]}", said, how
+
+
+def campaign(
+    folder: Path, seconds: float = float("inf"), seed: int = 0, only: str = "", say: Any = print
+) -> dict[str, Any]:
+    """The record, as report.py reads it."""
+    torch.set_num_threads(1)
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    MambaLM(300, 8, 1).save_pretrained(folder / "model")
+    every = [trial for trial in trials(folder / "model") if only in f"{trial[0]} {trial[1]}"]
+    random.Random(seed).shuffle(every)
+    begun, found = time.monotonic(), {}
+    for number, (kind, what, how) in enumerate(every):
+        if time.monotonic() - begun > seconds:
+            break
+        place = folder / str(number)
+        place.mkdir()
+        wrong = how(place)
+        counts = found.setdefault(kind, dict.fromkeys(faults.COUNTS, 0))
+        counts["trials"] += 1
+        if wrong is not None:
+            counts["undetected"] += 1
+            say(f"[{kind}] {what}: {wrong}", flush=True)
+    return {"campaign": "inputs", "commit": faults._commit(), "seconds": round(time.monotonic() - begun, 1), "seed": seed,
+            "kinds": dict(sorted(found.items()))}  # fmt: skip
+
+
+def main(given: dict[str, str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="inputs-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        made = campaign(
+            Path(folder), float(given.get("seconds", "inf")), int(given.get("seed", 0)), given.get("only", "")
+        )
+    if "record" in given:
+        Path(given["record"]).write_text(json.dumps(made, indent=1) + "\n")
+    total = {name: sum(counts[name] for counts in made["kinds"].values()) for name in faults.COUNTS}
+    print(", ".join(f"{name} {count}" for name, count in total.items()) + f" in {made['seconds']:.0f} s")
+    return int(any(total[name] for name in faults.COUNTS[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(dict(word.split("=", 1) for word in sys.argv[1:])))

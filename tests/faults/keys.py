@@ -1,0 +1,104 @@
+"""Faults of keys: every key of every command with values of the wrong type, out of range, null, huge or empty."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from files import LINES, write
+from trials import Trial
+
+from packmamba.cli.corpus import CorpusConfig
+from packmamba.cli.leaks import LeakCheckConfig
+from packmamba.cli.models import EvalConfig, GenerateConfig, QuestionsConfig
+from packmamba.config import Config
+
+ZERO_IS_RIGHT = {
+    "data.corpus_seed",
+    "data.num_workers",
+    "optimizer.weight_decay",
+    "optimizer.warmup_steps",
+    "optimizer.final_lr_fraction",
+    "trainer.average_share",
+    "trainer.leakcheck_every",
+    "seed",
+    "throughput_rounds",
+    "temperature",
+}
+WRONG = {
+    int: {
+        "word": "many",
+        "fraction": "1.5",
+        "list": "[1,2]",
+        "keys": "{a: 1}",
+        "nan": ".nan",
+        "inf": ".inf",
+        "negative": "-1",
+        "huge": "1" + "0" * 30,
+        "empty": "''",
+        "truth": "true",
+    },
+    float: {
+        "word": "many",
+        "list": "[0.1]",
+        "keys": "{a: 1}",
+        "nan": ".nan",
+        "inf": ".inf",
+        "negative": "-1",
+        "huge": "1e400",
+        "empty": "''",
+        "truth": "true",
+    },
+    bool: {"word": "many", "number": "7", "list": "[true]", "keys": "{a: true}", "empty": "''"},
+    str: {"list": "[a]", "keys": "{a: b}", "empty": "''", "nul": '"a\\0b"', "long": "x" * 5000},
+    list: {"word": "many", "number": "7", "keys": "{a: b}", "nested": "[[a]]", "nulls": "[null]"},
+    dict: {"word": "many", "number": "7", "list": "[a]"},
+    Any: {"word": "many", "list": "[1]", "keys": "{a: 1}", "negative": "-1", "fraction": "1.5", "nan": ".nan"},
+}
+"""By a key's type."""
+
+
+def faults(schema: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(key, kind of fault, value) of every key of a dataclass."""
+    hints = get_type_hints(schema)
+    for key in fields(schema):
+        if is_dataclass(hints[key.name]):
+            yield from faults(hints[key.name], f"{prefix}{key.name}.")
+            continue
+        kinds = get_args(hints[key.name]) if NoneType in get_args(hints[key.name]) else (hints[key.name],)
+        kind = get_origin(kinds[0]) or kinds[0]
+        for fault, value in WRONG[kind].items():
+            yield prefix + key.name, fault, value
+        if NoneType not in kinds:
+            yield prefix + key.name, "null", "null"
+        if kind in (int, float) and prefix + key.name not in ZERO_IS_RIGHT:
+            yield prefix + key.name, "zero", "0"
+
+
+def of_command(schema: type, *words: str, last: tuple[str, ...] = ()) -> Iterator[Trial]:
+    for key, fault, value in faults(schema):
+        yield Trial(f"key: {fault}", (*words, f"{key}={value}", *last), re.escape(key.rpartition(".")[2]))
+
+
+SMALL = (
+    "data.source=jsonl", "data.path=docs", "model.d_model=8", "model.n_layer=1", "trainer.max_steps=1", "trainer.accelerator=cpu",
+    "data.num_proc=1",
+)  # fmt: skip
+
+
+def every() -> Iterator[Trial]:
+    """Of the commands that take keys."""
+    prepare = write("docs", LINES)
+    for schema, argv in (
+        (Config, ("train", *SMALL)),
+        (EvalConfig, ("eval", "nowhere")),
+        (GenerateConfig, ("generate", "nowhere", "hello")),
+        (QuestionsConfig, ("questions", "out")),
+        (LeakCheckConfig, ("leakcheck", "nowhere")),
+        (CorpusConfig, ("corpus",)),
+    ):
+        for trial in of_command(schema, *argv):
+            yield replace(trial, prepare=prepare, names="" if schema in (EvalConfig, QuestionsConfig) else trial.names)
