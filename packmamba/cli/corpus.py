@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from packmamba.config import ConfigError, DataConfig, Holds, above, at_least, key, load
+from packmamba.config import ConfigError, DataConfig, Holds, above, at_least, each, key, load
 from packmamba.records import check_writable
 
 MANIFEST, CARD, TEXT, TOKENIZER = "packages.jsonl.gz", "card.json", "card.md", "tokenizer.json"
@@ -20,7 +20,11 @@ class CorpusConfig:
 
     output: str = key("runs/corpus", "Folder for the manifest, its card and the tokenizer.")
     manifest: Optional[str] = key(None, "A manifest that is there: takes exactly its files; null makes one.")
-    packages: list[str] = key([], "The packages of a new manifest; none: all that are installed.")
+    packages: list[str] = key(
+        [],
+        "The packages of a new manifest; none: all that are installed.",
+        each(Holds("names of packages", lambda name: isinstance(name, str))),
+    )
     validation_fraction: float = key(
         0.1,
         "Share of the bytes that a new manifest holds out, in whole packages.",

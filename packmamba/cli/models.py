@@ -14,7 +14,18 @@ from typing import Any, Optional
 
 from omegaconf import OmegaConf
 
-from packmamba.config import ConfigError, DataConfig, at_least, key, load, named, parse_override, resolve, suggest
+from packmamba.config import (
+    ConfigError,
+    DataConfig,
+    Holds,
+    at_least,
+    key,
+    load,
+    named,
+    parse_override,
+    resolve,
+    suggest,
+)
 from packmamba.records import append_record, check_writable, make_record, read_records, write_items
 
 
@@ -233,7 +244,11 @@ class GenerateConfig:
     temperature: float = key(
         0.0, "0: the most likely token; else logits are divided by it and a token is drawn.", at_least(0)
     )
-    top_p: float = key(1.0, "Draw among the most likely tokens whose probabilities reach this sum.")
+    top_p: float = key(
+        1.0,
+        "Draw among the most likely tokens whose probabilities reach this sum.",
+        Holds("above 0 and at most 1", lambda p: 0 < p <= 1),
+    )
     seed: int = key(0, "Seed of the draws.", at_least(0))
     device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
     dtype: Optional[str] = key(None, "dtype of the weights: float64, float32, bfloat16, float16; null: as they are.")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from packmamba import cli
 
+"".encode("utf-16be")  # its codec is loaded by who may read it
 SECONDS = 5.0
 """How long a refusal may compute, imports not counted; waiting, twelve times as long."""
 GIGABYTES = 1

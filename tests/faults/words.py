@@ -42,7 +42,7 @@ def commands() -> Iterator[Trial]:
     yield Trial("command: none", ())
     for command in COMMANDS:
         yield Trial("option: unknown", (command, "--nope"), "nope|required|expected")
-        yield Trial("option: unknown", (command, *["x"] * NEEDS.get(command, 0), "-q=3"), "q=3|x")
+        yield Trial("option: unknown", (command, *["x"] * NEEDS.get(command, 0), "-q=3"), "q=3|x|required")
     for command, count in NEEDS.items():
         for given in range(count):
             yield Trial("argument: missing", (command, *["x"] * given), "required|expected|x")
