@@ -377,7 +377,7 @@ def test_tokenizer_file_errors_are_one_sentence(tokenizer_file, tmp_path, monkey
     assert "its special tokens: <|end|>" in error(tokenizer=str(tokenizer_file))
     assert "data.begin_token '<s>' is not a token of" in error(tokenizer=str(tokenizer_file))
     assert "data.end_token '</s>' is not a token of" in error(tokenizer=str(tokenizer_file), begin_token=None)
-    assert "data.begin_token: expected a token or null, got ''" in error(begin_token="")
+    assert "data.begin_token: expected text, got ''" in error(begin_token="")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "needs the package tokenizers" in error(tokenizer=str(tokenizer_file))
 
