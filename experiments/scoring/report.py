@@ -182,7 +182,11 @@ EXACTNESS = (
     "largest_difference", "greedy", "greedy_flips", "choice_flips", "shuffled_differ", "split_differ", "unshared_differ",
 )  # fmt: skip
 KINDS = {
-    "exactness": Kind(exactness_tables, metrics=EXACTNESS),
+    "exactness": Kind(
+        exactness_tables,
+        label=lambda records: summary.of_kind(records, "exactness")[0]["config"]["device"],
+        metrics=EXACTNESS,
+    ),
     "scoring": Kind(
         scoring_tables,
         scoring_figures,
