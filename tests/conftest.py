@@ -2,9 +2,8 @@ import gc
 import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-)  # else asking for a GPU starts CUDA, and no fork may use it then
+# Else asking for a GPU starts CUDA, and no fork may use it then.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of processes that import PyTorch
 
 import pytest
