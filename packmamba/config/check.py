@@ -61,7 +61,7 @@ def _values(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _rules(config: Any, prefix: str) -> Iterator[tuple[str, Any, Rule, str]]:
     """(key, value, rule, what may be said of null) of every rule that applies."""
-    hints = _hints(type(config))
+    hints = _hints(type(config))  # type: ignore[arg-type]
     for key in fields(config):
         value = getattr(config, key.name)
         if is_dataclass(value):

@@ -52,7 +52,7 @@ def load(
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> Schema:
     """The dataclass ``schema`` from its defaults, then each layer, named in errors by where it comes from; see ``load``."""
-    config = copy.deepcopy(_defaults(schema))
+    config = copy.deepcopy(_defaults(schema))  # type: ignore[arg-type]
     for update, origin in layers:
         config = _merge(config, update, origin)
     try:

@@ -1,7 +1,8 @@
 """Whether a corpus's files are what was written.
 
-``meta.json`` holds a checksum of each file but the offsets, which follow from the lengths; the corpus hash is made of the
-same checksums. Opening a large corpus reads its lengths and offsets (12 bytes a document), a whole check every byte.
+``meta.json`` holds a checksum of each file but the offsets, which follow from the lengths, and of itself; the corpus hash is
+made of the files' checksums. Opening a large corpus reads its lengths and offsets (12 bytes a document), a whole check
+every byte.
 """
 
 from __future__ import annotations
@@ -41,11 +42,23 @@ def corpus_hash(vocab_size: int, begin_id: int | None, end_id: int | None, check
     return hashlib.blake2b(json.dumps(header).encode(), digest_size=16).hexdigest()
 
 
+def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
+    (folder / META).write_text(json.dumps({**meta, "checksum": _checksum(meta)}, indent=1))
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
+    """Of corpora from before it had a checksum, as it is. ValueError if it is not as it was written."""
     try:
-        return json.loads((folder / META).read_text())
+        meta = json.loads((folder / META).read_text())
     except ValueError as error:
         raise ValueError(f"{folder / META} is not JSON ({error})") from None
+    if not isinstance(meta, dict) or meta.pop("checksum", None) not in (None, _checksum(meta)):
+        raise ValueError(f"{folder / META} has changed since it was written")
+    return meta
+
+
+def _checksum(meta: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(meta, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def check(folder: Path, whole: bool = False) -> None:

@@ -308,7 +308,7 @@ class Joined:
         }
         for split in SPLITS:
             integrity.write_offsets(self.folder, split)
-        (self.folder / integrity.META).write_text(json.dumps(meta, indent=1))
+        integrity.write_meta(self.folder, meta)
         for path in (*self.folder.iterdir(), self.folder):
             integrity.sync(path)
         integrity.check(self.folder, whole=True)
