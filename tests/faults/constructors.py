@@ -297,7 +297,7 @@ def changed(value: Any) -> list[Any]:
         value.double(),
         value.half(),
         value.to("meta"),
-        value.numpy(),
+        value.cpu().numpy(),
         value.tolist(),
         torch.cat([value, value]),
         torch.cat([value, value], -1),
