@@ -1,5 +1,6 @@
 """One process at a time in a folder, on one machine and on several, with locks that reach them all and without."""
 
+import errno
 import os
 import time
 
@@ -22,15 +23,20 @@ def elsewhere(monkeypatch, name="another machine", locks=True):
 
 
 def race(folder, name, start):
-    """0 for the process that gets the folder."""
+    """0 for the process that gets the folder, and keeps it until five others have not."""
+    lost = folder.parent / "lost"
+    lost.mkdir(exist_ok=True)
     claims._kernel, claims._lock = (lambda: name), (lambda file, kind: None)
     while not start.exists():
         time.sleep(0.001)
     try:
         with alone(folder):
-            time.sleep(0.5)
+            end = time.monotonic() + 20
+            while len(os.listdir(lost)) < 5 and time.monotonic() < end:
+                time.sleep(0.01)
             return 0
     except Taken:
+        (lost / name).touch()
         return 1
 
 
@@ -95,6 +101,28 @@ def test_a_process_that_was_killed_loses_its_claim_at_once_on_its_machine(tmp_pa
     assert not taken(folder)
     with alone(folder):
         pass
+
+
+def test_a_process_that_was_killed_as_it_claims_keeps_nobody_out(tmp_path):
+    folder = tmp_path / "run"
+    assert statuses(fork(dies_in_claiming, folder, output=tmp_path / "output.txt")) == [5]
+    with alone(folder):
+        pass
+
+
+def dies_in_claiming(folder):
+    os.link = claims.json.dump = lambda *_: os._exit(5)
+    with alone(folder):
+        pass
+
+
+def test_a_file_system_without_links_has_claims(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    with alone(tmp_path):
+        assert "pid" in (tmp_path / "claim-1").read_text()
 
 
 def dies_with(folder):

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -31,6 +31,7 @@ LOST_SECONDS = 120.0
 """A claim of another machine that was not renewed for so long is lost: that machine is off, or has lost the folder."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 _NAME = re.compile(r"claim-(\d+)")
 
 
@@ -60,7 +61,8 @@ def alone(folder: Path, key: str = "runs_dir", does: str = "trains this run") ->
             if not (tries := tries - 1):
                 break
             time.sleep(0.02)
-        claim = None if locked is False or _lives(folder, locked) else Claim.take(folder)
+        before = _claims(folder)
+        claim = None if locked is False or _lives(folder, before, locked) else Claim.take(folder, before)
         if claim is None:
             raise Taken(f"another process {does}, in {folder}; wait for it, or stop it")
         _held[folder.resolve()] = claim
@@ -78,7 +80,7 @@ def taken(folder: Path) -> bool:
     try:
         with open(folder / "lock") as file:
             locked = _lock(file, fcntl.LOCK_SH)
-            return locked is False or _lives(folder, locked)
+            return locked is False or _lives(folder, _claims(folder), locked)
     except FileNotFoundError:
         return False
 
@@ -100,20 +102,20 @@ class Claim:
         threading.Thread(target=self._renew, daemon=True).start()
 
     @classmethod
-    def take(cls, folder: Path) -> Claim | None:
-        """The next claim on the folder; None if another process was faster."""
-        before = _claims(folder)
+    def take(cls, folder: Path, before: Mapping[int, Path]) -> Claim | None:
+        """The claim that follows those before, which are lost; None if another process was faster."""
         path = folder / f"claim-{max(before, default=0) + 1}"
+        said = json.dumps({"kernel": _kernel(), "host": socket.gethostname(), "pid": os.getpid()})
         try:
-            with open(path, "x") as file:
-                json.dump({"kernel": _kernel(), "host": socket.gethostname(), "pid": os.getpid()}, file)
-        except FileExistsError:
-            return None
+            if not _appear(path, said):
+                return None
         except OSError as error:
-            path.unlink(missing_ok=True)
             raise ConfigError(f"{folder} cannot be written ({error.strerror})") from None
         for old in before.values():
             old.unlink(missing_ok=True)
+        if _newest(_claims(folder)) != path:  # others came and went since the look at those before
+            path.unlink(missing_ok=True)
+            return None
         return cls(path)
 
     def holds(self) -> bool:
@@ -135,7 +137,7 @@ class Claim:
     def _beat(self) -> None:
         try:
             os.utime(self.path)
-            if max(_claims(self.path.parent).values(), default=self.path, key=_number) != self.path:
+            if _newest(_claims(self.path.parent)) not in (None, self.path):
                 self.ended.set()
         except FileNotFoundError:
             self.ended.set()
@@ -153,10 +155,9 @@ def _own(folder: Path) -> Claim | None:
     return claim if claim is not None and claim.pid == os.getpid() else None
 
 
-def _lives(folder: Path, locked: bool | None) -> bool:
-    """Whether the newest claim is that of a process that lives, as far as can be told; ``locked``: see ``_lock``."""
-    newest = max(_claims(folder).values(), default=None, key=_number)
-    if newest is None:
+def _lives(folder: Path, claims: Mapping[int, Path], locked: bool | None) -> bool:
+    """Whether the newest of the claims is that of a process that lives, as far as can be told; ``locked``: see ``_lock``."""
+    if (newest := _newest(claims)) is None:
         return False
     try:
         with open(newest) as file:
@@ -168,12 +169,32 @@ def _lives(folder: Path, locked: bool | None) -> bool:
     return abs(_now(folder) - changed) < LOST_SECONDS
 
 
+def _appear(path: Path, said: str) -> bool:
+    """Makes a file with this content; False if there is one. Whole from the first: an empty claim of a process that was
+    killed as it wrote would keep others out until it is old."""
+    whole = path.with_name(f".claim-{uuid.uuid4().hex}")
+    try:
+        whole.write_text(said)
+        try:
+            os.link(whole, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with open(path, "x") as file:
+                file.write(said)
+    except FileExistsError:
+        return False
+    finally:
+        whole.unlink(missing_ok=True)
+    return True
+
+
 def _claims(folder: Path) -> dict[int, Path]:
     return {int(match[1]): folder / name for name in os.listdir(folder) if (match := _NAME.fullmatch(name))}
 
 
-def _number(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
+def _newest(claims: Mapping[int, Path]) -> Path | None:
+    return claims[max(claims)] if claims else None
 
 
 def _lock(file: IO[str], kind: int) -> bool | None:
