@@ -100,7 +100,7 @@ def test_seeds_that_chose_something_and_runs_that_diverged_are_not_reported(ladd
 @pytest.mark.slow
 def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
     monkeypatch.setattr(
-        "packmamba.training.sweep.check_run", lambda _: None
+        "packmamba.training.sweep.check_run", lambda *_: None
     )  # test_reproduce.py has these keys checked
     expected = {
         "ladder": ["zero", "foreign", "own"],

@@ -273,7 +273,7 @@ def test_arms_are_timed_again_with_a_new_one(tmp_path, monkeypatch):
             for c in configs
         ]
 
-    monkeypatch.setattr(sweep_module, "measure_throughput", times)
+    monkeypatch.setattr("packmamba.training.throughput.measure_throughput", times)
     arms = {"a": {}, "b": {"trainer.boundary": "leak"}, "c": {"data.strategy": "greedy"}}
     for names in ("ab", "ab", "abc"):
         path = write_sweep(tmp_path, arms={arm: arms[arm] for arm in names}, grid={}, train=False, name="mine")
