@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from experiments.tokenization.watched import family
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -39,17 +40,6 @@ def held(root: int) -> Held:
         files += count
         cpu += sum(map(int, times[11:13])) / TICKS
     return Held(resident, anonymous, files, cpu)
-
-
-def family(root: int) -> Iterator[int]:
-    """A process and its children."""
-    yield root
-    try:
-        for thread in Path(f"/proc/{root}/task").iterdir():
-            for child in (thread / "children").read_text().split():
-                yield from family(int(child))
-    except OSError:
-        return
 
 
 def folder_bytes(folder: Path) -> int:

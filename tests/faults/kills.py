@@ -215,6 +215,17 @@ def killed_run(world: World, folder: Path, rng: random.Random, where: str, ranks
     return kills
 
 
+def was_killed(process: Any, after: float | None, what: str) -> bool:
+    """Whether a process was killed, after so many seconds or at its own moment; else it must have ended well."""
+    if after is not None:
+        time.sleep(after)
+        if process.is_alive():
+            kill(process)
+    (status,) = statuses(process, timeout=60)
+    expect(status in (0, -signal.SIGKILL), "lost", f"it ended with {status}: {what}")
+    return status == -signal.SIGKILL
+
+
 def killed_store(world: World, folder: Path, rng: random.Random, clock: bool = False) -> int:
     """Kills of the preparation of a corpus."""
     data = replace(world.configs["packed"].data, cache_dir=str(folder / "cache"))
@@ -225,13 +236,7 @@ def killed_store(world: World, folder: Path, rng: random.Random, clock: bool = F
         named = Moment(rng.choice(["fsync", "replace"]), "cache", rng.randint(1, 8), rng.choice(["before", "after"]))
         moment = named if rng.random() < 0.7 else None
         process = fork(prepare, data, moment, output=folder / "output.txt")
-        if moment is None:
-            time.sleep(rng.uniform(0, 0.4))
-            if process.is_alive():
-                kill(process)
-        (status,) = statuses(process, timeout=60)
-        if status != -signal.SIGKILL:
-            expect(status == 0, "lost", f"preparing ended with {status}, see {folder}/output.txt")
+        if not was_killed(process, None if moment else rng.uniform(0, 0.4), f"preparing, see {folder}/output.txt"):
             break
         kills += 1
     found = load_corpora(data, progress=False)
@@ -260,13 +265,7 @@ def killed_build(world: World, folder: Path, rng: random.Random) -> int:
         named = rng.choice([half, Moment("replace", ".so", 1, "before"), Moment("replace", ".so", 1, "after")])
         moment = named if rng.random() < 0.5 else None
         process = fork(build_kernels, sources, moment, output=folder / "output.txt", PACKMAMBA_CACHE=str(cache))
-        if moment is None:
-            time.sleep(rng.uniform(0, 0.6))
-            if process.is_alive():
-                kill(process)
-        (status,) = statuses(process, timeout=60)
-        if status != -signal.SIGKILL:
-            expect(status == 0, "lost", f"a build ended with {status}, see {folder}/output.txt")
+        if not was_killed(process, None if moment else rng.uniform(0, 0.6), f"a build, see {folder}/output.txt"):
             break
         kills += 1
     (status,) = statuses(fork(build_kernels, sources, None, output=folder / "output.txt", PACKMAMBA_CACHE=str(cache)))
