@@ -119,11 +119,11 @@ def count_page_faults(keep):
     if keep:
         cli.keep_freed_memory()
     faults = []
-    for _ in range(12):
+    for _ in range(20):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(2**24)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    print(sorted(faults)[6])  # the first few find no freed block that is large enough
+    print(sorted(faults)[10])  # up to seven find no freed block: glibc keeps as many of their remainders apart
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
