@@ -348,6 +348,11 @@ def test_doctor_names_the_corpus_that_is_damaged_and_what_to_do(data, capsys):
     _, damaged, missing = capsys.readouterr().out.splitlines()
     assert f"{bad}: damaged ({bad / 'train.tokens'} has other bytes than were written); delete this folder" in damaged
     assert f"{bad.parent}: damaged (" in missing and "meta.json" in missing
+    assert cli.main(["doctor", str(good), str(good / "nothing")]) == 2
+    told = capsys.readouterr()
+    assert not told.out and told.err.endswith(
+        f"{good / 'nothing'} is not a folder; expected one of a prepared corpus, under data.cache_dir\n"
+    )
 
 
 def test_checksums_are_of_the_files(data):

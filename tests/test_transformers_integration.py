@@ -268,6 +268,12 @@ REFUSALS = {
     "cu_seqlens: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got cu_seqlens": {
         "cu_seqlens": torch.tensor([0, 6, 12])
     },
+    "seqidx: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got seqidx": {
+        "seqidx": torch.zeros(2, 6, dtype=torch.int64)
+    },
+    "position_id: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got position_id": {
+        "position_id": torch.tensor([ROW, ROW])
+    },
 }  # fmt: skip
 
 

@@ -7,12 +7,14 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
 from packmamba import ops
 from packmamba.data.corpus import Corpus
 from packmamba.data.integrity import SPLITS, check
+from packmamba.errors import ConfigError
 from packmamba.ops import build
 from packmamba.ops.backends import Backend
 
@@ -51,7 +53,11 @@ def diagnose() -> Iterator[str]:
 
 
 def examine(folders: Iterable[str]) -> Iterator[tuple[bool, str]]:
-    """Whether each prepared corpus is, to the byte, what was written, and a line for a person."""
+    """Whether each prepared corpus is, to the byte, what was written, and a line for a person. ConfigError: no folder."""
+    folders = list(folders)
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{folder} is not a folder; expected one of a prepared corpus, under data.cache_dir")
     for folder in folders:
         try:
             splits = [Corpus(folder, split) for split in SPLITS]

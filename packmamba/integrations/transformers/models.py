@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -22,14 +23,25 @@ OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids")
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 
+@functools.cache
+def _near(name: str) -> list[str]:
+    return difflib.get_close_matches(name, BOUNDARIES, cutoff=0.8)
+
+
+@torch.compiler.assume_constant_result  # its cache is none that torch.compile may look through
+def _misspelt(name: str) -> bool:
+    """Whether a name is nearly that of boundaries; Flash Attention's ``cu_seq_lens_k`` comes with the collator's."""
+    return name not in (*BOUNDARIES, "cu_seq_lens_k") and bool(_near(name))
+
+
 @torch.compiler.disable  # what it makes depends on values
 def _arrange(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A model's arguments with a Packing for the attention mask wherever our layers are to compute.
 
     What follows cached states, and what is padded behind its tokens and asks for a cache, stays transformers' own.
     """
-    for name in OTHER_NAMES:
-        if kwargs.get(name) is not None:
+    for name, value in kwargs.items():
+        if value is not None and (name in OTHER_NAMES or _misspelt(name)):
             raise TypeError(f"{name}: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got {name}")
     kwargs = dict(kwargs)
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
@@ -97,7 +109,9 @@ def _packs(original: Any) -> Callable:
             if isinstance(tokens, Tensor) and (tokens.dim() != axes.count(",") + 1 or 0 in tokens.shape):
                 raise ValueError(f"{name}: expected shape {axes} with at least one slot, got {tuple(tokens.shape)}")
         arranged = isinstance(kwargs.get("attention_mask"), Packing)  # by the model around this one
-        if not arranged and any(kwargs.get(name) is not None for name in ASKS):
+        if not arranged and any(
+            value is not None and (name in ASKS or _misspelt(name)) for name, value in kwargs.items()
+        ):
             kwargs = _arrange(kwargs)
         return original.forward(self, **kwargs)
 
