@@ -14,7 +14,7 @@ help:
 	@echo "make quick     run the tests that take no more than a second or two each (a minute)"
 	@echo "make test-faults run two minutes of each fault campaign: kills, full disks, damage, wrong inputs"
 	@echo "make test-extras  install the extras eval and integrations, run the tests that need them"
-	@echo "make test-gpu  run every test on a machine with a GPU, those of the CUDA kernels included"
+	@echo "make test-gpu  run the tests that need a GPU; make test leaves them out, and uses no GPU where one is"
 	@echo "make test-asan run the CPU kernels' tests under address and undefined-behaviour sanitizers"
 	@echo "make sanitize-gpu  run every CUDA kernel under compute-sanitizer; logs go to experiments/operators/logs"
 	@echo "make lint      ruff and mypy"

@@ -1,6 +1,8 @@
 import gc
 import os
 
+# Tests are the same on every machine, and so is what they start.
+os.environ.update({} if os.environ.get("PACKMAMBA_TEST_GPU") else {"CUDA_VISIBLE_DEVICES": ""})
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Else asking for a GPU starts CUDA, and no fork may use it then.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -17,10 +19,23 @@ settings.load_profile("default")
 torch.set_num_threads(1)
 
 
+def on_gpu():
+    return bool(os.environ.get("PACKMAMBA_TEST_GPU"))
+
+
 def pytest_configure(config):
     gc.disable()  # until all is imported, which makes no garbage and takes a fifth longer else
-    if os.environ.get("PACKMAMBA_TEST_GPU") and not torch.cuda.is_available():
+    if on_gpu() and not torch.cuda.is_available():
         raise pytest.UsageError("make test-gpu needs a GPU that PyTorch can use; make test runs what needs none")
+
+
+def pytest_collection_modifyitems(config, items):
+    """The tests marked ``gpu`` where PACKMAMBA_TEST_GPU is set, all others where it is not."""
+    kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        kept[on_gpu() is (item.get_closest_marker("gpu") is not None)].append(item)
+    config.hook.pytest_deselected(items=kept[False])
+    items[:] = kept[True]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ from packmamba.ops.scan.reference import ssm_pack_loops
 
 SPECIFICATIONS = {"conv1d_pack": (ConvArguments, conv1d_pack_loops), "ssm_pack": (ScanArguments, ssm_pack_loops)}
 # mamba_ssm is a baseline: it takes one document a row.
-ABSENT = {"auto", "mamba_ssm"} | (set() if torch.cuda.is_available() else {"cuda"})
-BACKENDS = [name for name in ops.BACKENDS if name not in ABSENT]
+BACKENDS = [name for name in ops.BACKENDS if name not in ("auto", "mamba_ssm")]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Forward and gradients, relative to float64: rounding a bfloat16 output once is 1.66e-3; float16's is an eighth of it.
 TOLERANCES = {
     torch.bfloat16: (2e-3, 5e-3),
@@ -26,6 +28,11 @@ TOLERANCES = {
     torch.float32: (1e-5, 5e-5),
     torch.float64: (1e-9, 1e-9),
 }
+
+
+def on(backend: str, *more: Any, **options: Any) -> Any:
+    """``backend`` as a parameter of a test, which needs a GPU for some."""
+    return pytest.param(backend, *more, marks=[pytest.mark.gpu] * (device_of(backend) == "cuda"), **options)
 
 
 def dtypes_of(backend: str) -> list[torch.dtype]:
@@ -38,6 +45,9 @@ def dtypes_of(backend: str) -> list[torch.dtype]:
 
 def device_of(backend: str) -> str:
     return "cuda" if backend == "cuda" else "cpu"
+
+
+every_backend = pytest.mark.parametrize("backend", [on(backend) for backend in BACKENDS])
 
 
 @dataclass

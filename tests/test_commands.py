@@ -83,8 +83,13 @@ def test_doctor_needs_no_gpu(capsys):
     assert run.main(["doctor"]) == 0
     output = capsys.readouterr().out
     assert "reference: available" in output and "PyTorch" in output
-    if not torch.cuda.is_available():
-        assert "mamba_ssm: missing: needs " in output
+    assert "mamba_ssm: missing: needs " in output
+
+
+@pytest.mark.gpu
+def test_doctor_names_a_gpu(capsys):
+    assert run.main(["doctor"]) == 0
+    assert f"GPU 0: {torch.cuda.get_device_name(0)}, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["train", "x"], ["bench", "x"]])

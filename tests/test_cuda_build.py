@@ -94,7 +94,6 @@ def test_links_with_the_runtime_that_lies_beside_the_wheels_nvcc(nvcc, monkeypat
 
 
 @pytest.mark.skipif(build._find_nvcc() is None, reason="no nvcc: pip install 'packmamba[cuda]'")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the whole build is tested")
 def test_a_reduced_build_loads_without_a_gpu_and_takes_what_the_cpu_s_kernels_take(tmp_path):
     """bfloat16, for sm_80 and sm_90: under a minute of one core where it is not cached."""
     output = tmp_path / "output.txt"

@@ -10,7 +10,7 @@ from operators import TOLERANCES, Case, random_case, relative_error
 from packmamba import SequenceLayout, ops
 from packmamba.ops.cuda import schedule
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 LENGTHS = [1, 7, 8, 9, 127, 128, 129, 2047, 2048, 2049]
 EDGES = SequenceLayout.from_lengths([LENGTHS, [31, 32, 33, 63, 64, 65, 300], [1] * 40, []], row_length=6700)

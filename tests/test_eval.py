@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from operators import DEVICES
 from packmamba import MambaLM, cli
 from packmamba.evaluation.subject import load_subject
 from packmamba.records import read_records
@@ -121,14 +122,15 @@ def test_generate_continues_a_text(run, capsys):
     assert capsys.readouterr().out == first
 
 
-def test_export_gives_transformers_the_same_logits(run, tmp_path, capsys):
+@pytest.mark.parametrize("device", DEVICES)
+def test_export_gives_transformers_the_same_logits(run, tmp_path, capsys, device):
+    """On a GPU transformers uses the peers' kernels where they are."""
     transformers = pytest.importorskip("transformers")
     assert cli.main(["export", str(run), str(tmp_path / "new")]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
     ids = torch.tensor([tokenizer.encode("some text")])
     assert ids.tolist() == [list(b"some text")] and tokenizer.eos_token == "</s>"
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # transformers uses the peers' kernels where they are
     with torch.no_grad():
         expected = MambaLM.from_pretrained(run).to(device)(ids.to(device))
         torch.testing.assert_close(model.to(device)(ids.to(device)).logits, expected, rtol=1e-4, atol=1e-4)

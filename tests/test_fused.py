@@ -331,7 +331,7 @@ def test_token_slots_are_those_of_documents():
         assert torch.equal(layout.token_slots, (layout.documents >= 0).flatten().nonzero().flatten())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("d_state", [16, 8])
 def test_on_a_gpu(d_state, recompute):
@@ -360,7 +360,7 @@ def test_on_a_gpu(d_state, recompute):
     assert max(errors) <= 2e-2, errors  # a chain of bfloat16 operators
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_gradients_of_wider_weights_are_not_rounded_to_the_activations_dtype():
     tensors, _ = arguments(channels=64, d_state=16, rank=8, width=4, states=False)
     projections = (3, 4, 8)
@@ -376,7 +376,7 @@ def test_gradients_of_wider_weights_are_not_rounded_to_the_activations_dtype():
         assert torch.allclose(wide, narrow.float(), rtol=2**-7, atol=2**-7 * float(wide.abs().max()))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recompute", block.RECOMPUTE)
 def test_a_whole_model_on_a_gpu(recompute, compiled, fresh_compiler):

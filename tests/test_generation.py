@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from operators import DEVICES
 from packmamba import MambaLM
 from packmamba.evaluation import generate
 
@@ -59,13 +60,12 @@ def test_draws_follow_the_probabilities(model):
     assert generate(model, [[5, 6]], max_new_tokens=3, temperature=1.0, top_p=1e-9) == [greedily(model, [5, 6], 3)]
 
 
-def test_greedy_is_what_transformers_generates(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_greedy_is_what_transformers_generates(tmp_path, device):
+    """On a GPU transformers uses the peers' kernels where they are."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=16)
-    device = (
-        "cuda" if torch.cuda.is_available() else "cpu"
-    )  # where the peers are installed, transformers uses their kernels
     theirs = transformers.MambaForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path)
     theirs.to(device)

@@ -178,13 +178,12 @@ def test_slow_rounds_are_some_of_the_rounds():
         configured(gpu_operators.Config, {"slow_rounds": 6})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_so(tmp_path):
     with pytest.raises(ConfigError, match="needs a GPU"):
         gpu_operators.run(gpu_operators.Config(), tmp_path / "r.jsonl", progress=False)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_run_records_every_arm_that_is_ours(tmp_path):
     ours = [name for name, arm in GPU_ARMS.items() if arm.implementation in ("packmamba", "torch")]
     values = {"shapes": ["256,128,40", "300,64,short"], "arms": ours, "layouts": 2, "rounds": 2, "slow_rounds": 1}

@@ -21,8 +21,6 @@ from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static
 from packmamba.training.module import MambaLitModule
 from runs import CARRY, tiny_config
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -256,14 +254,14 @@ def test_keeping_schemes_are_replayed_where_capturing_is_emulated(emulated, tmp_
         emulated.setattr(BatchGraphs, "lit", lit.model, raising=False)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_keeping_schemes_are_replayed(tmp_path, compiled):
     for _ in check_keeping(tmp_path, torch.device("cuda"), 1e-5, compile=compiled):
         torch._dynamo.reset()
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("boundary", ["reset", "leak", "leak_scan"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["32", "bf16"])
@@ -279,7 +277,7 @@ def test_losses_and_gradients_are_those_of_eager_steps(dtype, tolerance, boundar
         assert len(replay.captured) == 4, "those that add gradients are others"
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_more_shapes_than_graphs(monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
     lit = module()
@@ -288,7 +286,7 @@ def test_more_shapes_than_graphs(monkeypatch):
     assert len(replay.captured) == 1
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["single", "padded", "best_fit"])
 def test_a_run_learns_the_same(tmp_path, strategy):
     keys = [f"data.strategy={strategy}", "data.overlong=truncate", "trainer.accelerator=gpu"]

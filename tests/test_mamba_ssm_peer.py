@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from operators import on
 from packmamba import leakcheck
 from packmamba.integrations.mamba_ssm import Mamba, replace
 from packmamba.ops.mamba_ssm import _peer
@@ -33,12 +34,9 @@ def off(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("path", ["slow", "kernels"])
-def test_a_replaced_model_packs_and_gives_the_same(theirs, path, monkeypatch):
+@pytest.mark.parametrize(("device", "path"), [("cpu", "slow"), on("cuda", "slow"), on("cuda", "kernels")])
+def test_a_replaced_model_packs_and_gives_the_same(theirs, device, path, monkeypatch):
     config, model_of, simple, inference, reference = theirs
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if path == "kernels" and device == "cpu":
-        pytest.skip("needs a GPU")
     if path == "slow":  # plain PyTorch: the oracle
         for name in FAST:
             monkeypatch.setattr(simple, name, reference if name == "selective_scan_fn" else None)

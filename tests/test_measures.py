@@ -193,7 +193,7 @@ def test_under_autocast_the_head_computes_as_its_weights_are():
     assert not np.allclose(found, halved, rtol=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_what_was_trained_in_mixed_precision_reads_so_on_a_gpu(tmp_path):
     config = tiny_config(tmp_path, "model.d_state=16", "trainer.precision=bf16-mixed")
     vocab_size = load_corpora(config.data, progress=False).validation.vocab_size

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from operators import BACKENDS, device_of, dtypes_of, random_case
+from operators import BACKENDS, device_of, dtypes_of, every_backend, random_case
 from packmamba import SequenceLayout, ops
 from packmamba.ops.checks import accumulation_dtype
 
@@ -137,7 +137,6 @@ def test_float64_activations_want_float64_scan_parameters():
             ops.ssm_pack(**good | {name: good[name].float()})
 
 
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
 both = pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 
 

@@ -8,17 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrangements import AWKWARD, LONG, layouts
-from operators import BACKENDS, TOLERANCES, device_of, dtypes_of, random_case, relative_error
+from operators import BACKENDS, TOLERANCES, device_of, dtypes_of, every_backend, on, random_case, relative_error
 from packmamba import SequenceLayout, ops
 
 OPERATORS = ["conv1d_pack", "ssm_pack"]
 # Differences take two runs for each number that goes in.
 SMALL = SequenceLayout.from_lengths([[1, 5], [2, 3], []], row_length=6, offsets=[[5, 0], [0, 0], []])
 both = pytest.mark.parametrize("operator", OPERATORS)
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
 backend_and_dtype = pytest.mark.parametrize(
     ("backend", "dtype"),
-    [pytest.param(b, d, id=f"{b}-{str(d).removeprefix('torch.')}") for b in BACKENDS for d in dtypes_of(b)],
+    [on(b, d, id=f"{b}-{str(d).removeprefix('torch.')}") for b in BACKENDS for d in dtypes_of(b)],
 )
 
 

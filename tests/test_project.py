@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -114,8 +115,27 @@ def test_make_asks_for_a_newer_python(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+GPU_TIMING = ("phases_are_timed_on_the_device_and_the_host_is_not", "peak_memory_counts_from_when_it_was_made")
+
+
+def collect_as_on_a_gpu(*arguments):
+    torch.cuda.is_available = lambda: True
+    return pytest.main(["-q", "--collect-only", *arguments])
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_gpus_are_for_the_tests_that_are_marked(tmp_path):
+    assert not torch.cuda.is_available() and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    path, seen = "tests/test_timing.py", []
+    for asked in ("", "1"):
+        output = tmp_path / f"output{asked}.txt"
+        assert statuses(fork(collect_as_on_a_gpu, path, output=output, PACKMAMBA_TEST_GPU=asked)) == [0]
+        seen.append({line for line in output.read_text().splitlines() if line.startswith(path)})
+    marked = {f"{path}::test_{name}" for name in GPU_TIMING}
+    assert seen[1] == marked and not seen[0] & marked and seen[0]
+
+
+@pytest.mark.slow
 def test_make_test_gpu_asks_for_a_gpu(tmp_path):
     output = tmp_path / "output.txt"
     assert statuses(fork(pytest.main, ["-q", "tests/test_layout.py"], output=output, PACKMAMBA_TEST_GPU="1")) == [4]

@@ -86,7 +86,6 @@ def test_a_headline_is_a_cell_or_a_ratio_of_two():
     assert cells["1.4B: sorted into batches, over packed"].values[0] == pytest.approx(48545.1 / 49916.7, rel=1e-3)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_what_the_machine_cannot_do_is_refused_in_one_sentence(capsys):
     assert run.main(["reproduce", "speedup"]) == 2
     assert capsys.readouterr().err.strip() == (

@@ -66,7 +66,7 @@ class Strict(lightning.Callback):
 synchronize = torch.cuda.synchronize
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["false", "true"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_no_step_between_logged_ones_waits_for_a_gpu(tmp_path, monkeypatch, graphs, precision):

@@ -18,8 +18,6 @@ from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import decisive, record_path, run_folder, run_id
 from runs import final_state, tiny_config
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_throughput_leaves_out_the_first_steps(tmp_path, monkeypatch):
     assert metrics["real_tokens_per_second"] == sum(tokens[3:]) / 3 != sum(tokens) / 6
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=needs_gpu)])
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("clip", "moves"), [("null", True), ("1.0e-9", False)])
 def test_clipping_limits_the_step(tmp_path, clip, moves, accelerator):
     keys = [
@@ -113,7 +111,7 @@ def test_clipping_limits_the_step(tmp_path, clip, moves, accelerator):
     assert (most > 1e-3) is moves
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_clipping_in_the_fused_step_is_clipping(tmp_path):
     losses = []
     for accelerator in ("cpu", "gpu"):

@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
+from operators import DEVICES
 from packmamba import MambaLM
 from packmamba.evaluation import Score, score
-
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_scores_are_those_of_documents_alone(model, max_slots):
         assert found.is_greedy == expected.is_greedy
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_neither_order_nor_company_changes_a_bit(model, dtype, device):
     lm = MambaLM(**model.config)

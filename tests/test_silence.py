@@ -164,7 +164,7 @@ def test_weights_that_are_not_finite_are_not_started_from(tmp_path):
         fit(tiny_config(tmp_path, f"trainer.init_from={tmp_path}/published"), progress=False)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["false", "true"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_document_is_named_on_a_gpu_too(tmp_path, caplog, monkeypatch, graphs, precision):

@@ -8,7 +8,6 @@ import sys
 import textwrap
 
 import pytest
-import torch
 from configured import configured
 from whole_models import ARMS, BARE, STEPS, TINY, run, some, tiny_model
 
@@ -277,7 +276,6 @@ def test_refuses_as_it_is_read(change, message):
         configured(Config, TINY, **change)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -11,7 +11,6 @@ import torch
 from packmamba import timing
 
 TICKS = os.sysconf("SC_CLK_TCK")
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_arms_take_turns_after_the_warm_up(capsys):
@@ -64,7 +63,7 @@ def test_seconds_of_a_call():
     assert timing.PeakMemory("cpu").bytes() is None
 
 
-@gpu
+@pytest.mark.gpu
 def test_phases_are_timed_on_the_device_and_the_host_is_not():
     """The second phase is ten times the first; what is before the first yield, and the host's sleep, do not count."""
     x = torch.randn(4096, 4096, device="cuda")
@@ -84,7 +83,7 @@ def test_phases_are_timed_on_the_device_and_the_host_is_not():
     assert 0 < first < 0.5 * second and second == pytest.approx(10 * first, rel=0.5)
 
 
-@gpu
+@pytest.mark.gpu
 def test_peak_memory_counts_from_when_it_was_made():
     held = torch.empty(2**20, dtype=torch.uint8, device="cuda")
     peak = timing.PeakMemory("cuda")
