@@ -81,7 +81,7 @@ def test_no_step_between_logged_ones_waits_for_a_gpu(tmp_path, monkeypatch, grap
 
 
 def train_and_note(path, folder):
-    """Trains; leaves the numbers of the steps before which this rank asked the others, and its waits for them inside steps."""
+    """Trains; leaves the numbers of the steps after which this rank asked the others, and its waits for them inside steps."""
     asked, waited, inside = [], [], []
     all_reduce, barrier, make = torch.distributed.all_reduce, torch.distributed.barrier, lightning.Trainer
 
@@ -123,4 +123,4 @@ def test_ranks_meet_at_logged_steps_only_besides_their_gradients(tmp_path):
     folder.mkdir()
     assert statuses(*fork_ranks(2, train_and_note, str(path), folder, output=output)) == [0, 0], output.read_text()
     noted = [json.loads(file.read_text()) for file in folder.iterdir()]
-    assert noted == [{"asked": [0, LOGGED], "waited": []}] * 2
+    assert noted == [{"asked": [LOGGED, 2 * LOGGED], "waited": []}] * 2

@@ -163,7 +163,7 @@ def test_ctrl_c_in_steps_is_one(tmp_path, monkeypatch):
 
 def test_the_last_step_which_is_logged_is_in_no_turn_and_ranks_meet_before_none_of_them(tmp_path, monkeypatch):
     meet_before = []
-    monkeypatch.setattr(steps, "stop_together", lambda trainer, every: meet_before.append(every))
+    monkeypatch.setattr(steps, "leave_signals", meet_before.append)
     config = steps.step_config(tiny_model(tmp_path / "r.jsonl"), Arm("best_fit", 512), 512, str(tmp_path))
     watch = steps.take_turns([config], [steps.Turn(0, 2, timed=False), steps.Turn(0, 1)])
-    assert len(watch.losses[0]) == 4 and len(watch.seconds[0]) == 1 and meet_before == [4]
+    assert len(watch.losses[0]) == 4 and len(watch.seconds[0]) == 1 and len(meet_before) == 1

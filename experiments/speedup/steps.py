@@ -24,7 +24,7 @@ from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
 from packmamba.training.callbacks import History
 from packmamba.training.module import MambaLitModule
-from packmamba.training.strategy import make_strategy, stop_together
+from packmamba.training.strategy import leave_signals, make_strategy
 from packmamba.training.trainer import quieten
 
 TURN_STEPS = 4
@@ -252,7 +252,7 @@ def take_turns(configs: list[Config], turns: list[Turn], progress: bool = False)
         use_distributed_sampler=False,
         callbacks=[History(steps), watch],
     )
-    stop_together(trainer, steps)
+    leave_signals(trainer)
     torch.compiler.reset()
     lightning.seed_everything(config.seed, verbose=False)
     data = TurnsData(configs, turns)

@@ -350,10 +350,12 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
             raise
         print(f"{prog}: error: {sentence(said)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        goes_on = "; the same command goes on from the last checkpoint, if there is one" * (
+    except KeyboardInterrupt as error:
+        where = f" {error}" if str(error) else ""
+        from_there = "" if where else " from the last checkpoint, if there is one"
+        goes_on = f"; the same command goes on{from_there}" * (
             arguments.command in ("demo", "train", "sweep", "reproduce")
         )
         goes_on += "; the same command goes on where it was" * (arguments.command == "eval")
-        print(f"\n{prog}: stopped{goes_on}", file=sys.stderr)
-        return 130
+        print(f"\n{prog}: stopped{where}{goes_on}", file=sys.stderr)
+        return getattr(error, "status", 130)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -63,4 +64,6 @@ class EvaluationDataset(Dataset):
 
 
 def start_worker(plugins: list[str], worker: int) -> None:
+    for told in (signal.SIGINT, signal.SIGTERM):  # to all of a group: who trains ends its step first
+        signal.signal(told, signal.SIG_IGN)
     import_plugins(plugins)  # a worker that is not forked has imported nothing

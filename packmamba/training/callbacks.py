@@ -292,8 +292,8 @@ class Checkpoints(LightningCheckpoint):
             trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
             if trainer.is_global_zero:
                 keep_newest(self.folder, 2)
-        if stop:
-            raise Stopped(step)
+            if stop:
+                raise Stopped(step)
         self.history.restart_clock()
 
 

@@ -17,7 +17,7 @@ from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import found_name
 from packmamba.records import append_record, check_writable, make_record, provenance
 from packmamba.training.average import Average, snapshot_steps
-from packmamba.training.callbacks import History, checkpoints, keep_newest, newest_step
+from packmamba.training.callbacks import History, Stopped, checkpoints, keep_newest, newest_step
 from packmamba.training.checkpoint_file import newest_whole
 from packmamba.training.checks import check_run
 from packmamba.training.claims import alone, check_claim
@@ -35,8 +35,9 @@ from packmamba.training.runs import (
     run_folder,
     run_id,
 )
+from packmamba.training.signals import Interrupted, Told
 from packmamba.training.start import check_start, start_from
-from packmamba.training.strategy import leave_signals
+from packmamba.training.strategy import agree
 from packmamba.training.surroundings import prepare_environment, surroundings
 from packmamba.training.trainer import make_trainer, quieten
 
@@ -50,22 +51,26 @@ def fit(config: Config, progress: bool = True, stop: Callable[[History], bool] |
     never stopped. What runs before it in the same process changes nothing.
 
     Args:
-        stop: asked after each step, with the run's history, whether the run shall stop there. Who gives it also sees to
-            signals that end processes.
+        stop: asked after each step, with the run's history, whether the run shall stop there.
 
     Raises:
         ConfigError: naming the key.
         Stopped: by ``stop``; a checkpoint is written.
+        Interrupted: by SIGINT or SIGTERM, unless somebody else handles them; in training, a checkpoint is written first.
     """
     prepare_environment([config])
-    with surroundings(config):
+    told = Told()
+    with surroundings(config), told.heard():
         try:
-            return _fit(config, progress, stop)
+            return _fit(config, progress, stop, told)
+        except SystemExit as ended:  # how Lightning ends a process that is interrupted
+            why = ended.__context__
+            raise (why if isinstance(why, KeyboardInterrupt) else KeyboardInterrupt()) from None
         finally:
             close_loggers()
 
 
-def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None) -> dict[str, Any]:
+def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None, told: Told) -> dict[str, Any]:
     begun = time.perf_counter()
     provenance()  # cached: the record names the code as it was when the run began
     check_run(config)
@@ -98,11 +103,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None)
 
     def stops(history: History) -> bool:
         check_claim(folder)
-        return stop is not None and stop(history)
+        agreed = agree(trainer, told.signal, options.log_every)
+        told.signal = max(told.signal, agreed)
+        return bool(agreed) or (stop is not None and stop(history))
 
     trainer = make_trainer(config, folder, history, progress, stops, others)
-    if stop is not None:
-        leave_signals(trainer)
     if trainer.is_global_zero and not reached and (other := of_other_length(config)):
         logger.warning(
             "This run begins at step 0: the learning rate of %s follows %d steps. To go on from there, at its last learning "
@@ -125,7 +130,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None)
             write_configuration(folder, config)
             for one in () if reached else trainer.loggers:
                 one.log_hyperparams(decisive(config))
-        _train(trainer, module, data, folder)
+        _train(trainer, module, data, folder, told)
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
         last = history.validation[-1]
@@ -175,13 +180,23 @@ def _say_origin(config: Config, folder: Path, step: int) -> dict[str, float]:
     return {"diverged_document": origin.documents[0]} if origin.documents else {}
 
 
-def _train(trainer: lightning.Trainer, module: MambaLitModule, data: PackingDataModule, folder: Path) -> None:
-    """From the newest checkpoint, if there is one, to the last step."""
+def _train(
+    trainer: lightning.Trainer, module: MambaLitModule, data: PackingDataModule, folder: Path, told: Told
+) -> None:
+    """From the newest checkpoint, if there is one, to the last step, or to the one in which the process is told to end."""
     resume = newest_whole(folder / "checkpoints", module)
+    told.looks = True
     try:
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)
-    except SystemExit:  # how Lightning ends a run on Ctrl-C
-        raise KeyboardInterrupt from None
+    except Stopped:
+        if not told.signal:
+            raise
+    finally:
+        told.looks = False
+    if told.signal:
+        raise Interrupted(
+            told.signal, f"after step {trainer.global_step} of {trainer.max_steps}, with a checkpoint"
+        ) from None
 
 
 def training_record(

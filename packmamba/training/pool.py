@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import statistics
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -22,6 +19,7 @@ from packmamba.training.fit import fit
 from packmamba.training.note import Outcome, log_path
 from packmamba.training.places import several_devices
 from packmamba.training.runs import record_path, run_folder
+from packmamba.training.signals import terminated_as_interrupted
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place, Worker
 
@@ -236,23 +234,6 @@ def close(queue: Queue, worker: Worker, number: int) -> None:
     if outcome.state == "failed":
         worker.end(STOP_SECONDS)
     queue.close(number, outcome, worker.place.name)
-
-
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends what is inside as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _training_records(folder: Any) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ import lightning
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -75,33 +74,25 @@ def cluster() -> list[Any]:
 
 
 def leave_signals(trainer: lightning.Trainer) -> None:
-    """Has the trainer leave this process's signal handlers as they are."""
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    """Has the trainer leave this process's signals to others.
 
-
-def stop_together(trainer: lightning.Trainer, every: int) -> None:
-    """Has all ranks end on SIGTERM to any of them, before the next ``every``-th step.
-
-    Lightning's ranks wait for their GPUs before each step to ask; and its signal handler starts a collective in the middle of a
-    step's, after which ranks wait for each other for ever.
+    Lightning's ranks wait for their GPUs before each step to ask each other for SIGTERM; and its signal handler starts a
+    collective in the middle of a step's, after which ranks wait for each other for ever.
     """
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def agree(trainer: lightning.Trainer, said: int, every: int) -> int:
+    """The most that any rank says after this step; 0 but after every ``every``-th and the last: to ask is to wait for all."""
     if trainer.world_size == 1:
-        return
-    told = False
-
-    def tell(*_: Any) -> None:
-        nonlocal told
-        told = True
-
-    def ask() -> None:
-        if trainer.global_step % every == 0:
-            any_told = torch.tensor(int(told), device=trainer.strategy.root_device)
-            torch.distributed.all_reduce(any_told, torch.distributed.ReduceOp.MAX)
-            if any_told:
-                raise SIGTERMException
-
-    trainer._signal_connector._sigterm_notifier_fn = tell  # type: ignore[method-assign, assignment]
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = ask  # type: ignore[method-assign]
+        return said
+    step = trainer.global_step
+    if step % every and step != trainer.max_steps:
+        return 0
+    most = torch.tensor(said, device=trainer.strategy.root_device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def leave_process_group() -> None:

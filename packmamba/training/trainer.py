@@ -19,7 +19,7 @@ from packmamba.training.checkpoint_file import CheckpointFiles
 from packmamba.training.leaks import LeakCheck
 from packmamba.training.loggers import make_loggers
 from packmamba.training.progress import progress_of
-from packmamba.training.strategy import cluster, make_strategy, stop_together
+from packmamba.training.strategy import cluster, leave_signals, make_strategy
 
 
 def make_trainer(
@@ -65,7 +65,7 @@ def make_trainer(
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
     if trainer.strategy.root_device.type == "cpu" and options.precision in ON_GPUS:
         raise ConfigError(NOT_ON_CPU.format(options.precision))  # Lightning would take bfloat16
-    stop_together(trainer, options.log_every)
+    leave_signals(trainer)
     return trainer
 
 
