@@ -9,8 +9,10 @@ import torch
 from packmamba import MambaLM
 from packmamba.config import ConfigError
 from packmamba.data.corpus import load_corpora
+from packmamba.evaluation import perplexity
 from packmamba.evaluation.asked import Asked
 from packmamba.evaluation.evaluate import check_evaluation, evaluate
+from packmamba.evaluation.perplexity import Read
 from runs import tiny_config
 
 
@@ -88,3 +90,33 @@ def test_refuses_in_one_sentence(data, name, options, message):
     with pytest.raises(ConfigError) as error:
         check_evaluation(name, Asked(data, None, options=options), 256)
     assert str(error.value) == message
+
+
+def test_evaluations_of_one_model_read_a_document_once(model, data, monkeypatch):
+    asked = {"perplexity": {}, "positions": {"most": 4}, "long_context": {"window": 4, "context": 4}}
+    alone = {name: evaluate(name, model, Asked(data, None, max_slots=32, options=o)) for name, o in asked.items()}
+    read, tokens, reads = Read(), {}, perplexity.read
+    for name, options in asked.items():
+        passes = []
+        monkeypatch.setattr(
+            perplexity, "read", lambda *asked, to=passes: (to.extend(map(len, asked[1])), reads(*asked))[1]
+        )
+        found = evaluate(name, model, Asked(data, None, max_slots=32, options=options, read=read))
+        assert repr(found) == repr(alone[name]), "to the bit"
+        tokens[name] = sum(passes)
+    pieces = sum(point["documents"] for point in alone["long_context"].curves["context_gain"])
+    whole = sum(len(document) - 1 for document in documents_of(data))
+    assert pieces > 5 and tokens == {"perplexity": whole, "positions": 0, "long_context": pieces * (4 + 4 - 1)}
+
+
+def test_what_is_read_is_kept_up_to_a_size(model, monkeypatch):
+    rng, read = np.random.default_rng(0), Read()
+    documents = {n: rng.integers(0, 256, n) for n in (1, 5, 40, 9)}
+    expected = dict(zip(documents, perplexity.token_losses(model, list(documents.values()), 16)))
+    monkeypatch.setattr(Read, "HELD", 8 * 30)
+    for asked in ({5: 3, 40: 20}, {1: 1, 5: 5, 9: 9}, {40: 40, 5: 4}, {40: 10}):
+        found = read.losses(model, {n: documents[n][:length] for n, length in asked.items()}, 16)
+        for (n, length), losses in zip(asked.items(), found):
+            assert losses[: length - 1].tolist() == expected[n][: length - 1].tolist() and len(losses) >= length - 1
+        assert read.held == sum(losses.nbytes for losses in read.found.values()) <= Read.HELD
+    assert {n: len(losses) for n, losses in read.found.items()} == {40: 19, 5: 4}

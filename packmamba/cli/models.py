@@ -116,7 +116,7 @@ def _asked(name: str, subject: Any, config: EvalConfig, max_slots: int) -> Any:
 
     return Asked(
         config.data, subject.tokenizer, config.examples, config.seed, max_slots, dict(config.options.get(name, {})),
-        trainer=subject.config.trainer,
+        trainer=subject.config.trainer, read=subject.read,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from packmamba.config import ConfigError, DataConfig, TrainerConfig, chosen
 from packmamba.data.tokenization import Tokenizer
 from packmamba.evaluation.kept import Kept
+from packmamba.evaluation.perplexity import Read
 from packmamba.nn import MambaLM
 
 
@@ -26,6 +27,7 @@ class Asked:
         key: of the configuration that holds the options, as errors name it.
         trainer: what the model was trained with; if its boundary scheme lets something cross, it answers as trained too.
         kept: items of this evaluation as they come.
+        read: losses of the validation documents, which evaluations of one model on the same documents may share.
     """
 
     data: DataConfig
@@ -37,6 +39,7 @@ class Asked:
     key: str = "options"
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     kept: Kept = field(default_factory=Kept)
+    read: Read = field(default_factory=Read)
 
     def boundary(self) -> Any:
         """The scheme that the model was trained with, without memory."""

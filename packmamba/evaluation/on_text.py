@@ -32,12 +32,12 @@ def perplexity(model: MambaLM, asked: Asked) -> Result:
     corpus, numbers, documents = check_perplexity(asked, len(model.lm_head.weight))
 
     def alone(which: list[int]) -> list[dict[str, Any]]:
-        some = [documents[i] for i in which]
+        some = {int(numbers[i]): documents[i] for i in which}
         return [
             {"document": int(numbers[i]), "targets": len(losses), "nats": float(losses.sum()),
              "bytes": _bytes(documents[i], corpus, asked.tokenizer), "octaves": sums_between(_octaves(losses), losses),
              **_group(corpus, numbers[i])}
-            for i, losses in zip(which, token_losses(model, some, asked.max_slots))
+            for i, losses in zip(which, asked.read.losses(model, some, asked.max_slots))
         ]  # fmt: skip
 
     items = asked.kept.answers("perplexity", documents, asked.max_slots, alone)
@@ -93,7 +93,8 @@ def positions(model: MambaLM, asked: Asked) -> Result:
     documents = [document[: edges[-1]] for document in documents]
 
     def alone(which: list[int]) -> list[dict[str, Any]]:
-        losses = token_losses(model, [documents[i] for i in which], asked.max_slots)
+        losses = asked.read.losses(model, {int(numbers[i]): documents[i] for i in which}, asked.max_slots)
+        losses = [some[: len(documents[i]) - 1] for i, some in zip(which, losses)]
         return [
             {
                 "document": int(numbers[i]),
@@ -166,9 +167,11 @@ def long_context(model: MambaLM, asked: Asked) -> Result:
 
     def alone(which: list[int]) -> list[dict[str, Any]]:
         some = [documents[i] for i in which]
+        parts = {int(numbers[i]): documents[i][: max(reached, default=0) * window] for i in which}
+        whole = asked.read.losses(model, parts, asked.max_slots)
         return [
             {"gains": [[k, *values] for k, values in gains.items()]}
-            for gains in context_gains(model, some, window, reached, asked.max_slots, context)
+            for gains in context_gains(model, some, window, reached, asked.max_slots, context, whole)
         ]
 
     kept = asked.kept.answers(f"long_context {window} {context} {reached}", documents, asked.max_slots, alone)

@@ -122,7 +122,7 @@ def read(
 
 def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int, device: torch.device) -> list[Segment]:
     lengths = [len(segment.tokens) for segment in segments]
-    layout = SequenceLayout.from_lengths([lengths], row_length=max_slots).to(device)
+    layout = sent(SequenceLayout.from_lengths([lengths], row_length=max_slots), device)
     tokens = torch.zeros(1, max_slots, dtype=torch.int64)
     # Arrays all the way: a Python integer for each token takes longer than a small model takes to read it.
     tokens[0, : sum(lengths)] = torch.from_numpy(np.concatenate([np.asarray(s.tokens, np.int64) for s in segments]))
@@ -131,10 +131,11 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int, device: t
     kept = [number for number, segment in enumerate(segments) if segment.keep]
     pool: States = []
     with torch.inference_mode():
-        out = model(tokens.to(device), layout=layout, states=states, return_states=bool(kept), return_hidden=True)
+        out = model(sent(tokens, device), layout=layout, states=states, return_states=bool(kept), return_hidden=True)
         hidden, finals = out if kept else (out, [])
-        index = torch.tensor(kept, device=device)
-        pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
+        if kept:
+            index = sent(torch.tensor(kept), device)
+            pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
     places = {number: row for row, number in enumerate(kept)}
     following, begin = [], 0
     for number, (segment, length) in enumerate(zip(segments, lengths)):
@@ -142,6 +143,12 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int, device: t
         following += segment.done(hidden[0, begin : begin + length], final)
         begin += length
     return following
+
+
+def sent(part: Any, device: torch.device) -> Any:
+    """A tensor or a layout on a device; where that is a GPU, from page-locked memory, so that what it still does is not waited
+    for."""
+    return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
 
 
 class Starts(Sequence):
@@ -158,7 +165,7 @@ class Starts(Sequence):
                 places.append(number)
         device = model.lm_head.weight.device
         self.pools = [
-            (pool, torch.tensor(rows, device=device), torch.tensor(places, device=device))
+            (pool, sent(torch.tensor(rows), device), sent(torch.tensor(places), device))
             for pool, rows, places in pools.values()
         ]
 

@@ -15,10 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from packmamba.evaluation.passes import Reader, log_probabilities, read
+from packmamba.evaluation.passes import Reader, log_probabilities, read, sent
 from packmamba.nn import MambaLM
 
 Losses = list[NDArray[np.float64]]
+PASSES = 16
+"""Losses of so many passes are fetched from a GPU together."""
 
 
 def token_losses(
@@ -34,26 +36,57 @@ def token_losses(
     """
     parts: list[list[NDArray[np.float64]]] = [[] for _ in documents]
     made: list[tuple[int, Tensor, Sequence[int]]] = []
+    waiting: list[tuple[list[tuple[int, int]], Tensor]] = []
 
     def see(i: int, first: int, hidden: Tensor) -> None:
         targets = documents[i][first + 1 : first + 1 + len(hidden)]
         made.append((i, hidden[: len(targets)], targets))
 
+    def fetch() -> None:
+        values = torch.cat([losses for _, losses in waiting]).cpu().numpy()
+        pieces = [piece for some, _ in waiting for piece in some]
+        for (i, _), part in zip(pieces, np.split(values, np.cumsum([size for _, size in pieces])[:-1])):
+            parts[i].append(part)
+        waiting.clear()
+
     for _ in reader(see) if reader else read(model, [document[:-1] for document in documents], max_slots, see):
         hidden = torch.cat([part for _, part, _ in made])
         targets = np.concatenate([np.asarray(some, np.int64) for _, _, some in made])
-        wanted = torch.from_numpy(targets).to(hidden.device)
-        losses = torch.cat(
-            [
-                -log_p.gather(1, wanted[rows, None]).squeeze(1).double()
-                for rows, log_p in log_probabilities(model, hidden)
-            ]
-        )
-        ends = np.cumsum([len(part) for _, part, _ in made])[:-1]
-        for (i, _, _), some in zip(made, np.split(losses.cpu().numpy(), ends)):
-            parts[i].append(some)
+        wanted = sent(torch.from_numpy(targets), hidden.device)
+        losses = [
+            -log_p.gather(1, wanted[rows, None]).squeeze(1).double() for rows, log_p in log_probabilities(model, hidden)
+        ]
+        waiting.append(([(i, len(part)) for i, part, _ in made], torch.cat(losses)))
         made.clear()
+        if len(waiting) == PASSES:  # a GPU is not waited for after each
+            fetch()
+    if waiting:
+        fetch()
     return [np.concatenate(some) if some else np.zeros(0) for some in parts]
+
+
+class Read:
+    """Losses of documents, each from a fresh state, that several evaluations of one model ask for: one that was read is not read
+    again, nor is its beginning. What is beyond ``HELD`` bytes is forgotten.
+    """
+
+    HELD = 1 << 28
+
+    def __init__(self) -> None:
+        self.found: dict[int, NDArray[np.float64]] = {}
+        self.held = 0
+
+    def losses(self, model: MambaLM, documents: dict[int, Any], max_slots: int) -> Losses:
+        """``token_losses`` of documents by their numbers; of one that is the beginning of what was read, perhaps more."""
+        missing = [n for n, document in documents.items() if len(self.found.get(n, ())) < len(document) - 1]
+        made = dict(zip(missing, token_losses(model, [documents[n] for n in missing], max_slots) if missing else ()))
+        for number, some in made.items():
+            more = some.nbytes - self.found.get(number, some[:0]).nbytes
+            if self.held + more <= self.HELD:
+                self.found[number] = some
+                self.held += more
+        nothing = np.zeros(0)
+        return [made[number] if number in made else self.found.get(number, nothing) for number in documents]
 
 
 def bits_per_byte(losses: Losses, num_bytes: int) -> float:
@@ -141,19 +174,28 @@ def context_gains(
     reached: Sequence[int],
     max_slots: int = 16384,
     context: int = 0,
+    whole: Losses | None = None,
 ) -> list[dict[int, tuple[float, float]]]:
-    """Of each document the gain and the loss at those of ``reached`` windows that it has; see ``context_gain``."""
+    """Of each document the gain and the loss at those of ``reached`` windows that it has; see ``context_gain``.
+
+    Args:
+        whole: the documents' losses read from their starts, where they are known at least so far.
+    """
     if context < 0:
         raise ValueError(f"context: expected at least 0, got {context}")
-    whole = token_losses(model, [document[: max(reached, default=0) * window] for document in documents], max_slots)
+    if whole is None:
+        whole = token_losses(model, [document[: max(reached, default=0) * window] for document in documents], max_slots)
     found: list[dict[int, tuple[float, float]]] = [{} for _ in documents]
-    for k in reached:
-        first = (k - 1) * window
-        reach = [i for i, document in enumerate(documents) if len(document) >= k * window and first > context]
-        cut = [documents[i][first - context : first + window] for i in reach]
-        for i, some in zip(reach, token_losses(model, cut, max_slots) if cut else ()):
-            full = float(whole[i][first : first + window - 1].mean())
-            found[i][k] = (float(some[context:].mean()) - full, full)
+    places = [
+        (i, k, (k - 1) * window)
+        for k in reached
+        for i, document in enumerate(documents)
+        if len(document) >= k * window and (k - 1) * window > context
+    ]
+    cut = [documents[i][first - context : first + window] for i, _, first in places]
+    for (i, k, first), some in zip(places, token_losses(model, cut, max_slots) if cut else ()):
+        full = float(whole[i][first : first + window - 1].mean())
+        found[i][k] = (float(some[context:].mean()) - full, full)
     return found
 
 

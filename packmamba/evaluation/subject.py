@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from packmamba.config import Config, ConfigError, load_config
 from packmamba.data.tokenization import Tokenizer
 from packmamba.data.tokenizer_files import TOKENIZER, read_tokenizer
+from packmamba.evaluation.perplexity import Read
 from packmamba.nn import MambaLM
 
 CONFIGURATION = "configuration.yaml"
@@ -27,6 +28,7 @@ class Subject:
         tokenizer: None for a model of token ids that have no text.
         folder: where it comes from.
         trained: whether ``config`` is that of its training.
+        read: losses of the documents that it is asked about.
     """
 
     model: MambaLM
@@ -34,6 +36,7 @@ class Subject:
     tokenizer: Tokenizer | None
     folder: Path
     trained: bool
+    read: Read = field(default_factory=Read)
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ from packmamba.data.tokenization import Tokenizer, load_tokenizer
 from packmamba.evaluation.asked import Asked, Result
 from packmamba.evaluation.evaluate import check_evaluation, evaluate, slots
 from packmamba.evaluation.kept import Kept
+from packmamba.evaluation.perplexity import Read
 from packmamba.evaluation.subject import load_subject
 from packmamba.nn import MambaLM
 from packmamba.records import write_items
@@ -58,7 +59,7 @@ def run_evaluations(
             print(f"evaluation {name}", file=sys.stderr, flush=True)
         items = folder / "evaluation" / "items" / f"{name}.jsonl"
         kept = Kept(items.with_suffix(".part"), subject.model)
-        result = _ask(config, name, subject.model, subject.tokenizer, kept)
+        result = _ask(config, name, subject.model, subject.tokenizer, subject.read, kept)
         write_items(items, result.items)
         kept.forget()
         numbers |= _numbers(name, result)
@@ -121,8 +122,9 @@ class Evaluations(Callback):
         model.load_state_dict(own, assign=True)
         model = model.to(module.device).eval()
         numbers: Numbers = {}
+        read = Read()
         for name in self.config.evaluations:
-            numbers |= _numbers(name, _ask(self.config, name, model, self.tokenizer))
+            numbers |= _numbers(name, _ask(self.config, name, model, self.tokenizer, read))
         return numbers
 
 
@@ -142,9 +144,11 @@ def _told(trainer: lightning.Trainer, answer: Callable[[], Numbers]) -> Numbers:
     return said[0]
 
 
-def _ask(config: Config, name: str, model: MambaLM, tokenizer: Tokenizer | None, kept: Kept | None = None) -> Result:
+def _ask(
+    config: Config, name: str, model: MambaLM, tokenizer: Tokenizer | None, read: Read, kept: Kept | None = None
+) -> Result:
     asked = _asked(config, name)
-    asked.tokenizer, asked.max_slots, asked.kept = tokenizer, slots(model), kept or Kept()
+    asked.tokenizer, asked.max_slots, asked.kept, asked.read = tokenizer, slots(model), kept or Kept(), read
     return evaluate(name, model, asked)
 
 
