@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from packmamba.nn.mixers import MIXERS
+from packmamba.nn.sealed import is_damaged, save_sealed, save_sealed_safetensors
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 FIRST_LAYER = "Mamba1"
@@ -87,7 +88,7 @@ def _write_hugging_face(folder: Path, config: dict[str, Any], weights: dict[str,
     named = {_their_name(name): tensor.contiguous() for name, tensor in weights.items()}
     if tied:
         del named["lm_head.weight"]  # one tensor under two names is no safetensors file
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    save_sealed_safetensors(named, folder / "model.safetensors")
 
 
 def _write_state_spaces(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
@@ -106,7 +107,8 @@ def _write_state_spaces(folder: Path, config: dict[str, Any], weights: dict[str,
     if config["norm_epsilon"] != 1e-5:
         published["norm_epsilon"] = config["norm_epsilon"]
     (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
-    torch.save(weights, folder / "pytorch_model.bin")
+    with open(folder / "pytorch_model.bin", "wb") as file:
+        save_sealed(weights, file)
 
 
 FORMATS = {"state_spaces": _write_state_spaces, "huggingface": _write_hugging_face}
@@ -213,6 +215,9 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
+    with open(path, "rb") as file:
+        if is_damaged(file):
+            raise ValueError(f"{path}: it has other bytes than were written")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -1,17 +1,16 @@
 """Checkpoints of runs as files: whole or not there, known by a checksum, read without running code.
 
-A file is what ``torch.save`` writes, of tensors and plain values alone, then MARK and the SHA-256 of all
-that. Files from before there were checksums have the zip archive's own.
+A file is what ``torch.save`` writes, of tensors and plain values alone, then a checksum (``packmamba.nn.sealed``). Files from
+before there were checksums have the zip archive's own.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import zipfile
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +19,11 @@ from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from packmamba.errors import COMMAND, ConfigError, UserError
+from packmamba.nn.sealed import is_damaged, save_sealed
 from packmamba.training.callbacks import checkpoints
 
-MARK = b"packmamba sha256"
-_TAIL = len(MARK) + hashlib.sha256().digest_size
 _ZIP_END = b"PK\x05\x06"
 _ZIP_END_SIZE = 22
-BLOCK = 1 << 22
 PARTS = ("state_dict", "optimizer_states", "loops", "callbacks", "carry", "rng")
 """Of a run's checkpoint, what is read here and by Lightning."""
 
@@ -45,21 +42,6 @@ class CheckpointFiles(TorchCheckpointIO):
         return torch.load(path, map_location="cpu", weights_only=True)  # ``newest_whole`` has just read it
 
 
-class _Hashed:
-    """A file that is written from its beginning to its end."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     """On disk when it returns; before, ``path`` is as it was.
 
@@ -71,9 +53,7 @@ def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            hashed = _Hashed(file)
-            torch.save(checkpoint, hashed)  # type: ignore[arg-type]
-            file.write(MARK + hashed.digest.digest())
+            save_sealed(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         if foreign := get_unsafe_globals_in_checkpoint(temporary):
@@ -81,7 +61,7 @@ def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
                 f"a checkpoint holds tensors and plain values, so that reading it runs no code; got {', '.join(sorted(foreign))}"
             )
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except (OSError, RuntimeError) as error:
         # A write that fails inside torch.save comes out as a RuntimeError of its C++ half.
         cause = error if isinstance(error, OSError) else error.__context__
@@ -118,15 +98,14 @@ def check_whole(path: Path) -> None:
     """Raises Damaged unless the file holds the bytes that were written."""
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _TAIL))
+            damaged = is_damaged(file)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _ZIP_END_SIZE))
             tail = file.read()
-            if tail.startswith(MARK):
-                file.seek(0)
-                if _sha256(file, size - _TAIL) != tail[len(MARK) :]:
-                    raise Damaged(f"{path} has other bytes than were written")
-                return
-        if tail[-_ZIP_END_SIZE:][: len(_ZIP_END)] != _ZIP_END:
+        if damaged is not None:
+            if damaged:
+                raise Damaged(f"{path} has other bytes than were written")
+            return
+        if tail[: len(_ZIP_END)] != _ZIP_END:
             raise Damaged(f"{path} is cut short, or no checkpoint")
         with zipfile.ZipFile(path) as archive:
             if (wrong := archive.testzip()) is not None:
@@ -200,16 +179,9 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
-def _sha256(file: IO[bytes], size: int) -> bytes:
-    digest = hashlib.sha256()
-    while size and (block := file.read(min(BLOCK, size))):
-        digest.update(block)
-        size -= len(block)
-    return digest.digest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Puts a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -17,6 +17,7 @@ from packmamba.data.sources import open_source
 from packmamba.data.tokenizer_files import write_tokenizer
 from packmamba.evaluation.subject import CONFIGURATION
 from packmamba.nn.checkpoint import write_pretrained
+from packmamba.training.checkpoint_file import sync
 
 PREFIX = "model."
 """Of the model's weights among a LitModule's."""
@@ -46,4 +47,6 @@ def write_model(folder: Path, config: Config, model: Mapping[str, Any], weights:
             write_tokenizer(made, data.tokenizer, data.begin_token, data.end_token)
         # config.json last: a folder that has it is whole.
         for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):
+            sync(path)
             os.replace(path, folder / path.name)
+    sync(folder)
