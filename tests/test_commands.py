@@ -25,6 +25,13 @@ MISTAKES = {
     "a value": (["train", "configs/train.yaml", "trainer.max_steps=many"], "trainer.max_steps"),
     "a missing file": (["train", "configs/missing.yaml"], "configs/missing.yaml does not exist"),
     "no assignment": (["train", "configs/train.yaml", "best_fit"], "expected key=value, got 'best_fit'"),
+    "a key without its section": (["train", "configs/train.yaml", "max_steps=3"], "did you mean 'trainer.max_steps'?"),
+    "a name of two sections' keys": (
+        ["train", "configs/train.yaml", "strategy=greedy"], "did you mean 'data.strategy' or 'trainer.strategy'?"),
+    "dashes": (["train", "configs/train.yaml", "--max_steps", "3"], "settings have no dashes: key=value"),
+    "a folder as a file": (["train", "configs"], "configs is a folder; expected a YAML file"),
+    "two runs": (["generate", "runs/mine-1", "runs/mine-2", "a text"], "got 'a text'; a pattern such as runs/mine-*"),
+    "two runs to export": (["export", "runs/mine-1", "runs/mine-2", "new"], "unexpected new; a pattern such as runs/mine-*"),
     "a strategy": (["train", "configs/train.yaml", "data.strategy=best-fit"], "did you mean 'best_fit'?"),
     "a long document": (
         ["train", "configs/train.yaml", "data.overlong=error", "data.row_length=16"], "data.row_length=16 is shorter"),

@@ -106,7 +106,8 @@ def test_what_is_wrong_is_said_before_any_work(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "key"), [("eval", "include_path"), ("generate", "top_p"), ("questions", "examples")]
+    ("command", "key"),
+    [("eval", "include_path"), ("generate", "top_p"), ("questions", "examples"), ("leakcheck", "patch")],
 )
 def test_help_explains_each_key(command, key, capsys):
     with pytest.raises(SystemExit):
@@ -147,7 +148,7 @@ def test_export_gives_transformers_the_same_logits(run, tmp_path, capsys, device
         (["eval", "RUN", "tasks=[]"], "tasks: expected at least one, got none"),
         (["eval", "RUN", "tasks=[mqar]", "options.mqar.pairs=3"], "options.mqar: "),
         (["eval", "RUN", "tasks=[mqar]", "options.parity.length=3"], "options.parity: not among tasks"),
-        (["eval", "RUN", "tasks=[mqar]"], "mqar: needs a vocabulary of 8192, the model has 258"),
+        (["eval", "RUN", "tasks=[mqar]"], "the model has 258; options.mqar.vocab_size sets it"),
         (["eval", "RUN", "examples=0"], "examples: expected at least 1, got 0"),
         (["eval", "RUN", "task=[mqar]"], "unknown key 'task' in 'task=[mqar]'; did you mean 'tasks'?"),
         (

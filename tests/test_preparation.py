@@ -347,7 +347,7 @@ def test_doctor_names_the_corpus_that_is_damaged_and_what_to_do(data, capsys):
     assert cli.main(["doctor", str(good), str(bad), str(bad.parent)]) == 1
     _, damaged, missing = capsys.readouterr().out.splitlines()
     assert f"{bad}: damaged ({bad / 'train.tokens'} has other bytes than were written); delete this folder" in damaged
-    assert f"{bad.parent}: damaged (" in missing and "meta.json" in missing
+    assert missing == f"{bad.parent}: no prepared corpus: it holds no meta.json"  # nor that it may be deleted
     assert cli.main(["doctor", str(good), str(good / "nothing")]) == 2
     told = capsys.readouterr()
     assert not told.out and told.err.endswith(

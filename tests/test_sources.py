@@ -167,7 +167,7 @@ def test_parquet_files_that_cannot_be_read_are_one_sentence(tmp_path):
     assert f"{path} in data.path is damaged" in refused(of(path, "parquet"))
     path.write_bytes(whole)
     missing = refused(of(path, "parquet", text_key="txt"))
-    assert "has no columns 'txt' (data.text_key); its columns: id, text" in missing
+    assert "has no column 'txt' (data.text_key); its columns: id, text" in missing
     assert "holds int64, not text; its columns of text: text" in refused(of(path, "parquet", text_key="id"))
     nested = pa.table({"text": [{"body": "a"}], "list": [["a"]], "bytes": [b"a"], "none": pa.nulls(1), "other": ["a"]})
     write_parquet(path, nested)
@@ -178,7 +178,7 @@ def test_parquet_files_that_cannot_be_read_are_one_sentence(tmp_path):
     assert "has 2 columns 'text'" in refused(of(path, "parquet"))
     write_parquet(tmp_path / "b.parquet", pa.table({"body": ["a"]}))
     write_parquet(path)
-    assert "b.parquet in data.path has no columns 'text'" in refused(of(tmp_path, "parquet"))  # before any is read
+    assert "b.parquet in data.path has no column 'text'" in refused(of(tmp_path, "parquet"))  # before any is read
 
 
 def test_a_row_group_is_not_in_memory_whole(tmp_path):

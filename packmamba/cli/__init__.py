@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import pkgutil
 import re
 import sys
 import textwrap
@@ -19,14 +20,16 @@ class Parser(argparse.ArgumentParser):
     """argparse, whose refusal is one sentence that guesses what was meant."""
 
     def format_help(self) -> str:
-        """With a sentence for each key, of commands about one model."""
+        """With a sentence for each key."""
         text = super().format_help()
-        if schema := _schema(self.prog.split()[-1]):
+        if keys := KEYS.get(command := self.prog.split()[-1]):
             from packmamba.config import describe
 
-            lines = (textwrap.fill(line, 100, subsequent_indent="      ") for line in describe(schema))
-            of_run = " (of data: those of the model's run)" if self.prog.endswith(" eval") else ""
-            text += f"\nsettings and their defaults{of_run}:\n" + textwrap.indent("\n".join(lines), "  ") + "\n"
+            lines = (
+                textwrap.fill(line, 100, subsequent_indent="      ") for line in describe(pkgutil.resolve_name(keys))
+            )
+            title = f"settings and their defaults{OF_RUNS.get(command, '')}:"
+            text += f"\n{title}\n" + textwrap.indent("\n".join(lines), "  ") + "\n"
         return text
 
     def error(self, message: str) -> NoReturn:
@@ -37,24 +40,33 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown command '{unknown[1]}'; {hint}"
         elif commands and "are required" in message:
             message = f"expected one of {', '.join(commands)}, got none"
+        elif (what := message.removeprefix("unrecognized arguments: ")) != message:
+            dashes = what.startswith("--") and "settings have no dashes: key=value"
+            message = f"unexpected {what}; {dashes or 'a pattern such as runs/mine-* may stand for several folders'}"
         from packmamba.errors import sentence
 
         self.exit(2, f"{self.prog.split()[0]}: error: {sentence(message)}\n")
 
 
-def _schema(command: str) -> type | None:
-    """The keys that a command takes."""
-    if command == "train":
-        from packmamba.config import Config
+KEYS = {
+    "train": "packmamba.config:Config",
+    "demo": "packmamba.training.sweep:SweepConfig",
+    "sweep": "packmamba.training.sweep:SweepConfig",
+    "corpus": "packmamba.cli.corpus:CorpusConfig",
+    "eval": "packmamba.cli.models:EvalConfig",
+    "questions": "packmamba.cli.models:QuestionsConfig",
+    "generate": "packmamba.cli.models:GenerateConfig",
+    "convert": "packmamba.cli.conversion:ConvertConfig",
+    "leakcheck": "packmamba.cli.leaks:LeakCheckConfig",
+    "compare": "packmamba.cli.comparison:CompareConfig",
+}
+"""Where the keys of each command are declared."""
 
-        return Config
-    if command in ("eval", "questions", "generate"):
-        from packmamba.cli import models
-
-        return {"eval": models.EvalConfig, "questions": models.QuestionsConfig, "generate": models.GenerateConfig}[
-            command
-        ]
-    return None
+OF_RUNS = {
+    "eval": " (of data: those of the model's run)",
+    "demo": " (those of train too, for all runs: see train --help)",
+    "sweep": " (those of train too, for all runs: see train --help)",
+}
 
 
 def demo(arguments: argparse.Namespace) -> None:
@@ -278,6 +290,28 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 }
 
 
+MODEL = ("model", None, "the folder of a run, or of a published checkpoint")
+ARGUMENTS: dict[str, list[tuple[str, str | None, str]]] = dict.fromkeys(COMMANDS, []) | {
+    "train": [("config", "?", "a YAML file; without one, configs/train.yaml")],
+    "sweep": [("config", None, "a YAML file")],
+    "bench": [("config", "?", "an experiment, <experiment>/<bench>, or a YAML file")],
+    "reproduce": [("experiment", "?", "an experiment, <experiment>/<step>, or all")],
+    "report": [("folder", "?", "an experiment, or a folder that holds records/")],
+    "questions": [("folder", None, "where its files go")],
+    "eval": [MODEL],
+    "leakcheck": [MODEL],
+    "generate": [MODEL, ("prompt", None, "the text to continue")],
+    "export": [MODEL, ("folder", None, "a new folder")],
+    "convert": [("file", None, "a checkpoint, such as runs/<run>/checkpoints/step=100.ckpt")],
+}
+SETTINGS = dict.fromkeys(KEYS.keys() - {"compare"}, "settings, listed below") | {
+    "train": "settings, listed below, such as data.strategy=best_fit",
+    "sweep": "settings, listed below; or the word status",
+    "bench": "keys of the bench's YAML file, such as output=runs/mine",
+    "reproduce": "scale=small for a quick look, output=<folder>, keys of the one step that is named",
+}
+
+
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     """The command's exit status. Without arguments it reads those of this process."""
     if argv is None:
@@ -287,54 +321,28 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
     for name, function in COMMANDS.items():
         command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-        if name == "train":
-            command.add_argument("config", nargs="?", help="a YAML file; without one, configs/train.yaml")
-        if name == "sweep":
-            command.add_argument("config", help="a YAML file")
-        if name == "bench":
-            command.add_argument("config", nargs="?", help="an experiment, <experiment>/<bench>, or a YAML file")
-        if name == "reproduce":
-            command.add_argument("experiment", nargs="?", help="an experiment, <experiment>/<step>, or all")
-        if name in ("eval", "generate", "export", "leakcheck"):
-            command.add_argument("model", help="the folder of a run, or of a published checkpoint")
-        if name == "generate":
-            command.add_argument("prompt", help="the text to continue")
-        if name in ("export", "questions"):
-            command.add_argument("folder", help="a new folder" if name == "export" else "where its files go")
-        if name == "convert":
-            command.add_argument("file", help="a checkpoint, such as runs/<run>/checkpoints/step=100.ckpt")
-        if name in (
-            "demo",
-            "convert",
-            "train",
-            "sweep",
-            "corpus",
-            "bench",
-            "reproduce",
-            "eval",
-            "generate",
-            "questions",
-            "leakcheck",
-        ):
-            text = "settings, such as data.strategy=best_fit"
-            command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+        for word, count, said in ARGUMENTS[name]:
+            command.add_argument(word, nargs=count, help=said)
+        if name in SETTINGS:
+            command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=SETTINGS[name])
         if name == "compare":
             command.add_argument("words", nargs="+", metavar="run or key=value", help="folders of runs, and settings")
-        if name == "report":
-            command.add_argument("folder", nargs="?", help="an experiment, or a folder that holds records/")
         if name == "doctor":
-            command.add_argument(
-                "corpora", nargs="*", default=[], help="folders of prepared corpora, such as runs/corpora/*"
-            )
+            text = "folders of prepared corpora, such as runs/corpora/*"
+            command.add_argument("corpora", nargs="*", default=[], help=text)
         if name == "kernels":
             command.add_argument("action", choices=("build", "info"), help="build them, or only show them")
     arguments = parser.parse_args(argv)
     if arguments.command == "train" and arguments.config and "=" in arguments.config:
         arguments.config, arguments.overrides = None, [arguments.config, *arguments.overrides]
 
-    from packmamba.errors import UserError, of_machine, sentence
+    from packmamba.errors import ConfigError, UserError, of_machine, sentence
 
     try:
+        words = [word for word in getattr(arguments, "overrides", []) if "=" not in word]
+        if words and MODEL in ARGUMENTS[arguments.command]:
+            several = "a pattern such as runs/mine-* may stand for several runs, name one"
+            raise ConfigError(f"expected key=value, got '{words[0]}'; {several}")
         return COMMANDS[arguments.command](arguments) or 0
     except UserError as error:
         print(f"{prog}: error: {sentence(error)}", file=sys.stderr)

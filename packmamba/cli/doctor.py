@@ -13,7 +13,7 @@ import torch
 
 from packmamba import ops
 from packmamba.data.corpus import Corpus
-from packmamba.data.integrity import SPLITS, check
+from packmamba.data.integrity import META, SPLITS, check
 from packmamba.errors import ConfigError
 from packmamba.ops import build
 from packmamba.ops.backends import Backend
@@ -26,6 +26,10 @@ EXTRAS = {
     "datasets": "data sets (data.source=huggingface): pip install 'packmamba[integrations]'",
     "zstandard": "JSON lines in .zst files: pip install 'packmamba[integrations]'",
     "transformers": "Hugging Face's Mamba, packed: pip install 'packmamba[integrations]'",
+    "lm_eval": "tasks of lm-evaluation-harness: pip install 'packmamba[eval]'",
+    "submitit": "jobs of SLURM (launcher=slurm): pip install 'packmamba[slurm]'",
+    "wandb": "a logger (trainer.loggers): pip install 'packmamba[loggers]'",
+    "mlflow": "a logger (trainer.loggers): pip install 'packmamba[loggers]'",
 }
 
 
@@ -59,6 +63,9 @@ def examine(folders: Iterable[str]) -> Iterator[tuple[bool, str]]:
         if not Path(folder).is_dir():
             raise ConfigError(f"{folder} is not a folder; expected one of a prepared corpus, under data.cache_dir")
     for folder in folders:
+        if not (Path(folder) / META).is_file():
+            yield False, f"{folder}: no prepared corpus: it holds no {META}"
+            continue
         try:
             splits = [Corpus(folder, split) for split in SPLITS]
             check(splits[0].folder, whole=True)

@@ -89,6 +89,8 @@ def to_dict(config: Config) -> dict[str, Any]:
 def read_yaml(path: str | Path) -> DictConfig:
     """One YAML file as a mapping; ConfigError if it is missing or not YAML."""
     path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; expected a YAML file")
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist")
     try:
@@ -180,7 +182,9 @@ def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str)
         key = old_names.get(given, given)
         name = f"{prefix}{key}"
         if key not in keys:
-            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(key, keys, prefix)}")
+            elsewhere = [f"'{s}.{key}'" for s, t in types.items() if key in getattr(t, "__dataclass_fields__", ())]
+            hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else suggest(key, keys, prefix)
+            raise ConfigError(f"unknown key '{name}' in {origin}{hint}")
         if key != given:
             update[key] = update.pop(given)
         value = values[given]

@@ -37,8 +37,8 @@ TOKEN = Holds("a token", bool)
 class DataConfig(Streams):
     source: str = key(
         "stdlib",
-        "Where documents come from: stdlib (its functions), text, jsonl or parquet (files of yours), huggingface (a data set), "
-        "megatron (ids), task, synthetic (random).",
+        "Where documents come from: stdlib (its functions), text, jsonl or parquet (files of yours), packages (Python code), "
+        "huggingface (a data set), megatron (ids), task, synthetic (random).",
         named("packmamba.data.sources:SOURCES"),
     )
     path: Optional[str] = key(

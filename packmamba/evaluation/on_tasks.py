@@ -93,7 +93,8 @@ def check(name: str, asked: Asked, vocab_size: int | None) -> Any:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{asked.key}.{name}: {error}") from None
     if vocab_size is not None and made.vocab_size > vocab_size:
-        raise ConfigError(f"{name}: needs a vocabulary of {made.vocab_size}, the model has {vocab_size}")
+        fewer = f"; {asked.key}.{name}.vocab_size sets it" * ("vocab_size" in known)
+        raise ConfigError(f"{name}: needs a vocabulary of {made.vocab_size}, the model has {vocab_size}{fewer}")
     return made
 
 

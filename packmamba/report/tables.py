@@ -37,18 +37,19 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """For a terminal."""
-        body = [[cell.text for cell in row] for row in self.rows]
+        """For a terminal, without columns that hold nothing."""
+        kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i].text != "-" for row in self.rows)]
+        columns, body = [self.columns[i] for i in kept], [[row[i].text for i in kept] for row in self.rows]
         widths = [
             max(len(text) for text in [*column.title.split(), *(line[i] for line in body)])
-            for i, column in enumerate(self.columns)
+            for i, column in enumerate(columns)
         ]
-        titles = [textwrap.wrap(column.title, width) for column, width in zip(self.columns, widths)]
+        titles = [textwrap.wrap(column.title, width) for column, width in zip(columns, widths)]
         height = max(map(len, titles))
         head = list(zip(*([""] * (height - len(lines)) + lines for lines in titles)))
         grid = [*head, ["-" * width for width in widths], *body]
         lines = [
-            "  ".join(c.rjust(w) if column.numeric else c.ljust(w) for c, w, column in zip(line, widths, self.columns))
+            "  ".join(c.rjust(w) if column.numeric else c.ljust(w) for c, w, column in zip(line, widths, columns))
             for line in grid
         ]
         return "\n".join([self.title, "", *(line.rstrip() for line in lines), "", *self.notes]) + "\n"

@@ -99,7 +99,7 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
         "Real tokens/s, padding and speedup: whole optimizer steps, arms interleaved in one process, medians."
         if all(speed.interleaved for speed in speeds)
         else "Real tokens/s and padding of arms without a speedup are of their own training runs: not a comparison.",
-    ]
+    ][: 1 if len(arms) == 1 else 2]
     if alone := [arm.label for arm in arms if _crosses(arm) and (arm["documents_behind_another"] == 0).all()]:
         table.notes.append(f"No row of {', '.join(alone)} held two documents: nothing crossed, as under reset.")
     for keys, seeds in {(tuple(t["keys"]), len(t["seeds"])) for arm in arms if (t := arm.sweep.get("tuned"))}:
@@ -248,10 +248,11 @@ def versus(arms: Sequence[Arm]) -> str:
 
 
 def seeds_statement(records: Iterable[Record]) -> str | None:
-    """What the number of seeds allows to be claimed; None without training records or with seeds enough."""
+    """What the number of seeds allows to be claimed; None without arms to compare or with seeds enough."""
     groups = summary.by_corpus(records).values()
-    fewest = min((len(arm.runs) for group in groups for arm in summary.training_arms(group)), default=PARITY_SEEDS)
-    if fewest >= PARITY_SEEDS:
+    arms = [arm for group in groups for arm in summary.training_arms(group)]
+    fewest = min((len(arm.runs) for arm in arms), default=PARITY_SEEDS)
+    if fewest >= PARITY_SEEDS or len(arms) == 1:
         return None
     if fewest == 1:
         return (

@@ -80,9 +80,9 @@ def _groups(path: Path, key: str) -> list[tuple[int, int, float]]:
     with _open(path) as file:
         schema = file.schema_arrow
         if schema.names.count(key) != 1:
-            count = schema.names.count(key) or "no"
+            count = schema.names.count(key)
             raise ConfigError(
-                f"{path} in data.path has {count} column{'s' * (count != 1)} '{key}' (data.text_key); its columns: "
+                f"{path} in data.path has {f'{count} columns' if count else 'no column'} '{key}' (data.text_key); its columns: "
                 f"{', '.join(schema.names) or 'none'}"
             )
         types, kind = _pyarrow().types, schema.field(key).type
