@@ -1,5 +1,6 @@
 """Several processes train as one: DDP and FSDP2, started by Lightning, by torchrun, and as torchrun would."""
 
+import os
 import time
 
 import lightning
@@ -11,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import run
 from packmamba.config import ConfigError
 from packmamba.records import read_records
-from packmamba.training.callbacks import checkpoints
+from packmamba.training.callbacks import Stopped, checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import run_folder
@@ -141,7 +142,7 @@ def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("told", [[0], [1]])
 def test_ranks_end_together_when_any_is_told_to(tmp_path, told):
     keys = ["data.strategy=greedy", "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=200",
             "trainer.checkpoint_every=4", "trainer.validate_every=200", "trainer.log_every=10"]  # fmt: skip
@@ -157,6 +158,22 @@ def test_ranks_end_together_when_any_is_told_to(tmp_path, told):
     newest = checkpoints(run_folder(config) / "checkpoints")[-1]
     step = int(newest.stem.removeprefix("step="))
     assert step % 10 == 0 and output.read_text().count(f"stopped after step {step} of 200, with a checkpoint") == 2
+
+
+def stops(config):
+    """One rank: a job's, of which the first alone is told."""
+    with pytest.raises(Stopped) as stopped:
+        fit(config, False, lambda history: int(os.environ["RANK"]) == 0 and history.totals["steps"] >= 5)
+    assert stopped.value.step == 8
+
+
+@pytest.mark.slow
+def test_ranks_stop_with_a_checkpoint_when_one_is_asked_to(tmp_path):
+    keys = ["data.strategy=greedy", "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=16", "trainer.log_every=4",
+            "trainer.checkpoint_every=16", "trainer.validate_every=8"]  # fmt: skip
+    config, output = tiny_config(tmp_path, *keys), tmp_path / "output.txt"
+    assert statuses(*fork_ranks(2, stops, config, output=output)) == [0, 0], output.read_text()
+    assert [path.name for path in checkpoints(run_folder(config) / "checkpoints")] == ["step=8.ckpt"]
 
 
 @pytest.mark.parametrize(

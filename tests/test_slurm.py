@@ -1,5 +1,6 @@
 """Sweeps on a cluster: jobs that are preempted, cut and killed, each requeued by one party alone."""
 
+import fcntl
 import os
 import signal
 import sys
@@ -11,10 +12,10 @@ import pytest
 from stand_in import FAILS, pretend
 from test_sweeps import write_sweep
 
-from packmamba.config import ConfigError
+from packmamba.config import ConfigError, load_config
 from packmamba.errors import Unfinished
 from packmamba.records import read_records
-from packmamba.training import slurm
+from packmamba.training import ranks, slurm
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.note import read_note, state_of
@@ -193,6 +194,50 @@ def launch(path):
     queue.check()
 
 
+RANK = """#!{python} -S
+import fcntl, json, os, signal, struct, sys, time
+pipe = int(sys.argv[-2])
+told = os.read(pipe, 100) if {waits} else b""
+ignores = all(signal.getsignal(one) == signal.SIG_IGN for one in (signal.SIGTERM, signal.SIGUSR2))
+said = [told[4:].decode(), 1.0, 2.0, f"{{ignores}} {{[name for name in os.environ if 'SLURM_' in name]}} {{sys.argv[-1]}}", 7]
+file = open(sys.argv[0] + ".lock", "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+if os.fork() == 0:
+    os.close(pipe)
+    time.sleep(60)
+if {says}:
+    said = json.dumps(said).encode()
+    os.write(pipe, struct.pack("!i", len(said)) + said)
+    time.sleep(60)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("waits", "says"), [(True, True), (False, False)])
+def test_ranks_of_a_job_are_told_through_their_pipe_and_end_with_it(tmp_path, monkeypatch, waits, says):
+    program = tmp_path / "rank"
+    program.write_text(RANK.format(python=sys.executable, waits=waits, says=says))
+    program.chmod(0o755)
+    monkeypatch.setattr(ranks.sys, "executable", str(program))
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    config = tiny_config(tmp_path, "trainer.devices=2")
+    outcome = ranks.attempt_in_ranks(config, "job 7", lambda: True)
+    if says:
+        assert outcome == ("stop", 1.0, 2.0, "True [] job 7", 7)
+    else:
+        assert outcome == ("failed", 0.0, None, "one of its processes ended with exit status 3", 0)
+    with open(f"{program}.lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # free once none of them is left
+    assert load_config(run_folder(config) / "ranks.json") == config
+
+
+def test_a_job_has_what_all_devices_of_its_run_need():
+    executor = submitit.SlurmExecutor.__new__(submitit.SlurmExecutor)
+    executor.parameters = {"cpus_per_task": 4, "gpus_per_node": 1, "mem": "32GB"}
+    assert slurm._of_devices(executor, 1).parameters == executor.parameters
+    assert slurm._of_devices(executor, 4).parameters == {"cpus_per_task": 16, "gpus_per_node": 4, "mem": "32GB"}
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -208,7 +253,7 @@ def launch(path):
         ("slurm.gpu=1", "^unknown key 'slurm.gpu'.*did you mean 'slurm.gpus'"),
         ("deadline=9", "^deadline: expected null with launcher=slurm, whose jobs have slurm.time, got 9"),
         ("throughput_rounds=3", "^throughput_rounds: expected 0 with launcher=slurm"),
-        ("trainer.devices=2", "^launcher: slurm trains each run on one device, got trainer.devices=2"),
+        ("trainer.num_nodes=2", "^launcher: slurm trains each run on one machine, got trainer.num_nodes=2"),
     ],
 )
 def test_what_a_cluster_cannot_do_is_refused(tmp_path, override, message):

@@ -51,7 +51,8 @@ def fit(config: Config, progress: bool = True, stop: Callable[[History], bool] |
     never stopped. What runs before it in the same process changes nothing.
 
     Args:
-        stop: asked after each step, with the run's history, whether the run shall stop there.
+        stop: asked after each step, with the run's history, whether the run shall stop there. All of several ranks stop,
+            after the next logged step, if one of them says so.
 
     Raises:
         ConfigError: naming the key.
@@ -103,9 +104,10 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
 
     def stops(history: History) -> bool:
         check_claim(folder)
-        agreed = agree(trainer, told.signal, options.log_every)
-        told.signal = max(told.signal, agreed)
-        return bool(agreed) or (stop is not None and stop(history))
+        asked = int(stop is not None and stop(history))  # 1 is no signal that is heard
+        agreed = agree(trainer, max(told.signal, asked), options.log_every)
+        told.signal = max(told.signal, agreed if agreed > 1 else 0)
+        return bool(agreed)
 
     trainer = make_trainer(config, folder, history, progress, stops, others)
     if trainer.is_global_zero and not reached and (other := of_other_length(config)):

@@ -113,9 +113,14 @@ def attempt_in_job(config: Config, where: str, stop: Callable[[], bool]) -> Outc
     """What it prints goes to the run's own file too."""
     limit_spinning()
     keep_freed_memory()
-    from packmamba.training.attempt import attempt
+    from packmamba.training.places import several_devices
+    from packmamba.training.ranks import attempt_in_ranks
     from packmamba.training.worker import printing_to
 
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     with printing_to(log_path(config)):
+        if several_devices(config):
+            return attempt_in_ranks(config, where, stop)
+        from packmamba.training.attempt import attempt
+
         return attempt(config, where, False, stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ OVER_SECONDS = 60.0
 """A job that was preempted and is not back in the queue after so long is not requeued by SLURM."""
 MOST_REQUEUES = 1000
 """Of submitit, which counts those at time limits: ours end where no run goes on (``packmamba.training.job``)."""
+PER_DEVICE = ("gpus_per_node", "cpus_per_task")
 UNITS = {"m": 1, "h": 60, "d": 24 * 60}
 _TIME = re.compile(r"([1-9]\d*)([mhd])")
 
@@ -41,8 +43,12 @@ class SlurmConfig:
         "Time limit of a job, in minutes, hours or days; a run that needs longer goes on in the next job.",
         Holds("minutes, hours or days, such as 30m, 12h or 2d", lambda value: bool(_TIME.fullmatch(value))),
     )
-    gpus: int = key(1, "GPUs of each job.", Holds("1, or 0 for runs on the CPU", lambda value: value in (0, 1)))
-    cpus: int = key(4, "Cores of each job.", at_least(1))
+    gpus: int = key(
+        1,
+        "GPUs of a job for each of its run's trainer.devices.",
+        Holds("1, or 0 for runs on the CPU", lambda value: value in (0, 1)),
+    )
+    cpus: int = key(4, "Cores of a job for each of its run's trainer.devices.", at_least(1))
     memory: Optional[str] = key(
         None,
         "Memory of each job; null for the cluster's own choice.",
@@ -135,14 +141,24 @@ def _submit(queue: Queue, executor: submitit.Executor, grace: float, train: Trai
             else:
                 queue.prepare(number)  # once, here: jobs on machines that do not share locks would meet
                 new.append(number)
-        jobs = executor.submit_array([Job(queue.configs[number], grace, train) for number in new]) if new else []
-        for number, job in zip(new, jobs):
-            found[number] = job
-            say(queue.configs[number], state="submitted", job=job.job_id, where=f"job {job.job_id}")
-            queue.say(number, f"submitted as job {job.job_id}")
+        for devices in sorted({queue.configs[number].trainer.devices for number in new}):
+            alike = [number for number in new if queue.configs[number].trainer.devices == devices]
+            array = [Job(queue.configs[number], grace, train) for number in alike]
+            for number, job in zip(alike, _of_devices(executor, devices).submit_array(array)):
+                found[number] = job
+                say(queue.configs[number], state="submitted", job=job.job_id, where=f"job {job.job_id}")
+                queue.say(number, f"submitted as job {job.job_id}")
     for number in found:
         queue.running[number] = time.monotonic()
     return found
+
+
+def _of_devices(executor: submitit.Executor, devices: int) -> submitit.Executor:
+    """The same with what so many devices need. A job is one task of SLURM, whose processes the run starts itself."""
+    larger = copy.copy(executor)
+    needs = {name: devices * executor.parameters[name] for name in PER_DEVICE if name in executor.parameters}
+    larger.parameters = {**executor.parameters, **needs}
+    return larger
 
 
 def _in_queue(executor: submitit.Executor, config: Config) -> submitit.Job | None:

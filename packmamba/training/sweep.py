@@ -163,9 +163,9 @@ def load_sweep(
         if (alike := replace(config, seed=0)) not in checked:
             check_run(config, runs_here and sweep.launcher == "local")
             checked.append(alike)
-        if sweep.launcher == "slurm" and several_devices(config):
+        if sweep.launcher == "slurm" and config.trainer.num_nodes > 1:
             raise ConfigError(
-                f"launcher: slurm trains each run on one device, got trainer.devices={config.trainer.devices}"
+                f"launcher: slurm trains each run on one machine, got trainer.num_nodes={config.trainer.num_nodes}"
             )
         if sweep.apart and several_devices(config):
             raise ConfigError(

@@ -1,6 +1,6 @@
 """A sweep of 40 runs on a made-up cluster that preempts ten and kills two: python tests/faults/cluster.py.
 
-One more fails by itself. Every tenth run is trained, the others are stand-ins: jobs, claims, requeues and records are tried.
+Every tenth run is trained, the others are stand-ins: jobs, claims, requeues and records are tried. Then one on two devices is.
 It prints what happened, and exits with 1 unless there are 37 records and 3 reasons. ``record=yes`` writes records/cluster.json.
 """
 
@@ -86,10 +86,31 @@ def try_cluster(folder: Path) -> dict[str, dict[str, int]]:
     return found
 
 
+def try_two_devices(folder: Path) -> dict[str, dict[str, int]]:
+    """One trained run on two devices, all of whose processes are told to go, compared with one that was left alone."""
+    arms = {"packed": {"data.strategy": "greedy"}}
+    keys = {**KEYS, "trainer.devices": 2, "trainer.strategy": "ddp", "trainer.log_every": 2}
+    ended = []
+    for name, plan in {"alone": {}, "told": {0: ["both"]}}.items():
+        os.environ |= fake_slurm.install(folder / name, plan)
+        path = write_sweep(folder, throughput_rounds=0, grid={"seed": [0]}, arms=arms, common=keys)
+        sweep, configs = load_sweep(path, ["launcher=slurm", "slurm.gpus=0", f"output={folder}/{name}-sweep"])
+        queue = Queue(configs, progress=True)
+        slurm.run_as_jobs(queue, slurm.slurm_executor(sweep.slurm, 1, "sweep", sweep.output), 60)
+        queue.check()
+        ended.append([losses_of(record) for record in read_records(sweep.output)])
+    lines = [line.split() for line in (folder / "told" / "log").read_text().splitlines()]
+    counts = {"trials": 1, "lost": int(not ended[1] or ended[1][0] != ended[0][0]), "doubled": 0, "undetected": 0}
+    counts["doubled"] = int(len(ended[1]) > 1 or [line[0] for line in lines].count("requeue") != 1)
+    return {"job of a run on two devices preempted, told by both": counts}
+
+
 def main() -> int:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = try_cluster(Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        found |= try_two_devices(Path(folder))
     totals = {
         name: sum(counts[name] for counts in found.values()) for name in ("trials", "lost", "doubled", "undetected")
     }

@@ -1,0 +1,94 @@
+"""A run on several devices of this machine, in processes of its own: ``python -m`` starts the first rank, Lightning the others.
+
+Whoever starts it needs no PyTorch. All ranks ignore the signals that a cluster sends to every process of a job: a pipe tells the
+first one to stop, which tells the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from packmamba.config import Config, load_config, to_dict
+from packmamba.training.note import Outcome
+from packmamba.training.process import die_with_parent, imports, keep_freed_memory
+from packmamba.training.runs import run_folder
+from packmamba.training.worker import ROOT
+
+POLL_SECONDS = 0.2
+IGNORED = (signal.SIGTERM, signal.SIGUSR2)
+
+
+def attempt_in_ranks(config: Config, where: str, stop: Callable[[], bool]) -> Outcome:
+    """What became of the run, as ``attempt`` says it; what its processes print goes where this one's does.
+
+    Args:
+        stop: asked several times a second; once told, the ranks end at their next logged step, with a checkpoint.
+    """
+    path = run_folder(config) / "ranks.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_dict(config)))
+    pipe, other = Pipe()
+    with other:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(path), str(other.fileno()), where], env=_environment(),
+            stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True, preexec_fn=_ignore,
+        )  # fmt: skip
+    told = False
+    try:
+        while not pipe.poll(POLL_SECONDS):
+            if not told and stop():
+                told = True
+                pipe.send_bytes(b"stop")
+        return Outcome(*json.loads(pipe.recv_bytes()))
+    except (EOFError, OSError):
+        status = process.wait()
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return Outcome("failed", why=f"one of its processes ended with {how}")
+    finally:
+        pipe.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it has started
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what says that it is a task of a cluster: the ranks are not."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def _ignore() -> None:
+    """Before Python starts, and for all that it starts."""
+    for signum in IGNORED:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def main(path: str, pipe: str, where: str) -> None:
+    """One rank. The first has the claim, the note and the pipe."""
+    die_with_parent()
+    _ignore()
+    keep_freed_memory()
+    with imports():
+        from packmamba.training.attempt import attempt
+        from packmamba.training.callbacks import Stopped
+        from packmamba.training.fit import fit
+
+    config = load_config(path)
+    if int(os.environ.get("LOCAL_RANK", 0)):
+        with contextlib.suppress(Stopped):
+            fit(config, False, lambda history: False)
+        return
+    told = Connection(int(pipe))
+    told.send_bytes(json.dumps(attempt(config, where, False, told.poll)).encode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
