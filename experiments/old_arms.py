@@ -10,8 +10,6 @@ from pathlib import Path
 
 from packmamba.report.summary import Record, of_kind
 
-Key = tuple[str, str, str, str]
-
 
 def records_of(records: Iterable[Record], kind: str) -> list[Record]:
     """The records of a kind, each with its arm's fields in its configuration."""

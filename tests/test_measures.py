@@ -15,11 +15,13 @@ from packmamba.evaluation.answers import Accuracy, answer, choose, items
 from packmamba.evaluation.asked import Asked
 from packmamba.evaluation.evaluate import evaluate
 from packmamba.evaluation.perplexity import (
-    bits_per_byte,
-    by_position,
-    context_gain,
-    effective_remembrance,
+    context_gains,
+    gain_entries,
+    means_between,
+    remembrance,
+    sums_between,
     token_losses,
+    windows_reached,
 )
 from packmamba.evaluation.tasks import TASKS
 from runs import tiny_config
@@ -54,18 +56,23 @@ def test_losses_are_those_of_documents_alone(model, documents):
         np.testing.assert_allclose(found, losses_alone(model, document), rtol=0, atol=1e-10)
 
 
-def test_by_position_and_per_byte(model, documents):
+def test_by_position(model, documents):
     losses = token_losses(model, documents, max_slots=128)
-    rows = by_position(losses)
-    assert [row["start"] for row in rows] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    edges = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    rows = means_between(edges, [sums_between(edges, some) for some in losses], [len(some) for some in losses])
+    assert [row["start"] for row in rows] == edges[:-1]
     assert sum(row["count"] for row in rows) == sum(map(len, losses))
     fourth = [some[7:15] for some in losses if len(some) >= 8]
     assert rows[3]["loss"] == pytest.approx(np.concatenate(fourth).mean()) and rows[3]["documents"] == len(fourth)
-    assert bits_per_byte(losses, 100) == pytest.approx(sum(some.sum() for some in losses) / math.log(2) / 100)
+
+
+def context_gain(model, documents, window, context=0, groups=None, least=(1, 1)):
+    reached = windows_reached([len(document) for document in documents], window, 64, groups, least)
+    return gain_entries(context_gains(model, documents, window, reached, 100, context), groups)
 
 
 def test_context_gain_compares_the_same_targets(model, documents):
-    entries = context_gain(model, documents, window=32, max_slots=100)
+    entries = context_gain(model, documents, window=32)
     assert [entry["windows"] for entry in entries] == [2, 4, 8]
     assert [entry["documents"] for entry in entries] == [4, 2, 1]
     for entry in entries:
@@ -79,7 +86,7 @@ def test_context_gain_compares_the_same_targets(model, documents):
 
 @pytest.mark.parametrize("context", [1, 20, 32, 64])
 def test_context_gain_beyond_a_context_leaves_its_tokens_to_both(model, documents, context):
-    entries = context_gain(model, documents, window=32, max_slots=100, context=context)
+    entries = context_gain(model, documents, window=32, context=context)
     assert [entry["windows"] for entry in entries] == ([2, 4, 8] if context < 32 else [4, 8])
     for entry in entries:
         first, end = (entry["windows"] - 1) * 32, entry["windows"] * 32
@@ -100,17 +107,13 @@ def test_context_gain_stops_where_too_few_documents_or_groups_reach(model, docum
     ]
 
 
-def test_effective_remembrance_is_total_variation(model, documents):
-    found = effective_remembrance(model, documents, 64, [1, 32, 63], max_slots=50)
-    for t, value in found.items():
-        expected = [
-            (log_probabilities(model, d[:64])[-1].exp() - log_probabilities(model, d[t:64])[-1].exp()).abs().sum() / 2
-            for d in documents
-            if len(d) >= 64
-        ]
-        assert value == pytest.approx(float(torch.stack(expected).mean()), abs=1e-10) and 0 <= value <= 1
-    with pytest.raises(ValueError, match="documents: expected some of at least length=999 tokens, got none"):
-        effective_remembrance(model, documents, 999, [1])
+def test_remembrance_is_total_variation(model, documents):
+    long, starts = [document for document in documents if len(document) >= 64], [1, 32, 63]
+    for document, values in zip(long, remembrance(model, long, 64, starts, max_slots=50)):
+        whole = log_probabilities(model, document[:64])[-1].exp()
+        for t, value in zip(starts, values):
+            expected = (whole - log_probabilities(model, document[t:64])[-1].exp()).abs().sum() / 2
+            assert value == pytest.approx(float(expected), abs=1e-10) and 0 <= value <= 1
 
 
 @pytest.mark.parametrize("name", ["mqar", "contradiction", "next_line"])

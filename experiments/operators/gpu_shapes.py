@@ -9,11 +9,11 @@ from experiments.old_arms import records_of
 from experiments.operators.arms import GPU_ARMS, GpuArm
 from packmamba.report.summary import Record, natural
 
-SCAN, SCAN_STATES, SCAN_INDICES, UNPACKED, BY_DOCUMENT, PADDED, SSD, CONV, CONV_INDICES, CAUSAL_CONV, PROJECTIONS, SCHEDULE = (
+SCAN, SCAN_STATES, SCAN_INDICES, UNPACKED, BY_DOCUMENT, PADDED, SSD, CONV, CONV_INDICES, CAUSAL_CONV, PROJECTIONS = (
     GPU_ARMS[name]
     for name in (
         "scan", "scan-states", "scan-indices", "mamba-ssm-unpacked", "mamba-ssm-by-document", "mamba-ssm-padded",
-        "mamba2-ssd", "conv1d", "conv1d-indices", "causal-conv1d", "projections", "schedule",
+        "mamba2-ssd", "conv1d", "conv1d-indices", "causal-conv1d", "projections",
     )
 )  # fmt: skip
 # config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved rounds,

@@ -6,7 +6,6 @@ pass. Losses are nats per target token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,17 +88,6 @@ class Read:
         return [made[number] if number in made else self.found.get(number, nothing) for number in documents]
 
 
-def bits_per_byte(losses: Losses, num_bytes: int) -> float:
-    """Bits that the model needs for each byte of the documents' text: comparable across tokenizers."""
-    return sum(float(some.sum()) for some in losses) / math.log(2) / num_bytes
-
-
-def by_position(losses: Losses) -> list[dict[str, float]]:
-    """Mean loss by the target's place in its document: [1, 2), [2, 4), [4, 8), ..."""
-    edges = [2**i for i in range(max(map(len, losses), default=0).bit_length() + 1)]
-    return means_between(edges, [sums_between(edges, some) for some in losses], [len(some) for some in losses])
-
-
 def sums_between(edges: Sequence[int], losses: NDArray[np.float64]) -> list[float]:
     """The summed losses of a document's targets at places [edges[i], edges[i + 1]) that it has; the first target's place is 1."""
     return [
@@ -121,33 +109,6 @@ def means_between(
             loss = sum(sums[n][i] for n in reach) / count
             rows.append({"start": start, "end": end, "loss": loss, "count": count, "documents": len(reach)})
     return rows
-
-
-def context_gain(
-    model: MambaLM,
-    documents: Sequence[Any],
-    window: int,
-    most: int = 64,
-    max_slots: int = 16384,
-    context: int = 0,
-    groups: Sequence[int] | None = None,
-    least: tuple[int, int] = (1, 1),
-) -> list[dict[str, Any]]:
-    """What context before a window's last ``context`` tokens is worth, at 2, 4, ... ``most`` windows from a document's start.
-
-    At k windows: the loss of tokens (k - 1) * window + 1 to k * window - 1 of a document that the model reads from token
-    (k - 1) * window - context, minus their loss when it reads from the start: the same targets. Positive: it uses what came
-    before. With context = window the short reading has as much context for every target as a row of a training run has at its
-    end, and gains beyond are what states carry further; the first entry is then at 4 windows.
-
-    Args:
-        groups: of each document, such as its package.
-        least: documents, and groups among them, that an entry needs.
-
-    Each entry has ``windows``, ``gain``, ``loss``, ``documents``, ``groups``, and ``gains`` by document for paired comparisons.
-    """
-    reached = windows_reached([len(document) for document in documents], window, most, groups, least)
-    return gain_entries(context_gains(model, documents, window, reached, max_slots, context), groups)
 
 
 def windows_reached(
@@ -176,7 +137,12 @@ def context_gains(
     context: int = 0,
     whole: Losses | None = None,
 ) -> list[dict[int, tuple[float, float]]]:
-    """Of each document the gain and the loss at those of ``reached`` windows that it has; see ``context_gain``.
+    """Of each document, at those of ``reached`` windows that it has, what context is worth and the loss with all of it.
+
+    At k windows: the loss of tokens (k - 1) * window + 1 to k * window - 1 of a document that the model reads from token
+    (k - 1) * window - context, minus their loss when it reads from the start: the same targets. Positive: it uses what came
+    before. With context = window the short reading has as much context for every target as a row of a training run has at its
+    end, and gains beyond are what states carry further; they begin at 4 windows.
 
     Args:
         whole: the documents' losses read from their starts, where they are known at least so far.
@@ -202,7 +168,8 @@ def context_gains(
 def gain_entries(
     found: Sequence[dict[int, tuple[float, float]]], groups: Sequence[int] | None = None
 ) -> list[dict[str, Any]]:
-    """``context_gain``'s entries from ``context_gains``."""
+    """For each number of windows the means of ``context_gains``: ``windows``, ``gain``, ``loss``, ``documents``, ``groups``, and
+    ``gains`` by document for paired comparisons. ``groups``: of each document, such as its package."""
     entries = []
     for k in sorted({k for some in found for k in some}):
         reach = [i for i, some in enumerate(found) if k in some]
@@ -215,24 +182,14 @@ def gain_entries(
     return entries
 
 
-def effective_remembrance(
-    model: MambaLM, documents: Sequence[Any], length: int, starts: Sequence[int], max_slots: int = 16384
-) -> dict[int, float]:
-    """EffRem (arXiv 2507.02782): how much what came before token t still matters after ``length`` tokens.
-
-    For each t of ``starts`` the total variation between the next-token distributions after document[:length] and after
-    document[t:length], averaged over the documents that are long enough; 0: nothing, 1: everything.
-    """
-    long = [document for document in documents if len(document) >= length]
-    if not long:
-        raise ValueError(f"documents: expected some of at least length={length} tokens, got none")
-    return dict(zip(starts, np.mean(remembrance(model, long, length, starts, max_slots), axis=0).tolist()))
-
-
 def remembrance(
     model: MambaLM, documents: Sequence[Any], length: int, starts: Sequence[int], max_slots: int = 16384
 ) -> list[list[float]]:
-    """Of each document, of at least ``length`` tokens, the total variation for each of ``starts``."""
+    """EffRem (arXiv 2507.02782): how much what came before token t still matters after ``length`` tokens.
+
+    Of each document, of at least ``length`` tokens, and each t of ``starts``: the total variation between the next-token
+    distributions after document[:length] and after document[t:length]; 0: nothing, 1: everything.
+    """
     for t in starts:
         if not 0 < t < length:
             raise ValueError(f"starts: expected places from 1 to {length - 1}, got {t}")
