@@ -71,7 +71,10 @@ class Corpus:
         self.targets = None if answers is None else self._map("targets", np.dtype("<i4"), self.num_tokens)
         self.group_names = meta["splits"][split].get("groups", [])
         self.groups = self._map("groups", np.dtype("<i4"), self.num_documents) if self.group_names else None
-        self._plain_tokens = self.tokens.view(np.ndarray)  # slicing a memmap object costs several times as much
+        # Slicing a memmap object costs several times as much.
+        self._plain_tokens, self._plain_offsets = self.tokens.view(np.ndarray), self.offsets.view(np.ndarray)
+        self._plain_targets = None if self.targets is None else self.targets.view(np.ndarray)
+        self._size = self.tokens.nbytes + (0 if self.targets is None else self.targets.nbytes)
         self._held = 0
 
     def _map(self, name: str, dtype: np.dtype, size: int) -> np.ndarray:
@@ -85,10 +88,11 @@ class Corpus:
         """Tokens of a document, (lengths[index],), a read-only view of the mapped file; IndexError if there is none."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
-        begin, end = self.offsets[index], self.offsets[index + 1]
-        self._held += int(end - begin) * self.tokens.itemsize + AROUND
-        if self._held > HELD:
-            self._let_go()
+        begin, end = self._plain_offsets[index : index + 2].tolist()
+        if self._size > HELD:
+            self._held += (end - begin) * self.tokens.itemsize + AROUND
+            if self._held > HELD:
+                self._let_go()
         return self._plain_tokens[begin:end]
 
     def _let_go(self) -> None:
@@ -100,7 +104,10 @@ class Corpus:
 
     def answers(self, index: int) -> np.ndarray | None:
         """Targets of a document where the corpus has targets of its own, (lengths[index],); else None."""
-        return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
+        if self._plain_targets is None:
+            return None
+        begin, end = self._plain_offsets[index : index + 2].tolist()
+        return self._plain_targets[begin:end]
 
     def group(self, index: int) -> str | None:
         """What a document belongs to."""
