@@ -135,8 +135,9 @@ def plans() -> dict[str, str]:
 
 
 def command(*arguments: str) -> None:
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, check=True, **quiet)
+    done = subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"run.py {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
 
 
 def losses(folder: Path) -> dict[str, list[float]]:

@@ -1,8 +1,14 @@
-"""docs/reliability.md from the campaigns' records and the defects that they found: python tests/faults/report.py."""
+"""docs/reliability.md from the campaigns' records and the defects that they found: python tests/faults/report.py [part.json ...].
+
+With parts, which are records of one campaign at one clean commit, such as two processes make side by side, their sum becomes
+that campaign's record first.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +65,39 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One record of several. Raises ValueError for parts that do not belong together, or of a tree that was not committed."""
+    for name in ("campaign", "commit"):
+        if len(found := {part[name] for part in parts}) != 1:
+            raise ValueError(f"parts differ in {name}: {', '.join(sorted(found))}")
+    if parts[0]["commit"].endswith("-dirty"):
+        raise ValueError(f"made with changes that were not committed: {parts[0]['commit']}")
+    if len({part["seed"] for part in parts}) != len(parts):
+        raise ValueError("two parts have one seed: they hold the same trials")
+    kinds: dict[str, dict[str, int]] = {}
+    skipped: dict[str, str] = {}
+    for part in parts:
+        skipped |= part.get("skipped", {})
+        for kind, counts in part["kinds"].items():
+            sums = kinds.setdefault(kind, dict.fromkeys(COUNTS, 0))
+            for name in COUNTS:
+                sums[name] += counts[name]
+    seeds = [part["seed"] for part in parts]
+    return {
+        **parts[0],
+        "seconds": sum(part["seconds"] for part in parts),
+        "seed": seeds,
+        "kinds": kinds,
+        "skipped": skipped,
+    }
+
+
 if __name__ == "__main__":
+    if parts := [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]:
+        try:
+            made = merged(parts)
+        except ValueError as error:
+            sys.exit(str(error))
+        (HERE / "records" / f"{made['campaign']}.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     print(PAGE)
