@@ -19,6 +19,7 @@ from packmamba.data import corpus as corpus_module
 from packmamba.data import shards
 from packmamba.data.corpus import Corpus, load_corpora
 from packmamba.data.lengths import draw_lengths
+from packmamba.data.preparation import alone
 
 TEXTS = [f"document {i} ☃\n" * (1 + i * i % 17) for i in range(60)]
 
@@ -293,3 +294,15 @@ def test_a_corpus_is_never_in_memory_whole(data):
         tracemalloc.stop()
     assert corpora.train.num_tokens + corpora.validation.num_tokens > 32e6
     assert peak < 12e6
+
+
+def test_what_a_process_left_that_was_killed_when_the_corpus_was_in_its_place_is_cleared_away(data):
+    folder = load_corpora(data, progress=False).train.folder
+    (left := folder.with_name(f".{folder.name}.work")).mkdir()
+    (folder.with_name(f".{folder.name}.damaged") / "train").mkdir(parents=True)
+    folder.with_name(f".{folder.name}.lock").touch()
+    with alone(folder, data):  # of who is at it
+        load_corpora(data, progress=False)
+        assert left.exists()
+    load_corpora(data, progress=False)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]

@@ -19,7 +19,7 @@ import numpy as np
 
 from packmamba.config import DataConfig
 from packmamba.data.integrity import check_opened, read_meta
-from packmamba.data.preparation import alone, prepare
+from packmamba.data.preparation import alone, clear_away, prepare
 from packmamba.data.sources import open_source
 from packmamba.data.tokenization import TokenIds, Tokenizer, load_tokenizer, token_dtype
 
@@ -165,6 +165,8 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
                 corpora = _open(folder)
         if corpora is None:
             raise RuntimeError(f"the corpus {folder} disappeared while it was opened")
+    else:
+        clear_away(folder)
     if corpora.skipped:
         counts = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in corpora.skipped.items())
         logger.warning("the corpus of data.source=%s leaves out %s", data.source, counts)

@@ -20,7 +20,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 @contextlib.contextmanager
 def alone(folder: Path, data: DataConfig) -> Iterator[None]:
     """Keeps the making of a corpus to this process; waits as long as another has it."""
-    path = folder.with_name(f".{folder.name}.lock")
+    path = _beside(folder, "lock")
     with _THREADS, contextlib.ExitStack() as stack:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -52,15 +52,42 @@ def alone(folder: Path, data: DataConfig) -> Iterator[None]:
                 except BlockingIOError:
                     logger.warning("another process prepares the corpus %s; waiting for it", folder)
                     fcntl.lockf(file, fcntl.LOCK_EX)
-                with contextlib.suppress(FileNotFoundError):  # the one before removed it
-                    if os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                        break
+                if _is_there(path, file):
+                    break
         except OSError as error:
             raise ConfigError(f"data.cache_dir '{data.cache_dir}' cannot be written ({error.strerror})") from None
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def clear_away(folder: Path) -> None:
+    """Removes what a process has left that was killed when the corpus was in its place."""
+    left = [_beside(folder, what) for what in ("work", "damaged", "lock")]
+    if not any(path.exists() for path in left) or not _THREADS.acquire(blocking=False):
+        return
+    try:
+        with contextlib.suppress(OSError), open(left[-1], "w") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_there(left[-1], file):
+                for path in left[:-1]:
+                    shutil.rmtree(path, ignore_errors=True)
+                left[-1].unlink()
+    finally:
+        _THREADS.release()
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+def _is_there(path: Path, file: IO[str]) -> bool:
+    """Whether the path still is this file: the process that had it before removed it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def prepare(
@@ -70,7 +97,7 @@ def prepare(
 
     Raises ConfigError where the source or a key must change, UserError where the same command may go on.
     """
-    work = folder.with_name(f".{folder.name}.work")
+    work = _beside(folder, "work")
     try:
         _prepare(folder, work, data, source, tokenizer, identity, progress)
     except ConfigError:
@@ -201,7 +228,7 @@ def _boot() -> str:
 
 def _install(made: Path, folder: Path) -> None:
     """Renames into place; what is there is damaged, and those who have it open keep it."""
-    aside = folder.with_name(f".{folder.name}.damaged")
+    aside = _beside(folder, "damaged")
     shutil.rmtree(aside, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, aside)

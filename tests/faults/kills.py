@@ -242,6 +242,8 @@ def killed_store(world: World, folder: Path, rng: random.Random, clock: bool = F
     found = load_corpora(data, progress=False)
     check(found.train.folder, whole=True)
     expect(found.corpus_hash == expected.corpus_hash, "lost", "another corpus")
+    left = [path.name for path in (folder / "cache").iterdir() if path.name.startswith(".")]
+    expect(not left, "undetected", f"left behind: {left}")
     return kills
 
 
