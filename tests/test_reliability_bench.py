@@ -31,6 +31,16 @@ def test_a_trend_is_found_and_its_interval_is_of_95_percent():
     assert all(one["slope_low"] > 0 for one in found)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(-1, 2, "yes"), (-1.9, 2.1, "not shown"), (2.1, 3, "no"), (-4, -2.1, "no"), (-3, 1, "not shown")],
+)
+def test_a_step_is_flat_if_its_whole_interval_is_within_its_share(low, high, said):
+    name = "cpu_seconds_per_step"
+    metrics = {f"{name}_begin": 100.0, f"{name}_slope_low": low, f"{name}_slope_high": high}
+    assert report.flat_within(metrics, name) == 2 and report.flat(metrics, name) == said
+
+
 def test_what_a_process_holds_is_seen(tmp_path):
     before = processes.held(os.getpid())
     block = mmap.mmap(-1, 32_000_000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never memory that was freed before
@@ -87,3 +97,5 @@ def test_each_bench_records_what_its_table_shows(tmp_path, monkeypatch):
     for kind, made in report.KINDS.items():
         tables = made.tables([record for record in records.values() if record["kind"] == kind])
         assert len(tables) == (kind != "determinism") and all(table.rows for table in tables)
+    (figure,) = report.soak_figures([records["soak"]])
+    assert figure.png and figure.pdf

@@ -46,10 +46,10 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     metrics: parameters, checkpoint_bytes; seconds_per_step, the median with nothing beside it, and seconds_per_step_most;
     copy_seconds_first and copy_seconds, how long training waits; write_seconds, in the thread; steps_beside,
     seconds_per_step_beside, seconds_per_step_beside_most; host_bytes_per_second and pinned_bytes_per_second, of a plain copy to
-    memory of the host (null without a GPU).
+    memory of the host (the latter null without a GPU); cores_of_others.
     """
     provenance()
-    begun = time.perf_counter()
+    others, begun = timing.OtherPrograms(), time.perf_counter()
     config = load_config(None, c.keys)
     with surroundings(config), tempfile.TemporaryDirectory(prefix="checkpoint-", dir=c.folder) as name:
         on_gpu = config.trainer.accelerator != "cpu" and torch.cuda.is_available()
@@ -85,8 +85,9 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             "steps_beside": len(beside),
             "seconds_per_step_beside": timing.median(beside) if beside else None,
             "seconds_per_step_beside_most": max(beside, default=None),
-            "host_bytes_per_second": _rate(False) if on_gpu else None,
-            "pinned_bytes_per_second": _rate(True) if on_gpu else None,
+            "host_bytes_per_second": _rate(arm.fabric.device, False),
+            "pinned_bytes_per_second": _rate(arm.fabric.device, True) if on_gpu else None,
+            "cores_of_others": others.cores(),
         }
     record = make_record(
         kind="checkpoint",
@@ -109,8 +110,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _rate(pinned: bool) -> float:
-    """Bytes a second from a GPU to memory of the host that was written before."""
-    source = torch.ones(PROBE, dtype=torch.uint8, device="cuda")
+def _rate(device: torch.device, pinned: bool) -> float:
+    """Bytes a second from a device to memory of the host that was written before."""
+    source = torch.ones(PROBE, dtype=torch.uint8, device=device)
     target = torch.ones(PROBE, dtype=torch.uint8, pin_memory=pinned)
-    return PROBE / min(timing.seconds(lambda: target.copy_(source), "cuda") for _ in range(3))
+    return PROBE / min(timing.seconds(lambda: target.copy_(source), device) for _ in range(3))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from packmamba.report import summary
+from packmamba.report.figures import Figure, axes, finish, legend_below, style_of
 from packmamba.report.kinds import Kind
 from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, word
@@ -19,7 +23,17 @@ SOAK = {
 }
 """What is watched: its name, the unit, the digits."""
 
+FLAT = {
+    "anonymous_bytes": 10e6,
+    "open_files": 10,
+    "disk_bytes": 10e6,
+    "seconds_per_step": "5 %",
+    "cpu_seconds_per_step": "2 %",
+}
+"""The trend an hour, or its share of the beginning, up to which each is flat. Pages of mapped files are the system's to keep."""
 
+
+DRAWN = ("anonymous_bytes", "open_files", "seconds_per_step", "cpu_seconds_per_step")
 ENDS = ("begin", "end", "slope", "slope_low", "slope_high")
 
 
@@ -37,20 +51,67 @@ def soak_tables(records: Sequence[Record]) -> list[Table]:
                 Column("at its beginning", ("begin",)),
                 Column("at its end", ("end",)),
                 Column("trend, per hour", ("slope", "slope_low", "slope_high")),
+                Column("flat is within", ("limit",)),
+                Column("flat", ("flat",), False),
             ],
             notes=[
                 f"Beginning and end are means over {1 / c['blocks']:.1%} of the time, after the first {c['warm_up']:.0%}. The "
                 f"trend is a line through {c['blocks']} such means, with its 95 % interval. "
                 f"{record['hardware']['cores']} cores, on which "
-                f"other programs kept {m['cores_of_others']:.1f} busy: compare processor time, not time."
+                f"other programs kept {m['cores_of_others']:.1f} busy: compare processor time, not time.",
+                "Flat: yes, if the whole interval is within what stands before it; no, if all of it is outside; else not "
+                "shown.",
             ],
         )
         for name, (said, unit, digits) in SOAK.items():
             begin, end, *slope = (_over(m[f"{name}_{what}"], unit) for what in ENDS)
             text = "-" if None in slope else "{:+{d}} [{:+{d}}, {:+{d}}]".format(*slope, d=digits)
-            table.rows.append([word(said), number(begin, digits), number(end, digits), Cell(text, tuple(slope))])
+            limit = flat_within(m, name)
+            least = "-" if limit is None else f"±{limit / unit:{digits}}"
+            table.rows.append([
+                word(said), number(begin, digits), number(end, digits), Cell(text, tuple(slope)), Cell(least, (limit,)),
+                word(flat(m, name)),
+            ])  # fmt: skip
         tables.append(table)
     return tables
+
+
+def flat_within(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Of what is watched, the most of a trend that is flat; None: it is not judged."""
+    limit = FLAT.get(name)
+    return float(limit[:-2]) / 100 * metrics[f"{name}_begin"] if isinstance(limit, str) else limit
+
+
+def flat(metrics: Mapping[str, Any], name: str) -> str:
+    """Whether a trend is within its limit, by its 95 % interval."""
+    limit, low, high = flat_within(metrics, name), metrics[f"{name}_slope_low"], metrics[f"{name}_slope_high"]
+    if limit is None or low is None or high is None:
+        return "-"
+    return "yes" if -limit <= low <= high <= limit else "no" if low > limit or high < -limit else "not shown"
+
+
+def soak_figures(records: Sequence[Record]) -> list[Figure]:
+    """What a long run holds, look by look, and its trend."""
+    figures = []
+    for place, record in enumerate(summary.of_kind(records, "soak")):
+        m, samples = record["metrics"], record["curves"]["samples"]
+        minutes = [sample["seconds"] / 60 for sample in samples]
+        first = minutes[int(len(minutes) * record["config"]["warm_up"])]
+        fig, panels = axes(len(DRAWN), width=13)
+        for ax, name in zip(panels, DRAWN):
+            said, unit, _ = SOAK[name]
+            values = [sample[name] / unit for sample in samples]
+            ax.plot(minutes, values, ".", markersize=2.5, color=style_of("single")["color"], label="a look")
+            middle = (first + minutes[-1]) / 2
+            mean = float(np.mean([value for minute, value in zip(minutes, values) if minute >= first]))
+            ends = (first, minutes[-1])
+            trend = [mean + m[f"{name}_slope"] / unit * (minute - middle) / 60 for minute in ends]
+            ax.plot(ends, trend, label="its trend", **(style_of("packed-reset") | {"linewidth": 2}))
+            ax.set(title=said, xlabel="minutes", ylim=(0, 1.3 * np.percentile(values, 99)))
+        legend_below(fig)
+        caption = f"One run of {m['minutes']:.0f} minutes. The trend leaves the first looks out."
+        figures.append(finish(fig, "soak" if place == 0 else f"soak-{place + 1}", caption))
+    return figures
 
 
 def scale_tables(records: Sequence[Record]) -> list[Table]:
@@ -132,11 +193,12 @@ def checkpoint_tables(records: Sequence[Record]) -> list[Table]:
             Column("written in, s", ("write_seconds",)),
             Column("a step meanwhile, s", ("seconds_per_step_beside",)),
             Column("the longest, s", ("seconds_per_step_beside_most",)),
-            Column("a plain copy, GB/s", ("host_bytes_per_second",)),
+            Column("a plain copy of as much, s", ("plain_copy_seconds",)),
+            Column("machine", ("machine",), False),
         ],
         notes=[
-            "Training waits while the state is copied to the host's memory, which the first has to take. Steps are medians. "
-            f"A plain copy: from the GPU into memory that is there. {_machine(found[0])}."
+            "Training waits while the state is copied to the host's memory, which the first has to take from the system. Steps "
+            "are medians. A plain copy: of 1 GiB, into memory that is there, as fast as the best of three."
         ],
     )
     for record in found:
@@ -145,9 +207,13 @@ def checkpoint_tables(records: Sequence[Record]) -> list[Table]:
             number(m["parameters"], ",d"), _in(m["checkpoint_bytes"], 1e9, ".1f"), number(m["seconds_per_step"], ".3f"),
             *(number(m[name], ".2f") for name in ("copy_seconds_first", "copy_seconds", "write_seconds")),
             number(m["seconds_per_step_beside"], ".3f"), number(m["seconds_per_step_beside_most"], ".3f"),
-            number(None, "") if m["host_bytes_per_second"] is None else _in(m["host_bytes_per_second"], 1e9, ".1f"),
+            _plain(m["checkpoint_bytes"], m["host_bytes_per_second"]), word(_machine(record)),
         ])  # fmt: skip
     return [table]
+
+
+def _plain(size: float, rate: float | None) -> Cell:
+    return number(None if rate is None else size / rate, ".2f")
 
 
 def _over(value: float | None, unit: float) -> float | None:
@@ -189,6 +255,7 @@ CHECKPOINT = (
 KINDS = {
     "soak": Kind(
         soak_tables,
+        soak_figures,
         metrics=("steps", "minutes", *(f"{name}_{what}" for name in SOAK for what in ("begin", "end", "slope"))),
     ),
     "scale": Kind(scale_tables, metrics=MEMORY),

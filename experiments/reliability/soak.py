@@ -21,6 +21,7 @@ from packmamba.timing import OtherPrograms
 from packmamba.training.callbacks import History, Stopped
 from packmamba.training.fit import fit
 from packmamba.training.runs import decisive
+from packmamba.training.signals import Interrupted
 
 WATCHED = {
     "anonymous_bytes": "memory of its own",
@@ -55,6 +56,7 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     metrics: steps, minutes, evaluations, checkpoints are counts of the run; for each name of WATCHED, <name>_begin and
     <name>_end (the first and the last stretch after the warm-up), <name>_slope per hour, and the ends of its 95 % interval,
     <name>_slope_low and <name>_slope_high (least squares over the means of stretches, Student's t); cores_of_others.
+    SIGTERM or Ctrl-C ends it before its time, with a record of what was seen.
     """
     provenance()
     others, begun = OtherPrograms(), time.perf_counter()
@@ -66,6 +68,9 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
                 fit(config, progress=False, stop=Sampler(c, Path(name) / "runs", samples, bar))
             except Stopped:
                 pass
+            except Interrupted:
+                if len(samples) < c.blocks:  # nothing to fit a slope to
+                    raise
         corpus = PackingDataModule(config, progress=False).corpora.corpus_hash
     metrics: dict[str, Any] = {"steps": samples[-1]["step"], "minutes": samples[-1]["seconds"] / 60}
     metrics["evaluations"] = samples[-1]["step"] // config.trainer.validate_every
