@@ -1,6 +1,7 @@
 """What only the CUDA kernels have: the tensor-core path (bfloat16, 16 states), cut documents, the schedule. Needs a GPU."""
 
 import copy
+import fcntl
 
 import pytest
 import torch
@@ -240,12 +241,14 @@ def test_a_hundred_layouts_compile_at_most_twice():
 
 
 @pytest.fixture
-def large():
-    """Memory for tensors of more than 2**32 elements, given back afterwards."""
-    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
-        pytest.skip("needs 60 GiB of free GPU memory")
-    yield
-    torch.cuda.empty_cache()
+def large(tmp_path_factory):
+    """Memory for tensors of more than 2**32 elements, for one of the processes that test side by side; given back afterwards."""
+    with open(tmp_path_factory.getbasetemp().parent / "large.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+            pytest.skip("needs 60 GiB of free GPU memory")
+        yield
+        torch.cuda.empty_cache()
 
 
 def spread_out(case, rows, tokens):
