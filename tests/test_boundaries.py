@@ -91,10 +91,33 @@ def test_seeds_that_chose_something_and_runs_that_diverged_are_not_reported(ladd
     assert found["coverage", "beyond"]["pairs"] == "8" and found["continuity", "beyond"]["pairs"] == "7"
     seeds = {row["arm"]: row["seeds"] for row in rows(diverged, "arms")}
     assert seeds["own"] == "7" and seeds["zero"] == "8"
+    (primary,) = (table for table in KINDS["training"].tables(diverged) if table.name == "primary")
+    assert [row[4].text for row in primary.rows] == ["8 of 8"] * 2 + ["7 of 8, 1 diverged"] * 2
+    without = [one for one in ladder if one["config"]["trainer"]["boundary"] != "carry"]
+    whole, fewer = (
+        {row["places"]: float(row["p_holm"]) for row in rows(some, "primary")} for some in (ladder, without)
+    )
+    assert whole["beyond"] == pytest.approx(8e-4)
+    assert fewer["beyond"] == pytest.approx(8e-4), "four times the least p: what is not measured counts"
     planned = [one | {"sweep": {"seeds": list(range(1, 17))}} for one in diverged]
     assert {row["every"] for row in rows(planned, "primary")} == {"16"}, (
         "seeds that are still to be trained are missing"
     )
+
+
+@pytest.mark.slow
+def test_context_gains_are_compared_by_seed_and_package():
+    records = [record(boundary, seed) for seed in range(1, 6) for boundary in ("reset", "carry")]
+    for one in records:
+        own, seed = one["config"]["trainer"]["boundary"] == "carry", one["seed"]
+        one["curves"]["long_context.by_group"] = [
+            {"windows": k, "group": g, "documents": 1 + g, "gain": (1 + g) * (0.01 * seed + own * 0.003 * k)}
+            for k in (4, 8) for g in range(6)
+        ]  # fmt: skip
+    (row,) = rows(records, "gain-differences")
+    assert (row["arm"], row["minus"], row["gain_8_pairs"], row["gain_16"]) == ("own", "zero", "5", "")
+    for k in (4, 8):
+        assert [float(row[f"gain_{k}{end}"]) for end in ("", "_low", "_high")] == pytest.approx([0.003 * k] * 3)
 
 
 @pytest.mark.slow

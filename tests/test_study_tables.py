@@ -53,6 +53,15 @@ def test_missing_and_diverged_runs_are_counted():
     assert row["runs"].text == "4 of 8, 1 diverged" and row["runs"].values == (4, 1, 3)
 
 
+def test_an_arm_whose_runs_all_diverged_keeps_its_row():
+    lost = [training("packed-reset", seed, diverged_at_step=7) for seed in range(3)]
+    for record in lost:
+        record["metrics"]["val_loss"] = None
+    row = rows_of([*(parity_record("padded", seed, 1.0) for seed in range(8)), *lost], "parity")["packed-reset"]
+    assert row["runs"].text == "0 of 8, 3 diverged" and row["within"].text == "open"
+    assert row["difference"].text == "-" and row["loss"].text == "-"
+
+
 def test_the_control_is_compared_with_its_own_arm():
     """Not with one that had more steps, which is packed with reset too."""
     records = []
@@ -89,3 +98,9 @@ def test_seeds_that_solve_a_task_are_counted():
     (table,) = answers_tables(records)
     said = {row[0].text: (row[2].text, row[7].text) for row in table.rows}
     assert said == {"padded": ("8", "-"), "packed-reset": ("7", "yes"), "packed-leak": ("0", "no")}
+    for record in records:
+        if record["arm"] == "packed-leak" or (record["arm"], record["seed"]) == ("packed-reset", 2):
+            record["metrics"] |= {"val_loss": None, "mqar.nats": None, "mqar.accuracy": None}
+    (table,) = answers_tables([record for record in records if (record["arm"], record["seed"]) != ("packed-reset", 5)])
+    assert [row[1].text for row in table.rows] == ["8", "6 of 8, 1 diverged, 1 missing", "0 of 8, 8 diverged"]
+    assert [row[2].text for row in table.rows] == ["8", "5", "0"] and table.rows[2][7].text == "open"

@@ -103,6 +103,11 @@ class Arm:
         said = [sweep["seeds"] for sweep in self.runs.get("sweep", ()) if isinstance(sweep, dict)]
         return {*self.runs.index, *(seed for seeds in said for seed in seeds)}
 
+    @property
+    def diverged(self) -> set[int]:
+        """Seeds whose runs have no loss."""
+        return set(self.runs.index[self.runs["val_loss"].isna()])
+
     def losses(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Nats (seeds, packages) at places from low up to high, targets (packages,), and the seeds that did not diverge."""
         found, targets = {}, pd.Series(dtype=float)

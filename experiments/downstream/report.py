@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 
 from packmamba.report import summary
 from packmamba.report.inference import equivalence, holm, within
@@ -13,6 +14,8 @@ from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percen
 
 MARGIN = 0.02
 """Nats an answer, named before the runs."""
+COMPARED = ("packed-reset", "packed-leak")
+"""With padded."""
 SEEDS = 8
 SOLVED = 0.9
 """Accuracy from which a seed has solved a task: it is learned suddenly, so a mean of seeds says little."""
@@ -25,13 +28,14 @@ def task_of(records: Sequence[Record]) -> str:
 def answers_tables(records: Sequence[Record]) -> list[Table]:
     """``records`` are of one task."""
     task, arms = task_of(records), summary.training_arms(records)
-    arms = [arm for arm in arms if arm[f"{task}.nats"].notna().any()]
+    if not any(arm[f"{task}.nats"].notna().any() for arm in arms):
+        return []
     table = Table(
         "answers",
         f"{task}: answers of models trained under each scheme",
         [
             Column("arm", ("arm",), False),
-            Column("runs", ("runs", "missing")),
+            Column("runs", ("runs", "diverged", "missing")),
             Column(f"seeds solved (accuracy {SOLVED} and more)", ("solved",)),
             Column("accuracy", ("accuracy", "accuracy_sd")),
             Column("chance", ("chance",)),
@@ -47,25 +51,31 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         for arm in arms
         if baseline is not None and arm is not baseline
     }
-    p_values = holm({name: equivalence(values, MARGIN) for name, values in pairs.items()})
+    # Those that were named beforehand count, measured or not.
+    p_values = holm(
+        dict.fromkeys(COMPARED, nan) | {name: equivalence(values, MARGIN) for name, values in pairs.items()}
+    )
     for arm in arms:
         accuracy, nats = arm[f"{task}.accuracy"], arm[f"{task}.nats"]
         found = summary.interval(pairs[arm.name]) if arm.name in pairs else None
         table.rows.append([
             word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
-            percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found), word(within(found, MARGIN) if found else "-"),
+            percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found),
+            word(within(found, MARGIN) if arm.name in pairs else "-"),
             number(p_values.get(arm.name), ".2g"),
         ])  # fmt: skip
     table.notes = [
         "Examples that training did not see, each document from zero state. Differences are paired by seed, with 95 % intervals "
         "by Student's t. Every step of every arm has the same examples; only answers bear targets."
     ]
-    return [table] if table.rows else []
+    return [table]
 
 
 def _runs(arm: Arm, task: str) -> Cell:
-    have = int(arm[f"{task}.nats"].notna().sum())
-    return Cell(str(have) if have >= SEEDS else f"{have} of {SEEDS}", (have, max(SEEDS - have, 0)))
+    """Of the seeds that every arm should have those that have answered, and what became of the others."""
+    have, diverged = int(arm[f"{task}.nats"].notna().sum()), int(arm["val_loss"].isna().sum())
+    found = summary.Seeds(have, diverged, max(SEEDS - have - diverged, 0))
+    return Cell(str(found), tuple(found))
 
 
 def _interval(found: summary.Interval | None) -> Cell:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
-
-from packmamba.report.summary import Arm
 
 DRAWS = 10_000
 
@@ -82,8 +80,16 @@ def over_items(sums: Any, weights: Any) -> Resampled:
     return Resampled(mean, mean - half, mean + half, float(p), 1, groups)
 
 
+class BySeed(Protocol):
+    """Runs of an arm."""
+
+    @property
+    def runs(self) -> pd.DataFrame:
+        """By seed."""
+
+
 def difference_by_group(
-    arm: Arm, baseline: Arm, curve: str, value: str, weight: str, where: Mapping[str, float] | None = None
+    arm: BySeed, baseline: BySeed, curve: str, value: str, weight: str, where: Mapping[str, float] | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
 
