@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from packmamba.config import ConfigError
-from packmamba.data.datamodule import PackingDataModule, StepSampler, evaluation_documents
+from packmamba.data.corpus import evaluation_documents
+from packmamba.data.datamodule import PackingDataModule, StepSampler
 from packmamba.data.schedule import arrange
 from runs import CARRY, SCHEMES, tiny_config
 

@@ -13,6 +13,7 @@ from packmamba.data.tokenization import load_tokenizer
 from packmamba.evaluation.evaluate import evaluate
 from packmamba.records import read_records
 from packmamba.training import evaluations
+from packmamba.training.asking import asked_of
 from packmamba.training.callbacks import Stopped
 from packmamba.training.fit import check_run, fit
 from packmamba.training.runs import decisive, run_folder, run_id
@@ -64,7 +65,7 @@ def test_points_are_the_model_s_and_a_stopped_run_has_the_same(tmp_path):
     model.load_state_dict({n.removeprefix("model."): v for n, v in state.items() if n.startswith("model.")})
     expected = {}
     for name in whole.evaluations:
-        asked = evaluations._asked(whole, name)
+        asked = asked_of(whole, name)
         asked.tokenizer, asked.max_slots = load_tokenizer(whole.data), 2048
         found = evaluate(name, model, asked).metrics
         expected |= {f"{name}.{metric}": value for metric, value in found.items()}

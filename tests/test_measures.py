@@ -11,7 +11,8 @@ import torch
 
 from packmamba import MambaLM
 from packmamba.data.corpus import load_corpora
-from packmamba.evaluation.answers import Accuracy, answer, choose, items
+from packmamba.evaluation.accuracy import Accuracy
+from packmamba.evaluation.answers import answer, choose, items
 from packmamba.evaluation.asked import Asked
 from packmamba.evaluation.evaluate import evaluate
 from packmamba.evaluation.perplexity import (

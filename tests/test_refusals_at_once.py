@@ -19,6 +19,7 @@ from packmamba.records import append_record, check_writable, read_records
 from packmamba.training import checks
 from packmamba.training.checks import check_run
 from packmamba.training.fit import fit
+from processes import ROOT
 from runs import tiny_config
 
 TOO_MUCH = {
@@ -79,17 +80,25 @@ def test_several_machines_that_a_launcher_started(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_wrong_value_waits_for_no_slow_import():
-    """Lightning alone takes four seconds to import."""
+def test_a_wrong_value_waits_for_no_slow_import(tmp_path):
+    """Lightning alone takes four seconds to import, torchmetrics two, the harness's index of its tasks twelve."""
     code = (
-        "import sys; from packmamba import cli\n"
-        "for word in ('model.d_state=1000', 'data.path=/nowhere', 'trainer.precision=8'):\n"
-        "    assert cli.main(['train', 'data.source=jsonl', f'data.path={__file__}', word]) == 2\n"
-        "    assert 'lightning' not in sys.modules, word\n"
-    ).replace("{__file__}", __file__)
-    done = subprocess.run([sys.executable, "-c", code.replace("f'data", "'data")], capture_output=True, text=True)
+        "import sys; from packmamba import MambaLM, cli\n"
+        "train = ['train', 'data.source=jsonl', f'data.path={sys.argv[1]}']\n"
+        "MambaLM(300, 8, 1).save_pretrained('m')\n"
+        "for argv in ([*train, 'model.d_state=1000'], [*train, 'data.path=/nowhere'], [*train, 'trainer.precision=8'],\n"
+        "             [*train, 'evaluations=[mqar]', 'data.path=/nowhere'], ['sweep', sys.argv[2], 'nope=1'],\n"
+        "             ['bench', 'speedup', 'rounds=0'], ['bench', 'speedup/multi_gpu', 'rounds=0'], ['eval', 'nope'],\n"
+        "             ['eval', 'm', 'tasks=[no_such_task]'], ['compare', 'a', 'b'], ['reproduce', 'packing', 'nope=1']):\n"
+        "    assert cli.main(argv) == 2\n"
+        "    assert not {'lightning', 'torchmetrics', 'lm_eval.tasks'} & {*sys.modules}, argv\n"
+    )
+    words = [sys.executable, "-c", code, __file__, str(ROOT / "configs" / "demo.yaml")]
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert len(done.stderr.splitlines()) == 3
+    assert len(done.stderr.splitlines()) == 11, done.stderr
 
 
 def test_a_sentence_is_one_line_that_a_terminal_shows():

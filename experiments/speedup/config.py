@@ -14,7 +14,7 @@ from packmamba.config import Config as RunConfig
 from packmamba.config import ConfigError, Holds, above, at_least, each, key, load_config, named, one_of, unique
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS
 from packmamba.ops.backends import choose
-from packmamba.training.fit import check_run
+from packmamba.training.checks import check_run
 
 GROWTH = "growth"
 PARTS = (BARE, BREAKDOWN, STEPS, GROWTH)

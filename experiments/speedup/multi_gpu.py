@@ -18,13 +18,10 @@ from tqdm import tqdm
 
 from experiments.speedup import config
 from experiments.speedup.arms import Arm as Rows
-from experiments.speedup.model import Model
-from experiments.speedup.steps import TURN_STEPS, WARM_UP, Turn, step_config, take_turns
 from packmamba import timing
 from packmamba.config import ConfigError, at_least, each, key, named, one_of, some
 from packmamba.data.packing import STRATEGIES
 from packmamba.records import append_record, make_record, provenance
-from packmamba.training.strategy import leave_process_group
 
 # Of the summed loss over the targets of a step: what bfloat16's rounding makes of other orders of sums and of batches.
 TOLERANCE = {"bf16-mixed": 2e-3, "32-true": 1e-5}
@@ -167,6 +164,10 @@ def _run(command: list[str], env: dict[str, str], timeout_seconds: float) -> tup
 
 def _work(job: dict[str, Any]) -> None:
     """One process of an arm; the first writes what it saw."""
+    from experiments.speedup.model import Model  # imports Lightning: a wrong key is refused before
+    from experiments.speedup.steps import TURN_STEPS, WARM_UP, Turn, step_config, take_turns
+    from packmamba.training.strategy import leave_process_group
+
     arm = Arm(**job["arm"])
     c = Config(**job["bench"] | {"arms": {name: Arm(**fields) for name, fields in job["bench"]["arms"].items()}})
     shared = config.Config(

@@ -237,9 +237,10 @@ def corpus(arguments: argparse.Namespace) -> None:
 def eval(arguments: argparse.Namespace) -> None:
     """Ask a trained model: loss on text, tasks with a right answer, lm-evaluation-harness. The same command again resumes it."""
     from packmamba.cli.models import evaluate_model
-    from packmamba.report.folder import format_table
 
     output, records = evaluate_model(arguments.model, arguments.overrides)
+    from packmamba.report.folder import format_table  # takes a second
+
     tables = "\n".join(format_table([record]) for record in records)
     print(f"\n{tables}\n\nRecords and items: {output}")
 

@@ -184,3 +184,11 @@ def _open(folder: Path) -> Corpora | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("the prepared corpus %s is damaged and will be prepared again (%s)", folder, error)
         return None
+
+
+def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
+    """The validation documents that every arm and every evaluation uses: all, or a fixed random choice."""
+    if data.validation_documents is None or data.validation_documents >= corpus.num_documents:
+        return np.arange(corpus.num_documents)
+    rng = np.random.default_rng(data.corpus_seed)
+    return np.sort(rng.permutation(corpus.num_documents)[: data.validation_documents])

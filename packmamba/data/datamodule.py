@@ -11,18 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from packmamba.config import Config, ConfigError, DataConfig, check, chosen
-from packmamba.data.corpus import Corpora, Corpus, load_corpora
+from packmamba.config import Config, ConfigError, check, chosen
+from packmamba.data.corpus import Corpora, evaluation_documents, load_corpora
 from packmamba.data.schedule import Schedule, arrange, arrange_as_trained, group
 from packmamba.data.steps import EvaluationDataset, StepDataset, StepSampler, start_worker
-
-
-def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
-    """The validation documents that every arm and every evaluation uses: all, or a fixed random choice."""
-    if data.validation_documents is None or data.validation_documents >= corpus.num_documents:
-        return np.arange(corpus.num_documents)
-    rng = np.random.default_rng(data.corpus_seed)
-    return np.sort(rng.permutation(corpus.num_documents)[: data.validation_documents])
 
 
 class PackingDataModule(lightning.LightningDataModule):

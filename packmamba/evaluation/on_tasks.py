@@ -11,7 +11,7 @@ from typing import Any
 from packmamba.config import ConfigError, DataConfig, options
 from packmamba.data.corpus import load_corpora
 from packmamba.data.tokenization import ByteTokenizer
-from packmamba.evaluation.answers import Accuracy, Answer, answer, items
+from packmamba.evaluation.answers import Answer, answer, items
 from packmamba.evaluation.as_trained import AsTrained
 from packmamba.evaluation.asked import Asked, Result
 from packmamba.evaluation.on_text import HELD_OUT, held_out_texts
@@ -124,6 +124,8 @@ def _text(ids: Any) -> str:
 
 def summary(found: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, list[dict[str, float]]]]:
     """Metrics and curves of items."""
+    from packmamba.evaluation.accuracy import Accuracy  # takes seconds
+
     metric = Accuracy(sync_on_compute=False)  # this process answers all of them, other ranks none
     metric.update(found)
     metrics = metric.compute()

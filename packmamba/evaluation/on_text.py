@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from packmamba.config import ConfigError
-from packmamba.data.corpus import Corpus, load_corpora
-from packmamba.data.datamodule import evaluation_documents
+from packmamba.data.corpus import Corpus, evaluation_documents, load_corpora
 from packmamba.data.tokenization import Tokenizer, load_tokenizer
 from packmamba.evaluation.as_trained import AsTrained
 from packmamba.evaluation.asked import Asked, Result

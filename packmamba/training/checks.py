@@ -46,7 +46,7 @@ def check_run(config: Config, here: bool = True) -> None:
     if here:
         check_memory(config)
     if config.evaluations:
-        from packmamba.training.evaluations import check_evaluations
+        from packmamba.training.asking import check_evaluations
 
         check_evaluations(config)
 

@@ -16,28 +16,19 @@ from torch import Tensor
 from packmamba.config import Config
 from packmamba.data.sources import open_source
 from packmamba.data.tokenization import Tokenizer, load_tokenizer
-from packmamba.evaluation.asked import Asked, Result
-from packmamba.evaluation.evaluate import check_evaluation, evaluate, slots
+from packmamba.evaluation.asked import Result
+from packmamba.evaluation.evaluate import evaluate, slots
 from packmamba.evaluation.kept import Kept
 from packmamba.evaluation.perplexity import Read
 from packmamba.evaluation.subject import load_subject
 from packmamba.nn import MambaLM
 from packmamba.records import write_items
+from packmamba.training.asking import asked_of
 from packmamba.training.callbacks import History
 from packmamba.training.curves import tell
 from packmamba.training.model_folder import PREFIX
 
 Numbers = dict[str, float | None]
-
-
-def check_evaluations(config: Config, vocab_size: int | None = None) -> None:
-    """Refuses before training what an evaluation would refuse after it. Raises ConfigError naming the key.
-
-    Args:
-        vocab_size: the model's; None: not known yet, and the documents are not looked at.
-    """
-    for name in config.evaluations:
-        check_evaluation(name, _asked(config, name), vocab_size)
 
 
 def run_evaluations(
@@ -147,21 +138,10 @@ def _told(trainer: lightning.Trainer, answer: Callable[[], Numbers]) -> Numbers:
 def _ask(
     config: Config, name: str, model: MambaLM, tokenizer: Tokenizer | None, read: Read, kept: Kept | None = None
 ) -> Result:
-    asked = _asked(config, name)
+    asked = asked_of(config, name)
     asked.tokenizer, asked.max_slots, asked.kept, asked.read = tokenizer, slots(model), kept or Kept(), read
     return evaluate(name, model, asked)
 
 
 def _numbers(name: str, result: Result) -> Numbers:
     return {f"{name}.{metric}": value if math.isfinite(value) else None for metric, value in result.metrics.items()}
-
-
-def _asked(config: Config, name: str) -> Asked:
-    return Asked(
-        config.data,
-        tokenizer=None,
-        examples=config.evaluation_examples,
-        options=config.evaluation_options.get(name, {}),
-        key="evaluation_options",
-        trainer=config.trainer,
-    )

@@ -16,13 +16,14 @@ from packmamba.config import Config, ConfigError
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops.backends import found_name
 from packmamba.records import append_record, check_writable, make_record, provenance
+from packmamba.training.asking import check_evaluations
 from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, Stopped, checkpoints, keep_newest, newest_step
 from packmamba.training.checkpoint_file import newest_whole
 from packmamba.training.checks import check_run
 from packmamba.training.claims import alone, check_claim
 from packmamba.training.divergence import DIVERGENCE, find_origin
-from packmamba.training.evaluations import Evaluations, check_evaluations, run_evaluations
+from packmamba.training.evaluations import Evaluations, run_evaluations
 from packmamba.training.loggers import close_loggers
 from packmamba.training.model_folder import write_configuration, write_model
 from packmamba.training.module import MambaLitModule
