@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from packmamba.config import ConfigError, check_command, import_plugins, parse_override, read_yaml, resolve, suggest
+from packmamba.config.rules import problem_of_type, shown
 from packmamba.records import check_writable
 
 if TYPE_CHECKING:  # its libraries take a second
@@ -179,8 +180,8 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
         raise ConfigError(f"{path}: bench: expected one of {', '.join(benches)}, got '{name}'")
     bench = benches[name]
     output = _taken(layers, "output") or RUNS / name
-    if not isinstance(output, (str, Path)):
-        raise ConfigError(f"output: expected a folder, got {output}")
+    if not isinstance(output, (str, Path)) or problem_of_type(str(output)):
+        raise ConfigError(f"output: expected a folder, got {shown(output)}")
     plugins = _taken(layers, "plugins") or []
     if not isinstance(plugins, (list, ListConfig)):
         raise ConfigError(f"plugins: expected a list, such as [a,b], got {plugins!r}")

@@ -310,6 +310,8 @@ def _of_arms(path: Path, trained: set[str]) -> dict[str, dict[str, Any]]:
                 *said.get(arm, {}).get("steps", []),
                 *([sweep["steps"][arm]] if arm in sweep.get("steps", {}) else []),
             }
+            if not isinstance(sweep["baseline"], (str, type(None))):
+                raise TypeError(f"baseline: expected the name of an arm, got {sweep['baseline']!r}")
             said[arm] = {"baseline": sweep["baseline"], "tuned": sweep["tuned"], "seeds": seeds, "absent": absent}
             said[arm] |= {"steps": sorted(steps)} if steps else {}
             said[arm] |= {name: sweep[name] for name in ("table", "apart") if name in sweep}

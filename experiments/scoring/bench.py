@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from experiments.scoring.methods import Method, harness, packed, padded
 from experiments.scoring.models import make_model
 from experiments.scoring.requests import Request, Workload
 from packmamba import MambaLM
-from packmamba.config import ConfigError, above, at_least, key, load_config, one_of
+from packmamba.config import ConfigError, above, at_least, key, load_config, one_of, suggest
 from packmamba.evaluation import Score
 from packmamba.evaluation.generation import go_on
 from packmamba.experiments import Bench
@@ -27,6 +28,13 @@ from packmamba.timing import PeakMemory, free_memory, median, seconds, spread, t
 
 MOST_DIFFERENCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 """Nats per token by which an arm's mean may differ from packed scores before nothing is timed."""
+
+
+METHODS = {
+    method: ["method", *(inspect.signature(make).parameters.keys() - {"model", "max_slots"})]
+    for method, make in {"packed": packed, "padded": padded, "hf": harness}.items()
+}
+"""The keys of an arm by its method."""
 
 
 @dataclass
@@ -47,6 +55,14 @@ class ScoringConfig:
     slow_rounds: int = key(1, "Timed rounds of transformers' slow path.", at_least(1))
     margin: float = key(1.0, "Factor on the difference that the gate allows.", above(0))
     seed: int = key(0, "Seed of weights and requests.", at_least(0))
+
+    def problems(self) -> Iterator[str]:
+        for name, arm in self.arms.items():
+            method, *given = [arm.get("method"), *arm] if isinstance(arm, dict) else [None]
+            if not isinstance(method, str) or method not in METHODS:
+                yield f"arms.{name}.method: expected packed, padded or hf, got {method!r}"
+            elif unknown := [field for field in given if field not in METHODS[method]]:
+                yield f"arms.{name}: unknown key '{unknown[0]}'{suggest(unknown[0], METHODS[method])}"
 
 
 def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> None:

@@ -164,7 +164,8 @@ def report(arguments: argparse.Namespace) -> None:
         kinds = kinds_of(folder, records)
         path = write_report(folder, kinds)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        where = "" if str(folder) in str(error) else f"{folder / 'records'}: "
+        raise ConfigError(f"{where}{error}") from None
     print(f"\n{format_table(records, kinds)}\n\nReport, with figures: {path}")
 
 

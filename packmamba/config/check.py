@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from packmamba.config.plugins import import_plugins
 from packmamba.config.rules import Rule, problem_of_type
@@ -25,8 +25,8 @@ def check(config: Checked, prefix: str = "") -> Checked:
         ConfigError: naming the key.
     """
     import_plugins(getattr(config, "plugins", ()))
-    for name, value in _values(config, prefix):
-        if problem := problem_of_type(value):
+    for name, value, kind in _values(config, prefix):
+        if problem := problem_of_type(value, kind):
             raise ConfigError(f"{name}: {problem}")
     keys = sorted(_rules(config, prefix), key=lambda entry: entry[2].imports)
     for name, value, rule, null in keys:
@@ -49,14 +49,18 @@ def describe(schema: type, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key.name}={shown}: {key.metadata['sentence']}"
 
 
-def _values(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """(key, value) of every key that holds one value, or a list of values."""
+def _values(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value, its type where it is in a list) of every key that holds one value, or a list of values."""
     for key in fields(config):
         value = getattr(config, key.name)
         if is_dataclass(value):
             yield from _values(value, f"{prefix}{key.name}.")
+        elif isinstance(value, list):
+            kind = _hints(type(config))[key.name]
+            (of,) = get_args(next((k for k in get_args(kind) if get_origin(k) is list), kind)) or (Any,)
+            yield from ((prefix + key.name, one, of) for one in value)
         else:
-            yield from ((prefix + key.name, one) for one in (value if isinstance(value, list) else [value]))
+            yield prefix + key.name, value, Any
 
 
 def _rules(config: Any, prefix: str) -> Iterator[tuple[str, Any, Rule, str]]:

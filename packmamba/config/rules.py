@@ -133,8 +133,13 @@ def unknown_options(
             yield f"unknown key '{key}.{name}'; known: {', '.join(known) or 'none'}"
 
 
-def problem_of_type(value: Any) -> str | None:
-    """What no key takes: numbers that nothing counts to, and texts that are no name of anything."""
+WORDS = {str: "texts", int: "integers", float: "numbers"}
+
+
+def problem_of_type(value: Any, of_list: Any = Any) -> str | None:
+    """What no key takes: numbers that nothing counts to, texts that are no name of anything, elements of another type."""
+    if of_list in WORDS and not isinstance(value, (int, float) if of_list is float else of_list):
+        return f"expected {WORDS[of_list]}, got {shown(value)}"
     if isinstance(value, int) and not -(2**63) < value < 2**63:
         return (
             f"expected less than 2**63, got {value:.1e}" if abs(value) < 1e300 else "expected less than 2**63, got more"

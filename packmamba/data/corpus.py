@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import mmap
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
         "corpus_seed": data.corpus_seed,
     }
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
-    folder = Path(data.cache_dir).resolve() / f"{data.source}-{key}"
+    folder = Path(os.path.realpath(data.cache_dir), f"{data.source}-{key}")  # of links in a circle too
     corpora = _open(folder)
     if corpora is None:
         with alone(folder, data):

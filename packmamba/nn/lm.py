@@ -96,7 +96,12 @@ class MambaLM(nn.Module):
             ValueError: a configuration that is not ours, or weights that do not fit it, naming the first that differs.
         """
         arguments, weights = read_pretrained(directory)
-        model = cls(**(arguments | overrides))
+        try:
+            model = cls(**(arguments | overrides))
+        except TypeError as error:
+            if str(error).partition(":")[0] in arguments.keys() - overrides.keys():
+                raise ValueError(f"{directory}: config.json: {error}") from None
+            raise
         load_weights(model, weights, directory)
         return model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -313,9 +313,9 @@ def changed(value: Any) -> list[Any]:
     return found
 
 
-def problem(target: Target, name: str, value: Any) -> str | None:
-    """None, or how the refusal of a wrong argument is none: only ValueError and TypeError that name it are."""
-    arguments = target.good | {name: value}
+def problem(target: Target, wrong: Mapping[str, Any]) -> str | None:
+    """None, or how the refusal of wrong arguments is none: only ValueError and TypeError that name one are."""
+    arguments = {**target.good, **wrong}
     try:
         target.call(**arguments)
     except (ValueError, TypeError) as error:

@@ -87,7 +87,7 @@ def main(backend: str, count: int, seed: int = 0) -> None:
     problems = [
         f"{name}({argument}): {found}"
         for name, argument, value in wrong
-        if (found := constructors.problem(targets[name], argument, value))
+        if (found := constructors.problem(targets[name], {argument: value}))
     ]
     print(
         "\n".join(problems),

@@ -1,20 +1,25 @@
-"""Faults of keys: every key of every command with values of the wrong type, out of range, null, huge or empty."""
+"""Faults of keys: every key of every command and bench with values of the wrong type, out of range, null, huge or empty."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from files import LINES, write
+from files import LINES, both, write
 from trials import Trial
 
+from packmamba.cli.comparison import CompareConfig
+from packmamba.cli.conversion import ConvertConfig
 from packmamba.cli.corpus import CorpusConfig
 from packmamba.cli.leaks import LeakCheckConfig
 from packmamba.cli.models import EvalConfig, GenerateConfig, QuestionsConfig
-from packmamba.config import Config
+from packmamba.config import Config, read_yaml
+from packmamba.experiments import find, load_bench, names
+from packmamba.training.sweep import SweepConfig
 
 ZERO_IS_RIGHT = {
     "data.corpus_seed",
@@ -27,6 +32,11 @@ ZERO_IS_RIGHT = {
     "seed",
     "throughput_rounds",
     "temperature",
+    "warm_up_steps",
+    "warm_up",
+    "examples_seed",
+    "num_workers",
+    "slurm.gpus",
 }
 WRONG = {
     int: {
@@ -74,6 +84,8 @@ def faults(schema: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
             yield prefix + key.name, fault, value
         if NoneType not in kinds:
             yield prefix + key.name, "null", "null"
+        if kind is list:
+            yield from ((prefix + key.name, f"a list {fault}", value) for fault, value in ELEMENTS.items())
         if kind in (int, float) and prefix + key.name not in ZERO_IS_RIGHT:
             yield prefix + key.name, "zero", "0"
 
@@ -89,9 +101,22 @@ SMALL = (
 )  # fmt: skip
 
 
+SWEEP = """output: out
+common: {data.source: jsonl, data.path: docs, data.num_proc: 1, model.d_model: 8, trainer.max_steps: 1, trainer.accelerator: cpu}
+arms: {a: {seed: 0}}
+"""
+ELEMENTS = {
+    "of nothing": "[null]",
+    "of keys": "[{a: 1}]",
+    "of lists": "[[1]]",
+    "of zero bytes": '["a\\0b"]',
+    "of empty text": "['']",
+}
+
+
 def every() -> Iterator[Trial]:
     """Of the commands that take keys."""
-    prepare = write("docs", LINES)
+    prepare = both(write("docs", LINES), write("it.yaml", SWEEP))
     for schema, argv in (
         (Config, ("train", *SMALL)),
         (EvalConfig, ("eval", "nowhere")),
@@ -99,6 +124,36 @@ def every() -> Iterator[Trial]:
         (QuestionsConfig, ("questions", "out")),
         (LeakCheckConfig, ("leakcheck", "nowhere")),
         (CorpusConfig, ("corpus",)),
+        (CompareConfig, ("compare", "a", "b")),
+        (ConvertConfig, ("convert", "a.ckpt")),
+        (SweepConfig, ("sweep", "it.yaml")),
     ):
         for trial in of_command(schema, *argv):
             yield replace(trial, prepare=prepare, names="" if schema in (EvalConfig, QuestionsConfig) else trial.names)
+    for file in benches():
+        schema = type(load_bench(file).config)
+        for trial in of_command(schema, "bench", str(file)):
+            yield replace(trial, kind=trial.kind.replace("key", "key of a bench"))
+        for fault, value in {"list": "[a]", "keys": "{a: b}", "nul": '"a\\0b"', "long": "x" * 5000}.items():
+            for key in ("output", "bench"):
+                yield Trial(f"key of a bench: {fault}", ("bench", str(file), f"{key}={value}"), key)
+        yield Trial("key of a bench: unknown", ("bench", str(file), "nope=1"), "nope")
+        yield Trial("key of a bench: unknown", ("bench", str(file), "arms.nope.nope=1"), "nope")
+    for word in (
+        "scale=tiny",
+        "scale=",
+        "scale=[full]",
+        "scale=null",
+        "output=",
+        "output=[a]",
+        "nope=1",
+        "rounds=many",
+        "seeds=3",
+    ):
+        yield Trial("key of reproduce", ("reproduce", "packing/packing", word), word.partition("=")[0])
+
+
+def benches() -> list[Path]:
+    """The YAML files of all benches, but those that need a GPU to say what is wrong."""
+    files = (path for name in names() for path in sorted(find(name).glob("*.yaml")))
+    return [path for path in files if "bench" in read_yaml(path)]

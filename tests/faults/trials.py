@@ -8,6 +8,8 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from pathlib import Path
 from packmamba import cli
 
 "".encode("utf-16be")  # its codec is loaded by who may read it
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 5.0
 """How long a refusal may compute, imports not counted; waiting, twelve times as long."""
 GIGABYTES = 1
@@ -57,20 +60,29 @@ def _watched(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """With not much more memory than is taken now."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 * GIGABYTES << 30), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@contextlib.contextmanager
 def _inside(folder: Path, user: bool) -> Iterator[None]:
     """In the folder, with bounded memory, and as a user who may not do everything."""
-    back, limits = os.getcwd(), resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    back, was = os.getcwd(), os.geteuid()
     os.chdir(folder)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (2 * GIGABYTES << 30), limits[1]))
-    was = os.geteuid()
     try:
         if user and was == 0:
             os.seteuid(65534)
-        yield
+        with bounded():
+            yield
     finally:
         os.seteuid(was)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
         os.chdir(back)
 
 
@@ -99,10 +111,43 @@ def try_out(trial: Trial, folder: Path) -> str | None:
     except BaseException as error:
         return f"traceback: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     seconds = time.process_time() - begun
-    lines = [line for line in err.getvalue().splitlines() if line.strip()]
+    if wrong := _judged(trial, status, out.getvalue(), err.getvalue(), before, folder):
+        return wrong
+    lines = err.getvalue().strip().splitlines()
+    if seconds > SECONDS:
+        return f"takes {seconds:.0f} s: {lines[0]}"
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most) / 2**20
+    if grown > GIGABYTES:
+        return f"takes {grown:.1f} GiB: {lines[0]}"
+    return None
+
+
+def try_process(trial: Trial, folder: Path) -> str | None:
+    """The same of a process of its own, whose home, cache and temporary files lie in the folder too."""
+    trial.prepare(folder)
+    outside = {"HOME": "home", "XDG_CACHE_HOME": "home", "PACKMAMBA_CACHE": "home", "TMPDIR": "tmp"}
+    for name in outside.values():
+        (folder / name).mkdir(exist_ok=True)
+    environment = {**os.environ, **{name: str(folder / place) for name, place in outside.items()}, "MPLCONFIGDIR": "/tmp",
+                   "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
+    before = files_of(folder)
+    words = [sys.executable, "-m", "packmamba", *trial.argv]
+    try:
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=12 * SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    return _judged(trial, done.returncode, done.stdout, done.stderr, before, folder)
+
+
+def _judged(
+    trial: Trial, status: object, out: str, err: str, before: dict[str, tuple[int, int]], folder: Path
+) -> str | None:
+    lines = [line for line in err.splitlines() if line.strip()]
     if status != 2:
-        return f"status {status}: {' '.join([*lines, *out.getvalue().splitlines()][-3:])[:300]}"
-    if len(lines) != 1 or not lines[0].startswith("packmamba: error: "):
+        return f"status {status}: {' '.join([*lines, *out.splitlines()][-3:])[:300]}"
+    if len(lines) != 1 or not lines[0].startswith(("packmamba: error: ", "run.py: error: ")):
         return f"{len(lines)} lines: {' | '.join(lines)[-500:]}"
     if new := sorted(set(files_of(folder).items()) - set(before.items())):
         return f"wrote {', '.join(name for name, _ in new[:4])}: {lines[0]}"
@@ -112,9 +157,4 @@ def try_out(trial: Trial, folder: Path) -> str | None:
         return f"{len(lines[0])} characters: {lines[0][:300]}"
     if any(ord(sign) < 32 for sign in lines[0]):
         return f"unprintable: {lines[0]!r}"
-    if seconds > SECONDS:
-        return f"takes {seconds:.0f} s: {lines[0]}"
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most) / 2**20
-    if grown > GIGABYTES:
-        return f"takes {grown:.1f} GiB: {lines[0]}"
     return None
