@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ class Target:
     """Other names in its refusals."""
 
 
+@functools.cache
 def targets(backends: tuple[str, ...] = ("reference",)) -> dict[str, Target]:
     """By name. Operators once for each backend."""
     draw = torch.Generator().manual_seed(0)

@@ -22,10 +22,6 @@ from files import LINES, Make, both, write
 from hypothesis import strategies as st
 from trials import Trial, bounded, try_out
 
-from packmamba.experiments import load_bench
-
-EXAMPLES = 25
-"""Of a block."""
 EDGES = [0, -1, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**19, 10**400]
 ODD = [
     "\u0663", "1_000", "0x10", "0o7", "1e3", "1e400", "-0.0", ".inf", "-.inf", ".nan", "NaN", "Infinity", "yes", "NO", "~",
@@ -65,9 +61,9 @@ def commands(model: Path) -> Iterator[tuple[str, st.SearchStrategy[Trial]]]:
     """(row, trials) of each command that takes keys."""
     prepare = both(write("docs", LINES), write("it.yaml", keys.SWEEP), changes.copied(model, "m"))
     made = {name: (*of, prepare) for name, of in ANCHORED.items()}
-    for file in keys.benches():
+    for file, schema in keys.benches().items():
         words, end = ("bench", str(file)), ("output=/proc/nowhere",)
-        made[f"bench {file.parent.name}/{file.stem}"] = (type(load_bench(file).config), words, end, lambda _: None)
+        made[f"bench {file.parent.name}/{file.stem}"] = (schema, words, end, lambda _: None)
     for schema, words, end, make in made.values():
         named = sorted({key for key, _, _ in keys.faults(schema)}) if schema else ["scale", "output", "rounds", "seeds"]
         named += [f"{key}.nope" for key in named[::7]]
@@ -132,8 +128,8 @@ def tensors(draw: st.DrawFn) -> Any:
 TENSORS = tensors()
 
 
-def blocks(model: Path, record: str) -> Iterator[tuple[str, Callable[[Path, int], tuple[int, str | None]]]]:
-    """(row, how a block is tried in a folder with a seed) of everything that is drawn."""
+def blocks(model: Path, record: str) -> Iterator[tuple[str, Callable[[Path, int, int], tuple[int, str | None]]]]:
+    """(row, how a block is tried in a folder with a seed and so many draws) of everything that is drawn."""
     for row, trials in commands(model):
         yield row, partial(block, trials, try_out)
     for row, made, attempt in changes.every(model, record):
@@ -142,13 +138,15 @@ def blocks(model: Path, record: str) -> Iterator[tuple[str, Callable[[Path, int]
         yield row, partial(block, wrong, lambda drawn, _, call=call: call(drawn))
 
 
-def block(what: Any, attempt: Callable[[Any, Path], str | None], folder: Path, seed: int) -> tuple[int, str | None]:
+def block(
+    what: Any, attempt: Callable[[Any, Path], str | None], folder: Path, seed: int, examples: int
+) -> tuple[int, str | None]:
     """(how many were tried, None or the smallest of what is wrong with its reason)."""
     tried, failed, numbers = 0, False, itertools.count()
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),
+        max_examples=examples, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),
         phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink], report_multiple_bugs=False, print_blob=False,
     )  # fmt: skip
     @hypothesis.given(what)

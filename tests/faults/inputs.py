@@ -41,7 +41,7 @@ PROCESSES = 60
 Try = Callable[[Path], "tuple[int, str | None]"]
 
 
-def trials(model: Path, seed: int = 0, blocks: int = 8) -> Iterator[tuple[str, str, Try]]:
+def trials(model: Path, seed: int = 0, blocks: int = 8, examples: int = 25) -> Iterator[tuple[str, str, Try]]:
     """(row of the table, what is tried, how) of all; ``model`` is the folder of a good one. A try gives how many it was and None,
     or what is wrong."""
     record = json.dumps(training("single", corpus="c")) + "\n"
@@ -62,9 +62,14 @@ def trials(model: Path, seed: int = 0, blocks: int = 8) -> Iterator[tuple[str, s
             wrong = {argument: value}
             how = lambda _, target=target, wrong=wrong: (1, constructors.problem(target, wrong))  # noqa: E731
             yield f"argument of {name.partition(' ')[0]}", said, how
+    every = list(drawn.blocks(model, record))
     for number in range(blocks):
-        for row, how in drawn.blocks(model, record):
-            yield row, f"block {number}", lambda folder, how=how, number=number: how(folder, 1000 * seed + number)
+        for row, how in every:
+            yield (
+                row,
+                f"block {number}",
+                lambda folder, how=how, number=number: how(folder, 1000 * seed + number, examples),
+            )
 
 
 def in_order(every: list[Any], seed: int) -> list[Any]:
@@ -76,13 +81,19 @@ def in_order(every: list[Any], seed: int) -> list[Any]:
 
 
 def campaign(
-    folder: Path, seconds: float = float("inf"), seed: int = 0, only: str = "", blocks: int = 8, say: Any = print
+    folder: Path,
+    seconds: float = float("inf"),
+    seed: int = 0,
+    only: str = "",
+    blocks: int = 8,
+    examples: int = 25,
+    say: Any = print,
 ) -> dict[str, Any]:
     """The record, as report.py reads it."""
     torch.set_num_threads(1)
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     MambaLM(300, 8, 1).save_pretrained(folder / "model")
-    every = [trial for trial in trials(folder / "model", seed, blocks) if only in f"{trial[0]} {trial[1]}"]
+    every = [trial for trial in trials(folder / "model", seed, blocks, examples) if only in f"{trial[0]} {trial[1]}"]
     begun, found = time.monotonic(), {}
     for number, (kind, what, how) in enumerate(in_order(every, seed)):
         if time.monotonic() - begun > seconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -18,7 +19,7 @@ from packmamba.cli.corpus import CorpusConfig
 from packmamba.cli.leaks import LeakCheckConfig
 from packmamba.cli.models import EvalConfig, GenerateConfig, QuestionsConfig
 from packmamba.config import Config, read_yaml
-from packmamba.experiments import find, load_bench, names
+from packmamba.experiments import _benches, _named, find, names
 from packmamba.training.sweep import SweepConfig
 
 ZERO_IS_RIGHT = {
@@ -130,8 +131,7 @@ def every() -> Iterator[Trial]:
     ):
         for trial in of_command(schema, *argv):
             yield replace(trial, prepare=prepare, names="" if schema in (EvalConfig, QuestionsConfig) else trial.names)
-    for file in benches():
-        schema = type(load_bench(file).config)
+    for file, schema in benches().items():
         for trial in of_command(schema, "bench", str(file)):
             yield replace(trial, kind=trial.kind.replace("key", "key of a bench"))
         for fault, value in {"list": "[a]", "keys": "{a: b}", "nul": '"a\\0b"', "long": "x" * 5000}.items():
@@ -153,7 +153,11 @@ def every() -> Iterator[Trial]:
         yield Trial("key of reproduce", ("reproduce", "packing/packing", word), word.partition("=")[0])
 
 
-def benches() -> list[Path]:
-    """The YAML files of all benches, but those that need a GPU to say what is wrong."""
-    files = (path for name in names() for path in sorted(find(name).glob("*.yaml")))
-    return [path for path in files if "bench" in read_yaml(path)]
+@functools.cache
+def benches() -> dict[Path, type]:
+    """The YAML file of each bench, and the dataclass of its keys."""
+    files = [path for name in names() for path in sorted(find(name).glob("*.yaml"))]
+    named = {path: read_yaml(path)["bench"] for path in files if "bench" in read_yaml(path)}
+    return {
+        path: _benches(folder)[name].config for path, bench in named.items() for folder, name in [_named(path, bench)]
+    }

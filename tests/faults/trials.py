@@ -131,7 +131,7 @@ def try_process(trial: Trial, folder: Path) -> str | None:
     environment = {**os.environ, **{name: str(folder / place) for name, place in outside.items()}, "MPLCONFIGDIR": "/tmp",
                    "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
     before = files_of(folder)
-    words = [sys.executable, "-m", "packmamba", *trial.argv]
+    words = [sys.executable, str(ROOT / "run.py"), *trial.argv]
     try:
         done = subprocess.run(
             words, cwd=folder, env=environment, capture_output=True, text=True, timeout=12 * SECONDS, check=False
