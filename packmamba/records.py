@@ -291,27 +291,26 @@ def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, An
         said = _of_arms(path, trained)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{path} is not what a sweep wrote ({why}); the sweep's command writes it anew once it is gone"
-        ) from None
+        raise ValueError(f"{path} is not what a sweep wrote ({why}); once it is gone, its command writes it") from None
     return [
         record | {"sweep": said[record["arm"]]} if record["kind"] == "training" and record["arm"] in said else record
         for record in records
     ]
 
 
+_OF_SWEEPS = {"baseline": str, "tuned": dict, "steps": dict, "table": dict, "apart": bool}
+
+
 def _of_arms(path: Path, trained: set[str]) -> dict[str, dict[str, Any]]:
     said: dict[str, dict[str, Any]] = {}
     for sweep in json.loads(path.read_text(encoding="utf-8")).values():
+        if wrong := [key for key, kind in _OF_SWEEPS.items() if not isinstance(sweep.get(key), (kind, type(None)))]:
+            raise TypeError(f"{wrong[0]} is {sweep[wrong[0]]!r}")
         absent = {arm: seeds for arm, seeds in sweep["arms"].items() if arm not in trained}
         for arm, seeds in sweep["arms"].items():
-            seeds = sorted({*seeds, *said.get(arm, {}).get("seeds", [])})
-            steps = {
-                *said.get(arm, {}).get("steps", []),
-                *([sweep["steps"][arm]] if arm in sweep.get("steps", {}) else []),
-            }
-            if not isinstance(sweep["baseline"], (str, type(None))):
-                raise TypeError(f"baseline: expected the name of an arm, got {sweep['baseline']!r}")
+            own = said.get(arm, {})
+            seeds = sorted({*seeds, *own.get("seeds", [])})
+            steps = {*own.get("steps", []), *([sweep["steps"][arm]] if arm in sweep.get("steps", {}) else [])}
             said[arm] = {"baseline": sweep["baseline"], "tuned": sweep["tuned"], "seeds": seeds, "absent": absent}
             said[arm] |= {"steps": sorted(steps)} if steps else {}
             said[arm] |= {name: sweep[name] for name in ("table", "apart") if name in sweep}
