@@ -34,9 +34,9 @@ MODELS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("config report.folder records data.packing", "torch"),
+        ("config report.folder records data.packing training.job cli.status", "torch"),
         ("data.steps training.sweep", "lightning"),
-    ],  # loaders' workers; a refused key
+    ],  # loaders' workers, jobs that are told before they train; a refused key
 )
 def test_what_takes_seconds_to_import_is_imported_where_it_is_needed(modules, absent):
     imports = "".join(f"import packmamba.{module}; " for module in modules.split())

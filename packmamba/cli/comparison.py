@@ -9,8 +9,7 @@ from typing import Any, Optional, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import Config, ConfigError, key, load, to_dict
-from packmamba.evaluation.subject import CONFIGURATION
+from packmamba.config import CONFIGURATION, Config, ConfigError, key, load, to_dict
 from packmamba.records import append_record, check_writable, read_records, write_sweep
 from packmamba.report import summary
 from packmamba.report.chosen import known

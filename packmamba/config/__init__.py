@@ -3,6 +3,7 @@
 from packmamba.config.check import check, describe
 from packmamba.config.load import (
     CONFIGS,
+    CONFIGURATION,
     MODEL_DIRECTORY,
     assign,
     check_command,
@@ -35,6 +36,7 @@ from packmamba.errors import ConfigError
 
 __all__ = [
     "CONFIGS",
+    "CONFIGURATION",
     "MODEL_DIRECTORY",
     "Config",
     "ConfigError",

@@ -22,6 +22,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 """The configurations that come with PackMamba: package data of an installed wheel, or the top of a checkout."""
 MODEL_DIRECTORY = CONFIGS / "model"
+CONFIGURATION = "configuration.yaml"
+"""A run's resolved configuration, beside its model."""
 A_LIST, KEYS = "expected a list, such as [a,b]", "expected keys and their values"
 
 

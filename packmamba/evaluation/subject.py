@@ -7,14 +7,12 @@ from pathlib import Path
 
 import torch
 
-from packmamba.config import Config, ConfigError, load_config
+from packmamba.config import CONFIGURATION, Config, ConfigError, load_config
 from packmamba.data.tokenization import Tokenizer
 from packmamba.data.tokenizer_files import TOKENIZER, read_tokenizer
 from packmamba.evaluation.perplexity import Read
 from packmamba.nn import MambaLM
 
-CONFIGURATION = "configuration.yaml"
-"""A run's resolved configuration, beside its model."""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 

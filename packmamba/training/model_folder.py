@@ -12,10 +12,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from packmamba.config import Config, to_dict
+from packmamba.config import CONFIGURATION, Config, to_dict
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer_files import write_tokenizer
-from packmamba.evaluation.subject import CONFIGURATION
 from packmamba.nn.checkpoint import write_pretrained
 from packmamba.training.checkpoint_file import sync
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from packmamba.config import Config, to_dict
-from packmamba.evaluation.subject import CONFIGURATION
+from packmamba.config import CONFIGURATION, Config, to_dict
 from packmamba.records import read_records
 
 PLACES = (
