@@ -21,6 +21,7 @@ from packmamba.training.throughput import Arm
 
 PROBE = 1 << 30
 """Bytes copied to find out how fast the host's memory takes them."""
+COPIES = 3
 
 
 @dataclass
@@ -41,10 +42,10 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     """Appends one record.
 
     Steps are those that train. Some are timed with nothing beside them; then the state is saved as training saves it and steps go
-    on until it is written; then it is copied once more, into memory that is there already.
+    on until it is written; then it is copied again, into memory that is there already.
 
     metrics: parameters, checkpoint_bytes; seconds_per_step, the median with nothing beside it, and seconds_per_step_most;
-    copy_seconds_first and copy_seconds, how long training waits; write_seconds, in the thread; steps_beside,
+    copy_seconds_first and copy_seconds (a median), how long training waits; write_seconds, in the thread; steps_beside,
     seconds_per_step_beside, seconds_per_step_beside_most; host_bytes_per_second and pinned_bytes_per_second, of a plain copy to
     memory of the host (the latter null without a GPU); cores_of_others.
     """
@@ -73,14 +74,14 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             beside += steps(1)
         behind.teardown()
         written = time.perf_counter() - written
-        again = timing.seconds(lambda: behind.copy(state), arm.fabric.device)
+        again = [timing.seconds(lambda: behind.copy(state), arm.fabric.device) for _ in range(COPIES)]
         metrics: dict[str, Any] = {
             "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
             "checkpoint_bytes": (Path(name) / "step=1.ckpt").stat().st_size,
             "seconds_per_step": timing.median(alone),
             "seconds_per_step_most": max(alone),
             "copy_seconds_first": first,
-            "copy_seconds": again,
+            "copy_seconds": timing.median(again),
             "write_seconds": written,
             "steps_beside": len(beside),
             "seconds_per_step_beside": timing.median(beside) if beside else None,
@@ -114,4 +115,4 @@ def _rate(device: torch.device, pinned: bool) -> float:
     """Bytes a second from a device to memory of the host that was written before."""
     source = torch.ones(PROBE, dtype=torch.uint8, device=device)
     target = torch.ones(PROBE, dtype=torch.uint8, pin_memory=pinned)
-    return PROBE / min(timing.seconds(lambda: target.copy_(source), device) for _ in range(3))
+    return PROBE / timing.median([timing.seconds(lambda: target.copy_(source), device) for _ in range(COPIES)])

@@ -196,11 +196,12 @@ def checkpoint_tables(records: Sequence[Record]) -> list[Table]:
             Column("a step meanwhile, s", ("seconds_per_step_beside",)),
             Column("the longest, s", ("seconds_per_step_beside_most",)),
             Column("a plain copy of as much, s", ("plain_copy_seconds",)),
+            Column("other programs, cores", ("cores_of_others",)),
             Column("machine", ("machine",), False),
         ],
         notes=[
             "Training waits while the state is copied to the host's memory, which the first has to take from the system. Steps "
-            "are medians. A plain copy: of 1 GiB, into memory that is there, as fast as the best of three."
+            "are medians. A plain copy: of 1 GiB, into memory that is there. Copies into such memory are medians of three."
         ],
     )
     for record in found:
@@ -209,7 +210,8 @@ def checkpoint_tables(records: Sequence[Record]) -> list[Table]:
             number(m["parameters"], ",d"), _in(m["checkpoint_bytes"], 1e9, ".1f"), number(m["seconds_per_step"], ".3f"),
             *(number(m[name], ".2f") for name in ("copy_seconds_first", "copy_seconds", "write_seconds")),
             number(m["seconds_per_step_beside"], ".3f"), number(m["seconds_per_step_beside_most"], ".3f"),
-            _plain(m["checkpoint_bytes"], m["host_bytes_per_second"]), word(_machine(record)),
+            _plain(m["checkpoint_bytes"], m["host_bytes_per_second"]), number(m.get("cores_of_others"), ".1f"),
+            word(_machine(record)),
         ])  # fmt: skip
     return [table]
 
