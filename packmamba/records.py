@@ -51,6 +51,7 @@ from packmamba.errors import ConfigError, UserError
 
 SCHEMA = 1
 SWEEPS = "sweep.json"
+_OF_SWEEPS = {"baseline": str, "tuned": dict, "steps": dict, "table": dict, "apart": bool}
 
 METRICS: dict[str, tuple[str, ...]] = {
     # Losses are nats per real target; validation runs one document at a time from zero state. val_loss_start is over
@@ -174,9 +175,8 @@ def validate_record(record: Any) -> None:
 def check_writable(folder: str | Path, key: str) -> None:
     """Raises ConfigError naming the key if the folder cannot be made or written: before work, not after it. Leaves nothing."""
     try:
-        there = next(
-            path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists() or path.is_symlink()
-        )
+        places = (Path(folder), *Path(folder).absolute().parents)
+        there = next(path for path in places if path.exists() or path.is_symlink())
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise ConfigError(f"{key}: {folder} cannot be written ({error.strerror})") from None
@@ -234,9 +234,8 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
     records = []
     for path in sorted((folder / "records").glob("*.jsonl")):
         if not path.is_file():  # opening a pipe would wait
-            raise ValueError(
-                f"{path}: expected a file of records, got {'a link to nowhere' if path.is_symlink() else 'none'}"
-            )
+            got = "a link to nowhere" if path.is_symlink() else "none"
+            raise ValueError(f"{path}: expected a file of records, got {got}")
         for number, line in enumerate(path.read_bytes().splitlines(), start=1):
             if not line.strip():
                 continue
@@ -273,11 +272,13 @@ def write_sweep(
         apart: whether arms are compared with the baseline, which is a label then, whatever else differs between them.
     """
     path = Path(folder) / SWEEPS
-    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        said = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not what a sweep wrote ({error}); remove it, and repeat the command") from None
     said[name] = {"baseline": baseline, "tuned": tuned, "arms": {arm: sorted(seeds) for arm, seeds in arms.items()}}
-    said[name] |= {"steps": dict(steps)} if steps else {}
-    said[name] |= {"table": dict(table)} if table else {}
-    said[name] |= {"apart": True} if apart else {}
+    said[name] |= {k: v for k, v in (("steps", steps), ("table", dict(table or {})), ("apart", apart)) if v}
+    said[name]["checksum"] = _checksum({name: said[name]})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
 
@@ -298,12 +299,11 @@ def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, An
     ]
 
 
-_OF_SWEEPS = {"baseline": str, "tuned": dict, "steps": dict, "table": dict, "apart": bool}
-
-
 def _of_arms(path: Path, trained: set[str]) -> dict[str, dict[str, Any]]:
     said: dict[str, dict[str, Any]] = {}
-    for sweep in json.loads(path.read_text(encoding="utf-8")).values():
+    for name, sweep in json.loads(path.read_text(encoding="utf-8")).items():
+        if sweep.pop("checksum", None) not in (None, _checksum({name: sweep})):
+            raise ValueError(f"what it says of '{name}' has changed")
         if wrong := [key for key, kind in _OF_SWEEPS.items() if not isinstance(sweep.get(key), (kind, type(None)))]:
             raise TypeError(f"{wrong[0]} is {sweep[wrong[0]]!r}")
         absent = {arm: seeds for arm, seeds in sweep["arms"].items() if arm not in trained}

@@ -10,6 +10,7 @@ from typing import Any, Optional, cast
 from omegaconf import DictConfig, OmegaConf
 
 from packmamba.config import CONFIGURATION, Config, ConfigError, key, load, to_dict
+from packmamba.evaluation.subject import check_configuration
 from packmamba.records import append_record, check_writable, read_records, write_sweep
 from packmamba.report import summary
 from packmamba.report.chosen import known
@@ -80,6 +81,7 @@ def _records(folder: str) -> list[dict[str, Any]]:
         raise ConfigError(f"{folder} is not a folder; expected a run's, or one that holds records/")
     at = path
     if not any((path / "records").glob("*.jsonl")) and (path / CONFIGURATION).is_file():
+        check_configuration(path / CONFIGURATION)
         output = cast(DictConfig, OmegaConf.load(path / CONFIGURATION)).get("output")
         at = path if output is None else Path(output)
     try:

@@ -192,6 +192,7 @@ def _contents(folder: str | None) -> str | None:
 def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) -> dict[str, Any]:
     """The record of these settings and weights: the one that is there, or a new one with its items beside it."""
     from packmamba.evaluation.kept import weights_id
+    from packmamba.report.items import checksum_of
 
     settings = settings | {"weights": weights_id(subject.model)}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
@@ -206,7 +207,7 @@ def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) ->
         kind="evaluation",
         experiment=subject.name,
         arm=subject.name,
-        config={"id": digest, "evaluation": settings, "model": subject.model.config},
+        config={"id": digest, "evaluation": settings, "model": subject.model.config, "items": checksum_of(kept)},
         seed=subject.config.seed if subject.trained else 0,
         corpus_hash=corpus_hash,
         metrics=metrics,

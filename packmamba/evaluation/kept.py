@@ -23,8 +23,8 @@ PASSES = 16
 class Kept:
     """A file of items, or none: without a path nothing is kept.
 
-    The first line says of which weights, device and software they are; items of others are thrown away, as is a last line
-    that was cut short. An item's bits depend on nothing but its document, the weights and the slots of a pass, so what
+    The first line says of which weights, device and software they are; items of others are thrown away, as is a line that was
+    cut short or changed. An item's bits depend on nothing but its document, the weights and the slots of a pass, so what
     was interrupted ends as what was not.
 
     Args:
@@ -38,14 +38,17 @@ class Kept:
         if path is None or model is None:
             return
         first = json.dumps(_about(model)) + "\n"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        whole = [line for line in lines if line.endswith("\n")] if lines[:1] == [first] else [first]
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        kept = []
+        for line in lines[1:] if lines[:1] == [first.encode()] else []:
+            if (whole := _read(line)) is not None:
+                part, number, item = whole
+                self.found.setdefault(part, {})[number] = item
+                kept.append(line)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(whole), encoding="utf-8")
+        temporary.write_bytes(first.encode() + b"".join(kept))
         os.replace(temporary, path)
-        for part, number, item in map(json.loads, whole[1:]):
-            self.found.setdefault(part, {})[number] = item
 
     def answers(
         self,
@@ -82,7 +85,7 @@ class Kept:
                 found |= dict(zip(some, items))
                 if self.path is not None:
                     with self.path.open("a", encoding="utf-8") as file:
-                        file.writelines(json.dumps([name, *pair]) + "\n" for pair in zip(some, items))
+                        file.writelines(_line(name, *pair) for pair in zip(some, items))
                 bar.update(sum(len(documents[number]) for number in some))
         return [found[number] for number in range(len(documents))]
 
@@ -90,6 +93,24 @@ class Kept:
         """Removes the file, once the items are elsewhere."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def _line(name: str, number: int, item: dict[str, Any]) -> str:
+    """An item as the file has it; its checksum follows the name."""
+    checksum = zlib.crc32(json.dumps([name, number, item]).encode())
+    return json.dumps([f"{name} #{checksum:08x}", number, item]) + "\n"
+
+
+def _read(line: bytes) -> tuple[str, int, dict[str, Any]] | None:
+    """None for a line that is not what was written. Lines from before there were checksums have none."""
+    try:
+        name, number, item = json.loads(line)
+        plain, mark, _ = name.rpartition(" #")
+        if mark and _line(plain, number, item).encode() != line:
+            return None
+        return (plain if mark else name), number, item
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def weights_id(model: MambaLM) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from packmamba.data.tokenizer_files import TOKENIZER, read_tokenizer
 from packmamba.evaluation.perplexity import Read
 from packmamba.nn import MambaLM
 
+SEAL = "# checksum of the rest: "
+"""What the first line of a run's configuration begins with. Older ones, and those changed on purpose, have no such line."""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -53,13 +56,26 @@ def read_config(folder: str | Path) -> Config:
         unfinished = (folder / "checkpoints").is_dir()
         hint = "; the run has not ended: repeat its command" if unfinished else ""
         raise ConfigError(f"{folder} holds no model: expected config.json and weights{hint}")
-    trained = (folder / CONFIGURATION).is_file()
+    if trained := (folder / CONFIGURATION).is_file():
+        check_configuration(folder / CONFIGURATION)
     config = load_config(folder / CONFIGURATION if trained else None)
     if (folder / TOKENIZER).is_file() and not (trained and config.data.tokenizer == "bytes"):
         config.data.tokenizer = str(folder / TOKENIZER)
     if not trained:
         config.data.begin_token = config.data.end_token = None
     return config
+
+
+def check_configuration(path: Path) -> None:
+    """Raises ConfigError if a run's configuration has a checksum that does not hold."""
+    content = path.read_bytes()
+    if content.startswith(SEAL.encode()) and content != sealed(content.decode(errors="replace").partition("\n")[2]):
+        raise ConfigError(f"{path} is not what was written; if you have changed it, remove its first line")
+
+
+def sealed(text: str) -> bytes:
+    """A configuration with its checksum."""
+    return f"{SEAL}{zlib.crc32(text.encode()):08x}\n{text}".encode()
 
 
 def load_subject(folder: str | Path, device: str = "auto", dtype: str | None = None) -> Subject:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,22 @@ MEASURES: dict[str, Callable[[Item], tuple[float, float]]] = {
 
 
 def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
-    """Records of evaluations with ``items``, the file beside them that holds these."""
+    """Records of evaluations with ``items``, the file beside them that holds these. ValueError names one that has changed."""
+    found = []
+    for record in records:
+        config = record["config"]
+        path = Path(folder) / "items" / f"{(config.get('evaluation') or {}).get('name')}-{config.get('id')}.jsonl"
+        if record["kind"] == "evaluation" and path.is_file():
+            if config.get("items") not in (None, checksum_of(path)):
+                raise ValueError(f"{path} is not what was written; remove it and its record, and evaluate again")
+            record = {**record, "items": str(path)}
+        found.append(record)
+    return found
 
-    def path(record: Record) -> Path:
-        asked = record["config"].get("evaluation") or {}
-        return Path(folder) / "items" / f"{asked.get('name')}-{record['config'].get('id')}.jsonl"
 
-    return [
-        {**record, "items": str(path(record))} if record["kind"] == "evaluation" and path(record).is_file() else record
-        for record in records
-    ]
+def checksum_of(path: Path) -> str:
+    """Of a file of items, for the record of its evaluation (``config.items``; older ones have none)."""
+    return f"{zlib.crc32(path.read_bytes()):08x}"
 
 
 def minus(ours: Mapping[int, str], theirs: Mapping[int, str], metric: str) -> Resampled | None:

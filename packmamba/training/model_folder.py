@@ -15,7 +15,9 @@ from torch import Tensor
 from packmamba.config import CONFIGURATION, Config, to_dict
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer_files import write_tokenizer
+from packmamba.evaluation.subject import sealed
 from packmamba.nn.checkpoint import write_pretrained
+from packmamba.records import write_whole
 from packmamba.training.checkpoint_file import sync
 
 PREFIX = "model."
@@ -23,7 +25,7 @@ PREFIX = "model."
 
 
 def write_configuration(folder: Path, config: Config) -> None:
-    OmegaConf.save(OmegaConf.create(to_dict(config)), folder / CONFIGURATION)
+    write_whole(folder / CONFIGURATION, sealed(OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))))
 
 
 def write_model(folder: Path, config: Config, model: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

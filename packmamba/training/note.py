@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,17 +61,24 @@ class Note:
 
 
 def write_note(path: Path, values: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Whole or not at all, with a checksum."""
+    values = {**values, "checksum": _checksum(values)}
     temporary = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.tmp")
     temporary.write_text(json.dumps(values))
     os.replace(temporary, path)
 
 
 def read_note(config: Config) -> dict[str, Any]:
-    """Of the last attempt at a run; empty if there was none."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((run_folder(config) / NOTE).read_text())
+    """Of the last attempt at a run; empty if there was none, or if the note is not what was written."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        values = json.loads((run_folder(config) / NOTE).read_text())
+        if values.pop("checksum", None) in (None, _checksum(values)) and "state" in values:
+            return values
     return {}
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def log_path(config: Config) -> Path:
