@@ -36,22 +36,34 @@ LEAK = tuple((name, name, "rows") for name in (*list(LEAKS.values())[1:], "learn
 COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7", "whole": "#D55E00"}
 
 
-def contrast(arm: Arm, other: Arm, low: float, high: float) -> Resampled | None:
-    """One arm's loss minus the other's at places from low up to high, nats per target; None without a seed and target of both.
-
-    Of records that do not tell packages apart the interval is Student's t over seeds.
-    """
+def paired(arm: Arm, other: Arm, low: float, high: float) -> tuple[np.ndarray, np.ndarray] | None:
+    """Nats of one arm minus the other's (seeds, packages) at places from low up to high, and targets (packages,); None without
+    a seed and target of both."""
     (a, targets, seeds), (b, others, theirs) = arm.losses(low, high), other.losses(low, high)
     both = [seed for seed in seeds if seed in theirs]
     if not both or not targets.size or not np.array_equal(targets, others):
         return None
     differences = a[[seeds.index(s) for s in both]] - b[[theirs.index(s) for s in both]]
-    found = bootstrap(differences[np.isfinite(differences).all(axis=1)], targets)
+    return differences[np.isfinite(differences).all(axis=1)], targets
+
+
+def contrast(arm: Arm, other: Arm, low: float, high: float) -> Resampled | None:
+    """One arm's loss minus the other's at places from low up to high, nats per target; None without a seed and target of both.
+
+    Of records that do not tell packages apart the interval is Student's t over seeds.
+    """
+    both = paired(arm, other, low, high)
+    if both is None:
+        return None
+    found = bootstrap(*both)
     if found.groups > 1 or found.seeds < 2:
         return found
+    differences, targets = both
     means = pd.Series(differences.sum(axis=1) / targets.sum())
     mean, bottom, top, count = interval(means) or (found.mean, np.nan, np.nan, found.seeds)
-    return Resampled(mean, bottom, top, 2 * float(stdtr(count - 1, -abs(mean) / means.sem())), count, 1)
+    error = means.sem()
+    p = 2 * float(stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
+    return Resampled(mean, bottom, top, p, count, 1)
 
 
 def starts_tables(records: Sequence[Record]) -> list[Table]:
@@ -60,6 +72,7 @@ def starts_tables(records: Sequence[Record]) -> list[Table]:
     tables = [
         _primary(settings),
         _contrasts("ladder", "The ladder: what a continuing piece starts from", settings, LADDER),
+        _agreement(settings),
         _contrasts("order", "Order: the same pieces in other orders, all from zero", settings, ORDER),
         _contrasts(
             "leak", "Leaks: documents end to end in shuffled rows, minus the same rows with reset", settings, LEAK
@@ -140,6 +153,43 @@ def _contrasts(
                 found = [contrast(here[arm], here[other], *span) for span in _spans(setting.T).values()]
                 table.rows.append([word(setting.label()), word(what), word(other), *map(_cell, found)])
     table.notes = ["Exploratory but for the primary outcomes; intervals are not adjusted for their number."]
+    return table
+
+
+def _agreement(settings: dict[Setting, dict[str, Arm]]) -> Table:
+    """Whether a few seeds or packages make a difference."""
+    table = Table(
+        "agreement",
+        "The ladder: how many seeds and packages agree, and what is left without any one package",
+        [
+            Column("setting", ("setting",), False),
+            Column("what", ("what",), False),
+            Column("places", ("places",), False),
+            Column("difference", ("difference",)),
+            Column("seeds of this sign", ("seeds", "of_seeds")),
+            Column("packages of this sign", ("packages", "of_packages")),
+            Column("packages weigh like", ("like",)),
+            Column("without any one package", ("least", "most")),
+        ],
+    )
+    for setting, here in settings.items():
+        for what, arm, other in LADDER:
+            for places, span in _spans(setting.T).items():
+                found = paired(here[arm], here[other], *span) if arm in here and other in here else None
+                if found is None or setting.tuning or not found[0].size or found[1].size < 2:
+                    continue
+                differences, targets = found
+                packages, mean = differences.mean(axis=0), differences.mean(axis=0).sum() / targets.sum()
+                without = (packages.sum() - packages) / (targets.sum() - targets)
+                agree = [int((np.sign(part) == np.sign(mean)).sum()) for part in (differences.sum(axis=1), packages)]
+                cells = [Cell(f"{n} of {of}", (n, of)) for n, of in zip(agree, differences.shape)]
+                span_said = Cell(f"{without.min():+.4f} to {without.max():+.4f}", (without.min(), without.max()))
+                like = number(targets.sum() ** 2 / (targets**2).sum(), ".0f")
+                head = [word(setting.label()), word(what), word(places), number(mean, "+.4f")]
+                table.rows.append([*head, *cells, like, span_said])
+    table.notes = [
+        "A package's difference is the mean over seeds. Packages of unequal size weigh like so many of equal size."
+    ]
     return table
 
 
