@@ -73,7 +73,7 @@ def test_a_bench_by_name_or_file(what, monkeypatch):
 def test_a_copied_file_finds_its_bench(tmp_path):
     keys = OmegaConf.load(ROOT / "experiments" / "speedup" / "multi_gpu.yaml")
     for bench in ("multi_gpu", "speedup/multi_gpu"):
-        OmegaConf.save(keys | {"bench": bench}, tmp_path / "mine.yaml")
+        OmegaConf.save(OmegaConf.merge(keys, {"bench": bench}), tmp_path / "mine.yaml")
         assert experiments.load_bench(tmp_path / "mine.yaml").name == "multi_gpu"
 
 
