@@ -27,7 +27,6 @@ from packmamba.training import worker
 from packmamba.training.process import die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 FORKS = multiprocessing.get_context("forkserver")
 SPAWN = util.spawnv_passfds
 
