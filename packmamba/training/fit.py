@@ -105,7 +105,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
 
     def stops(history: History) -> bool:
         check_claim(folder)
-        asked = int(stop is not None and stop(history))  # 1 is no signal that is heard
+        asked = int(stop is not None and bool(stop(history)))  # 1 is no signal that is heard
         agreed = agree(trainer, max(told.signal, asked), options.log_every)
         told.signal = max(told.signal, agreed if agreed > 1 else 0)
         return bool(agreed)
