@@ -76,6 +76,11 @@ def test_time_in_learning_curves_is_that_of_arms_timed_in_turns(monkeypatch):
     assert x == [[5.0, 10.0], [2.5, 5.0]] and "timed in turns" in caption
     x, caption = seconds(trained + [throughput("single", 100.0)])
     assert x == [[5 / 7, 10 / 7]] * 2 and "which is no comparison" in caption
+    for record in trained:
+        record["curves"]["validation"] = [record["curves"]["validation"][-1]]
+    drawn.clear()
+    training_figures.training_figures(trained)
+    assert drawn and "learning-curves" not in drawn, "who evaluates at the end alone has no curve"
 
 
 @pytest.mark.slow

@@ -65,8 +65,8 @@ def _styled(arms: Sequence[Arm]) -> Styled:
 
 def _learning_curves(styled: Styled, speeds: Sequence[Speed]) -> Figure | None:
     curves = [arm.points("validation") for arm, _ in styled]
-    if all(points.empty for points in curves):
-        return None
+    if all(points.empty or points.loc[points["step"] > 0, "step"].nunique() < 2 for points in curves):
+        return None  # a point is no curve
     # What else a machine did during an arm's own run is no property of the arm.
     timed = all(speed.interleaved and speed.real_tokens_per_second > 0 for speed in speeds)
     fig, panels = axes(2)
