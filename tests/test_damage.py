@@ -2,11 +2,13 @@
 
 import json
 import random
+import types
 
 import pytest
 from test_kept import ask, model
 
 from made_records import training, write
+from packmamba.cli import models
 from packmamba.config import ConfigError
 from packmamba.errors import UserError
 from packmamba.evaluation.kept import Kept
@@ -61,6 +63,26 @@ def test_items_of_a_record(tmp_path):
     path.write_text("{}\n")
     (found,) = with_items(tmp_path, [record | {"config": asked}])  # of a record from before
     assert found["items"] == str(path)
+
+
+def test_what_a_killed_evaluation_left_is_cleared_away(tmp_path):
+    subject = types.SimpleNamespace(model=model(), name="m", trained=False)
+
+    def recorded():
+        return models._recorded({"name": "it"}, subject, tmp_path, run)
+
+    def run(part):
+        for left in (part.with_suffix(".tmp"), part.with_name(f"{part.stem}.jsonl.1-2.tmp")):
+            left.parent.mkdir(exist_ok=True)
+            left.touch()
+        ask(Kept(part, subject.model), [])
+        return {"n": 1.0}, {}, [{"index": 0}], "c"
+
+    record = recorded()
+    (items,) = (tmp_path / "items").iterdir()
+    assert record["config"]["items"] == checksum_of(items)
+    items.with_suffix(".part").touch()
+    assert recorded() == record and [*(tmp_path / "items").iterdir()] == [items]
 
 
 def test_what_a_sweep_says_of_its_runs(tmp_path):

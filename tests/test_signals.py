@@ -3,12 +3,14 @@
 import os
 import signal
 import time
+from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
 
 import run
-from packmamba.training import signals
+from packmamba.training import signals, worker
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
@@ -115,3 +117,35 @@ def test_a_signal_to_the_whole_group_leaves_loaders_their_work(tmp_path):
     (said,) = [line for line in output.read_text().splitlines() if "stopped after step" in line]
     newest = checkpoints(run_folder(config) / "checkpoints")[-1]
     assert f"after step {newest.stem.removeprefix('step=')} of 2000, with a checkpoint" in said
+
+
+def keep_a_worker(said):
+    """The worker holds both ends of its pipe: nothing but the system can tell it that this process is gone."""
+    ends = Pipe()
+    if child := os.fork():
+        said.write_text(str(child))
+        return signal.pause()
+    return worker.main(ends[1])
+
+
+def status_of(pid):
+    try:
+        return dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except FileNotFoundError:
+        return {"State": "Z"}
+
+
+def test_a_worker_dies_with_the_process_that_started_it(tmp_path):
+    said = tmp_path / "pid"
+    process = fork(keep_a_worker, said, output=tmp_path / "output.txt")
+    ignores = 1 << signal.SIGTERM - 1  # what it does next
+    while process.is_alive() and not (
+        said.is_file() and said.read_text() and int(status_of(said.read_text())["SigIgn"], 16) & ignores
+    ):
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    end = time.monotonic() + 10
+    while not status_of(said.read_text())["State"].startswith("Z"):
+        assert time.monotonic() < end or os.kill(int(said.read_text()), signal.SIGKILL), "it outlives that"
+        time.sleep(0.005)

@@ -197,10 +197,11 @@ def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) ->
     settings = settings | {"weights": weights_id(subject.model)}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
     path = output / "records" / f"{settings['name']}-{digest}.jsonl"
+    kept = output / "items" / f"{settings['name']}-{digest}.jsonl"
     if path.is_file() and path.stat().st_size:  # a crash may leave it empty
+        kept.with_suffix(".part").unlink(missing_ok=True)
         return next(r for r in read_records(output) if r["config"].get("id") == digest)
     begun = time.perf_counter()
-    kept = output / "items" / f"{settings['name']}-{digest}.jsonl"
     metrics, curves, items, corpus_hash = run(kept.with_suffix(".part"))
     write_items(kept, items)
     record = make_record(

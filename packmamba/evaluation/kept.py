@@ -46,6 +46,8 @@ class Kept:
                 self.found.setdefault(part, {})[number] = item
                 kept.append(line)
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{path.stem}.*tmp"):  # by a process that was killed as it wrote
+            left.unlink(missing_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(first.encode() + b"".join(kept))
         os.replace(temporary, path)

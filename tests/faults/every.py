@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import beside
 import damage
 import kills
 import places
@@ -15,6 +16,8 @@ KINDS = {
     "SIGKILL, and the clock set back": partial(kills.killed_run, where="at a random time", clock=True),
     "SIGKILL in writing the token store": kills.killed_store,
     "SIGKILL in building kernels": kills.killed_build,
+    "SIGKILL of an evaluation": beside.killed_evaluation,
+    "SIGTERM to a run": kills.told_run,
     "SIGKILL of a sweep's launcher or worker": sweeps.killed_sweep,
     "SIGKILL of one of two launchers at once": partial(sweeps.killed_sweep, launchers=2),
     "damage to a checkpoint": damage.a_checkpoint,
@@ -22,6 +25,10 @@ KINDS = {
     "damage to the token store": damage.the_token_store,
     "damage to compiled kernels": damage.a_library,
     "damage to a record": damage.a_record,
+    "damage to a trained model": beside.a_model,
+    "damage to an evaluation's items": beside.items,
+    "damage to what a sweep says": beside.what_a_sweep_says,
+    "damage to the rest of a run's folder": beside.the_rest_of_a_run,
     "full disk under a run": places.full_disk_under_a_run,
     "full disk under the token store": places.full_disk_under_a_corpus,
     "full disk under the kernel cache": places.full_disk_under_kernels,

@@ -28,6 +28,7 @@ from packmamba.training.callbacks import checkpoints
 from packmamba.training.checkpoint_file import check_whole, read_checkpoint
 from packmamba.training.fit import fit
 from packmamba.training.runs import record_path, run_folder
+from packmamba.training.signals import Interrupted
 from processes import fork, fork_ranks, kill, statuses
 from runs import CARRY, losses_of, tiny_config, write_config
 
@@ -89,6 +90,8 @@ def train(path: str, moment: Moment | None = None, clock: float = 0.0) -> int:
     except UserError as error:
         print(f"refused: {error}")
         return error.status
+    except Interrupted as interrupted:
+        return interrupted.status
     return 0
 
 
@@ -213,6 +216,27 @@ def killed_run(world: World, folder: Path, rng: random.Random, where: str, ranks
     ]
     expect(not left, "undetected", f"left behind: {left}")
     return kills
+
+
+def told_run(world: World, folder: Path, rng: random.Random) -> int:
+    """SIGTERM to one run: it ends at its next step, and goes on; how often it was told."""
+    scheme, told = rng.choice(list(SCHEMES)), 0
+    expected = world.undisturbed(scheme)
+    config, path = world.of(scheme, folder)
+    for _ in range(KILLS_IN_A_ROW):
+        (process,) = world.begin(path, folder, 1)
+        time.sleep(rng.uniform(0.05, 0.95) * world.seconds[f"{scheme}-1"])
+        if process.is_alive():
+            process.terminate()
+        (status,) = statuses(process, timeout=60)
+        whole_so_far(config)
+        expect(status in (0, -signal.SIGTERM, 128 + signal.SIGTERM), "lost", f"it ended with {status}, see {folder}")
+        if status == 0:
+            break
+        told += 1
+    expect(world.run(path, folder) == 0, "lost", f"the last run failed, see {folder}/output.txt")
+    expect(same(outcome(config), expected), "lost", "it ended otherwise than the undisturbed run")
+    return told
 
 
 def was_killed(process: Any, after: float | None, what: str) -> bool:
