@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -94,25 +95,29 @@ class NextLine:
             if len(right.strip()) < SHORTEST:
                 continue
             context = b"".join(lines[:place])[-self.context :].lstrip(INSIDE)
+            if right in context or any(item[1] == right and item[0] == context for item in items):
+                continue
+            stripped, indentation, size = right.strip(), _indentation(right), _size(len(right))
             alike = {
                 line
                 for line in lines
-                if line.strip() != right.strip()
-                and _indentation(line) == _indentation(right)
-                and _size(line) == _size(right)
+                if _size(len(line)) == size  # few are: what costs more comes after it
+                and line.startswith(indentation)
+                and _indentation(line) == indentation
+                and line.strip() != stripped
                 and line not in context
             }
-            known = any(item[1] == right and item[0] == context for item in items)
-            if len(alike) >= self.num_choices - 1 and right not in context and not known:
+            if len(alike) >= self.num_choices - 1:
                 chosen = rng.choice(len(alike), self.num_choices - 1, replace=False)
                 wrong = sorted(alike)
                 items.append((context, right, [wrong[i] for i in chosen]))
         return items
 
 
-def _size(line: bytes) -> int:
+@functools.cache
+def _size(length: int) -> int:
     """Lines of one size differ by less than a third. Windows around the right line would put it in their middle."""
-    return int(math.log(len(line), 4 / 3))
+    return int(math.log(length, 4 / 3))
 
 
 def _indentation(line: bytes) -> bytes:
