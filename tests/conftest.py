@@ -9,14 +9,6 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of processes that import PyTorch
 
 import pytest
-import torch
-from hypothesis import settings
-
-from processes import start_server
-
-settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
-settings.load_profile("default")
-torch.set_num_threads(1)
 
 
 def on_gpu():
@@ -25,8 +17,17 @@ def on_gpu():
 
 def pytest_configure(config):
     gc.disable()  # until all is imported, which makes no garbage and takes a fifth longer else
+    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if hands_out and not on_gpu():
+        return  # the processes that run tests start the sooner
+    import torch
+    from hypothesis import settings
+
     if on_gpu() and not torch.cuda.is_available():
         raise pytest.UsageError("make test-gpu needs a GPU that PyTorch can use; make test runs what needs none")
+    torch.set_num_threads(1)
+    settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
+    settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -44,4 +45,6 @@ def pytest_runtestloop(session):
     gc.freeze()
     gc.enable()
     if session.items:
+        from processes import start_server
+
         start_server()
