@@ -1,5 +1,6 @@
 """Flipped bits in what lies beside weights and records: found and named, or what is read is what was written."""
 
+import csv
 import json
 import random
 import types
@@ -15,6 +16,7 @@ from packmamba.evaluation.kept import Kept
 from packmamba.evaluation.subject import read_config
 from packmamba.records import make_record, read_records, write_items, write_sweep
 from packmamba.report.items import checksum_of, with_items
+from packmamba.training.curves import OneFile
 from packmamba.training.model_folder import write_configuration
 from packmamba.training.note import NOTE, read_note, write_note
 from packmamba.training.runs import run_folder
@@ -123,6 +125,29 @@ def test_the_configuration_of_a_run(tmp_path):
         read_config(tmp_path)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
     assert read_config(tmp_path).data.validation_fraction == 0.2
+
+
+def test_the_curves_of_a_run(tmp_path, capsys):
+    def log(curves, *steps):
+        for step in steps:
+            curves.log_metrics({"loss": step / 7, "rate": 0.5}, step)
+
+    log(curves := OneFile(tmp_path), 1, 2, 3, 4)
+    assert curves.path.read_text().splitlines() == [
+        "loss,rate,step", *(f"{step / 7},0.5,{step}" for step in (1, 2, 3, 4))
+    ]  # fmt: skip
+    for _ in spoilt(curves.path, 120):
+        again = OneFile(tmp_path)
+        again.go_on_from(3)
+        log(again, 4)
+        with open(curves.path, newline="") as file:
+            *_, last = csv.DictReader(file)
+        assert (last["loss"], last["step"]) == (str(4 / 7), "4")
+    assert "metrics.csv is damaged" in capsys.readouterr().err
+    curves.path.write_text("")
+    (again := OneFile(tmp_path)).go_on_from(3)
+    log(again, 4)
+    assert len(curves.path.read_text().splitlines()) == 2
 
 
 def test_a_note_of_a_run(tmp_path):

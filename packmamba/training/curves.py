@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,9 +40,9 @@ class OneFile(Logger):
 
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
-        """Leaves out what came after this step."""
+        """Leaves out what came after this step, and lines that were cut short."""
         names, rows = self._read()
-        kept = [row for row in rows if None not in row.values() and int(row["step"]) <= step]  # none cut short
+        kept = [row for row in rows if None not in row.values() and row["step"].isdigit() and int(row["step"]) <= step]
         if len(kept) < len(rows):
             with self._said():
                 self._write(names, kept)
@@ -59,10 +60,20 @@ class OneFile(Logger):
     def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
         if not self.path.is_file():
             return [], []
-        with open(self.path, newline="") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-        return list(reader.fieldnames or ()), rows
+        try:
+            with open(self.path, newline="") as file:
+                reader = csv.DictReader(file)
+                rows, names = list(reader), list(reader.fieldnames or ())
+            if names and "step" not in names:
+                raise ValueError("it has no column 'step'")
+        except (ValueError, csv.Error) as error:
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            os.replace(self.path, aside)
+            print(
+                f"warning: {self.path} is damaged ({error}); it is now {aside.name}, and begins anew", file=sys.stderr
+            )
+            return [], []
+        return names, rows
 
     def _write(self, names: list[str], rows: list[dict[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
