@@ -43,6 +43,12 @@ def ladder(places):
     return interval("boundaries", "ladder", {"setting": MAIN, "what": "own over zero"}, places)
 
 
+def seeds():
+    return cells(
+        "boundaries", "primary", {"setting": MAIN, "outcome": "continuity", "places": "beyond"}, "pairs", "every"
+    )
+
+
 def agreement(column, least=min, **row):
     every = [one for one in table("boundaries", "agreement") if one["setting"] == MAIN]
     return least(abs(float(one[column])) for one in every if row.items() <= one.items() and one["what"] in PRIMARY)
@@ -107,9 +113,18 @@ SENTENCES = {
                 for weights in ("mean of the last, by the trainer", "last, by the trainer")
             ],
         ),
+        (
+            rf"differ by {N} to {N} nats",
+            lambda: [
+                limit(abs(one["metrics"]["perplexity.loss"] - one["metrics"]["val_loss"]) for one in files()[:6])
+                for limit in (min, max)
+            ],
+        ),
         (rf"better by {N} to {N} in all six", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
     ],
     "boundaries": [
+        (r"Differences are of (\w+) seeds of (\w+)\.", seeds),
+        (rf"mean was worse, by {N} to {N}, and", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
         (
             rf"Without any one package they are {N} to {N} in size",
             lambda: [agreement("least"), agreement("least", max)],
@@ -139,6 +154,9 @@ SENTENCES = {
         ),
     ],
     "": [
+        (r"same order; (\w+) of (\w+) seeds", seeds),
+        (r"do harm\. (\w+) of (\w+) seeds", seeds),
+        (r"in each of (\w+) of (\w+) seeds", seeds),
         (rf"gained about {N} nats beyond", lambda: [-ladder("beyond")[0]]),
         (rf"its size, {N} nats, is three times", lambda: [-ladder("beyond")[0]]),
         (
@@ -147,7 +165,7 @@ SENTENCES = {
         ),
     ],
 }
-WORDS = {"none": "0", "three": "3"}
+WORDS = {"none": "0", "three": "3", "six": "6", "seven": "7", "eight": "8"}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +175,7 @@ WORDS = {"none": "0", "three": "3"}
 def test_a_sentence_rounds_the_records(page, pattern, numbers):
     text = " ".join((EXPERIMENTS / page / "README.md").read_text(encoding="utf-8").split())
     (said,) = re.findall(pattern, text)
-    said = [WORDS.get(number, number) for number in ([said] if isinstance(said, str) else said)]
+    said = [WORDS.get(number.lower(), number) for number in ([said] if isinstance(said, str) else said)]
     digits = [len(number.partition(".")[2]) for number in said]
     found = [f"{value:{'+' * number.startswith('+')}.{n}f}" for value, number, n in zip(numbers(), said, digits)]
     assert said == found
