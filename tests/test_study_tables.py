@@ -94,8 +94,10 @@ def test_seeds_that_solve_a_task_are_counted():
             numbers = {"accuracy": 0.95 if seed < solved else 0.3, "nats": nats + noise, "chance": 0.25}
             record = training(arm, seed, 1.0, **{f"mqar.{name}": value for name, value in numbers.items()})
             record["config"]["data"] = record["config"]["data"] | task["data"]
+            record["config"]["optimizer"] = {"lr": 0.004 if arm == "padded" else 0.008}
             records.append(record)
     (table,) = answers_tables(records)
+    assert [row[-1].text for row in table.rows] == ["0.004", "0.008", "0.008"]
     said = {row[0].text: (row[2].text, row[7].text) for row in table.rows}
     assert said == {"padded": ("8", "-"), "packed-reset": ("7", "yes"), "packed-leak": ("0", "no")}
     for record in records:

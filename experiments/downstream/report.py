@@ -43,6 +43,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
             Column("minus padded [95 %]", ("difference", "low", "high", "pairs")),
             Column(f"within ± {MARGIN}", ("within",), False),
             Column("p of equivalence, Holm", ("p",)),
+            Column("its learning rate", ("lr",)),
         ],
     )
     baseline = next((arm for arm in arms if arm.name == "padded"), None)
@@ -62,7 +63,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
             word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
             percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found),
             word(within(found, MARGIN) if arm.name in pairs else "-"),
-            number(p_values.get(arm.name), ".2g"),
+            number(p_values.get(arm.name), ".2g"), number(arm.runs.iloc[0].get("config.optimizer.lr"), "g"),
         ])  # fmt: skip
     table.notes = [
         "Examples that training did not see, each document from zero state. Differences are paired by seed, with 95 % intervals "
