@@ -153,15 +153,21 @@ def test_info_says_what_is_built_and_what_is_missing():
 
 
 @pytest.mark.slow
-def test_without_a_compiler_one_warning_names_the_fix_and_the_reference_runs(tmp_path):
-    printed = run_python(FORWARD, tmp_path, CXX="no-such-compiler", PATH="/nowhere", PACKMAMBA_CACHE=str(tmp_path))
-    assert printed.count("UserWarning") == 1
-    assert "install g++" in printed and build.BUILD_COMMAND in printed
-
-
-@pytest.mark.slow
-def test_without_a_compiler_an_explicit_backend_raises(tmp_path):
-    code = FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
-    code = "try:\n" + textwrap.indent(code, "    ") + "except Exception as error: print(type(error), error)"
+def test_without_a_compiler_an_explicit_backend_raises_and_one_warning_names_the_fix(tmp_path):
+    """In one process: what was refused is warned of all the same, and the reference runs."""
+    explicit = FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
+    code = f"""
+import sys
+sys.stdout = sys.stderr
+try:
+{textwrap.indent(explicit, "    ")}
+except Exception as error:
+    print(type(error), error)
+print("AUTO")
+{FORWARD}
+print("ran")"""
     printed = run_python(code, tmp_path, CXX="no-such-compiler", PATH="/nowhere", PACKMAMBA_CACHE=str(tmp_path))
-    assert "KernelError" in printed and "install g++" in printed and "UserWarning" not in printed
+    refused, warned = printed.split("AUTO\n")
+    assert "KernelError" in refused and "install g++" in refused and "UserWarning" not in refused
+    assert warned.count("UserWarning") == 1 and warned.endswith("ran\n")
+    assert "install g++" in warned and build.BUILD_COMMAND in warned

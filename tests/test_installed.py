@@ -39,14 +39,7 @@ def test_the_wheel_holds_modules_kernels_and_configurations(installed):
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_builds_and_runs(installed, tmp_path):
-    code = FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
-    printed = run_python(code + "import packmamba; print(packmamba.__file__)", tmp_path, path=installed)
-    assert str(installed) in printed
-
-
-@pytest.mark.slow
-def test_installed_commands_run_in_an_empty_folder(installed, tmp_path):
+def test_an_installed_wheel_builds_and_its_commands_run_in_an_empty_folder(installed, tmp_path):
     """All in one process, which imports PyTorch once."""
     command = [sys.executable, str(installed / "bin" / "packmamba"), "trian"]
     environment = os.environ | {"PYTHONPATH": str(installed)}
@@ -68,8 +61,11 @@ def test_installed_commands_run_in_an_empty_folder(installed, tmp_path):
         (2, ["reproduce", "speedup"]),
         (2, ["sweep", "missing.yaml"]),
     ]
-    code = f"from packmamba.cli import main\nprint([main(arguments) for _, arguments in {commands}])"
+    code = FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
+    code += "import packmamba\nfrom packmamba.cli import main\nprint(packmamba.__file__)\n"
+    code += f"print([main(arguments) for _, arguments in {commands}])"
     printed = run_python(code, tmp_path, path=installed, OMP_NUM_THREADS="1").splitlines()
+    assert f"{installed}/packmamba/__init__.py" in printed
     assert printed[-1] == str([status for status, _ in commands]), "\n".join(printed)
     assert (tmp_path / "runs" / "demo" / "report.html").is_file()
     errors = [line for line in printed if line.startswith("packmamba: error: ")]

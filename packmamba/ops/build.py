@@ -133,6 +133,7 @@ def build(kind: str, verbose: bool = False) -> Path:
 
 _loaded: dict[str, Path | KernelError] = {}
 _loading = threading.Lock()
+_warned: dict[str, KernelError] = {}
 
 
 def load(kind: str) -> Path:
@@ -170,12 +171,12 @@ def _load(kind: str) -> Path | KernelError:
 
 
 def ready(kind: str) -> bool:
-    """Whether ``load`` succeeds; the first failure in a process is a warning, the only one."""
-    failed_before = isinstance(_loaded.get(kind), KernelError)
+    """Whether ``load`` succeeds; the first time in a process that it does not is a warning, the only one."""
     try:
         load(kind)
     except KernelError as error:
-        if not failed_before:
+        if _warned.get(kind) is not error:
+            _warned[kind] = error
             warnings.warn(f"the slower reference runs instead of compiled kernels: {error}", stacklevel=2)
         return False
     return True
