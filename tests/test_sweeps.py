@@ -113,6 +113,7 @@ def test_values_are_taken_as_they_are(tmp_path):
         ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
         ({"arms": {"x": {"trainer.boundary": "carry"}}}, "carry needs data.strategy=split"),
         ({"grid": {"seed": []}}, "grid.seed: expected at least one value"),
+        ({"grid": {"seed": [0, 1, 0]}}, "grid.seed: duplicate 0"),
         ({"base": "missing.yaml"}, "missing.yaml does not exist"),
         ({"throughput_rounds": "many"}, "throughput_rounds|many"),
         ({"train": False, "throughput_rounds": 0}, "nothing to do"),

@@ -81,6 +81,7 @@ def test_an_arm_without_a_value_that_does_not_diverge_fails_alone(tmp_path):
     ("changes", "message"),
     [
         ({"tune": {"grid": {"optimizer.lr": []}, "seeds": [9]}}, "tune.grid.optimizer.lr: expected at least one value"),
+        ({"tune": {"grid": {"optimizer.lr": [0.1, 0.1]}, "seeds": [9]}}, "tune.grid.optimizer.lr: duplicate 0.1"),
         ({"tune": {"grid": {"optimizer.lr": [1]}}}, "tune: expected both grid and seeds, or neither"),
         ({"tune": TUNE | {"seeds": [1]}}, "tune.seeds: expected none of grid.seed, whose runs are reported, got 1"),
         (

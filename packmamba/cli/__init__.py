@@ -323,8 +323,8 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
     for name, function in COMMANDS.items():
         command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-        for word, count, said in ARGUMENTS[name]:
-            command.add_argument(word, nargs=count, help=said)
+        for word, count, text in ARGUMENTS[name]:
+            command.add_argument(word, nargs=count, help=text)
         if name in SETTINGS:
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=SETTINGS[name])
         if name == "compare":

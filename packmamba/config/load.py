@@ -185,7 +185,9 @@ def _check_keys(update: DictConfig, known: DictConfig, origin: str, prefix: str)
         name = f"{prefix}{key}"
         if key not in keys:
             elsewhere = [f"'{s}.{key}'" for s, t in types.items() if key in getattr(t, "__dataclass_fields__", ())]
-            hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else suggest(key, keys, prefix)
+            hint = suggest(key, keys, prefix)
+            if elsewhere and "did you mean" not in hint:
+                hint = f"; did you mean {' or '.join(elsewhere)}?"
             raise ConfigError(f"unknown key '{name}' in {origin}{hint}")
         if key != given:
             update[key] = update.pop(given)

@@ -31,6 +31,7 @@ from packmamba.config import (
     read_yaml,
     resolve,
     some,
+    unique,
 )
 from packmamba.records import append_record, check_writable, write_sweep
 from packmamba.training.checks import check_run
@@ -107,6 +108,8 @@ class SweepConfig:
         for name, values in self.grid.items():
             if not values:
                 yield f"grid.{name}: expected at least one value, got none"
+            if twice := unique.problem(values):
+                yield f"grid.{name}: {twice}"
         for where, keys in {
             "common": self.common,
             **{f"arms.{arm}": keys for arm, keys in self.arms.items()},

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from packmamba.config import Config, ConfigError, key, one_of, resolve, to_dict
+from packmamba.config import Config, ConfigError, key, one_of, resolve, to_dict, unique
 from packmamba.errors import Unfinished
 from packmamba.training.runs import record_path, records_of
 
@@ -21,7 +21,9 @@ class TuneConfig:
     grid: dict[str, list[Any]] = key(
         {}, "For each key the values of which an arm takes the best, such as optimizer.lr: [1e-3, 3e-3]; {} for none."
     )
-    seeds: list[int] = key([], "Seeds that the values are tried with; none of them is among those of grid.seed.")
+    seeds: list[int] = key(
+        [], "Seeds that the values are tried with; none of them is among those of grid.seed.", unique
+    )
     metric: str = key("val_loss", "What of a run's record decides, in the mean over seeds.")
     best: str = key("least", "Whether the least or the most of it is best.", one_of("least", "most"))
 
@@ -29,6 +31,8 @@ class TuneConfig:
         for name, values in self.grid.items():
             if not values:
                 yield f"tune.grid.{name}: expected at least one value, got none"
+            if twice := unique.problem(values):
+                yield f"tune.grid.{name}: {twice}"
         if bool(self.grid) != bool(self.seeds):
             yield "tune: expected both grid and seeds, or neither"
 
