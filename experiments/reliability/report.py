@@ -23,7 +23,7 @@ SOAK = {
 }
 """What is watched: its name, the unit, the digits."""
 
-FLAT = {
+FLAT: dict[str, float | str] = {
     "anonymous_bytes": 10e6,
     "open_files": 10,
     "disk_bytes": 10e6,

@@ -30,9 +30,10 @@ MOST_DIFFERENCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 """Nats per token by which an arm's mean may differ from packed scores before nothing is timed."""
 
 
+MAKE: dict[str, Callable[..., Any]] = {"packed": packed, "padded": padded, "hf": harness}
 METHODS = {
     method: ["method", *(inspect.signature(make).parameters.keys() - {"model", "max_slots"})]
-    for method, make in {"packed": packed, "padded": padded, "hf": harness}.items()
+    for method, make in MAKE.items()
 }
 """The keys of an arm by its method."""
 
@@ -62,7 +63,7 @@ class ScoringConfig:
             if not isinstance(method, str) or method not in METHODS:
                 yield f"arms.{name}.method: expected packed, padded or hf, got {method!r}"
             elif unknown := [field for field in given if field not in METHODS[method]]:
-                yield f"arms.{name}: unknown key '{unknown[0]}'{suggest(unknown[0], METHODS[method])}"
+                yield f"arms.{name}: unknown key '{unknown[0]}'{suggest(str(unknown[0]), METHODS[method])}"
 
 
 def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> None:

@@ -56,7 +56,7 @@ def _values(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
         if is_dataclass(value):
             yield from _values(value, f"{prefix}{key.name}.")
         elif isinstance(value, list):
-            kind = _hints(type(config))[key.name]
+            kind = _hints(type(config))[key.name]  # type: ignore[arg-type]
             (of,) = get_args(next((k for k in get_args(kind) if get_origin(k) is list), kind)) or (Any,)
             yield from ((prefix + key.name, one, of) for one in value)
         else:
