@@ -156,4 +156,7 @@ def test_the_keys_of_every_step_are_its_file_s():
                 assert experiments.load_bench(path, keys).output == Path("mine")
             else:
                 one_seed = ["grid.seed=[1]"] * ("\ngrid:" in path.read_text())  # the others have the same keys
-                assert load_sweep(path, [*keys, *one_seed])[0].output == "mine"
+                sweep, configs = load_sweep(path, [*keys, *one_seed])
+                assert sweep.output == "mine"
+                windows = {c.evaluation_options.get("long_context", {}).get("window", 64) for c in configs}
+                assert windows == {64} or not step.small_on_cpu, "the standard library's functions are short"

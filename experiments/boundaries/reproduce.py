@@ -10,8 +10,15 @@ TINY = (
 )  # fmt: skip
 """On a CPU, with the standard library's functions."""
 STEPS_OF_TINY = tuple(f"trainer.{key}=80" for key in ("max_steps", "validate_every", "checkpoint_every"))
-WINDOW = "evaluation_options={long_context: {window: 64, most: 8, context: 64, documents: 5, groups: 1}}"
+WINDOWS = "{long_context: {window: 64, most: 8, context: 64, documents: 5, groups: 1}}"
+WINDOW = f"evaluation_options={WINDOWS}"
 """Rows of 64 bytes, so that functions are cut."""
+LENGTHS = {"T512": 64, "T8192": 256, "mixture": 128, "unmarked": 128}
+DOSES = ["rows-T512", "leak-T512", "rows-T8192", "leak-T8192", "foreign-heads-T8192"]
+DOSES += ["rows-mixture", "leak-mixture", "rows-unmarked", "leak-unmarked"]
+OWN = {arm: f"{{evaluation_options: {WINDOWS}, data.row_length: {LENGTHS[arm.rpartition('-')[2]]}}}" for arm in DOSES}
+OF_ARMS = f"arms={{{', '.join(f'{arm}: {keys}' for arm, keys in OWN.items())}}}"
+"""Where arms have rows and windows of their own."""
 STREAMS = "common={data.row_length: 64, data.streams: 512}"
 POOL = (*TINY, *STEPS_OF_TINY, WINDOW, STREAMS)
 ORDERS = "arms={pool-8: {data.streams: 128}, plain: {data.streams: 16}, shuffled: {data.shuffle_steps: 80}}"
@@ -30,7 +37,7 @@ STEPS = [
     _step("ladder-more", *POOL, WHOLE),
     _step("order", *POOL, ORDERS),
     _step("leak", *TINY, *STEPS_OF_TINY, WINDOW, ROWS),
-    _step("leak-dose", *TINY, *STEPS_OF_TINY, WINDOW, ROWS, "data.row_length=128", "grid={seed: [1]}"),
+    _step("leak-dose", *TINY, *STEPS_OF_TINY, OF_ARMS, ROWS, "grid={seed: [1]}"),
     *(_step(name, *POOL, *SHORT) for name in ("rows-512", "rows-8192", "long", "larger")),
     _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", "throughput_rounds=4"),
 ]
