@@ -24,7 +24,7 @@ from packmamba.training.worker import Worker
 from processes import fork, statuses, sweep_with_forked_workers
 from runs import losses_of
 
-LONG = {"trainer.max_steps": 60, "trainer.checkpoint_every": 3, "trainer.validate_every": 30, "trainer.threads": 1}
+LONG = {"trainer.max_steps": 60, "trainer.checkpoint_every": 6, "trainer.validate_every": 30, "trainer.threads": 1}
 
 
 def sweep_of(tmp_path, **common):

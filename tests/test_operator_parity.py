@@ -1,6 +1,7 @@
 """One suite for every backend: held against the loops over documents, never against another fast path."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from operators import BACKENDS, TOLERANCES, device_of, dtypes_of, every_backend,
 from packmamba import SequenceLayout, ops
 
 OPERATORS = ["conv1d_pack", "ssm_pack"]
+LAYOUTS = AWKWARD | {"long": LONG}
 # Differences take two runs for each number that goes in.
 SMALL = SequenceLayout.from_lengths([[1, 5], [2, 3], []], row_length=6, offsets=[[5, 0], [0, 0], []])
 both = pytest.mark.parametrize("operator", OPERATORS)
@@ -21,8 +23,19 @@ backend_and_dtype = pytest.mark.parametrize(
 )
 
 
-def assert_parity(case, backend, dtype):
-    results, expected = case.run(backend), case.specification()
+@functools.lru_cache(maxsize=16)
+def specified(operator, layout, dtype, **options):
+    """By the loops, once for all backends: they take most of this file's time."""
+    return random_case(operator, LAYOUTS[layout], dtype, **options).specification()
+
+
+def assert_all_parity(operator, layout, dtype, backend, **options):
+    case = random_case(operator, LAYOUTS[layout], dtype, device_of(backend), **options)
+    assert_parity(case, backend, dtype, specified(operator, layout, dtype, **options))
+
+
+def assert_parity(case, backend, dtype, expected=None):
+    results, expected = case.run(backend), expected or case.specification()
     assert results.keys() == expected.keys()
     for name, value in expected.items():
         # A float32 parameter's gradient beside float64 activations is rounded to float32.
@@ -33,11 +46,10 @@ def assert_parity(case, backend, dtype):
 
 @both
 @backend_and_dtype
-@pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
+@pytest.mark.parametrize("layout", AWKWARD)
 @pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
 def test_awkward_layouts(operator, backend, dtype, layout, states):
-    case = random_case(operator, layout, dtype, device_of(backend), channels=7, states=states)
-    assert_parity(case, backend, dtype)
+    assert_all_parity(operator, layout, dtype, backend, channels=7, states=states)
 
 
 @both
@@ -51,8 +63,7 @@ def test_rows_of_padding_only(operator, backend):
 @both
 @backend_and_dtype
 def test_optional_arguments_absent(operator, backend, dtype):
-    case = random_case(operator, AWKWARD["splits"], dtype, device_of(backend), optional=False)
-    assert_parity(case, backend, dtype)
+    assert_all_parity(operator, "splits", dtype, backend, optional=False)
 
 
 @pytest.mark.slow
@@ -81,8 +92,7 @@ def test_random_layouts(operator, backend, data):
 @every_backend
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_long_documents(operator, backend):
-    case = random_case(operator, LONG, torch.float32, device_of(backend), channels=2, d_state=2)
-    assert_parity(case, backend, torch.float32)
+    assert_all_parity(operator, "long", torch.float32, backend, channels=2, d_state=2)
 
 
 @backend_and_dtype
