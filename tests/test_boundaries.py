@@ -162,3 +162,11 @@ def test_a_small_run_has_every_table(tmp_path, monkeypatch):
         ]
         assert all(numbers), table
     assert (folder / "figures" / "starts.png").is_file()
+
+
+def test_texts_that_are_not_compared_have_names():
+    one = record("reset", 1)
+    data = one["config"]["data"] = one["config"]["data"] | {"unit": "mixture", "source": "packages"}
+    assert KINDS["training"].label([one]) == "mixture"
+    data |= {"unit": None, "begin_token": None}
+    assert KINDS["training"].label([one]) == "packages-unmarked"

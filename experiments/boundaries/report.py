@@ -336,4 +336,10 @@ def explained(records: Sequence[Record]) -> dict[str, str]:
     return {name: what for name, what in EXPLAINED.items() if any(each.startswith(name) for each in names)}
 
 
-KINDS = {"training": Kind(starts_tables, starts_figures, metrics=METRICS["training"], arms=explained)}
+def texts(records: Sequence[Record]) -> str:
+    """What documents are, and whether tokens mark them."""
+    data = records[0]["config"]["data"]
+    return (data.get("unit") or data["source"]) + ("" if data.get("begin_token") else "-unmarked")
+
+
+KINDS = {"training": Kind(starts_tables, starts_figures, texts, METRICS["training"], explained)}

@@ -45,16 +45,24 @@ STEPS = [
 MAIN = {"setting": "T = 2048, 14M, 100M tokens"}
 HEADLINES = [
     *(
-        Headline(f"{outcome} {places} T", "primary", MAIN | {"outcome": outcome, "places": places}, "difference")
+        Headline(
+            f"{outcome} {places} T",
+            "primary-files",
+            MAIN | {"outcome": outcome, "places": places},
+            "difference",
+            alone="primary",
+        )
         for outcome in ("coverage", "continuity")
         for places in ("inside", "beyond")
     ),
     *(
-        Headline(f"own over zero {places} T", "ladder", MAIN | {"what": "own over zero"}, places)
+        Headline(f"own over zero {places} T", "ladder-files", MAIN | {"what": "own over zero"}, places, alone="ladder")
         for places in ("inside", "beyond")
     ),
     *(
-        Headline(f"context gain at 8 T, {arm}", "context-gain", MAIN | {"arm": arm}, "gain_8")
+        Headline(
+            f"context gain at 8 T, {arm}", "context-gain-files", MAIN | {"arm": arm}, "gain_8", alone="context-gain"
+        )
         for arm in ("zero", "foreign", "own")
     ),
 ]
