@@ -1,5 +1,6 @@
 """Sweeps on a cluster: jobs that are preempted, cut and killed, each requeued by one party alone."""
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -227,7 +228,14 @@ def test_ranks_of_a_job_are_told_through_their_pipe_and_end_with_it(tmp_path, mo
     else:
         assert outcome == ("failed", 0.0, None, "one of its processes ended with exit status 3", 0)
     with open(f"{program}.lock") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # free once none of them is left
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+        else:
+            pytest.fail("one of them is left")
     assert load_config(run_folder(config) / "ranks.json") == config
 
 
