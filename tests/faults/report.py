@@ -24,16 +24,20 @@ test-faults` runs two minutes of each campaign; `make test` runs a few seconds.
   command is repeated, and ends on a CPU with the same bits.
 - **Files are whole or not there.** Checkpoints, records, corpora and compiled kernels are written beside their place,
   put on the disk and renamed. A full disk leaves what was there.
-- **Damage is found.** Checkpoints, records, corpora and kernels carry checksums. A damaged checkpoint is named and
-  the one before it is taken; a corpus and kernels are made again; a record is refused by file and line. Corpora above
-  a gigabyte have their lengths checked when they are opened; `python run.py doctor <folder>` reads every byte.
+- **A signal costs nothing.** Ctrl-C and SIGTERM end a run after the step that it is in, with a checkpoint.
+- **Damage is found.** Checkpoints, trained models, records, items of evaluations, corpora and kernels carry checksums.
+  A damaged checkpoint is named and the one before it is taken; a corpus, kernels and the items that a killed evaluation
+  kept are made again; the rest is refused by name. What was written before there were checksums, or by others, has
+  none and is read. Corpora above a gigabyte have their lengths checked when they are opened;
+  `python run.py doctor <folder>` reads every byte.
 - **Nothing in a checkpoint runs.** Checkpoints hold tensors and plain values. One from an older version, or from
   somebody else, is refused until `python run.py convert <file>` has said what reading it would run and you have
   agreed. `plugins` in a configuration name Python modules, which do run: they are yours to trust.
 - **A wrong input is one sentence**, exit status 2, before any work.
 
-A trial of SIGKILL is one killed process. Up to three follow each other, then one is left alone, and what it ends with
-(weights, optimizer, losses, records) is compared with an undisturbed run. *Lost*: it did not end, or ended otherwise.
+A trial of SIGKILL is one killed process, a trial of SIGTERM one that was told to end. Up to three follow each other,
+then one is left alone, and what it ends with (weights, optimizer, losses, records) is compared with an undisturbed run.
+*Lost*: it did not end, or ended otherwise.
 *Doubled*: a run has two records. *Undetected*: something half written or damaged was read or left, or a wrong input
 was not refused.
 """
