@@ -107,7 +107,7 @@ def find(name: str) -> Path:
 
 def folder_of(name: str | Path) -> Path:
     """A folder as it is named, else the experiment of that name."""
-    return Path(name) if Path(name).is_dir() or len(Path(name).parts) != 1 else find(str(name))
+    return Path(name) if Path(name).is_dir() or Path(name).name != str(name) else find(str(name))
 
 
 def module(folder: Path, part: str) -> ModuleType | None:

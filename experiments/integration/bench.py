@@ -52,7 +52,7 @@ def run(config: IntegrationConfig, records_path: Path, progress: bool = True) ->
         ConfigError: a value is refused; nothing has been measured.
         RuntimeError: a patched arm differs from single documents; nothing is recorded.
     """
-    arms = {name: Arm.of(name, dict(fields)) for name, fields in config.arms.items()}
+    arms = {name: Arm.of(name, fields) for name, fields in config.arms.items()}
     if not arms:
         raise ConfigError("arms: expected at least one, got none")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

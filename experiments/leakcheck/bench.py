@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from packmamba.config import ConfigError, at_least, key, some, suggest, unique
+from packmamba.config import ConfigError, Holds, at_least, each, key, some, suggest, unique
 from packmamba.experiments import Bench
 from packmamba.isolation import LeakCheck, Mode, leakcheck
+from packmamba.isolation.ways import ARGUMENTS
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 
@@ -39,8 +40,9 @@ SIGNS = re.compile(
 class AuditConfig:
     experiment: str = key("leakcheck", "The question, which the records name.")
     boundaries: list[str] = key(
-        ["position_ids"], "How models are told where documents start, as leakcheck takes it.", some("argument"), unique
-    )
+        ["position_ids"], "How models are told where documents start, as leakcheck takes it.", some("argument"), unique,
+        each(Holds(f"of {', '.join(ARGUMENTS)}, joined by +", lambda name: all(part in ARGUMENTS for part in name.split("+")))),
+    )  # fmt: skip
     shared: dict[str, Any] = key({}, "Keys of every model's configuration that has them.")
     models: dict[str, Any] = key(
         {}, "By model type its family, its own keys as config, and patch: whether to patch it."

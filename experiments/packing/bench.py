@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from packmamba import timing
-from packmamba.config import at_least, each, key, named, one_of, some, unique
+from packmamba.config import at_least, at_most, each, key, named, one_of, some, unique
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import OVERLONG, STRATEGIES, PackingPlan, plan_rows
 from packmamba.experiments import Bench
@@ -26,7 +26,7 @@ class Config:
     distribution: str = key(
         "documents-2k", "Distribution of the documents' lengths.", named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS")
     )
-    num_documents: int = key(200_000, "Documents of one plan.", at_least(1))
+    num_documents: int = key(200_000, "Documents of one plan.", at_least(1), at_most(2**31 - 1))
     strategies: list[str] = key(
         list(STRATEGIES),
         "Strategies to compare.",

@@ -164,7 +164,7 @@ def report(arguments: argparse.Namespace) -> None:
         kinds = kinds_of(folder, records)
         path = write_report(folder, kinds)
     except ValueError as error:
-        where = "" if str(folder) in str(error) else f"{folder / 'records'}: "
+        where = "" if f"{folder} " in str(error) or f"{folder}/" in str(error) else f"{folder / 'records'}: "
         raise ConfigError(f"{where}{error}") from None
     print(f"\n{format_table(records, kinds)}\n\nReport, with figures: {path}")
 

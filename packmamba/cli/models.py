@@ -119,7 +119,9 @@ def _in_no_file(names: Iterable[str], include_path: str | None) -> list[str]:
     """The names that are in no YAML file of tasks: looking takes a third of a second, the harness's own index twenty."""
     spec = importlib.util.find_spec("lm_eval")
     roots = [Path(root) / "tasks" for root in (spec.submodule_search_locations if spec else None) or ()]
-    unknown = {name: name.encode() for name in names}
+    if odd := [name for name in names if name.startswith(".") or set(name) & set("*?[")]:
+        return odd  # they may be in files, but are no names
+    unknown = {name: name.encode(errors="replace") for name in names}
     for root in [*roots, *([Path(include_path)] if include_path else [])]:
         for path in root.rglob("*yaml*"):
             content = path.read_bytes() if unknown and path.is_file() else b""
@@ -234,6 +236,9 @@ class QuestionsConfig:
     plugins: list[str] = key([], "Python modules to import first.")
 
     def problems(self) -> Iterator[str]:
+        for name, parameters in self.options.items():
+            if not isinstance(parameters, dict):
+                yield f"options.{name}: expected parameters and their values, got {parameters!r}"
         if not self.data.validation_fraction:
             yield "data.validation_fraction: expected above 0, since questions are made from what is held out, got 0"
 

@@ -24,10 +24,10 @@ def check(config: Checked, prefix: str = "") -> Checked:
     Raises:
         ConfigError: naming the key.
     """
-    import_plugins(getattr(config, "plugins", ()))
     for name, value, kind in _values(config, prefix):
         if problem := problem_of_type(value, kind):
             raise ConfigError(f"{name}: {problem}")
+    import_plugins(getattr(config, "plugins", ()))
     keys = sorted(_rules(config, prefix), key=lambda entry: entry[2].imports)
     for name, value, rule, null in keys:
         if problem := rule.problem(value, null):

@@ -97,6 +97,8 @@ def load_subject(folder: str | Path, device: str = "auto", dtype: str | None = N
     try:
         model = MambaLM.from_pretrained(folder)
         model = model.to(torch.device(device), None if dtype is None else getattr(torch, dtype)).eval()
+        if model.lm_head.weight.is_meta:
+            raise RuntimeError("it holds no values")
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from None
     except (RuntimeError, AssertionError) as error:

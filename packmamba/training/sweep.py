@@ -110,6 +110,13 @@ class SweepConfig:
                 yield f"grid.{name}: expected at least one value, got none"
             if twice := unique.problem(values):
                 yield f"grid.{name}: {twice}"
+        for where, section in {
+            "common": self.common,
+            **{f"arms.{arm}": keys for arm, keys in self.arms.items()},
+        }.items():
+            for name in ("data", "optimizer", "trainer", "ops"):
+                if not isinstance(value := section.get(name, {}), dict):
+                    yield f"{where}.{name}: expected keys and their values, got {value!r}"
         for where, keys in {
             "common": self.common,
             **{f"arms.{arm}": keys for arm, keys in self.arms.items()},
@@ -122,7 +129,7 @@ class SweepConfig:
             )
         if self.baseline is not None and self.baseline not in self.arms:
             yield f"baseline: expected one of {', '.join(self.arms)} or null, got '{self.baseline}'"
-        if both := sorted(set(self.tune.seeds) & set(self.grid.get("seed", [0]))):
+        if both := [seed for seed in self.tune.seeds if seed in self.grid.get("seed", [0])]:
             yield f"tune.seeds: expected none of grid.seed, whose runs are reported, got {both[0]}"
         for name in self.tune.grid:
             if of := [arm for arm, keys in self.arms.items() if name in keys] or ["grid"] * (name in self.grid):

@@ -101,8 +101,8 @@ def try_out(trial: Trial, folder: Path) -> str | None:
     out, err = io.StringIO(), io.StringIO()
     begun, most = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        with _watched(12 * SECONDS), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            with _inside(folder, trial.user):
+        with _inside(folder, trial.user), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with _watched(12 * SECONDS):  # within: a second ring would keep this process from leaving the folder
                 status = cli.main(list(trial.argv))
     except SystemExit as exit:
         status = exit.code  # type: ignore[assignment]
