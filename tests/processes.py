@@ -33,6 +33,7 @@ SPAWN = util.spawnv_passfds
 
 def start_server() -> None:
     """Forks the server of later forks from this process as it is: a process that has computed gradients must not fork."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's start in the background ignores it
     resource_tracker.ensure_running()
     util.spawnv_passfds = _serve
     try:

@@ -257,11 +257,11 @@ def test_status_says_how_far_each_run_is(tmp_path, capsys):
     assert run.main(["sweep", str(path), "status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[4:8]] == [
-        ["packed", "0", "done", "-", "2", "2", "-", "-", "-", "-"],
-        ["padded", "0", "failed", "GPU", "3", "0", "2", "-", "-", "0", "no", "memory"],
-        ["packed", "1", "interrupted", "GPU", "4", "1", "2", "-", "-", "0", "-"],
-        ["padded", "1", "waiting", "-", "-", "2", "-", "-", "-", "-"],
-    ]
+        ["packed", "0", "done", "-", "2", "2", "-", "-"],
+        ["padded", "0", "failed", "GPU", "3", "0", "2", "0", "no", "memory"],
+        ["packed", "1", "interrupted", "GPU", "4", "1", "2", "0", "-"],
+        ["padded", "1", "waiting", "-", "-", "2", "-", "-"],
+    ], "speed and time left stand where a run goes on"
     assert lines[-2] == "1 done, 1 waiting, 1 interrupted, 1 failed."
 
 

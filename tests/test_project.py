@@ -34,7 +34,7 @@ MODELS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("config report.folder records data.packing training.job cli.status", "torch"),
+        ("config report.folder records data.packing training.runs training.worker cli.status", "torch"),
         ("data.steps training.sweep", "lightning"),
     ],  # loaders' workers, jobs that are told before they train; a refused key
 )
