@@ -291,8 +291,7 @@ def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, An
     try:
         said = _of_arms(path, trained)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is not what a sweep wrote ({why}); once it is gone, its command writes it") from None
+        raise ValueError(f"{path} is not what a sweep wrote ({error!r}); remove it, its command writes it") from None
     return [
         record | {"sweep": said[record["arm"]]} if record["kind"] == "training" and record["arm"] in said else record
         for record in records
@@ -306,6 +305,7 @@ def _of_arms(path: Path, trained: set[str]) -> dict[str, dict[str, Any]]:
             raise ValueError(f"what it says of '{name}' has changed")
         if wrong := [key for key, kind in _OF_SWEEPS.items() if not isinstance(sweep.get(key), (kind, type(None)))]:
             raise TypeError(f"{wrong[0]} is {sweep[wrong[0]]!r}")
+        _ = [list(sweep["tuned"][key]) for key in ("keys", "seeds") if sweep["tuned"]]  # raises where they are none
         absent = {arm: seeds for arm, seeds in sweep["arms"].items() if arm not in trained}
         for arm, seeds in sweep["arms"].items():
             own = said.get(arm, {})

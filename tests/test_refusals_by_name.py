@@ -26,6 +26,7 @@ COMMANDS = {
     "an audit's boundaries": (["bench", "leakcheck", "boundaries=[nope]"], "boundaries: expected of position_ids"),
     "a task's options": (["questions", "q", "options={next_line: 3}"], "options.next_line: expected parameters"),
     "a task that is a pattern": (["eval", "m", "tasks=['*']"], "tasks: unknown '*'"),
+    "an empty output": (["reproduce", "packing", "output="], "output: expected text, got ''"),
     "a device without values": (["generate", "m", "a", "device=meta"], "device: 'meta' cannot be used here"),
     "an unknown kind of records": (["report", "r"], "r/records: record's kind 'baking' is unknown"),
     "a folder of records": (["report", "./speedup"], "speedup is not a folder"),
@@ -67,7 +68,12 @@ def test_a_sweep_trains_nothing_twice_and_swallows_no_value(line, tmp_path):
         load(SweepConfig, tmp_path / "it.yaml")
 
 
-@pytest.mark.parametrize("change", [{"baseline": []}, {"tuned": 1}, {"table": [1]}, {"steps": "a"}])
+TUNED = ({"": None}, {"keys": 3, "seeds": [1]}, 1)
+
+
+@pytest.mark.parametrize(
+    "change", [{"baseline": []}, {"table": [1]}, {"steps": "a"}, *({"tuned": one} for one in TUNED)]
+)
 def test_a_sweep_json_has_values_of_its_types(change, tmp_path):
     append_record(tmp_path / "records" / "a.jsonl", training("single"))
     sweep = {"baseline": None, "tuned": None, "arms": {"single": [0]}} | change

@@ -133,7 +133,8 @@ def every() -> Iterator[Trial]:
             yield replace(trial, prepare=prepare, names="" if schema in (EvalConfig, QuestionsConfig) else trial.names)
     for file, schema in benches().items():
         for trial in of_command(schema, "bench", str(file)):
-            yield replace(trial, kind=trial.kind.replace("key", "key of a bench"))
+            row = trial.kind.replace("key:", "key of a bench:")
+            yield replace(trial, kind=row, names=f"{trial.names}|needs a GPU")  # where its kernels say what is right
         for fault, value in {"list": "[a]", "keys": "{a: b}", "nul": '"a\\0b"', "long": "x" * 5000}.items():
             for key in ("output", "bench"):
                 yield Trial(f"key of a bench: {fault}", ("bench", str(file), f"{key}={value}"), key)
