@@ -51,7 +51,7 @@ from packmamba.errors import ConfigError, UserError
 
 SCHEMA = 1
 SWEEPS = "sweep.json"
-_OF_SWEEPS = {"baseline": str, "tuned": dict, "steps": dict, "table": dict, "apart": bool}
+_KINDS = {"arms": dict, "baseline": str, "tuned": dict, "steps": dict, "table": dict, "apart": bool}
 
 METRICS: dict[str, tuple[str, ...]] = {
     # Losses are nats per real target; validation runs one document at a time from zero state. val_loss_start is over
@@ -303,8 +303,8 @@ def _of_arms(path: Path, trained: set[str]) -> dict[str, dict[str, Any]]:
     for name, sweep in json.loads(path.read_text(encoding="utf-8")).items():
         if sweep.pop("checksum", None) not in (None, _checksum({name: sweep})):
             raise ValueError(f"what it says of '{name}' has changed")
-        if wrong := [key for key, kind in _OF_SWEEPS.items() if not isinstance(sweep.get(key), (kind, type(None)))]:
-            raise TypeError(f"{wrong[0]} is {sweep[wrong[0]]!r}")
+        if wrong := [k for k in _KINDS | sweep if not isinstance(sweep.get(k), (_KINDS.get(k, ()), type(None)))]:
+            raise TypeError(f"{wrong[0]} is {sweep[wrong[0]]!r}")  # also 'chacksum', say, which guards nothing
         _ = [list(sweep["tuned"][key]) for key in ("keys", "seeds") if sweep["tuned"]]  # raises where they are none
         absent = {arm: seeds for arm, seeds in sweep["arms"].items() if arm not in trained}
         for arm, seeds in sweep["arms"].items():

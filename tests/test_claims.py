@@ -110,6 +110,17 @@ def test_a_process_that_was_killed_as_it_claims_keeps_nobody_out(tmp_path):
         pass
 
 
+def test_a_claim_that_is_damaged_is_told_by_its_age(tmp_path):
+    with alone(tmp_path):
+        pass
+    claim = tmp_path / "claim-1"
+    claim.write_bytes(b"\xff" * 100)
+    assert taken(tmp_path)
+    os.utime(claim, (0, 0))
+    with alone(tmp_path):
+        pass
+
+
 def dies_in_claiming(folder):
     os.link = claims.json.dump = lambda *_: os._exit(5)
     with alone(folder):

@@ -72,7 +72,7 @@ TUNED = ({"": None}, {"keys": 3, "seeds": [1]}, 1)
 
 
 @pytest.mark.parametrize(
-    "change", [{"baseline": []}, {"table": [1]}, {"steps": "a"}, *({"tuned": one} for one in TUNED)]
+    "change", [{"chacksum": "0"}, {"baseline": []}, {"table": [1]}, {"steps": "a"}, *({"tuned": one} for one in TUNED)]
 )
 def test_a_sweep_json_has_values_of_its_types(change, tmp_path):
     append_record(tmp_path / "records" / "a.jsonl", training("single"))

@@ -160,11 +160,11 @@ def _lives(folder: Path, claims: Mapping[int, Path], locked: bool | None) -> boo
     if (newest := _newest(claims)) is None:
         return False
     try:
-        with open(newest) as file:
+        with open(newest, "rb") as file:
             said, changed = file.read(), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:  # another process has just taken over
         return True
-    if changed == 0 or (locked and f'"{_kernel()}"' in said):
+    if changed == 0 or (locked and f'"{_kernel()}"'.encode() in said):
         return False
     return abs(_now(folder) - changed) < LOST_SECONDS
 

@@ -25,6 +25,8 @@ PREFIX = "model."
 
 
 def write_configuration(folder: Path, config: Config) -> None:
+    for cut_short in folder.glob(f"{CONFIGURATION}.*.tmp"):  # by a process that was killed here
+        cut_short.unlink(missing_ok=True)
     write_whole(folder / CONFIGURATION, sealed(OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))))
 
 
