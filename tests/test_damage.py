@@ -11,6 +11,7 @@ from test_kept import ask, model
 from made_records import training, write
 from packmamba.cli import models
 from packmamba.config import ConfigError
+from packmamba.data.integrity import read_meta, write_meta
 from packmamba.errors import UserError
 from packmamba.evaluation.kept import Kept
 from packmamba.evaluation.subject import read_config
@@ -161,3 +162,18 @@ def test_a_note_of_a_run(tmp_path):
         assert read_note(config).items() >= said.items() or not read_note(config)
     path.write_text(json.dumps(said))  # of a run from before
     assert read_note(config) == said
+
+
+def test_the_meta_json_of_a_corpus_is_the_text_that_was_written(tmp_path):
+    meta = {"identity": {"format": 1}, "corpus_hash": "0", "vocab_size": 256, "splits": {}}
+    path = tmp_path / "meta.json"
+    write_meta(tmp_path, meta)
+    written = path.read_text()
+    assert read_meta(tmp_path) == meta
+    fnrmat = written.replace("format", "fnrmat")  # decides no token
+    for changed in (written + "\n", fnrmat, fnrmat.replace("checksum", "chacksum")):
+        path.write_text(changed)
+        with pytest.raises(ValueError, match=f"{path} has changed since it was written"):
+            read_meta(tmp_path)
+    path.write_text(json.dumps(meta))  # from before there was a checksum
+    assert read_meta(tmp_path) == meta

@@ -21,6 +21,8 @@ WHOLE_BYTES = 1 << 30
 """Files of a corpus that are no larger, all together, are read whole when it is opened: a second or two."""
 SPLITS = ("train", "validation")
 META = "meta.json"
+KEYS = {"identity", "corpus_hash", "vocab_size", "begin_id", "end_id", "splits", "skipped", "checksums"}
+"""Of that file, beside its own checksum."""
 
 
 def hash_of(file: BinaryIO, size: int | None = None) -> Any:
@@ -43,18 +45,23 @@ def corpus_hash(vocab_size: int, begin_id: int | None, end_id: int | None, check
 
 
 def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
-    (folder / META).write_text(json.dumps({**meta, "checksum": _checksum(meta)}, indent=1))
+    (folder / META).write_text(_text(meta))
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Of corpora from before it had a checksum, as it is. ValueError if it is not as it was written."""
     try:
-        meta = json.loads((folder / META).read_text())
+        meta = json.loads(text := (folder / META).read_text())
     except ValueError as error:
         raise ValueError(f"{folder / META} is not JSON ({error})") from None
-    if not isinstance(meta, dict) or meta.pop("checksum", None) not in (None, _checksum(meta)):
+    old = isinstance(meta, dict) and meta.keys() <= KEYS  # 'chacksum' would guard nothing
+    if not old and (not isinstance(meta, dict) or not meta.pop("checksum", None) or text != _text(meta)):
         raise ValueError(f"{folder / META} has changed since it was written")
     return meta
+
+
+def _text(meta: Mapping[str, Any]) -> str:
+    return json.dumps({**meta, "checksum": _checksum(meta)}, indent=1)
 
 
 def _checksum(meta: Mapping[str, Any]) -> str:
