@@ -339,7 +339,7 @@ def _commit() -> tuple[str | None, bool | None]:
         f":(exclude,glob)experiments/*/{name}"
         for name in ("records/**", "tables/**", "figures/**", "report.html", SWEEPS, "tuning/**")
     ]
-    status = _output("git", "-C", str(root), "status", "--porcelain", "--", ".", *written)
+    status = _output("git", "--no-optional-locks", "-C", str(root), "status", "--porcelain", "--", ".", *written)
     return _output("git", "-C", str(root), "rev-parse", "HEAD"), None if status is None else bool(status)
 
 

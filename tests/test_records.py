@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -136,7 +137,13 @@ def test_commit_and_dirty_are_of_our_own_checkout(tmp_path, monkeypatch):
         written = tmp_path / "experiments" / "q" / name
         written.parent.mkdir(parents=True, exist_ok=True)
         written.write_text("{}")
+    index = tmp_path / ".git" / "index"
+    os.utime(source, (1, 1))
+    before = index.read_bytes()
     assert records_module._commit()[1] is False, "what runs write is no change of code"
+    assert index.read_bytes() == before, (
+        "a process that is killed as it writes it leaves a lock that stops the user's git"
+    )
     source.write_text("new")
     assert records_module._commit()[1] is True
     inside = tmp_path / "somebody" / "site-packages" / "packmamba" / "results" / "record.py"

@@ -71,7 +71,7 @@ def campaign(
 
 
 def _commit() -> str:
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]
+    words = ["git", "--no-optional-locks", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
