@@ -97,6 +97,9 @@ def folder(tmp_path, monkeypatch):
     for registry, names in zip(registries, before):
         for name in registry.keys() - names.keys():
             del registry[name]
+        for name in names:
+            if registry[name] is not names[name]:
+                registry[name] = names[name]
 
 
 def write_data_sets(mine):
