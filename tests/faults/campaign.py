@@ -8,6 +8,7 @@ any trial was lost, doubled or undetected.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import shutil
 import subprocess
@@ -81,6 +82,7 @@ def main(words: list[str]) -> int:
     from processes import start_server
 
     assert kills.World
+    logging.getLogger("packmamba.data.corpus").addFilter(lambda line: "will be prepared again" not in line.getMessage())
     start_server()
     given = dict(word.split("=", 1) for word in words)
     folder = Path(tempfile.mkdtemp(prefix="faults-"))

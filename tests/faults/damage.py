@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import shutil
@@ -21,8 +20,6 @@ from packmamba.training.checkpoint_file import Damaged, read_checkpoint
 from packmamba.training.fit import fit
 from packmamba.training.runs import run_folder
 from processes import fork, statuses
-
-logging.getLogger("packmamba.data.corpus").addFilter(lambda line: "will be prepared again" not in line.getMessage())
 
 
 def spoil(path: Path, rng: random.Random) -> str:
