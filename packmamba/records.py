@@ -266,7 +266,7 @@ def write_sweep(
 
     Args:
         baseline: the arm that others are compared with.
-        tuned: ``keys`` of which each arm takes its best value, and ``seeds`` that chose it.
+        tuned: ``keys`` of which each arm takes its best value, those ``tried`` of each, and ``seeds`` that chose it.
         steps: which of its runs' records an arm's tables take: those made after so many steps.
         table: ``metrics``, ``columns`` and ``paired`` of the table of arms, where they are chosen.
         apart: whether arms are compared with the baseline, which is a label then, whatever else differs between them.
@@ -305,14 +305,14 @@ def _of_arms(path: Path, trained: set[str]) -> dict[str, dict[str, Any]]:
             raise ValueError(f"what it says of '{name}' has changed")
         if wrong := [k for k in _KINDS | sweep if not isinstance(sweep.get(k), (_KINDS.get(k, ()), type(None)))]:
             raise TypeError(f"{wrong[0]} is {sweep[wrong[0]]!r}")  # also 'chacksum', say, which guards nothing
-        _ = [list(sweep["tuned"][key]) for key in ("keys", "seeds") if sweep["tuned"]]  # raises where they are none
+        # Raises where it has no keys or seeds. Sweeps of one folder may try other values for arms of the same names.
+        tried = [dict(zip(t["keys"], t.get("tried", ()))) for t in [sweep["tuned"]] if t and list(t["seeds"])]
         absent = {arm: seeds for arm, seeds in sweep["arms"].items() if arm not in trained}
         for arm, seeds in sweep["arms"].items():
-            own = said.get(arm, {})
-            seeds = sorted({*seeds, *own.get("seeds", [])})
+            seeds = sorted({*seeds, *(own := said.get(arm, {})).get("seeds", [])})
             steps = {*own.get("steps", []), *([sweep["steps"][arm]] if arm in sweep.get("steps", {}) else [])}
             said[arm] = {"baseline": sweep["baseline"], "tuned": sweep["tuned"], "seeds": seeds, "absent": absent}
-            said[arm] |= {"steps": sorted(steps)} if steps else {}
+            said[arm] |= {k: v for k, v in (("steps", sorted(steps)), ("tried", own.get("tried", []) + tried)) if v}
             said[arm] |= {name: sweep[name] for name in ("table", "apart") if name in sweep}
     return said
 

@@ -68,7 +68,7 @@ def test_a_sweep_trains_nothing_twice_and_swallows_no_value(line, tmp_path):
         load(SweepConfig, tmp_path / "it.yaml")
 
 
-TUNED = ({"": None}, {"keys": 3, "seeds": [1]}, 1)
+TUNED = ({"": None}, {"keys": 3, "seeds": [1]}, {"keys": [], "seeds": [1], "tried": 1}, 1)
 
 
 @pytest.mark.parametrize(

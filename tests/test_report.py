@@ -98,10 +98,12 @@ def test_a_row_says_how_many_of_the_seeds_it_is_of():
 def test_a_sweep_says_what_its_runs_are_and_what_they_are_compared_with(tmp_path):
     made = [training(arm, seed) for arm in ("padded", "packed-reset", "packed-leak") for seed in (0, 1)]
     for record in made:
+        record["config"]["optimizer"] = {"lr": 0.01 if record["arm"] == "packed-leak" else 0.02}
         append_record(tmp_path / "records" / "a.jsonl", record)
     assert "minus padded" in table_files(read_records(tmp_path))["training.md"]
     arms = {"padded": [0, 1], "packed-reset": [0, 1, 2], "packed-leak": [1, 0], "packed-carry": range(4)}
-    write_sweep(tmp_path, "one", arms, baseline="packed-reset", tuned={"keys": ["optimizer.lr"], "seeds": [8, 9]})
+    tuned = {"keys": ["optimizer.lr"], "tried": [[0.005, 0.01, 0.02]], "seeds": [8, 9]}
+    write_sweep(tmp_path, "one", arms, baseline="packed-reset", tuned=tuned)
     write_sweep(tmp_path, "another", {"packed-leak": [2, 3]}, baseline="packed-reset")
     records = read_records(tmp_path)
     text = table_files(records)["training.md"]
@@ -114,6 +116,7 @@ def test_a_sweep_says_what_its_runs_are_and_what_they_are_compared_with(tmp_path
         "packed-carry": "0 of 4, 4 missing",
     }
     assert "Each arm has its own best optimizer.lr, chosen with 2 other seeds (tuning/)." in text
+    assert "beyond which a better one may lie: padded its optimizer.lr, packed-reset its optimizer.lr." in text
     rows = {row["arm"]: row for row in table(records, "training")}
     assert rows["packed-carry"]["val_loss"] == rows["packed-reset"]["difference"] == "" != rows["padded"]["difference"]
     append_record(tmp_path / "copied.jsonl", records[0])

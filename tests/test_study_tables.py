@@ -86,6 +86,13 @@ def test_steps_of_equal_time():
     ]
 
 
+def answers(records, tried):
+    """Learning rates, and what is said of equivalence."""
+    sweep = {"tried": [{"optimizer.lr": [0.001, 0.1]}, {"optimizer.lr": tried}], "seeds": [*range(8)]}
+    (table,) = answers_tables([record | {"sweep": sweep} for record in records])
+    return [row[-1].text for row in table.rows], [row[7].text for row in table.rows]
+
+
 def test_seeds_that_solve_a_task_are_counted():
     task = {"data": {"task": "mqar"}}
     records = []
@@ -100,6 +107,12 @@ def test_seeds_that_solve_a_task_are_counted():
     assert [row[-1].text for row in table.rows] == ["0.004", "0.008", "0.008"]
     said = {row[0].text: (row[2].text, row[7].text) for row in table.rows}
     assert said == {"padded": ("8", "-"), "packed-reset": ("7", "yes"), "packed-leak": ("0", "no")}
+    assert answers(records, tried=[0.002, 0.004, 0.008, 0.016])[0] == ["0.004", "0.008", "0.008"]
+    assert answers(records, tried=[0.004, 0.008, 0.016]) == (["0.004, an end", "0.008", "0.008"], ["-", "open", "no"])
+    assert answers(records, tried=[0.002, 0.004, 0.008]) == (
+        ["0.004", "0.008, an end", "0.008, an end"],
+        ["-", "open", "open"],
+    )
     for record in records:
         if record["arm"] == "packed-leak" or (record["arm"], record["seed"]) == ("packed-reset", 2):
             record["metrics"] |= {"val_loss": None, "mqar.nats": None, "mqar.accuracy": None}

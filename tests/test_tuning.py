@@ -118,7 +118,7 @@ def test_a_sweep_tunes_and_reports_only_the_other_seeds(tmp_path):
     assert said == {
         "sweep": {
             "baseline": "packed",
-            "tuned": {"keys": ["optimizer.lr"], "seeds": [100, 101]},
+            "tuned": {"keys": ["optimizer.lr"], "tried": [[1e-3, 1e-2]], "seeds": [100, 101]},
             "arms": {"packed": [0, 1], "padded": [0, 1]},
         }
     }

@@ -56,19 +56,25 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     p_values = holm(
         dict.fromkeys(COMPARED, nan) | {name: equivalence(values, MARGIN) for name, values in pairs.items()}
     )
+    ends = {arm.name: arm.at_an_end for arm in arms}
     for arm in arms:
         accuracy, nats = arm[f"{task}.accuracy"], arm[f"{task}.nats"]
         found = summary.interval(pairs[arm.name]) if arm.name in pairs else None
         table.rows.append([
             word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
             percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found),
-            word(within(found, MARGIN) if arm.name in pairs else "-"),
-            number(p_values.get(arm.name), ".2g"), number(arm.runs.iloc[0].get("config.optimizer.lr"), "g"),
+            word(_within(found, bool(ends[arm.name]), bool(ends["padded"])) if arm.name in pairs else "-"),
+            number(p_values.get(arm.name), ".2g"), _rate(arm),
         ])  # fmt: skip
     table.notes = [
         "Examples that training did not see, each document from zero state. Differences are paired by seed, with 95 % intervals "
         "by Student's t. Every step of every arm has the same examples; only answers bear targets."
     ]
+    if any(ends.values()):
+        table.notes.append(
+            "Where an arm's best learning rate is the least or the greatest that was tried, a better one may lie "
+            "beyond: what that could turn is open."
+        )
     return [table]
 
 
@@ -77,6 +83,19 @@ def _runs(arm: Arm, task: str) -> Cell:
     have, diverged = int(arm[f"{task}.nats"].notna().sum()), int(arm["val_loss"].isna().sum())
     found = summary.Seeds(have, diverged, max(SEEDS - have - diverged, 0))
     return Cell(str(found), tuple(found))
+
+
+def _within(found: summary.Interval | None, at_an_end: bool, padded_at_an_end: bool) -> str:
+    """By the interval, unless the arms could turn it that might do better at learning rates that were not tried."""
+    said = within(found, MARGIN)
+    worse_at_an_end = at_an_end if found is not None and found.mean > 0 else padded_at_an_end
+    turned = {"yes": at_an_end or padded_at_an_end, "no": worse_at_an_end}
+    return "open" if turned.get(said) else said
+
+
+def _rate(arm: Arm) -> Cell:
+    rate = number(arm.runs.iloc[0].get("config.optimizer.lr"), "g")
+    return Cell(f"{rate.text}, an end", rate.values) if arm.at_an_end else rate
 
 
 def _interval(found: summary.Interval | None) -> Cell:

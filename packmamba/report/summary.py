@@ -124,6 +124,18 @@ class Arm:
         said = self.runs.get("sweep", pd.Series(dtype=object)).dropna()
         return {} if said.empty else said.iloc[0]
 
+    @property
+    def at_an_end(self) -> list[str]:
+        """Tuned keys whose value is the least or the greatest number that a sweep tried: a better one may lie beyond."""
+        ends = {
+            key: [value for value in (min(numbers), max(numbers)) if len(numbers) > 1]
+            for tried in self.sweep.get("tried", ())
+            for key, values in tried.items()
+            if self.runs.iloc[0].get(f"config.{key}") in values
+            and (numbers := [value for value in values if isinstance(value, (int, float))])
+        }
+        return [key for key, values in ends.items() if self.runs.iloc[0].get(f"config.{key}") in values]
+
     def has(self, settings: Iterable[tuple[str, Any]]) -> bool:
         """Whether these configuration keys have these values."""
         return all(self.runs.iloc[0].get(f"config.{key}") == value for key, value in settings)

@@ -106,6 +106,8 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
         table.notes.append(
             f"Each arm has its own best {' and '.join(keys)}, chosen with {seeds} other seeds (tuning/)."
         )
+    if ends := [f"{arm.label} its {' and '.join(found)}" for arm in arms if (found := arm.at_an_end)]:
+        table.notes.append(f"At an end of what was tried, beyond which a better one may lie: {', '.join(ends)}.")
     if any(count.finite < count.expected for count in counts) or summary.absent_arms(arms):
         table.notes.append(
             "A run that diverged has no loss; one that is missing has no record. Means are over the others, and say of how many."

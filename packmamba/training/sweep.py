@@ -302,5 +302,7 @@ def _say_which(sweep: SweepConfig, configs: list[Config]) -> None:
         arms.setdefault(config.name, set()).add(config.seed)
     if arms and Path(sweep.output, "records").is_dir():
         tune, steps = sweep.tune, {config.name: config.trainer.max_steps for config in configs if may_be_raised(config)}
-        tuned: dict[str, list[Any]] | None = {"keys": list(tune.grid), "seeds": tune.seeds} if tune.grid else None
+        tuned: dict[str, list[Any]] | None = (
+            {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
+        )
         write_sweep(sweep.output, sweep.name or "sweep", arms, sweep.baseline, tuned, steps, sweep.table.said)
