@@ -128,7 +128,18 @@ def test_sentences_of_the_readme_round_the_records(pattern, headline, unit):
 
 @pytest.mark.parametrize(
     "experiment",
-    ["boundaries", "leakcheck", "operators", "packing", "parity", "schemes", "speedup", "tasks", "tokenization"],
+    [
+        "boundaries",
+        "downstream",
+        "leakcheck",
+        "operators",
+        "packing",
+        "parity",
+        "schemes",
+        "speedup",
+        "tasks",
+        "tokenization",
+    ],
 )
 def test_a_readme_states_every_headline(experiment):
     """In a table: its row has the headline's name; or what follows a colon in it, and a column what is before."""

@@ -16,11 +16,19 @@ from packmamba.experiments import kinds_of
 from packmamba.records import append_record, make_record, read_records, write_sweep
 from packmamba.report import summary
 from packmamba.report.folder import build_sections, format_table, table_files, write_report
+from packmamba.report.items import with_items
 from packmamba.report.kinds import Kind
 from packmamba.report.tables import Cell, Column, Table, number, word, write_table
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERIMENTS = sorted({path.parents[1] for path in ROOT.glob("experiments/*/records/*.jsonl")})
+EXPERIMENTS = sorted(
+    {path.parents[1] for path in ROOT.glob("experiments/*/records/*.jsonl")}
+    | {
+        path.parents[1]
+        for path in ROOT.glob("experiments/*/*/records/*.jsonl")
+        if (path.parents[1] / "tables").is_dir()
+    }
+)
 
 
 def test_records_of_an_unknown_kind_are_read_and_not_reported(tmp_path):
@@ -292,8 +300,8 @@ def test_terminal_table_lines_up():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda folder: str(folder.relative_to(ROOT / "experiments")))
 def test_committed_tables_are_what_the_committed_records_give(folder):
     committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.*")}
-    records = read_records(folder)
+    records = with_items(folder, read_records(folder))
     assert committed == table_files(records, kinds_of(folder, records))

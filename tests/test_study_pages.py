@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from scipy.special import stdtrit
 
 from processes import ROOT
 
@@ -31,8 +32,63 @@ def interval(experiment, name, row, column, low="_low", high="_high"):
     return cells(experiment, name, row, column, column + low, column + high)
 
 
-def parity(row):
-    return interval("parity", "parity-files", row, "difference")
+def parity(row, unit="files"):
+    return interval("parity", f"parity-{unit}", row, "difference")
+
+
+def equal_time(unit):
+    """Steps as many times as padded's, and what they gain."""
+    arm = "packed-reset" if unit == "files" else f"packed-reset, {unit}"
+    (ratio,) = cells("parity", f"equal-time-{unit}", {"arm": arm}, "ratio")
+    mean, low, high = parity({"arm": "packed-equal-time"}, unit)
+    return [ratio, -mean, -high, -low]
+
+
+def spread_of_pairs(unit):
+    low, high, n = cells("parity", f"parity-{unit}", OURS, "over_seeds_low", "over_seeds_high", "pairs")
+    return (high - low) / 2 * n**0.5 / stdtrit(n - 1, 0.975)
+
+
+def again():
+    """Loss of a run that was made again, as committed, and the difference."""
+    (path,) = EXPERIMENTS.glob("parity/again/records/*.jsonl")
+    new = json.loads(path.read_text().splitlines()[-1])
+    same = [one for one in files() if (one["arm"], one["seed"]) == (new["arm"], new["seed"])]
+    (old,) = [one for one in same if run_of(one) == run_of(new)]
+    losses = [one["metrics"]["perplexity.loss"] for one in (new, old)]
+    return [*losses, losses[0] - losses[1], cells("parity", "calibration-files", LAST, "largest")[0]]
+
+
+def run_of(record):
+    return {k: v for k, v in record["config"]["data"].items() if k != "cache_dir"}, record["config"]["optimizer"]
+
+
+def slower(arm, than):
+    of = [cells("boundaries", "throughput", {"arm": one}, "real_tokens_per_second")[0] for one in (arm, than)]
+    return 100 * (1 - of[0] / of[1])
+
+
+def speed(arm):
+    return cells("boundaries", "throughput", {"arm": arm}, "real_tokens_per_second")[0] / 1e6
+
+
+def answers(arm):
+    return cells("downstream", "answers", {"arm": arm}, "difference", "low", "high")
+
+
+def leaked():
+    """Nats as trained and from zero state."""
+    return cells("downstream", "evaluation-mqar", {"arm": "packed-leak"}, "nats_as_trained", "nats")
+
+
+def fewer_points():
+    mean, low, high = interval("downstream", "evaluation-mqar", {"arm": "packed-leak"}, "difference")
+    return [-100 * mean, -100 * high, -100 * low]
+
+
+def next_line(table_name):
+    values = interval("downstream/parity", table_name, {"model": OURS["arm"]}, "difference")
+    return [100 * value for value in values]
 
 
 def primary(outcome, places):
@@ -69,7 +125,10 @@ def more_gain(arm):
 def files():
     """Records of parity's runs on files, in their order."""
     lines = [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("parity/records/*.jsonl")]
-    found = [one for one in lines if one["kind"] == "training" and one["config"]["data"].get("unit") == "files"]
+    found = [
+        one for one in lines
+        if one["kind"] == "training" and one["config"]["data"].get("unit") == "files" and one["metrics"]["steps"] == 500
+    ]  # fmt: skip
     assert len(found) == 24
     return sorted(found, key=lambda one: one["time"])
 
@@ -79,13 +138,14 @@ def worse_means():
 
 
 def by_place():
-    rows = [one for one in table("parity", "loss-by-position-files") if one["difference_low"]]
+    found = table("parity", "loss-by-position-files")
+    rows = [one for one in found if one["difference_low"] and one["arm"] != "packed-equal-time"]
     return [len(rows), sum(float(one["difference_low"]) > 0 or float(one["difference_high"]) < 0 for one in rows)]
 
 
 def zero_at(power):
     records = [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("boundaries/records/*.jsonl")]
-    runs = [one for one in records if one["config"]["trainer"]["boundary"] == "reset"]
+    runs = [one for one in records if one["arm"] == "zero" and one["kind"] == "training"]
     points = [p for one in runs for p in one["curves"]["perplexity.by_group"] if p["start"] == 2048 * 2**power]
     return sum(p["nats"] for p in points) / sum(p["targets"] for p in points)
 
@@ -105,6 +165,31 @@ SENTENCES = {
         (
             rf"Right: {N} \[{N}, {N}\] and {N}\.",
             lambda: [*parity(CONTROL), *cells("parity", "calibration-files", LAST, "sd")],
+        ),
+        (rf"On functions it is {N} nats \[{N}, {N}\]", lambda: parity(OURS, "functions")),
+        (rf"reaches out by {N}, below zero", lambda: [-parity(OURS, "functions")[1] - 0.005]),
+        (
+            rf"On the mixture it is {N} \[{N}, {N}\]",
+            lambda: parity(OURS, "mixture"),
+        ),
+        (
+            rf"differ by {N} on functions and by {N} on the mixture",
+            lambda: [spread_of_pairs("functions"), spread_of_pairs("mixture")],
+        ),
+        (
+            rf"as many steps on functions and {N} times as many on the mixture",
+            lambda: equal_time("mixture")[:1],
+        ),
+        (
+            rf"ends {N} nats \[{N}, {N}\] and {N} \[{N}, {N}\] lower",
+            lambda: [*equal_time("functions")[1:], *equal_time("mixture")[1:]],
+        ),
+        (rf"more steps and ends {N} \[{N}, {N}\] lower", lambda: equal_time("files")[1:]),
+        (rf"makes {N} % more steps", lambda: [100 * (equal_time("files")[0] - 1)]),
+        (rf"has {N} in place of {N}: a difference of {N}, where the control's largest is {N}", again),
+        (
+            rf"Wrong on files \({N}x\) and on the mixture \({N}x\), right on functions \({N}x\)",
+            lambda: [equal_time(unit)[0] for unit in ("files", "mixture", "functions")],
         ),
         (
             rf"Wrong: {N} against {N}\.",
@@ -142,16 +227,44 @@ SENTENCES = {
         (rf"\*\*Right:\*\* {N}, {N}, {N}", lambda: [zero_at(power) for power in (0, 1, 2)]),
         *(
             (
-                rf"\*{outcome} {places} T\*[^|]*? with six seeds: {N} \[{N}, {N}\]",
+                rf"\*{outcome} {places} T\*[^|]*? \*\*(?:Right|Wrong)\*\*: {N} \[{N}, {N}\]",
                 functools.partial(primary, key, places),
             )
             for outcome, key in (("Coverage", "coverage"), ("Continuity", "continuity"))
             for places in ("inside", "beyond")
         ),
         (
-            rf"0\.6 GiB of states\. \*{N} GiB",
-            lambda: [cells("boundaries", "arms", {"setting": MAIN, "arm": "own"}, "state_bytes")[0] / 2**30],
+            rf"0\.6 GiB of states\. \*\*Right:\*\* {N} and {N} %; {N} GiB",
+            lambda: [
+                *(slower(arm, "zero") for arm in ("own", "foreign")),
+                cells("boundaries", "arms", {"setting": MAIN, "arm": "own"}, "state_bytes")[0] / 2**30,
+            ],
         ),
+        (
+            rf"own trains at {N} million tokens a second, foreign at {N} and zero at {N}: {N} and {N} % less",
+            lambda: [*map(speed, ("own", "foreign", "zero")), *(slower(arm, "zero") for arm in ("own", "foreign"))],
+        ),
+        (rf"Without graphs own is {N} % slower", lambda: [slower("own, eager", "zero, eager")]),
+        (
+            r"in each of eight seeds and in (\d+) of (\d+) packages",
+            lambda: [
+                next(
+                    float(one[column])
+                    for one in table("boundaries", "agreement")
+                    if (one["setting"], one["what"], one["places"]) == (MAIN, "own over zero", "beyond")
+                )
+                for column in ("packages", "of_packages")
+            ],
+        ),
+    ],
+    "downstream": [
+        (rf"The difference is {N} nats an answer \[{N}, {N}\]", lambda: answers("packed-reset")),
+        (rf"leak lose {N} nats an answer \[{N}, {N}\]", lambda: answers("packed-leak")),
+        (rf"and {N} points of accuracy \[{N}, {N}\]", fewer_points),
+        (rf"they lose more: {N} nats in place of {N}", leaked),
+        (rf"eight of eight seeds, {N} \[{N}, {N}\]", lambda: answers("packed-leak")),
+        (rf"as often as padded: {N} points \[{N}, {N}\], five", lambda: next_line("evaluation-next_line-4d5f")),
+        (rf"four models have answered: {N} points \[{N}, {N}\]", lambda: next_line("evaluation-next_line-aa54")),
     ],
     "": [
         (r"same order; (\w+) of (\w+) seeds", seeds),

@@ -65,4 +65,15 @@ HEADLINES = [
         )
         for arm in ("zero", "foreign", "own")
     ),
+    *(
+        Headline(
+            f"tokens/s of {arm} over zero's, as CUDA graphs",
+            "throughput-files",
+            {"arm": arm},
+            "real_tokens_per_second",
+            {"arm": "zero"},
+            alone="throughput",
+        )
+        for arm in ("own", "foreign")
+    ),
 ]

@@ -81,15 +81,16 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         over_seeds = summary.interval(pairs)
         found = bootstrap(*difference_by_group(arm, baseline, "perplexity.by_group", "nats", "targets"))
         main = over_seeds if math.isnan(found.low) else found  # documents without packages
-        table.rows.append([
-            *head, _interval(main, 3), _interval(over_seeds, 4), word(within(main, MARGIN)),
-            number(equivalence(pairs, MARGIN), ".2g"), tail,
-        ])  # fmt: skip
+        differences = [_interval(main, 3), _interval(over_seeds, 4)]
+        asked = [word(within(main, MARGIN)), number(equivalence(pairs, MARGIN), ".2g")]
+        if _steps(arm) != _steps(baseline):  # another question than whether they are as accurate
+            asked = [word("-"), number(None, "")]
+        table.rows.append([*head, *differences, *asked, tail])
     table.notes = [
         "Every arm has the same documents in every step, cut alike. It is evaluated on whole documents of other packages, one at "
         "a time from zero state, with the mean of its last weights. Differences are paired by seed. The first interval resamples "
         "seeds and packages (without packages it is the second); the second is Student's t over seeds. "
-        f"Within ± {MARGIN}: yes, no, or open, by the first interval. p: two one-sided t tests over seeds; "
+        f"Within ± {MARGIN}: yes, no, or open, by the first interval, of arms with as many steps. p: two one-sided t tests; "
         "Holm over the three distributions asks for at most three times as much.",
         f"Runs: of {SEEDS} seeds those with a loss, then those that diverged and those that are missing.",
     ]
@@ -109,11 +110,13 @@ def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     if says(arm, "data.strategy") == "in_order":
         wanted.reverse()
     alike = [peer for peer in arms if says(peer, "trainer.precision") == says(arm, "trainer.precision")]
-    alike.sort(
-        key=lambda peer: says(peer, "trainer.max_steps") != says(arm, "trainer.max_steps")
-    )  # else of equal compute
+    alike.sort(key=lambda peer: _steps(peer) != _steps(arm))  # else of equal compute
     found = next((peer for name in wanted for peer in alike if says(peer, "data.strategy") == name), None)
     return None if found is arm else found
+
+
+def _steps(arm: Arm) -> object:
+    return arm.runs.iloc[0].get("config.trainer.max_steps")
 
 
 def _runs(arm: Arm) -> Cell:

@@ -15,6 +15,9 @@ CONTROL = "packed-control: {data.strategy: in_order, data.row_length: 256, data.
 PADDED = "padded: {data.strategy: padded, data.row_length: null}"
 
 
+UNITS = ("files", "functions", "mixture")
+
+
 def _step(name: str, *small: str, sweep: tuple[str, ...] = ("jobs=auto",)) -> Step:
     return Step(f"{name}.yaml", sweep, small=("jobs=1", *TINY, *small), gpus=1, small_on_cpu=True)
 
@@ -32,16 +35,19 @@ STEPS = [
     Step("float32.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("tokenizer.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     *(Step(f"{name}.yaml", (), small=("throughput_rounds=3",), gpus=1) for name in ("speed", "speed-single")),
+    *(Step(f"equal-time-{unit}.yaml", ("jobs=auto",), small=("trainer.max_steps=60",), gpus=1) for unit in UNITS),
 ]
 
 
-def _difference(unit: str, alone: str = "") -> Headline:
-    name = f"{unit}: packed with reset minus padded"
-    return Headline(name, f"parity-{unit}", {"arm": "packed-reset"}, "difference", alone=alone)
+def _trained(unit: str, name: str, arm: str, column: str) -> Headline:
+    return Headline(
+        f"{unit}: {name}", f"parity-{unit}", {"arm": arm}, column, alone="parity" if unit == "files" else ""
+    )
 
 
-def _files(name: str, arm: str, column: str) -> Headline:
-    return Headline(f"files: {name}", "parity-files", {"arm": arm}, column, alone="parity")
+def _speed(unit: str) -> Headline:
+    arm = "packed-reset" if unit == "files" else f"packed-reset, {unit}"
+    return Headline(f"{unit}: steps in the time of one of padded", f"equal-time-{unit}", {"arm": arm}, "ratio")
 
 
 def _control(name: str, column: str, weights: str = "mean of the last") -> Headline:
@@ -50,15 +56,14 @@ def _control(name: str, column: str, weights: str = "mean of the last") -> Headl
 
 
 HEADLINES = [
-    _difference("files", alone="parity"),
-    _difference("functions"),
-    _files("sums in another order, minus packed with reset", "packed-control", "difference"),
-    _files("loss of padded", "padded", "loss"),
-    _files("loss of packed with reset", "packed-reset", "loss"),
+    *(_trained(unit, "packed with reset minus padded", "packed-reset", "difference") for unit in UNITS),
+    _trained("files", "sums in another order, minus packed with reset", "packed-control", "difference"),
+    *(_speed(unit) for unit in UNITS),
+    *(_trained(unit, "packed in padded's GPU time, minus padded", "packed-equal-time", "difference") for unit in UNITS),
+    *(_trained(unit, "loss of padded", "padded", "loss") for unit in UNITS),
+    *(_trained(unit, "loss of packed with reset", "packed-reset", "loss") for unit in UNITS),
     _control("loss of packed with reset, last weights", "loss", "last, by the trainer"),
     _control("standard deviation of control minus packed with reset", "sd"),
     _control("the largest of these differences", "largest"),
     _control("seeds for equivalence within 0.005 nats", "seeds_equivalence"),
 ]
-AWAITED = [_difference("mixture")]
-"""Become headlines when their records are there."""

@@ -35,7 +35,8 @@ def _models_table(question: tuple[str, str], records: Sequence[Record], asked: C
         for arm, group in runs.groupby("arm", sort=False)
     }
     files = {arm: latest["items"].dropna().to_dict() for arm, latest in arms.items() if "items" in latest}
-    first = next(iter(arms), "")
+    first = next((name for name in (*summary.BASELINES, *arms) if name in arms), "")
+    arms = {name: arms[name] for name in dict.fromkeys([first, *arms]) if name in arms}
     paired = {arm: minus(of, files[first], main) for arm, of in files.items() if arm != first and first in files}
     said = any(paired.values())
     if said:
