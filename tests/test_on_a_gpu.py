@@ -62,7 +62,7 @@ def test_a_stopped_run_goes_on(tmp_path, keys):
 
 def test_runs_of_a_sweep_share_it(tmp_path):
     """In processes that import all, as a user's: the sweep's own asks for the GPU and then times on it."""
-    base = write_config(tmp_path / "base.yaml", tiny_config(tmp_path, *AUTO, "trainer.max_steps=2"))
+    base = write_config(tmp_path / "auto.yaml", tiny_config(tmp_path, *AUTO, "trainer.max_steps=2"))
     path = write_sweep(tmp_path, base=str(base), grid={}, throughput_rounds=2)
     output, errors = run_py("sweep", path, "jobs=2").communicate()
     records = read_records(tmp_path / "sweep")
