@@ -64,6 +64,7 @@ sanitize-gpu:
 	set -o pipefail; for tool in memcheck racecheck initcheck; do PACKMAMBA_TEST_GPU=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 		"$(PYTHON)" -m pytest -q -p no:cacheprovider tests/test_cuda_kernels.py -k test_every_kernel_once | \
 		tee experiments/operators/logs/$$tool.log || exit 1; done
+	compute-sanitizer --tool memcheck --error-exitcode 1 "$(PYTHON)" tests/faults/fuzz.py cuda 60
 
 lint:
 	@.ci/setup "$(PREFIX)" dev "$(ACTIVE)"

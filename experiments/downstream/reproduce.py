@@ -16,7 +16,9 @@ STEPS = [Step(f"{task}.yaml", ("jobs=auto",), small=("jobs=1", *TINY), gpus=1, s
 ALONE = dict.fromkeys(TASKS, "") | {"mqar": "answers"}
 """The first task that has runs."""
 HEADLINES = [
-    Headline(f"{task}: {arm} minus padded, nats an answer", f"answers-{task}", {"arm": arm}, "difference", alone=ALONE[task])
+    Headline(
+        f"{task}: {arm} minus padded, nats an answer", f"answers-{task}", {"arm": arm}, "difference", alone=ALONE[task]
+    )
     for task in TASKS
     for arm in ("packed-reset", "packed-leak")
 ]

@@ -148,6 +148,10 @@ def scale_tables(records: Sequence[Record]) -> list[Table]:
     return [table]
 
 
+def _device(records: Sequence[Record]) -> str:
+    return "gpu" if records[0]["hardware"]["gpus"] else "cpu"
+
+
 def determinism_tables(records: Sequence[Record]) -> list[Table]:
     """Which runs have the first one's bits, and how far the others are from it."""
     found = list(
@@ -155,10 +159,9 @@ def determinism_tables(records: Sequence[Record]) -> list[Table]:
     )  # the newest of each
     if not found:
         return []
-    gpus = found[0]["hardware"]["gpus"]
     metrics = found[0]["metrics"]
     table = Table(
-        "determinism-gpu" if gpus else "determinism",
+        "determinism",
         f"The same run of {metrics['steps']} steps and {metrics['parameters']:,} parameters, against the first",
         [
             Column("run", ("arm",), False),
@@ -264,5 +267,5 @@ KINDS = {
     ),
     "scale": Kind(scale_tables, metrics=MEMORY),
     "checkpoint": Kind(checkpoint_tables, metrics=CHECKPOINT),
-    "determinism": Kind(determinism_tables, metrics=(*APART, "first_step_that_differs")),
+    "determinism": Kind(determinism_tables, metrics=(*APART, "first_step_that_differs"), label=_device),
 }

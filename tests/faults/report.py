@@ -42,6 +42,11 @@ then one is left alone, and what it ends with (weights, optimizer, losses, recor
 was not refused.
 """
 
+SANITIZERS = """## Under sanitizers
+Constructors and operators get right shapes drawn at random, then calls with one wrong argument, which must be refused by
+its name. `make test-asan` does it on a CPU, `make sanitize-gpu` on a GPU.
+"""
+
 
 def table(record: dict[str, Any]) -> list[str]:
     lines = ["| fault | " + " | ".join(COUNTS) + " |", "|---|" + "---:|" * len(COUNTS)]
@@ -66,6 +71,7 @@ def page() -> str:
         defects = HERE / "defects" / f"{name}.md"
         if defects.is_file():
             parts.append(f"What it found, and what was mended:\n\n{defects.read_text(encoding='utf-8').strip()}\n")
+    parts.append(f"{SANITIZERS}\n```\n{(HERE / 'records' / 'sanitizers.log').read_text(encoding='utf-8')}```\n")
     return "\n".join(parts)
 
 
