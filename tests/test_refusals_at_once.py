@@ -16,7 +16,7 @@ from packmamba.errors import of_machine, sentence
 from packmamba.evaluation import generate, score
 from packmamba.evaluation.tasks import TASKS
 from packmamba.records import append_record, check_writable, read_records
-from packmamba.training import checks
+from packmamba.training import checks, process
 from packmamba.training.checks import check_run
 from packmamba.training.fit import fit
 from processes import ROOT
@@ -51,7 +51,7 @@ TOO_MUCH = {
 def small_machine(monkeypatch):
     """One whose memory these runs would fill, and that no launcher has started."""
     monkeypatch.setattr(checks, "memory", lambda accelerator: 16 << 30)
-    for name in checks.LAUNCHED:
+    for name in process.LAUNCHED:
         monkeypatch.delenv(name, raising=False)
 
 

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import subprocess
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import torch
 from configured import configured
 
 from experiments.reliability import checkpoint_times, determinism, processes, report, scale, soak
+from packmamba.config import ConfigError, load_config
+from packmamba.errors import Unfinished
 from packmamba.records import read_records
 
 TINY = ["data.source=synthetic", "data.num_documents=40", "data.distribution=short", "data.row_length=256",
@@ -72,6 +75,18 @@ def test_weights_are_compared_bit_by_bit_and_by_norm():
     assert other["weights_that_differ"] == 1 and other["first_step_that_differs"] == 2
     assert other["weights_relative_difference"] == pytest.approx(0.5 / 11**0.5)
     assert [point["relative_difference"] for point in losses] == [0, 0.5] and other["loss_relative_difference"] == 0.5
+
+
+def test_runs_that_cannot_be_here_or_that_fail_are_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    later = {"arms": {"cpu": {}, "gpu": {"keys": ["trainer.accelerator=gpu"]}}, "keys": TINY, "folder": str(tmp_path)}
+    with pytest.raises(ConfigError, match="^arms.gpu: trainer.accelerator=gpu needs a GPU that PyTorch can use$"):
+        determinism.run(configured(determinism.Config, later), tmp_path / "records" / "a.jsonl", progress=False)
+    failed = subprocess.CompletedProcess([], 2, "", "run.py: error: why\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(Unfinished, match="ended with status 2: run.py: error: why$"):
+        determinism.train(load_config(None, TINY), determinism.Arm(), tmp_path / "folder")
+    assert not (tmp_path / "records").exists()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Several processes train as one: DDP and FSDP2, started by Lightning, by torchrun, and as torchrun would."""
 
 import os
+import signal
 import sys
 import time
 
@@ -17,6 +18,7 @@ from packmamba.training.callbacks import Stopped, checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import run_folder
+from packmamba.training.surroundings import RANKS
 from processes import ROOT, fork, fork_ranks, free_port, kill, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 
@@ -181,6 +183,36 @@ def test_ranks_stop_with_a_checkpoint_when_one_is_asked_to(tmp_path):
     config, output = tiny_config(tmp_path, *keys), tmp_path / "output.txt"
     assert statuses(*fork_ranks(2, stops, config, output=output)) == [0, 0], output.read_text()
     assert [path.name for path in checkpoints(run_folder(config) / "checkpoints")] == ["step=8.ckpt"]
+
+
+@pytest.mark.slow
+def test_runs_of_a_sweep_on_several_devices_go_one_after_the_other(tmp_path):
+    """Each in ranks of its own, which no later run meets. Told to end, a run writes a checkpoint; it goes on from there."""
+    keys = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=60", "trainer.validate_every=60"]
+    write_config(tmp_path / "both.yaml", tiny_config(tmp_path, *keys))
+    sweep, output = tmp_path / "sweep.yaml", tmp_path / "output.txt"
+    sweep.write_text(f"base: both.yaml\noutput: {tmp_path}/out\narms: {{a: {{}}}}\ngrid: {{seed: [1, 2]}}\n")
+    process = fork(run.main, ["sweep", str(sweep)], output=output)
+    while process.is_alive() and "step 6/60" not in (output.read_text() if output.exists() else ""):
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGINT)
+    assert statuses(process, timeout=60) == [130], output.read_text()
+    checkpoint = checkpoints(next((tmp_path / "out" / "runs").iterdir()) / "checkpoints")[-1]
+    step = checkpoint.stem.removeprefix("step=")
+    assert f"stopped after step {step} of 60, with a checkpoint" in output.read_text()
+    assert statuses(fork(run.main, ["sweep", str(sweep)], output=output)) == [0], output.read_text()
+    records = sorted(read_records(tmp_path / "out"), key=lambda record: record["seed"])
+    assert [(record["seed"], record["metrics"]["steps"]) for record in records] == [(1, 60), (2, 60)]
+    assert output.read_text().count("Report, with figures") == 1, "one process speaks"
+
+
+def test_a_run_leaves_no_rank_behind(tmp_path, monkeypatch):
+    """Else the next one, on several devices, would wait for others that nobody starts."""
+    monkeypatch.setenv("NODE_RANK", "0")
+    before = dict(os.environ)
+    monkeypatch.setattr("sys.argv", ["run.py"])
+    fit(tiny_config(tmp_path, "data.strategy=greedy", "trainer.strategy=ddp"), progress=False)
+    assert {name: os.environ.get(name) for name in RANKS} == {name: before.get(name) for name in RANKS}
 
 
 @pytest.mark.parametrize(

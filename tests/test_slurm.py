@@ -197,10 +197,10 @@ def launch(path):
 
 RANK = """#!{python} -S
 import fcntl, json, os, signal, struct, sys, time
-pipe = int(sys.argv[-2])
+pipe = int(sys.argv[-3])
 told = os.read(pipe, 100) if {waits} else b""
 ignores = all(signal.getsignal(one) == signal.SIG_IGN for one in (signal.SIGTERM, signal.SIGUSR2))
-said = [told[4:].decode(), 1.0, 2.0, f"{{ignores}} {{[name for name in os.environ if 'SLURM_' in name]}} {{sys.argv[-1]}}", 7]
+said = [told[4:].decode(), 1.0, 2.0, f"{{ignores}} {{[name for name in os.environ if 'SLURM_' in name]}} {{sys.argv[-2]}}", 7]
 file = open(sys.argv[0] + ".lock", "w")
 fcntl.flock(file, fcntl.LOCK_EX)
 if os.fork() == 0:

@@ -40,9 +40,8 @@ STEPS = [
 
 
 def _trained(unit: str, name: str, arm: str, column: str) -> Headline:
-    return Headline(
-        f"{unit}: {name}", f"parity-{unit}", {"arm": arm}, column, alone="parity" if unit == "files" else ""
-    )
+    small = unit == "files" and arm != "packed-equal-time"
+    return Headline(f"{unit}: {name}", f"parity-{unit}", {"arm": arm}, column, alone="parity" if small else "")
 
 
 def _speed(unit: str) -> Headline:

@@ -20,9 +20,11 @@ from tqdm import tqdm
 
 from packmamba.config import Config as Run
 from packmamba.config import ConfigError, at_least, key, load_config, some, to_dict
+from packmamba.errors import Unfinished
 from packmamba.experiments import CHECKOUT
 from packmamba.nn.checkpoint import read_pretrained
 from packmamba.records import append_record, make_record, provenance, read_records
+from packmamba.training.checks import check_run
 from packmamba.training.runs import run_folder
 
 
@@ -60,9 +62,17 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     none does; steps, parameters. The curve ``losses`` has each step's relative difference.
 
     Raises:
-        RuntimeError: a run ended with an error; it is not recorded.
+        ConfigError: this machine cannot run an arm.
+        Unfinished: a run ended with an error; it is not recorded.
     """
     provenance()
+    for name, arm in c.arms.items():
+        config = load_config(None, [*c.keys, *arm.keys])
+        if config.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+            raise ConfigError(
+                f"arms.{name}: trainer.accelerator={config.trainer.accelerator} needs a GPU that PyTorch can use"
+            )
+        check_run(config)
     with tempfile.TemporaryDirectory(prefix="determinism-", dir=c.folder) as name:
         first: tuple[dict[str, Any], dict[str, Tensor]] | None = None
         for arm_name, arm in tqdm(c.arms.items(), unit="run", disable=not progress):
@@ -110,7 +120,7 @@ def train(config: Run, arm: Arm, folder: Path) -> tuple[dict[str, Any], dict[str
     command = [sys.executable, str(CHECKOUT / "run.py"), *command]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:]}")
+        raise Unfinished(f"the run in {folder} ended with status {done.returncode}: {done.stderr.strip()[-2000:]}")
     place = folder / "sweep" if arm.jobs is not None else run_folder(config)
     (record,) = [record for record in read_records(place) if record["seed"] == config.seed]
     _, weights = read_pretrained(run_folder(config))

@@ -13,6 +13,7 @@ from packmamba.data.sources import open_source
 from packmamba.data.tokenization import load_tokenizer
 from packmamba.nn import MambaLM
 from packmamba.training.loggers import check_loggers
+from packmamba.training.process import LAUNCHED
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 PRECISIONS = (
@@ -20,8 +21,6 @@ PRECISIONS = (
     *("transformer-engine-float16", "32", "bf16", "16", "64"),
 )
 """Lightning's."""
-LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "JSM_NAMESPACE_SIZE", "OMPI_COMM_WORLD_SIZE")
-"""What those who start a process on every machine say, each in its way."""
 
 
 def check_run(config: Config, here: bool = True) -> None:

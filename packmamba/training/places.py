@@ -13,6 +13,7 @@ from typing import IO, NamedTuple
 
 from packmamba.config import Config
 from packmamba.errors import ConfigError
+from packmamba.training.process import LAUNCHED
 from packmamba.training.worker import Place
 
 BUSY_MIB = 1024
@@ -96,6 +97,11 @@ def _keep(gpu: Gpu, locks: contextlib.ExitStack) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def one_of_several(config: Config) -> bool:
+    """Whether torchrun, SLURM or the like have started this process and others, which train the run together."""
+    return several_devices(config) and any(name in os.environ for name in LAUNCHED)
 
 
 def several_devices(config: Config) -> bool:

@@ -17,9 +17,10 @@ from packmamba.training.callbacks import newest_step
 from packmamba.training.claims import taken
 from packmamba.training.fit import fit
 from packmamba.training.note import Outcome, log_path
-from packmamba.training.places import several_devices
+from packmamba.training.places import one_of_several, several_devices
+from packmamba.training.ranks import attempt_in_ranks
 from packmamba.training.runs import record_path, run_folder
-from packmamba.training.signals import terminated_as_interrupted
+from packmamba.training.signals import Interrupted, Told, terminated_as_interrupted
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place, Worker
 
@@ -81,7 +82,7 @@ class Queue:
             config = self.configs[number]
             if record_path(config).is_file():
                 self.outcomes[number] = Outcome("done")
-            elif not self._too_long(config) and (several_devices(config) or not taken(run_folder(config))):
+            elif not self._too_long(config) and (one_of_several(config) or not taken(run_folder(config))):
                 yield number
 
     def _decide(self, number: int) -> bool:
@@ -176,12 +177,27 @@ def run_one_by_one(queue: Queue) -> None:
     while (number := queue.next()) is not None:
         config = queue.configs[number]
         queue.take(number)
-        if several_devices(config):
-            # This process is one of several: what goes wrong in it is not its own business.
+        if one_of_several(config):
+            # What goes wrong in it is not its own business.
             queue.close(number, Outcome("done", loss=fit(config, queue.progress)["metrics"]["val_loss"]))
+        elif several_devices(config):
+            queue.close(number, _attempt_in_ranks(config, queue.progress))
         else:
             with terminated_as_interrupted():
                 queue.close(number, attempt(config, "the sweep's own process", queue.progress))
+
+
+def _attempt_in_ranks(config: Config, progress: bool) -> Outcome:
+    """Told to end, it ends the run's ranks at their next logged step, with a checkpoint; told again by a person, at once."""
+    told = Told()
+    with told.heard():
+        told.looks = True
+        outcome = attempt_in_ranks(config, "processes of its own", lambda: bool(told.signal), progress)
+        told.looks = False
+    if told.signal:
+        where = f"after step {outcome.step} of {config.trainer.max_steps}, with a checkpoint"
+        raise Interrupted(told.signal, where if outcome.state == "stopped" else "")
+    return outcome
 
 
 def run_side_by_side(queue: Queue, places: list[Place]) -> None:

@@ -9,6 +9,9 @@ import os
 import signal
 from collections.abc import Iterator
 
+LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "JSM_NAMESPACE_SIZE", "OMPI_COMM_WORLD_SIZE")
+"""What those who start a process on every device say, each in its way."""
+
 
 def limit_spinning() -> None:
     """Lets OpenMP's threads, before PyTorch starts them, spin for 60 us at most where they wait for each other, and then sleep.

@@ -26,7 +26,7 @@ POLL_SECONDS = 0.2
 IGNORED = (signal.SIGTERM, signal.SIGUSR2)
 
 
-def attempt_in_ranks(config: Config, where: str, stop: Callable[[], bool]) -> Outcome:
+def attempt_in_ranks(config: Config, where: str, stop: Callable[[], bool], progress: bool = False) -> Outcome:
     """What became of the run, as ``attempt`` says it; what its processes print goes where this one's does.
 
     Args:
@@ -38,7 +38,7 @@ def attempt_in_ranks(config: Config, where: str, stop: Callable[[], bool]) -> Ou
     pipe, other = Pipe()
     with other:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(path), str(other.fileno()), where], env=_environment(),
+            [sys.executable, "-m", __name__, str(path), str(other.fileno()), where, str(progress)], env=_environment(),
             stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True, preexec_fn=_ignore,
         )  # fmt: skip
     told = False
@@ -71,7 +71,7 @@ def _ignore() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def main(path: str, pipe: str, where: str) -> None:
+def main(path: str, pipe: str, where: str, progress: str) -> None:
     """One rank. The first has the claim, the note and the pipe."""
     die_with_parent()
     _ignore()
@@ -82,12 +82,13 @@ def main(path: str, pipe: str, where: str) -> None:
         from packmamba.training.fit import fit
 
     config = load_config(path)
+    shown = progress == "True"
     if int(os.environ.get("LOCAL_RANK", 0)):
         with contextlib.suppress(Stopped):
-            fit(config, False, lambda history: False)
+            fit(config, shown, lambda history: False)
         return
     told = Connection(int(pipe))
-    told.send_bytes(json.dumps(attempt(config, where, False, told.poll)).encode())
+    told.send_bytes(json.dumps(attempt(config, where, shown, told.poll)).encode())
 
 
 if __name__ == "__main__":

@@ -14,12 +14,15 @@ from packmamba.training.strategy import leave_process_group
 
 MOST_GRAPHS = 256
 """PyTorch gives up on compiled code of which it needs more; its own limit, 8, is reached by a few shapes of rows."""
+RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""What Lightning sets in the process that starts the other ranks, and takes, in the next run, for somebody else's start of it."""
 
 
 @contextmanager
 def surroundings(config: Config) -> Iterator[None]:
     """Raises ConfigError where PyTorch would go on without compiled code."""
     threads = torch.get_num_threads()
+    ranks = {name: os.environ.get(name) for name in RANKS}
     try:
         with ExitStack() as stack:
             if (wanted := _threads(config)) is not None:
@@ -34,6 +37,9 @@ def surroundings(config: Config) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         leave_process_group()
+        os.environ.update({name: value for name, value in ranks.items() if value is not None})
+        for name in [name for name, value in ranks.items() if value is None]:
+            os.environ.pop(name, None)
 
 
 def _threads(config: Config) -> int | None:
