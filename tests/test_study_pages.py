@@ -4,9 +4,10 @@ import csv
 import functools
 import json
 import re
+import statistics
 
 import pytest
-from scipy.special import stdtrit
+from scipy.special import chdtri, stdtrit
 
 from processes import ROOT
 
@@ -76,9 +77,37 @@ def answers(arm):
     return cells("downstream", "answers", {"arm": arm}, "difference", "low", "high")
 
 
+def tasks(arm):
+    """Metrics of mqar's reported runs."""
+    paths = EXPERIMENTS.glob(f"downstream/records/{arm}-*.jsonl")
+    found = [json.loads(path.read_text().splitlines()[-1]) for path in sorted(paths)]
+    return [one["metrics"] for one in found if one["config"]["data"]["task"] == "mqar"]
+
+
 def leaked():
-    """Nats as trained and from zero state."""
-    return cells("downstream", "evaluation-mqar", {"arm": "packed-leak"}, "nats_as_trained", "nats")
+    """More nats as trained than from zero state."""
+    more = [m["mqar.nats_as_trained"] - m["mqar.nats"] for m in tasks("packed-leak")]
+    mean, half = statistics.fmean(more), stdtrit(len(more) - 1, 0.975) * statistics.stdev(more) / len(more) ** 0.5
+    return [mean, mean - half, mean + half]
+
+
+def validated():
+    (path,) = sorted(EXPERIMENTS.glob("downstream/records/packed-leak-*.jsonl"))[:1]
+    return sum(point["count"] for point in json.loads(path.read_text())["curves"]["loss_by_position"])
+
+
+def worse_at_each_rate():
+    """How much worse leak is than each other arm at the rates tried, in the mean of two seeds: least and most."""
+    found = {}
+    for path in EXPERIMENTS.glob("downstream/tuning/records/*.jsonl"):
+        one = json.loads(path.read_text().splitlines()[-1])
+        if one["config"]["data"]["task"] == "mqar":
+            place = one["arm"].split()[0], one["config"]["optimizer"]["lr"]
+            found.setdefault(place, []).append(one["metrics"]["mqar.nats"])
+    means = {place: statistics.fmean(values) for place, values in found.items()}
+    others = [(arm, lr) for arm, lr in means if arm != "packed-leak"]
+    worse = [means["packed-leak", lr] - means[arm, lr] for arm, lr in others]
+    return [min(worse), max(worse)]
 
 
 def fewer_points():
@@ -133,14 +162,43 @@ def files():
     return sorted(found, key=lambda one: one["time"])
 
 
-def worse_means():
-    return [one["metrics"]["val_loss"] - one["metrics"]["val_loss_last_weights"] for one in files()]
+def runs():
+    """All of parity's."""
+    lines = [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("parity/records/*.jsonl")]
+    return [one for one in lines if one["kind"] == "training"]
+
+
+def worse_means(among=None):
+    among = files() if among is None else among
+    return [one["metrics"]["val_loss"] - one["metrics"]["val_loss_last_weights"] for one in among]
+
+
+def behind_another(unit):
+    """Per cent of tokens, in the mean of packed runs that say so."""
+    found = [one["metrics"] for one in runs() if one["config"]["data"]["unit"] == unit]
+    shares = [m["tokens_behind_another"] / m["real_tokens"] for m in found if m.get("tokens_behind_another")]
+    return 100 * sum(shares) / len(shares)
+
+
+def over_seeds(unit):
+    return cells("parity", f"parity-{unit}", OURS, "over_seeds_low", "over_seeds_high")
+
+
+def interval_of_sd():
+    (sd,) = cells("parity", "calibration-files", LAST, "sd")
+    return [sd * (7 / chdtri(7, p)) ** 0.5 for p in (0.025, 0.975)]
 
 
 def by_place():
     found = table("parity", "loss-by-position-files")
     rows = [one for one in found if one["difference_low"] and one["arm"] != "packed-equal-time"]
     return [len(rows), sum(float(one["difference_low"]) > 0 or float(one["difference_high"]) < 0 for one in rows)]
+
+
+def elsewhere_by_place():
+    tables = [table("parity", f"loss-by-position-{unit}") for unit in ("functions", "mixture")]
+    rows = [one for some in tables for one in some if one["arm"] == "packed-reset" and one["difference_low"]]
+    return [sum(float(one["difference_low"]) > 0 or float(one["difference_high"]) < 0 for one in rows), len(rows)]
 
 
 def zero_at(power):
@@ -160,20 +218,34 @@ SENTENCES = {
             rf"deviation of the paired differences is {N}, the largest of eight {N}\.",
             lambda: cells("parity", "calibration-files", LAST, "sd", "largest"),
         ),
-        (r"of (\d+) intervals by place [^|]*? (none) excludes zero", by_place),
-        (rf"by {N} to {N} in all 24 runs", lambda: [min(worse_means()), max(worse_means())]),
+        (r"Of (\d+) intervals by place [^|]*? (none) excludes zero", by_place),
         (
-            rf"Right: {N} \[{N}, {N}\] and {N}\.",
-            lambda: [*parity(CONTROL), *cells("parity", "calibration-files", LAST, "sd")],
+            rf"by {N} to {N} in all (\d+) runs",
+            lambda: [min(worse_means(runs())), max(worse_means(runs())), len(worse_means(runs()))],
+        ),
+        (rf"Over seeds alone it lies inside, \[{N}, {N}\]", lambda: over_seeds("functions")),
+        (r"mixture (\d+) of (\d+) excludes zero", elsewhere_by_place),
+        (
+            rf"{N} % of tokens stand behind another document\. It is {N} % on functions and {N} % on the mixture",
+            lambda: [behind_another(unit) for unit in ("files", "functions", "mixture")],
+        ),
+        (
+            rf"Right by the estimates, {N} and {N}; open by their intervals, \[{N}, {N}\] and \[{N}, {N}\]",
+            lambda: [
+                parity(CONTROL)[0],
+                *cells("parity", "calibration-files", LAST, "sd"),
+                *parity(CONTROL)[1:],
+                *interval_of_sd(),
+            ],
         ),
         (rf"On functions it is {N} nats \[{N}, {N}\]", lambda: parity(OURS, "functions")),
-        (rf"reaches out by {N}, below zero", lambda: [-parity(OURS, "functions")[1] - 0.005]),
+        (rf"end passes -0\.005 by {N};", lambda: [-parity(OURS, "functions")[1] - 0.005]),
         (
             rf"On the mixture it is {N} \[{N}, {N}\]",
             lambda: parity(OURS, "mixture"),
         ),
         (
-            rf"differ by {N} on functions and by {N} on the mixture",
+            rf"It is {N} on functions and {N} on the mixture\.",
             lambda: [spread_of_pairs("functions"), spread_of_pairs("mixture")],
         ),
         (
@@ -192,9 +264,10 @@ SENTENCES = {
             lambda: [equal_time(unit)[0] for unit in ("files", "mixture", "functions")],
         ),
         (
-            rf"Wrong: {N} against {N}\.",
+            rf"Not shown: {N} against {N} for paired differences, {N} against {N} over seeds",
             lambda: [
-                cells("parity", "calibration-files", CONTROL | {"weights": weights}, "sd")[0]
+                cells("parity", "calibration-files", CONTROL | {"weights": weights}, column)[0]
+                for column in ("sd", "sd_of_seeds")
                 for weights in ("mean of the last, by the trainer", "last, by the trainer")
             ],
         ),
@@ -223,7 +296,7 @@ SENTENCES = {
         (rf"last 2048 by {N} in own, by {N} in zero", lambda: [*gain("own"), *gain("zero")]),
         (rf"in zero: by {N} \[{N}, {N}\] more", lambda: more_gain("own")),
         (rf"larger than zero's: {N} \[{N}, {N}\]", lambda: more_gain("foreign")),
-        (rf"its loss is {N} at places from T to 2 T, {N} and {N}", lambda: [zero_at(power) for power in (0, 1, 2)]),
+        (rf"Its loss is {N} at places from T to 2 T, {N} and {N}", lambda: [zero_at(power) for power in (0, 1, 2)]),
         (rf"\*\*Right:\*\* {N}, {N}, {N}", lambda: [zero_at(power) for power in (0, 1, 2)]),
         *(
             (
@@ -234,7 +307,7 @@ SENTENCES = {
             for places in ("inside", "beyond")
         ),
         (
-            rf"0\.6 GiB of states\. \*\*Right:\*\* {N} and {N} %; {N} GiB",
+            rf"0\.6 GiB of states\. \*\*Right:\*\* {N} and {N} %, timed with 64 streams; {N} GiB",
             lambda: [
                 *(slower(arm, "zero") for arm in ("own", "foreign")),
                 cells("boundaries", "arms", {"setting": MAIN, "arm": "own"}, "state_bytes")[0] / 2**30,
@@ -243,6 +316,14 @@ SENTENCES = {
         (
             rf"own trains at {N} million tokens a second, foreign at {N} and zero at {N}: {N} and {N} % less",
             lambda: [*map(speed, ("own", "foreign", "zero")), *(slower(arm, "zero") for arm in ("own", "foreign"))],
+        ),
+        (
+            rf"all of it inside T, {N} of {N} beyond",
+            lambda: [primary("coverage", "beyond")[0], -primary("continuity", "beyond")[0]],
+        ),
+        (
+            rf"zero's context gain is {N} to {N} at 4, 8 and 16 T",
+            lambda: [limit(gain("zero", k)[0] for k in (4, 8, 16)) for limit in (min, max)],
         ),
         (rf"Without graphs own is {N} % slower", lambda: [slower("own, eager", "zero, eager")]),
         (
@@ -261,21 +342,32 @@ SENTENCES = {
         (rf"The difference is {N} nats an answer \[{N}, {N}\]", lambda: answers("packed-reset")),
         (rf"leak lose {N} nats an answer \[{N}, {N}\]", lambda: answers("packed-leak")),
         (rf"and {N} points of accuracy \[{N}, {N}\]", fewer_points),
-        (rf"they lose more: {N} nats in place of {N}", leaked),
-        (rf"eight of eight seeds, {N} \[{N}, {N}\]", lambda: answers("packed-leak")),
+        (rf"with the leak, they lose {N} nats \[{N}, {N}\] more", leaked),
+        (rf"eight of eight seeds, {N} \[{N}, {N}\]; the upper end is", lambda: answers("packed-leak")),
+        (rf"the upper end is {N}\.", lambda: answers("packed-leak")[2:]),
+        (
+            rf"examples \((\d+) answers\) no difference is shown: {N} \[{N}, {N}\]",
+            lambda: [validated(), *interval("downstream", "differences", {"arm": "packed-leak"}, "val_loss")],
+        ),
+        (rf"seeds that choose: by {N} to {N} nats", worse_at_each_rate),
+        (
+            rf"Seldom: {N} % of its tokens",
+            lambda: [100 * tasks("packed-leak")[0]["tokens_behind_another"] / tasks("packed-leak")[0]["real_tokens"]],
+        ),
         (rf"as often as padded: {N} points \[{N}, {N}\], five", lambda: next_line("evaluation-next_line-4d5f")),
         (rf"four models have answered: {N} points \[{N}, {N}\]", lambda: next_line("evaluation-next_line-aa54")),
     ],
     "": [
-        (r"same order; (\w+) of (\w+) seeds", seeds),
-        (r"do harm\. (\w+) of (\w+) seeds", seeds),
-        (r"in each of (\w+) of (\w+) seeds", seeds),
+        (r"same order, (\w+) of (\w+) seeds", seeds),
+        (r"over zero\. (\w+) of (\w+) seeds", seeds),
+        (r"sign is likely: (\w+) of (\w+) seeds", seeds),
         (rf"gained about {N} nats beyond", lambda: [-ladder("beyond")[0]]),
-        (rf"its size, {N} nats, is three times", lambda: [-ladder("beyond")[0]]),
         (
-            r"is (three) times what rounding does to one run",
-            lambda: [-ladder("beyond")[0] / cells("parity", "calibration-files", LAST, "sd")[0]],
+            rf"its size: {N} nats, where rounding moved a pair of parity's runs by up to {N};",
+            lambda: [-ladder("beyond")[0], *cells("parity", "calibration-files", LAST, "largest")],
         ),
+        (rf"files alone, where {N} % of tokens stand behind", lambda: [behind_another("files")]),
+        (rf"{N} % of the speed, as CUDA graphs", lambda: [slower("own", "zero")]),
     ],
 }
 WORDS = {"none": "0", "three": "3", "six": "6", "seven": "7", "eight": "8"}
