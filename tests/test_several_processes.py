@@ -17,6 +17,8 @@ from packmamba.records import read_records
 from packmamba.training.callbacks import Stopped, checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
+from packmamba.training.places import one_of_several
+from packmamba.training.process import LAUNCHED
 from packmamba.training.runs import run_folder
 from packmamba.training.surroundings import RANKS
 from processes import ROOT, fork, fork_ranks, free_port, kill, statuses
@@ -204,6 +206,29 @@ def test_runs_of_a_sweep_on_several_devices_go_one_after_the_other(tmp_path):
     records = sorted(read_records(tmp_path / "out"), key=lambda record: record["seed"])
     assert [(record["seed"], record["metrics"]["steps"]) for record in records] == [(1, 60), (2, 60)]
     assert output.read_text().count("Report, with figures") == 1, "one process speaks"
+
+
+@pytest.mark.parametrize(
+    ("said", "together"),
+    [
+        ({}, False),
+        ({"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, True),
+        ({"MASTER_ADDR": "127.0.0.1"}, False),
+        ({"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "2"}, True),
+        ({"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+    ],
+)
+def test_who_has_been_started_as_one_of_several(tmp_path, monkeypatch, said, together):
+    """Others start the ranks of their runs themselves."""
+    for name in (*LAUNCHED, "LOCAL_RANK", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert one_of_several(tiny_config(tmp_path, "trainer.devices=2")) is together
+    assert one_of_several(tiny_config(tmp_path)) is False
+    assert one_of_several(tiny_config(tmp_path, "trainer.num_nodes=2")) is True
 
 
 def test_a_run_leaves_no_rank_behind(tmp_path, monkeypatch):

@@ -101,7 +101,12 @@ def _keep(gpu: Gpu, locks: contextlib.ExitStack) -> bool:
 
 def one_of_several(config: Config) -> bool:
     """Whether torchrun, SLURM or the like have started this process and others, which train the run together."""
-    return several_devices(config) and any(name in os.environ for name in LAUNCHED)
+    if not several_devices(config) or config.trainer.num_nodes > 1 or "LOCAL_RANK" in os.environ:
+        return several_devices(config)
+    counts = {name: os.environ.get(name, "1") for name in LAUNCHED if name != "MASTER_ADDR"}
+    if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):  # a shell: its commands are not tasks
+        counts.pop("SLURM_NTASKS")
+    return any(count != "1" for count in counts.values())
 
 
 def several_devices(config: Config) -> bool:

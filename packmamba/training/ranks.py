@@ -17,6 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from packmamba.config import Config, load_config, to_dict
+from packmamba.records import write_whole
 from packmamba.training.note import Outcome
 from packmamba.training.process import die_with_parent, imports, keep_freed_memory
 from packmamba.training.runs import run_folder
@@ -34,7 +35,7 @@ def attempt_in_ranks(config: Config, where: str, stop: Callable[[], bool], progr
     """
     path = run_folder(config) / "ranks.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_dict(config)))
+    write_whole(path, json.dumps(to_dict(config)).encode())
     pipe, other = Pipe()
     with other:
         process = subprocess.Popen(
