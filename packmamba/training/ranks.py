@@ -63,6 +63,8 @@ def attempt_in_ranks(config: Config, where: str, stop: Callable[[], bool], progr
 def _environment() -> dict[str, str]:
     """This process's, without what says that it is a task of a cluster: the ranks are not."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
+    # Not the current folder's modules; and what is printed comes at once, since ranks are killed at their end.
+    kept |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
