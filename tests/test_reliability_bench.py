@@ -80,7 +80,7 @@ def test_weights_are_compared_bit_by_bit_and_by_norm():
 def test_runs_that_cannot_be_here_or_that_fail_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     later = {"arms": {"cpu": {}, "gpu": {"keys": ["trainer.accelerator=gpu"]}}, "keys": TINY, "folder": str(tmp_path)}
-    with pytest.raises(ConfigError, match="^arms.gpu: trainer.accelerator=gpu needs a GPU that PyTorch can use$"):
+    with pytest.raises(ConfigError, match="^trainer.accelerator: 'gpu' needs a GPU that PyTorch can use$"):
         determinism.run(configured(determinism.Config, later), tmp_path / "records" / "a.jsonl", progress=False)
     failed = subprocess.CompletedProcess([], 2, "", "run.py: error: why\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)

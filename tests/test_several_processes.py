@@ -236,7 +236,9 @@ def test_a_run_leaves_no_rank_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("NODE_RANK", "0")
     before = dict(os.environ)
     monkeypatch.setattr("sys.argv", ["run.py"])
+    groups = torch.distributed.distributed_c10d._world.group_count
     fit(tiny_config(tmp_path, "data.strategy=greedy", "trainer.strategy=ddp"), progress=False)
+    assert torch.distributed.distributed_c10d._world.group_count > groups, "the next group has a name of its own"
     assert {name: os.environ.get(name) for name in RANKS} == {name: before.get(name) for name in RANKS}
 
 

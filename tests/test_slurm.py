@@ -197,10 +197,11 @@ def launch(path):
 
 RANK = """#!{python} -S
 import fcntl, json, os, signal, struct, sys, time
-pipe = int(sys.argv[-3])
+config, pipe, where = sys.argv[3], int(sys.argv[4]), sys.argv[5]
+open(sys.argv[0] + ".yaml", "w").write(open(config).read())
 told = os.read(pipe, 100) if {waits} else b""
 ignores = all(signal.getsignal(one) == signal.SIG_IGN for one in (signal.SIGTERM, signal.SIGUSR2))
-said = [told[4:].decode(), 1.0, 2.0, f"{{ignores}} {{[name for name in os.environ if 'SLURM_' in name]}} {{sys.argv[-2]}}", 7]
+said = [told[4:].decode(), 1.0, 2.0, f"{{ignores}} {{[name for name in os.environ if 'SLURM_' in name]}} {{where}}", 7]
 file = open(sys.argv[0] + ".lock", "w")
 fcntl.flock(file, fcntl.LOCK_EX)
 if os.fork() == 0:
@@ -236,7 +237,7 @@ def test_ranks_of_a_job_are_told_through_their_pipe_and_end_with_it(tmp_path, mo
             time.sleep(0.01)
         else:
             pytest.fail("one of them is left")
-    assert load_config(run_folder(config) / "ranks.json") == config
+    assert load_config(f"{program}.yaml") == config and not list(run_folder(config).glob("ranks*"))
 
 
 def test_a_job_has_what_all_devices_of_its_run_need():

@@ -24,7 +24,7 @@ from packmamba.errors import Unfinished
 from packmamba.experiments import CHECKOUT
 from packmamba.nn.checkpoint import read_pretrained
 from packmamba.records import append_record, make_record, provenance, read_records
-from packmamba.training.checks import check_run
+from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.runs import run_folder
 
 
@@ -66,12 +66,9 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
         Unfinished: a run ended with an error; it is not recorded.
     """
     provenance()
-    for name, arm in c.arms.items():
+    for arm in c.arms.values():
         config = load_config(None, [*c.keys, *arm.keys])
-        if config.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-            raise ConfigError(
-                f"arms.{name}: trainer.accelerator={config.trainer.accelerator} needs a GPU that PyTorch can use"
-            )
+        check_accelerator(config)
         check_run(config)
     with tempfile.TemporaryDirectory(prefix="determinism-", dir=c.folder) as name:
         first: tuple[dict[str, Any], dict[str, Tensor]] | None = None

@@ -23,6 +23,12 @@ PRECISIONS = (
 """Lightning's."""
 
 
+def check_accelerator(config: Config) -> None:
+    """Raises ConfigError where the run needs a GPU and this machine has none."""
+    if config.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.accelerator: '{config.trainer.accelerator}' needs a GPU that PyTorch can use")
+
+
 def check_run(config: Config, here: bool = True) -> None:
     """Refuses, before any work, what the trainer and the model cannot be, and if it runs ``here``, what this machine cannot do.
     Raises ConfigError naming the key."""

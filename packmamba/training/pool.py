@@ -188,15 +188,14 @@ def run_one_by_one(queue: Queue) -> None:
 
 
 def _attempt_in_ranks(config: Config, progress: bool) -> Outcome:
-    """Told to end, it ends the run's ranks at their next logged step, with a checkpoint; told again by a person, at once."""
+    """Told to end, it ends the run's ranks as Ctrl-C ends a run; told again by a person, at once."""
     told = Told()
     with told.heard():
         told.looks = True
-        outcome = attempt_in_ranks(config, "processes of its own", lambda: bool(told.signal), progress)
+        outcome = attempt_in_ranks(config, "processes of its own", lambda: bool(told.signal), progress, at_once=True)
         told.looks = False
     if told.signal:
-        where = f"after step {outcome.step} of {config.trainer.max_steps}, with a checkpoint"
-        raise Interrupted(told.signal, where if outcome.state == "stopped" else "")
+        raise Interrupted(told.signal, outcome.why if outcome.state == "stopped" else "")
     return outcome
 
 

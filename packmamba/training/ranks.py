@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,27 +28,32 @@ POLL_SECONDS = 0.2
 IGNORED = (signal.SIGTERM, signal.SIGUSR2)
 
 
-def attempt_in_ranks(config: Config, where: str, stop: Callable[[], bool], progress: bool = False) -> Outcome:
+def attempt_in_ranks(
+    config: Config, where: str, stop: Callable[[], bool], progress: bool = False, at_once: bool = False
+) -> Outcome:
     """What became of the run, as ``attempt`` says it; what its processes print goes where this one's does.
 
     Args:
         stop: asked several times a second; once told, the ranks end at their next logged step, with a checkpoint.
+        at_once: they are told as by Ctrl-C: outside of training they end at once.
     """
-    path = run_folder(config) / "ranks.json"
+    path = run_folder(config) / f"ranks-{socket.gethostname()}-{os.getpid()}.json"  # others may try the run meanwhile
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(to_dict(config)).encode())
+    write_whole(path, json.dumps(to_dict(config), ensure_ascii=False).encode())
     pipe, other = Pipe()
     with other:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(path), str(other.fileno()), where, str(progress)], env=_environment(),
-            stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True, preexec_fn=_ignore,
+            [sys.executable, "-m", __name__, str(path), str(other.fileno()), where, str(progress), str(os.getpid())],
+            env=_environment(), stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True, preexec_fn=_ignore,
         )  # fmt: skip
     told = False
     try:
         while not pipe.poll(POLL_SECONDS):
             if not told and stop():
                 told = True
-                pipe.send_bytes(b"stop")
+                process.send_signal(signal.SIGINT) if at_once else pipe.send_bytes(b"stop")
+            if process.poll() is not None and not pipe.poll():
+                raise EOFError  # though a process that it has forked may hold the pipe's other end
         return Outcome(*json.loads(pipe.recv_bytes()))
     except (EOFError, OSError):
         status = process.wait()
@@ -55,6 +61,7 @@ def attempt_in_ranks(config: Config, where: str, stop: Callable[[], bool], progr
         return Outcome("failed", why=f"one of its processes ended with {how}")
     finally:
         pipe.close()
+        path.unlink(missing_ok=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it has started
         process.wait()
@@ -74,24 +81,31 @@ def _ignore() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def main(path: str, pipe: str, where: str, progress: str) -> None:
+def main(path: str, pipe: str, where: str, progress: str, launcher: str) -> None:
     """One rank. The first has the claim, the note and the pipe."""
     die_with_parent()
     _ignore()
+    first = not int(os.environ.get("LOCAL_RANK", 0))
+    if first and os.getppid() != int(launcher):
+        return  # it has ended before its end could be heard of
+    told = Connection(int(pipe)) if first else None
     keep_freed_memory()
-    with imports():
-        from packmamba.training.attempt import attempt
-        from packmamba.training.callbacks import Stopped
-        from packmamba.training.fit import fit
+    try:
+        with imports():
+            from packmamba.training.attempt import attempt
+            from packmamba.training.callbacks import Stopped
+            from packmamba.training.fit import fit
 
-    config = load_config(path)
-    shown = progress == "True"
-    if int(os.environ.get("LOCAL_RANK", 0)):
-        with contextlib.suppress(Stopped):
-            fit(config, shown, lambda history: False)
-        return
-    told = Connection(int(pipe))
-    told.send_bytes(json.dumps(attempt(config, where, shown, told.poll)).encode())
+        config, shown = load_config(path), progress == "True"
+        if told is not None:
+            outcome = attempt(config, where, shown, told.poll)
+        else:
+            with contextlib.suppress(Stopped):
+                fit(config, shown, lambda history: False)
+    except KeyboardInterrupt as interrupted:
+        outcome = Outcome("stopped", why=str(interrupted))
+    if told is not None:
+        told.send_bytes(json.dumps(outcome).encode())
 
 
 if __name__ == "__main__":

@@ -98,4 +98,9 @@ def agree(trainer: lightning.Trainer, said: int, every: int) -> int:
 def leave_process_group() -> None:
     """Ends this process's part in the group that a Trainer started, if it did: NCCL leaks what is not ended."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world = torch.distributed.distributed_c10d._world
+        groups = world.group_count
         torch.distributed.destroy_process_group()
+        world.group_count = (
+            groups  # else the next group of these processes finds this one's addresses in torchrun's store
+        )

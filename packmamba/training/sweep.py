@@ -34,7 +34,7 @@ from packmamba.config import (
     unique,
 )
 from packmamba.records import append_record, check_writable, write_sweep
-from packmamba.training.checks import check_run
+from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.places import places, several_devices
 from packmamba.training.process import imports
 from packmamba.training.runs import may_be_raised
@@ -262,6 +262,9 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     executor = None
     if sweep.launcher == "slurm":
         executor = slurm_executor(sweep.slurm, sweep.jobs, sweep.name or "sweep", sweep.output)
+    else:
+        for config in configs:
+            check_accelerator(config)
     prepare_environment(configs)
     begun = time.monotonic() if begun is None else begun
     trained = configs if sweep.train else []

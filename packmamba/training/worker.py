@@ -43,7 +43,7 @@ class Worker:
         with other:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(other.fileno())],
-                env={**os.environ, **place.environment, "PYTHONPATH": search},
+                env={**os.environ, **place.environment, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
                 stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True,
             )  # fmt: skip
 
