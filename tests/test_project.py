@@ -85,12 +85,13 @@ def test_every_config_loads(path):
         load_bench(path)
     elif "arms" in keys:
         base = OmegaConf.to_container(OmegaConf.load(path.parent / keys["base"])) if keys.get("base") else {}
-        replays = base.get("trainer", {}).get("cuda_graphs")  # refused without a GPU
-        _, configs = load_sweep(path, ["trainer.cuda_graphs=false"] if replays else [])
+        replays = base.get("trainer", {}).get("cuda_graphs") or "trainer.cuda_graphs" in keys.get("common", {})
+        graphs = {"trainer.cuda_graphs": False} if replays else {}  # refused without a GPU
+        _, configs = load_sweep(path, [f"{key}=false" for key in graphs])
         for config in configs:
             arms = keys["arms"]  # what the grid adds comes after an arm's name
             arm = arms.get(config.name) or arms[config.name.split(" ")[0]]
-            for key, value in {**keys.get("common", {}), **arm}.items():
+            for key, value in {**keys.get("common", {}), **arm, **graphs}.items():
                 assert reduce(getattr, key.split("."), config) == value, f"{config.name}: {key}"
     else:
         load_config(path)

@@ -114,6 +114,8 @@ def test_seeds_that_solve_a_task_are_counted():
         ["0.004", "0.008, an end", "0.008, an end"],
         ["-", "open", "open"],
     )
+    nearly_none = [r | {"metrics": r["metrics"] | {"mqar.nats": r["metrics"]["mqar.nats"] / 100}} for r in records]
+    assert answers(nearly_none, tried=[0.004, 0.008])[1] == ["-", "yes", "yes"], "losses are near their least, zero"
     for record in records:
         if record["arm"] == "packed-leak" or (record["arm"], record["seed"]) == ("packed-reset", 2):
             record["metrics"] |= {"val_loss": None, "mqar.nats": None, "mqar.accuracy": None}

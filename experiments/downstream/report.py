@@ -56,24 +56,25 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     p_values = holm(
         dict.fromkeys(COMPARED, nan) | {name: equivalence(values, MARGIN) for name, values in pairs.items()}
     )
-    ends = {arm.name: arm.at_an_end for arm in arms}
+    # No loss is below zero, so a rate beyond the end of the grid lowers an arm's by all of it at most.
+    gains = {arm.name: arm[f"{task}.nats"].mean() if arm.at_an_end else 0.0 for arm in arms}
     for arm in arms:
         accuracy, nats = arm[f"{task}.accuracy"], arm[f"{task}.nats"]
         found = summary.interval(pairs[arm.name]) if arm.name in pairs else None
         table.rows.append([
             word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
             percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found),
-            word(_within(found, bool(ends[arm.name]), bool(ends["padded"])) if arm.name in pairs else "-"),
+            word(_within(found, gains[arm.name], gains["padded"]) if arm.name in pairs else "-"),
             number(p_values.get(arm.name), ".2g"), _rate(arm),
         ])  # fmt: skip
     table.notes = [
         "Examples that training did not see, each document from zero state. Differences are paired by seed, with 95 % intervals "
         "by Student's t. Every step of every arm has the same examples; only answers bear targets."
     ]
-    if any(ends.values()):
+    if any(arm.at_an_end for arm in arms):
         table.notes.append(
-            "Where an arm's best learning rate is the least or the greatest that was tried, a better one may lie "
-            "beyond: what that could turn is open."
+            "Where an arm's best learning rate is the least or the greatest that was tried, a better one may lie beyond. It "
+            "lowers the arm's loss to zero at most: an answer that this could turn is open."
         )
     return [table]
 
@@ -85,12 +86,11 @@ def _runs(arm: Arm, task: str) -> Cell:
     return Cell(str(found), tuple(found))
 
 
-def _within(found: summary.Interval | None, at_an_end: bool, padded_at_an_end: bool) -> str:
-    """By the interval, unless the arms could turn it that might do better at learning rates that were not tried."""
+def _within(found: summary.Interval | None, gain: float, padded_gain: float) -> str:
+    """By the interval, unless it says otherwise once either arm's loss is less by what another learning rate may gain."""
     said = within(found, MARGIN)
-    worse_at_an_end = at_an_end if found is not None and found.mean > 0 else padded_at_an_end
-    turned = {"yes": at_an_end or padded_at_an_end, "no": worse_at_an_end}
-    return "open" if turned.get(said) else said
+    turned = found and found._replace(low=found.low - gain, high=found.high + padded_gain)
+    return said if within(turned, MARGIN) == said else "open"
 
 
 def _rate(arm: Arm) -> Cell:

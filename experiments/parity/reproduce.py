@@ -27,9 +27,14 @@ STEPS = [
     _step("files", f"arms={{{PADDED}, {PACKED}, {CONTROL}}}"),
     Step("functions.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("mixture.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
+    Step("single.yaml", ("jobs=auto",), small=("trainer.max_steps=40", "trainer.cuda_graphs=false"), gpus=1),
     Step(
-        "single.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1, packages=("mamba_ssm", "causal_conv1d")
-    ),
+        "single-mamba-ssm.yaml",
+        ("jobs=auto",),
+        small=("trainer.max_steps=40",),
+        gpus=1,
+        packages=("mamba_ssm", "causal_conv1d"),
+    ),  # fmt: skip
     Step("functions-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("mixture-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("float32.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
