@@ -49,9 +49,11 @@ def build_sections(
                 note += f" The other corpora of this folder ({len(having) - 1}) have tables of their own."
             section.arms |= kind.arms(section.records)
             for table in kind.tables(section.records):
-                section.tables.append(replace(table, name=table.name + label, notes=[*table.notes, note]))
+                section.tables.append(
+                    replace(table, name=table.name.removesuffix(label) + label, notes=[*table.notes, note])
+                )
             drawn = _drawn(kind, section.records) if figures else []
-            section.figures += [replace(figure, name=figure.name + label) for figure in drawn]
+            section.figures += [replace(figure, name=figure.name.removesuffix(label) + label) for figure in drawn]
     return sections
 
 

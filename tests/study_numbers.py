@@ -1,0 +1,225 @@
+"""Numbers behind the sentences of the studies' pages, from the committed tables and records."""
+
+import csv
+import functools
+import json
+import statistics
+
+from scipy.special import chdtri, stdtrit
+
+from processes import ROOT
+
+EXPERIMENTS = ROOT / "experiments"
+MAIN = "T = 2048, 14M, 100M tokens"
+OURS = {"arm": "packed-reset"}
+LEAK = {"setting": MAIN, "what": "leak"}
+CONTROL = {"arm": "packed-control"}
+GREEDY = ("packed-reset", "packed-equal-time")
+LAST = CONTROL | {"weights": "mean of the last"}
+
+
+@functools.cache
+def table(experiment, name):
+    with open(EXPERIMENTS / experiment / "tables" / f"{name}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def cells(experiment, name, row, *columns):
+    (found,) = (one for one in table(experiment, name) if row.items() <= one.items())
+    return [float(found[column]) for column in columns]
+
+
+def interval(experiment, name, row, column, low="_low", high="_high"):
+    return cells(experiment, name, row, column, column + low, column + high)
+
+
+def parity(row, unit="files"):
+    return interval("parity", f"parity-{unit}", row, "difference")
+
+
+def equal_time(unit):
+    """Steps as many times as padded's, and what they gain."""
+    arm = "packed-reset" if unit == "files" else f"packed-reset, {unit}"
+    (ratio,) = cells("parity", f"equal-time-{unit}", {"arm": arm}, "ratio")
+    mean, low, high = parity({"arm": "packed-equal-time"}, unit)
+    return [ratio, -mean, -high, -low]
+
+
+def spread_of_pairs(unit):
+    low, high, n = cells("parity", f"parity-{unit}", OURS, "over_seeds_low", "over_seeds_high", "pairs")
+    return (high - low) / 2 * n**0.5 / stdtrit(n - 1, 0.975)
+
+
+def again(experiment, metric="perplexity.loss"):
+    """Loss of a run that was made again, as committed, and the difference."""
+    (path,) = EXPERIMENTS.glob(f"{experiment}/again/records/*.jsonl")
+    new = json.loads(path.read_text().splitlines()[-1])
+    paths = EXPERIMENTS.glob(f"{experiment}/records/*.jsonl")
+    committed = [json.loads(path.read_text().splitlines()[-1]) for path in paths]
+    (old,) = [one for one in committed if one["kind"] == "training" and run_of(one) == run_of(new)]
+    losses = [one["metrics"][metric] for one in (new, old)]
+    return [*losses, losses[0] - losses[1]]
+
+
+def run_of(record):
+    sections = ("data", "model", "optimizer", "trainer")
+    kept = [{k: v for k, v in record["config"][name].items() if k != "cache_dir"} for name in sections]
+    return record["arm"], record["seed"], *kept
+
+
+def slower(arm, than):
+    of = [cells("boundaries", "throughput", {"arm": one}, "real_tokens_per_second")[0] for one in (arm, than)]
+    return 100 * (1 - of[0] / of[1])
+
+
+def speed(arm):
+    return cells("boundaries", "throughput", {"arm": arm}, "real_tokens_per_second")[0] / 1e6
+
+
+def answers(arm, task="mqar"):
+    return cells("downstream", f"answers-{task}", {"arm": arm}, "difference", "low", "high")
+
+
+def of_task(arm="packed-leak", task="mqar"):
+    """Records of its reported runs."""
+    paths = EXPERIMENTS.glob(f"downstream/records/{arm}-*.jsonl")
+    found = [json.loads(path.read_text().splitlines()[-1]) for path in sorted(paths)]
+    return [one for one in found if one["config"]["data"]["task"] == task]
+
+
+def tasks(arm):
+    """Metrics of mqar's reported runs."""
+    return [one["metrics"] for one in of_task(arm)]
+
+
+def leaked():
+    """More nats as trained than from zero state."""
+    more = [m["mqar.nats_as_trained"] - m["mqar.nats"] for m in tasks("packed-leak")]
+    mean, half = statistics.fmean(more), stdtrit(len(more) - 1, 0.975) * statistics.stdev(more) / len(more) ** 0.5
+    return [mean, mean - half, mean + half]
+
+
+def validated():
+    return sum(point["count"] for point in of_task()[0]["curves"]["loss_by_position"])
+
+
+def tried(task):
+    """Nats an answer by arm and learning rate, of the two seeds that choose."""
+    found = {}
+    for path in EXPERIMENTS.glob("downstream/tuning/records/*.jsonl"):
+        one = json.loads(path.read_text().splitlines()[-1])
+        if one["config"]["data"]["task"] == task:
+            place = one["arm"].split()[0], one["config"]["optimizer"]["lr"]
+            found.setdefault(place, {})[one["seed"]] = one["metrics"][f"{task}.nats"]
+    return {place: [values[seed] for seed in sorted(values)] for place, values in found.items()}
+
+
+def worse_at_each_rate():
+    """At how many rates leak was tried, and how much worse it is at least than another arm, in the mean of two seeds."""
+    means = {place: statistics.fmean(values) for place, values in tried("mqar").items()}
+    others = [(arm, lr) for arm, lr in means if arm != "packed-leak"]
+    return [len({lr for _, lr in means}), min(means["packed-leak", lr] - means[arm, lr] for arm, lr in others)]
+
+
+def fewer_points(task="mqar"):
+    mean, low, high = interval("downstream", f"evaluation-{task}", {"arm": "packed-leak"}, "difference")
+    return [-100 * mean, -100 * high, -100 * low]
+
+
+def contradicted(*columns):
+    row = {"arm": "packed-leak"}
+    return [100 * x for x in cells("downstream", "evaluation-contradiction", row, *columns)]
+
+
+def solved(arm):
+    return cells("downstream", "answers-contradiction", {"arm": arm}, "solved")
+
+
+def next_line(table_name):
+    values = interval("downstream/parity", table_name, {"model": OURS["arm"]}, "difference")
+    return [100 * value for value in values]
+
+
+def primary(outcome, places):
+    return interval("boundaries", "primary", {"setting": MAIN, "outcome": outcome, "places": places}, "difference")
+
+
+def ladder(places):
+    return interval("boundaries", "ladder", {"setting": MAIN, "what": "own over zero"}, places)
+
+
+def seeds():
+    return cells(
+        "boundaries", "primary", {"setting": MAIN, "outcome": "continuity", "places": "beyond"}, "pairs", "every"
+    )
+
+
+def agreement(column, least=min, **row):
+    every = [one for one in table("boundaries", "agreement") if one["setting"] == MAIN]
+    return least(abs(float(one[column])) for one in every if row.items() <= one.items() and one["what"] in PRIMARY)
+
+
+PRIMARY = ("coverage", "continuity")
+
+
+def gain(arm, k=8):
+    return cells("boundaries", "context-gain", {"setting": MAIN, "arm": arm}, f"gain_{k}")
+
+
+def more_gain(arm):
+    return interval("boundaries", "gain-differences", {"setting": MAIN, "arm": arm}, "gain_8")
+
+
+@functools.cache
+def files():
+    """Records of parity's runs on files, in their order."""
+    lines = [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("parity/records/*.jsonl")]
+    found = [
+        one for one in lines
+        if one["kind"] == "training" and one["config"]["data"].get("unit") == "files" and one["metrics"]["steps"] == 500
+        and one["arm"] != "single"
+    ]  # fmt: skip
+    assert len(found) == 24
+    return sorted(found, key=lambda one: one["time"])
+
+
+def runs():
+    """All of parity's."""
+    lines = [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("parity/records/*.jsonl")]
+    return [one for one in lines if one["kind"] == "training"]
+
+
+def worse_means(among=None):
+    among = files() if among is None else among
+    return [one["metrics"]["val_loss"] - one["metrics"]["val_loss_last_weights"] for one in among]
+
+
+def behind_another(unit):
+    """Per cent of tokens, in the mean of packed runs that say so."""
+    found = [one["metrics"] for one in runs() if one["config"]["data"]["unit"] == unit and one["arm"] in GREEDY]
+    shares = [m["tokens_behind_another"] / m["real_tokens"] for m in found if m.get("tokens_behind_another")]
+    return 100 * sum(shares) / len(shares)
+
+
+def interval_of_sd():
+    (sd,) = cells("parity", "calibration-files", LAST, "sd")
+    return [sd * (7 / chdtri(7, p)) ** 0.5 for p in (0.025, 0.975)]
+
+
+def by_place():
+    found = table("parity", "loss-by-position-files")
+    rows = [one for one in found if one["difference_low"] and one["arm"] != "packed-equal-time"]
+    return [len(rows), sum(float(one["difference_low"]) > 0 or float(one["difference_high"]) < 0 for one in rows)]
+
+
+def elsewhere_by_place():
+    tables = [table("parity", f"loss-by-position-{unit}") for unit in ("functions", "mixture")]
+    rows = [one for some in tables for one in some if one["arm"] == "packed-reset" and one["difference_low"]]
+    return [sum(float(one["difference_low"]) > 0 or float(one["difference_high"]) < 0 for one in rows), len(rows)]
+
+
+def zero_at(power):
+    records = [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("boundaries/records/*.jsonl")]
+    runs = [one for one in records if one["arm"] == "zero" and one["kind"] == "training"]
+    points = [p for one in runs for p in one["curves"]["perplexity.by_group"] if p["start"] == 2048 * 2**power]
+    return sum(p["nats"] for p in points) / sum(p["targets"] for p in points)
