@@ -28,7 +28,11 @@ def modeling(family):
 
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch):
-    """Its own path also where the peers' kernels are installed, which it would hand tensors of a CPU."""
+    take_own_path(monkeypatch)
+
+
+def take_own_path(monkeypatch):
+    """Also where the peers' kernels are installed, which Hugging Face's models would hand tensors of a CPU."""
     for family in FAMILIES:
         module = modeling(family)
         for name, function in list(vars(module).items()):

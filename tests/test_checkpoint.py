@@ -1,6 +1,5 @@
 """Published checkpoints: Hugging Face's own model as the reference, state-spaces' folder by hand, every refusal."""
 
-import inspect
 import json
 import os
 
@@ -9,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from hugging_face import plain_torch  # noqa: F401
 from models import LAYOUT, build, error, gradients, random_tokens, slots, summed_loss
 from packmamba import MambaLM
 
@@ -23,16 +23,6 @@ HUGGING_FACE = {
     "epsilon": {"layer_norm_epsilon": 0.1},
 }
 FILES = ["safetensors", "safetensors in shards", "bin", "bin in shards"]
-
-
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch):
-    """Hugging Face's own path also where the peers' kernels are installed, which it would hand tensors of a CPU."""
-    from transformers.models.mamba import modeling_mamba
-
-    for name, function in list(vars(modeling_mamba).items()):
-        if inspect.isfunction(function) and function.__module__ == modeling_mamba.__name__:
-            monkeypatch.setattr(modeling_mamba, name, inspect.unwrap(function))
 
 
 def hugging_face_model(**config):

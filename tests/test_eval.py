@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hugging_face import take_own_path
 from operators import DEVICES
 from packmamba import MambaLM, cli
 from packmamba.evaluation.subject import load_subject
@@ -124,9 +125,11 @@ def test_generate_continues_a_text(run, capsys):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_export_gives_transformers_the_same_logits(run, tmp_path, capsys, device):
+def test_export_gives_transformers_the_same_logits(run, tmp_path, capsys, device, monkeypatch):
     """On a GPU transformers uses the peers' kernels where they are."""
     transformers = pytest.importorskip("transformers")
+    if device == "cpu":
+        take_own_path(monkeypatch)
     assert cli.main(["export", str(run), str(tmp_path / "new")]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")

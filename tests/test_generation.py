@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hugging_face import take_own_path
 from operators import DEVICES
 from packmamba import MambaLM
 from packmamba.evaluation import generate
@@ -61,9 +62,11 @@ def test_draws_follow_the_probabilities(model):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_greedy_is_what_transformers_generates(tmp_path, device):
+def test_greedy_is_what_transformers_generates(tmp_path, device, monkeypatch):
     """On a GPU transformers uses the peers' kernels where they are."""
     transformers = pytest.importorskip("transformers")
+    if device == "cpu":
+        take_own_path(monkeypatch)
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=16)
     theirs = transformers.MambaForCausalLM(config).eval()

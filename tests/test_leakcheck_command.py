@@ -1,5 +1,6 @@
 """leakcheck of folders: what it says, and its exit status."""
 
+import functools
 import json
 
 import pytest
@@ -30,7 +31,19 @@ def test_a_run_is_read_as_it_was_trained(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_folders_of_hugging_face(tmp_path, capsys):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_folders_of_hugging_face(tmp_path, capsys, monkeypatch, kernels):
+    """Also where kernels are installed, which transformers hands the tensors of a CPU."""
+    if kernels:
+        from transformers.models.mamba import modeling_mamba
+
+        own = modeling_mamba.causal_conv1d_fn
+
+        @functools.wraps(own)
+        def of_a_gpu(*_, **__):
+            raise RuntimeError("Expected x.is_cuda() to be true, but got false.")
+
+        monkeypatch.setattr(modeling_mamba, "causal_conv1d_fn", of_a_gpu)
     torch.manual_seed(0)
     folder = tmp_path / "theirs"
     MambaLM(100, 16, 2).save_pretrained(folder, format="huggingface")
@@ -40,6 +53,9 @@ def test_folders_of_hugging_face(tmp_path, capsys):
         "backbone.layers.0.mixer (MambaMixer): 3 tokens, which is a convolution" in said
         and "ignores position_ids" in said
     )
+    if kernels:
+        assert "Checked without the kernels that are installed" in said
+        assert modeling_mamba.causal_conv1d_fn is of_a_gpu, "as it was"
     assert main(["leakcheck", str(folder), "boundaries=attention_mask"]) == 0
     assert main(["leakcheck", str(folder), "boundaries=seq_idx", "patch=true"]) == 0
 

@@ -195,6 +195,10 @@ def peers(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for name in [
+        name for name in sys.modules if name.split(".")[0] == "mamba_ssm"
+    ]:  # the real one, where it is installed
+        monkeypatch.delitem(sys.modules, name)
     from packmamba.ops.mamba_ssm import _peer
 
     _peer.cache_clear()

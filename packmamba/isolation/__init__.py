@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from packmamba.isolation.check import check, padding_is_harmless
+from packmamba.isolation.kernels import own_code
 from packmamba.isolation.probes import WithoutDropout, eager, logits_of, undisturbed
 from packmamba.isolation.verdict import LeakCheck, Mode
 from packmamba.isolation.ways import subject_of
@@ -66,14 +68,22 @@ def leakcheck(
                 check(subject, way, row, mode, alone)
         return mode
 
-    with undisturbed(subject.modules):
+    def two_tokens() -> torch.Tensor:
+        with torch.no_grad():
+            return logits_of(subject.alone, torch.zeros(2, dtype=torch.int64, device=subject.device), [2])
+
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed(subject.modules))
         for module in subject.modules:
             module.eval()
+        own = stack.enter_context(own_code(subject.modules, two_tokens))
         if not subject.vocab_size:
-            with torch.no_grad():
-                logits = logits_of(subject.alone, torch.zeros(2, dtype=torch.int64, device=subject.device), [2])
-            subject = replace(subject, vocab_size=logits.shape[-1])
+            subject = replace(subject, vocab_size=two_tokens().shape[-1])
         first = checked("evaluation mode" if subject.modules else "as it is", rows, True)
+        if own:
+            first.notes.append(
+                "Checked without the kernels that are installed: with them the model does not run on this device."
+            )
         result.modes["evaluation" if subject.modules else "as it is"] = first
         if first.raises is not None or not subject.modules:
             return result
