@@ -10,6 +10,7 @@ import torch
 from configured import configured
 
 from experiments.reliability import checkpoint_times, determinism, processes, report, scale, soak
+from experiments.reliability.yardstick import Yardstick
 from packmamba.config import ConfigError, load_config
 from packmamba.errors import Unfinished
 from packmamba.records import read_records
@@ -56,6 +57,16 @@ def test_what_a_process_holds_is_seen(tmp_path):
     assert after.anonymous_bytes - before.anonymous_bytes > 0.9 * len(block)
     assert after.resident_bytes >= after.anonymous_bytes and after.cpu_seconds >= before.cpu_seconds > 0
     assert processes.folder_bytes(tmp_path) >= 1 << 20
+
+
+@pytest.mark.slow
+def test_the_yardstick_waits_in_a_process_that_ends_with_it():
+    with Yardstick() as yardstick:
+        process = yardstick.process
+        before = processes.held(process.pid).cpu_seconds
+        assert yardstick() > 0 and process.is_alive()
+        assert processes.held(process.pid).cpu_seconds > before
+    assert process.exitcode == 0
 
 
 def test_weights_are_compared_bit_by_bit_and_by_norm():
@@ -106,11 +117,15 @@ def test_each_bench_records_what_its_table_shows(tmp_path, monkeypatch):
     scale.run(config, tmp_path / "records" / "scale.jsonl", progress=False)
     records = {record["arm"]: record for record in read_records(tmp_path)}
     assert records["soak"]["metrics"]["steps"] == records["soak"]["curves"]["samples"][-1]["step"] > 0
+    assert all(sample["step_over_yardstick"] > 0 for sample in records["soak"]["curves"]["samples"])
     behind = records["behind"]["metrics"]
     assert behind["checkpoint_bytes"] > 12 * behind["parameters"] and behind["copy_seconds"] < behind["write_seconds"]
     assert records["lengths"]["metrics"]["bytes"] == 2000 and records["tokens"]["metrics"]["steps"] == 2
     for kind, made in report.KINDS.items():
         tables = made.tables([record for record in records.values() if record["kind"] == kind])
         assert len(tables) == (kind != "determinism") and all(table.rows for table in tables)
+    older = {name: value for name, value in records["soak"]["metrics"].items() if "yardstick" not in name}
+    (table,) = report.soak_tables([records["soak"] | {"metrics": older}])
+    assert len(table.rows) == len(soak.WATCHED) - 1
     (figure,) = report.soak_figures([records["soak"]])
     assert figure.png and figure.pdf

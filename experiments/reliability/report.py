@@ -20,6 +20,7 @@ SOAK = {
     "disk_bytes": ("the run's folder, MB", 1e6, ".2f"),
     "seconds_per_step": ("a step, ms", 1e-3, ".1f"),
     "cpu_seconds_per_step": ("a step, processor ms", 1e-3, ".2f"),
+    "step_over_yardstick": ("a step over the same step in a program beside it", 1, ".4f"),
 }
 """What is watched: its name, the unit, the digits."""
 
@@ -29,6 +30,7 @@ FLAT: dict[str, float | str] = {
     "disk_bytes": 10e6,
     "seconds_per_step": "5 %",
     "cpu_seconds_per_step": "2 %",
+    "step_over_yardstick": "5 %",
 }
 """The trend an hour, or its share of the beginning, up to which each is flat. Pages of mapped files are the system's to keep."""
 
@@ -64,6 +66,8 @@ def soak_tables(records: Sequence[Record]) -> list[Table]:
             ],
         )
         for name, (said, unit, digits) in SOAK.items():
+            if f"{name}_slope" not in m:  # of a record that is older than what it would be held against
+                continue
             begin, end, *slope = (_over(m[f"{name}_{what}"], unit) for what in ENDS)
             text = "-" if None in slope else "{:+{d}} [{:+{d}}, {:+{d}}]".format(*slope, d=digits)
             limit = flat_within(m, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.reliability.processes import folder_bytes, held
+from experiments.reliability.yardstick import Yardstick
 from packmamba.config import ConfigError, above, at_least, between, key, load_config
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.records import append_record, make_record, provenance
@@ -30,6 +31,7 @@ WATCHED = {
     "disk_bytes": "the run's folder",
     "seconds_per_step": "seconds of a step",
     "cpu_seconds_per_step": "processor seconds of a step",
+    "step_over_yardstick": "a step's time over that of the same step in a program beside it",
 }
 
 
@@ -63,9 +65,10 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     with tempfile.TemporaryDirectory(prefix="soak-", dir=c.folder) as name:
         config = load_config(None, [*c.keys, f"runs_dir={name}/runs", f"data.cache_dir={name}/corpora"])
         samples: list[dict[str, float]] = []
-        with tqdm(total=round(60 * c.minutes), unit="s", disable=not progress, mininterval=5) as bar:
+        bar = tqdm(total=round(60 * c.minutes), unit="s", disable=not progress, mininterval=5)
+        with bar, Yardstick() as yardstick:
             try:
-                fit(config, progress=False, stop=Sampler(c, Path(name) / "runs", samples, bar))
+                fit(config, progress=False, stop=Sampler(c, Path(name) / "runs", samples, bar, yardstick))
             except Stopped:
                 pass
             except Interrupted:
@@ -93,10 +96,15 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
 
 
 class Sampler:
-    """Asked after each step; looks at this process and its children every few seconds, and ends the run when its time is up."""
+    """Asked after each step; looks at this process and its children every few seconds, and ends the run when its time is up.
 
-    def __init__(self, c: Config, folder: Path, samples: list[dict[str, float]], bar: tqdm) -> None:
-        self.config, self.folder, self.samples, self.bar = c, folder, samples, bar
+    A look waits for the yardstick, whose time is no step's.
+    """
+
+    def __init__(
+        self, c: Config, folder: Path, samples: list[dict[str, float]], bar: tqdm, yardstick: Callable[[], float]
+    ) -> None:
+        self.config, self.folder, self.samples, self.bar, self.yardstick = c, folder, samples, bar, yardstick
         self.begun = self.looked = time.perf_counter()
         self.step, self.cpu = 0, held(os.getpid()).cpu_seconds
 
@@ -106,6 +114,7 @@ class Sampler:
             return False
         found = held(os.getpid())
         steps = step - self.step
+        each = (now - self.looked) / steps
         self.samples.append(
             {
                 "seconds": now - self.begun,
@@ -114,12 +123,13 @@ class Sampler:
                 "resident_bytes": found.resident_bytes,
                 "open_files": found.open_files,
                 "disk_bytes": folder_bytes(self.folder),
-                "seconds_per_step": (now - self.looked) / steps,
+                "seconds_per_step": each,
                 "cpu_seconds_per_step": (found.cpu_seconds - self.cpu) / steps,
+                "step_over_yardstick": each / self.yardstick(),
             }
         )
         self.bar.update(round(now - self.begun) - self.bar.n)
-        self.looked, self.step, self.cpu = now, step, found.cpu_seconds
+        self.looked, self.step, self.cpu = time.perf_counter(), step, held(os.getpid()).cpu_seconds
         return now - self.begun > 60 * self.config.minutes
 
 
