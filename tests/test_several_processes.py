@@ -194,15 +194,19 @@ def test_runs_of_a_sweep_on_several_devices_go_one_after_the_other(tmp_path):
     write_config(tmp_path / "both.yaml", tiny_config(tmp_path, *keys))
     sweep, output = tmp_path / "sweep.yaml", tmp_path / "output.txt"
     sweep.write_text(f"base: both.yaml\noutput: {tmp_path}/out\narms: {{a: {{}}}}\ngrid: {{seed: [1, 2]}}\n")
-    process = fork(run.main, ["sweep", str(sweep)], output=output)
+    keys = [rf"data.cache_dir={tmp_path}/\${{cache}}"]  # a text that is no reference to another key
+    process = fork(run.main, ["sweep", str(sweep), *keys], output=output)
     while process.is_alive() and "step 6/60" not in (output.read_text() if output.exists() else ""):
         time.sleep(0.005)
+    assert not [*tmp_path.glob("out/runs/*/ranks*")], "a command that is killed here leaves no file"
     os.kill(process.pid, signal.SIGINT)
     assert statuses(process, timeout=60) == [130], output.read_text()
-    checkpoint = checkpoints(next((tmp_path / "out" / "runs").iterdir()) / "checkpoints")[-1]
+    (folder,) = (tmp_path / "out" / "runs").iterdir()
+    checkpoint = checkpoints(folder / "checkpoints")[-1]
+    assert (tmp_path / "${cache}").is_dir()
     step = checkpoint.stem.removeprefix("step=")
     assert f"stopped after step {step} of 60, with a checkpoint" in output.read_text()
-    assert statuses(fork(run.main, ["sweep", str(sweep)], output=output)) == [0], output.read_text()
+    assert statuses(fork(run.main, ["sweep", str(sweep), *keys], output=output)) == [0], output.read_text()
     records = sorted(read_records(tmp_path / "out"), key=lambda record: record["seed"])
     assert [(record["seed"], record["metrics"]["steps"]) for record in records] == [(1, 60), (2, 60)]
     assert output.read_text().count("Report, with figures") == 1, "one process speaks"

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import pickle
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 from stand_in import FAILS, pretend
 from test_sweeps import write_sweep
 
-from packmamba.config import ConfigError, load_config
+from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
 from packmamba.records import read_records
 from packmamba.training import ranks, slurm
@@ -198,7 +199,7 @@ def launch(path):
 RANK = """#!{python} -S
 import fcntl, json, os, signal, struct, sys, time
 config, pipe, where = sys.argv[3], int(sys.argv[4]), sys.argv[5]
-open(sys.argv[0] + ".yaml", "w").write(open(config).read())
+open(sys.argv[0] + ".config", "w").write(config)
 told = os.read(pipe, 100) if {waits} else b""
 ignores = all(signal.getsignal(one) == signal.SIG_IGN for one in (signal.SIGTERM, signal.SIGUSR2))
 said = [told[4:].decode(), 1.0, 2.0, f"{{ignores}} {{[name for name in os.environ if 'SLURM_' in name]}} {{where}}", 7]
@@ -237,7 +238,7 @@ def test_ranks_of_a_job_are_told_through_their_pipe_and_end_with_it(tmp_path, mo
             time.sleep(0.01)
         else:
             pytest.fail("one of them is left")
-    assert load_config(f"{program}.yaml") == config and not list(run_folder(config).glob("ranks*"))
+    assert pickle.loads(bytes.fromhex(program.with_suffix(".config").read_text())) == config
 
 
 def test_a_job_has_what_all_devices_of_its_run_need():

@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from packmamba.config import Config, load_config, to_dict
-from packmamba.records import write_whole
+from packmamba.config import Config
+from packmamba.records import check_writable
 from packmamba.training.note import Outcome
 from packmamba.training.process import die_with_parent, imports, keep_freed_memory
 from packmamba.training.runs import run_folder
@@ -37,13 +37,12 @@ def attempt_in_ranks(
         stop: asked several times a second; once told, the ranks end at their next logged step, with a checkpoint.
         at_once: they are told as by Ctrl-C: outside of training they end at once.
     """
-    path = run_folder(config) / f"ranks-{socket.gethostname()}-{os.getpid()}.json"  # others may try the run meanwhile
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(to_dict(config), ensure_ascii=False).encode())
+    check_writable(run_folder(config), "runs_dir")
+    said = pickle.dumps(config).hex()  # no file: others may try the run meanwhile, and a killed launcher would leave it
     pipe, other = Pipe()
     with other:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(path), str(other.fileno()), where, str(progress), str(os.getpid())],
+            [sys.executable, "-m", __name__, said, str(other.fileno()), where, str(progress), str(os.getpid())],
             env=_environment(), stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True, preexec_fn=_ignore,
         )  # fmt: skip
     told = False
@@ -61,7 +60,6 @@ def attempt_in_ranks(
         return Outcome("failed", why=f"one of its processes ended with {how}")
     finally:
         pipe.close()
-        path.unlink(missing_ok=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it has started
         process.wait()
@@ -81,7 +79,7 @@ def _ignore() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def main(path: str, pipe: str, where: str, progress: str, launcher: str) -> None:
+def main(said: str, pipe: str, where: str, progress: str, launcher: str) -> None:
     """One rank. The first has the claim, the note and the pipe."""
     die_with_parent()
     _ignore()
@@ -96,7 +94,7 @@ def main(path: str, pipe: str, where: str, progress: str, launcher: str) -> None
             from packmamba.training.callbacks import Stopped
             from packmamba.training.fit import fit
 
-        config, shown = load_config(path), progress == "True"
+        config, shown = pickle.loads(bytes.fromhex(said)), progress == "True"
         if told is not None:
             outcome = attempt(config, where, shown, told.poll)
         else:
