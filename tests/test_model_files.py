@@ -2,11 +2,13 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
 import torch
 
+from packmamba.config import CONFIGURATION, load_config
 from packmamba.nn import MambaLM
 from packmamba.training import model_folder
 from packmamba.training.fit import fit
@@ -76,3 +78,12 @@ def test_a_run_s_model_is_on_the_disk_before_its_record_says_so(tmp_path, monkey
     folder = events.index(("sync", run_folder(config).name))
     assert folder > last(("replace", "config.json"))
     assert any(kind == "replace" and name.endswith(".jsonl") for kind, name in events[folder:])
+
+
+@pytest.mark.parametrize("text", ["${x}", r"a\${name}", r"\\${", "'${'\n\"${a}\"", "C:\\runs\\"])
+def test_a_configuration_s_texts_refer_to_nothing(tmp_path, text):
+    """Those of a run are resolved: what looks like a reference was escaped where it came from."""
+    config = replace(tiny_config(tmp_path), name=text)
+    config.data.path = f"{tmp_path}/{text}"
+    model_folder.write_configuration(tmp_path, config)
+    assert load_config(tmp_path / CONFIGURATION) == config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -27,7 +28,16 @@ PREFIX = "model."
 def write_configuration(folder: Path, config: Config) -> None:
     for cut_short in folder.glob(f"{CONFIGURATION}.*.tmp"):  # by a process that was killed here
         cut_short.unlink(missing_ok=True)
-    write_whole(folder / CONFIGURATION, sealed(OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))))
+    write_whole(folder / CONFIGURATION, sealed(OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))))
+
+
+def _escaped(value: Any) -> Any:
+    """A resolved value as text that resolves to it: ``${`` in it refers to nothing."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {name: _escaped(one) for name, one in value.items()}
+    return [_escaped(one) for one in value] if isinstance(value, list) else value
 
 
 def write_model(folder: Path, config: Config, model: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

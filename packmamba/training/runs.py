@@ -180,7 +180,7 @@ def of_other_length(config: Config) -> tuple[Path, int] | None:
     mine, length = run_id(config), schedule_steps(config)
     for file in sorted(Path(config.runs_dir).glob(f"{_slug(config.name)}-*/{CONFIGURATION}")):
         with contextlib.suppress(Exception):  # files of any age; all that depends on them is a warning
-            values: Any = OmegaConf.to_container(OmegaConf.load(file))
+            values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
             theirs = values["optimizer"].pop("schedule_steps", None) or values["trainer"]["max_steps"]
             values["trainer"]["max_steps"] = length
             if theirs != length and names(config.name, _decisive(values))[0].run == mine:
