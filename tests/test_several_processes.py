@@ -212,6 +212,20 @@ def test_runs_of_a_sweep_on_several_devices_go_one_after_the_other(tmp_path):
     assert output.read_text().count("Report, with figures") == 1, "one process speaks"
 
 
+@pytest.mark.slow
+def test_one_of_the_ranks_times_and_reports(tmp_path):
+    keys = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=4", "trainer.validate_every=4"]
+    write_config(tmp_path / "both.yaml", tiny_config(tmp_path, *keys))
+    sweep, output = tmp_path / "sweep.yaml", tmp_path / "output.txt"
+    sweep.write_text(
+        f"base: both.yaml\noutput: {tmp_path}/out\narms: {{a: {{}}}}\ngrid: {{seed: [1]}}\nthroughput_rounds: 1\n"
+    )
+    ranks = fork_ranks(2, run.main, ["sweep", str(sweep)], output=output)
+    assert statuses(*ranks) == [0, 0], output.read_text()
+    assert sorted(record["kind"] for record in read_records(tmp_path / "out")) == ["throughput", "training"]
+    assert output.read_text().count("Report, with figures") == 1
+
+
 @pytest.mark.parametrize(
     ("said", "together"),
     [

@@ -114,6 +114,7 @@ def sweep(arguments: argparse.Namespace) -> None:
     begun = time.monotonic()
     with imports():
         from packmamba.errors import Unfinished
+        from packmamba.training.places import speaks
         from packmamba.training.sweep import load_sweep, run_sweep, runs_of
 
     status = "status" in arguments.overrides
@@ -127,10 +128,11 @@ def sweep(arguments: argparse.Namespace) -> None:
     try:
         run_sweep(plan, configs, begun=begun)
     except Unfinished as unfinished:
-        if unfinished.status == 1 and any(Path(plan.output, "records").glob("*.jsonl")):
+        if unfinished.status == 1 and any(Path(plan.output, "records").glob("*.jsonl")) and speaks(configs[0]):
             report(arguments)
         raise
-    report(arguments)
+    if speaks(configs[0]):
+        report(arguments)
 
 
 def bench(arguments: argparse.Namespace) -> None:

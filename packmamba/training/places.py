@@ -109,5 +109,10 @@ def one_of_several(config: Config) -> bool:
     return any(count != "1" for count in counts.values())
 
 
+def speaks(config: Config) -> bool:
+    """Whether this process does what one of those that train a run together must do alone: it times and reports."""
+    return not one_of_several(config) or not int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+
 def several_devices(config: Config) -> bool:
     return config.trainer.devices * config.trainer.num_nodes > 1

@@ -35,7 +35,7 @@ from packmamba.config import (
 )
 from packmamba.records import append_record, check_writable, write_sweep
 from packmamba.training.checks import check_accelerator, check_run
-from packmamba.training.places import places, several_devices
+from packmamba.training.places import places, several_devices, speaks
 from packmamba.training.process import imports
 from packmamba.training.runs import may_be_raised
 from packmamba.training.slurm import SlurmConfig, run_as_jobs, slurm_executor
@@ -274,7 +274,8 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     with chosen as side_by_side:
         timings = output / "records" / f"{'throughput' if sweep.train else sweep.name}.jsonl"
         first = configs[: len(sweep.arms)]
-        if sweep.throughput_rounds and not {config.name for config in first} <= _timed(timings):
+        timed = not sweep.throughput_rounds or {config.name for config in first} <= _timed(timings)
+        if not timed and speaks(configs[0]):
             for record in measure_throughput(first, sweep.throughput_rounds, sweep.output, progress):
                 append_record(timings, record)
         for number in queue.outcomes:
