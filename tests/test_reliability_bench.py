@@ -14,6 +14,7 @@ from experiments.reliability.yardstick import Yardstick
 from packmamba.config import ConfigError, load_config
 from packmamba.errors import Unfinished
 from packmamba.records import read_records
+from packmamba.report.folder import build_sections
 
 TINY = ["data.source=synthetic", "data.num_documents=40", "data.distribution=short", "data.row_length=256",
         "data.tokens_per_step=256", "data.slots_per_batch=256", "model.d_model=8", "model.n_layer=1", "trainer.accelerator=cpu",
@@ -125,7 +126,7 @@ def test_each_bench_records_what_its_table_shows(tmp_path, monkeypatch):
         tables = made.tables([record for record in records.values() if record["kind"] == kind])
         assert len(tables) == (kind != "determinism") and all(table.rows for table in tables)
     older = {name: value for name, value in records["soak"]["metrics"].items() if "yardstick" not in name}
-    (table,) = report.soak_tables([records["soak"] | {"metrics": older}])
-    assert len(table.rows) == len(soak.WATCHED) - 1
+    (section,) = build_sections([records["soak"] | {"metrics": older}], figures=False, kinds=report.KINDS)
+    assert [len(table.rows) for table in section.tables] == [len(soak.WATCHED) - 1]
     (figure,) = report.soak_figures([records["soak"]])
     assert figure.png and figure.pdf

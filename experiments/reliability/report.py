@@ -35,6 +35,8 @@ FLAT: dict[str, float | str] = {
 """The trend an hour, or its share of the beginning, up to which each is flat. Pages of mapped files are the system's to keep."""
 
 
+EVER = [name for name in SOAK if name != "step_over_yardstick"]
+"""What records of all ages have."""
 DRAWN = ("anonymous_bytes", "open_files", "seconds_per_step", "cpu_seconds_per_step")
 ENDS = ("begin", "end", "slope", "slope_low", "slope_high")
 
@@ -267,7 +269,7 @@ KINDS = {
     "soak": Kind(
         soak_tables,
         soak_figures,
-        metrics=("steps", "minutes", *(f"{name}_{what}" for name in SOAK for what in ("begin", "end", "slope"))),
+        metrics=("steps", "minutes", *(f"{name}_{what}" for name in EVER for what in ("begin", "end", "slope"))),
     ),
     "scale": Kind(scale_tables, metrics=MEMORY),
     "checkpoint": Kind(checkpoint_tables, metrics=CHECKPOINT),
