@@ -1,8 +1,10 @@
 """Commands as a user types them, and mistypes them."""
 
+import errno
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -168,3 +170,25 @@ def test_threads_that_wait_sleep_soon(named, spins):
 def test_without_a_name_a_command_lists_what_there_is(command, name, capsys):
     assert run.main([command]) == 0
     assert name in dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_output_that_nobody_reads_any_more_ends_a_command_without_a_word(monkeypatch, capsys, read):
+    """As of ``| head``: with the status of SIGPIPE."""
+    end, other = os.pipe()
+    with open(other, "w") as unread, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", unread)
+        if not read:
+            os.close(end)
+        assert cli.main(["bench"]) == (0 if read else 128 + signal.SIGPIPE)
+    assert not capsys.readouterr().err
+    if read:
+        os.close(end)
+
+
+def test_another_pipe_that_breaks_is_said(monkeypatch, capsys):
+    def breaks(_):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setitem(cli.COMMANDS, "bench", breaks)
+    assert cli.main(["bench"]) == 2 and "broken pipe" in capsys.readouterr().err

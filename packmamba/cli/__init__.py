@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import pkgutil
 import re
+import select
+import signal
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from packmamba.training.process import imports, keep_freed_memory, limit_spinning
 
@@ -316,6 +319,16 @@ SETTINGS = dict.fromkeys(KEYS.keys() - {"compare"}, "settings, listed below") | 
 }
 
 
+def _is_unread(file: TextIO) -> bool:
+    """Whether it is a pipe that nobody reads any more, as of ``| head``."""
+    poll = select.poll()
+    try:
+        poll.register(file, 0)
+    except (OSError, ValueError):  # no file of the system's
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     """The command's exit status. Without arguments it reads those of this process."""
     if argv is None:
@@ -347,7 +360,9 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         if words and MODEL in ARGUMENTS[arguments.command]:
             several = "a pattern such as runs/mine-* may stand for several runs, name one"
             raise ConfigError(f"expected key=value, got '{words[0]}'; {several}")
-        return COMMANDS[arguments.command](arguments) or 0
+        status = COMMANDS[arguments.command](arguments) or 0
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"{prog}: error: {sentence(error)}", file=sys.stderr)
         return error.status
@@ -358,6 +373,9 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         print(f"{prog}: error: the package '{error.name}' is not installed here; {hint}", file=sys.stderr)
         return 2
     except (OSError, RuntimeError, MemoryError) as error:
+        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what is still held goes
+            return 128 + signal.SIGPIPE
         if (said := of_machine(error)) is None:
             raise
         print(f"{prog}: error: {sentence(said)}", file=sys.stderr)
