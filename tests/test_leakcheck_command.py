@@ -53,6 +53,7 @@ def test_folders_of_hugging_face(tmp_path, capsys, monkeypatch, kernels):
         "backbone.layers.0.mixer (MambaMixer): 3 tokens, which is a convolution" in said
         and "ignores position_ids" in said
     )
+    assert ("Checked without the kernels" in said) is kernels
     if kernels:
         assert "Checked without the kernels that are installed" in said
         assert modeling_mamba.causal_conv1d_fn is of_a_gpu, "as it was"

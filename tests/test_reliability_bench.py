@@ -3,11 +3,14 @@
 import mmap
 import os
 import subprocess
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from configured import configured
+from tqdm import tqdm
 
 from experiments.reliability import checkpoint_times, determinism, processes, report, scale, soak
 from experiments.reliability.yardstick import Yardstick
@@ -58,6 +61,21 @@ def test_what_a_process_holds_is_seen(tmp_path):
     assert after.anonymous_bytes - before.anonymous_bytes > 0.9 * len(block)
     assert after.resident_bytes >= after.anonymous_bytes and after.cpu_seconds >= before.cpu_seconds > 0
     assert processes.folder_bytes(tmp_path) >= 1 << 20
+
+
+def test_the_time_of_the_yardstick_is_no_step_s(tmp_path):
+    def yardstick():
+        time.sleep(0.1)
+        return 0.01
+
+    config, found = configured(soak.Config, {"every_seconds": 0.001, "minutes": 1e9}), []
+    with tqdm(disable=True) as bar:
+        sampler = soak.Sampler(config, tmp_path, found, bar, yardstick)
+        for step in (1, 2, 3):
+            time.sleep(0.002)
+            sampler(SimpleNamespace(totals={"steps": step}))
+    assert all(sample["seconds_per_step"] < 0.05 for sample in found) and len(found) == 3
+    assert found[-1]["step_over_yardstick"] == pytest.approx(found[-1]["seconds_per_step"] / 0.01)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from packmamba.records import read_records
 from packmamba.training.callbacks import Stopped, checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.places import one_of_several
+from packmamba.training.places import NUMBERS, one_of_several, speaks
 from packmamba.training.process import LAUNCHED
 from packmamba.training.runs import run_folder
 from packmamba.training.surroundings import RANKS
@@ -224,6 +224,29 @@ def test_one_of_the_ranks_times_and_reports(tmp_path):
     assert statuses(*ranks) == [0, 0], output.read_text()
     assert sorted(record["kind"] for record in read_records(tmp_path / "out")) == ["throughput", "training"]
     assert output.read_text().count("Report, with figures") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "first"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, False),
+        ({"NODE_RANK": "0", "LOCAL_RANK": "1"}, False),
+        ({"NODE_RANK": "1", "LOCAL_RANK": "0"}, False),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, True),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, False),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_NAME": "bash"}, True),
+    ],
+)
+def test_which_of_several_speaks(tmp_path, monkeypatch, said, first):
+    for name in (*LAUNCHED, *NUMBERS, "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert speaks(tiny_config(tmp_path, "trainer.devices=2")) is first
+    assert speaks(tiny_config(tmp_path)) is True
 
 
 @pytest.mark.parametrize(

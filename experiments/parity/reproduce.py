@@ -34,7 +34,7 @@ STEPS = [
         small=("trainer.max_steps=40",),
         gpus=1,
         packages=("mamba_ssm", "causal_conv1d"),
-    ),  # fmt: skip
+    ),
     Step("functions-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("mixture-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("float32.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),

@@ -33,7 +33,8 @@ def leakcheck(
 
     Forward: a document's last token is changed, another's first token, and for each document everything but it. Backward: a
     document's loss is differentiated by what all tokens are embedded to. Then each document is computed alone. Random states,
-    modes, buffers, gradients and weights are left as they were; each call draws the same random numbers.
+    modes, buffers, gradients and weights are left as they were; each call draws the same random numbers. A model of
+    transformers that does not run with the kernels that are installed is checked without them, and a note says so.
 
     Args:
         model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument (called with

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -13,34 +14,41 @@ from torch import nn
 
 @contextmanager
 def own_code(modules: Sequence[nn.Module], run: Callable[[], Any]) -> Iterator[bool]:
-    """Takes functions without what wraps them if the model does not run with it; yields whether it runs by that.
+    """Takes transformers' functions in PyTorch if the model does not run with what wraps them; yields whether it runs by that.
 
-    transformers wraps its functions in PyTorch: a wrapper calls an installed kernel, also with tensors of a CPU.
+    A wrapper calls a kernel where one is installed, also with tensors of a CPU.
 
     Args:
         modules: roots of the modules that compute.
         run: calls the model.
     """
     wrapped = [] if _runs(run) else list(_wrapped(modules))
-    for module, name, function in wrapped:
-        setattr(module, name, inspect.unwrap(function))
     try:
-        yield bool(wrapped) and _runs(run)
-    finally:
         for module, name, function in wrapped:
-            setattr(module, name, function)
+            setattr(module, name, inspect.unwrap(function))
+        if not (helps := bool(wrapped) and _runs(run)):
+            _put_back(wrapped)  # what it fails by is its own
+        yield helps
+    finally:
+        _put_back(wrapped)
 
 
-def _wrapped(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Functions of the models' modules that something wraps: where each lies, and its name there."""
-    for module in {sys.modules[type(part).__module__] for root in modules for part in root.modules()}:
+Wrapped = tuple[ModuleType, str, Callable[..., Any]]
+"""Where a function lies, its name there, and what it is there."""
+
+
+def _wrapped(modules: Sequence[nn.Module]) -> Iterator[Wrapped]:
+    names = {type(part).__module__ for root in modules for part in root.modules()}
+    for module in [sys.modules[name] for name in sorted(names) if name.startswith("transformers.")]:
         for name, function in list(vars(module).items()):
-            if (
-                inspect.isfunction(function)
-                and function.__module__ == module.__name__
-                and hasattr(function, "__wrapped__")
-            ):
+            own = inspect.isfunction(function) and function.__module__ == module.__name__
+            if own and hasattr(function, "__wrapped__"):
                 yield module, name, function
+
+
+def _put_back(wrapped: Sequence[Wrapped]) -> None:
+    for module, name, function in wrapped:
+        setattr(module, name, function)
 
 
 def _runs(run: Callable[[], Any]) -> bool:

@@ -99,6 +99,10 @@ def _keep(gpu: Gpu, locks: contextlib.ExitStack) -> bool:
     return True
 
 
+NUMBERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
+"""Where launchers say which of the processes one is: in all that are there the first is 0."""
+
+
 def one_of_several(config: Config) -> bool:
     """Whether torchrun, SLURM or the like have started this process and others, which train the run together."""
     if not several_devices(config) or config.trainer.num_nodes > 1 or "LOCAL_RANK" in os.environ:
@@ -111,7 +115,7 @@ def one_of_several(config: Config) -> bool:
 
 def speaks(config: Config) -> bool:
     """Whether this process does what one of those that train a run together must do alone: it times and reports."""
-    return not one_of_several(config) or not int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    return not (one_of_several(config) and any(int(os.environ.get(name) or 0) for name in NUMBERS))
 
 
 def several_devices(config: Config) -> bool:

@@ -101,6 +101,5 @@ def leave_process_group() -> None:
         world = torch.distributed.distributed_c10d._world
         groups = world.group_count
         torch.distributed.destroy_process_group()
-        world.group_count = (
-            groups  # else the next group of these processes finds this one's addresses in torchrun's store
-        )
+        # Else the next group of these processes finds this one's addresses in torchrun's store.
+        world.group_count = groups

@@ -37,9 +37,7 @@ def surroundings(config: Config) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         leave_process_group()
-        if (
-            config.trainer.devices * config.trainer.num_nodes == 1
-        ):  # else the ranks that this script has started go on in it, too
+        if config.trainer.devices * config.trainer.num_nodes == 1:  # else the ranks that it has started go on, too
             os.environ.update({name: value for name, value in ranks.items() if value is not None})
             for name in [name for name, value in ranks.items() if value is None]:
                 os.environ.pop(name, None)
