@@ -8,6 +8,7 @@ import torch
 
 from packmamba import MambaLM, leakcheck
 from packmamba.cli import main
+from packmamba.isolation.kernels import own_code
 from packmamba.training.fit import fit
 from packmamba.training.runs import run_folder
 from runs import tiny_config
@@ -28,6 +29,22 @@ def test_a_run_is_read_as_it_was_trained(tmp_path, capsys):
         fit(config, progress=False)
         assert main(["leakcheck", str(run_folder(config))]) == status
         assert ("trainer.boundary=leak_conv" in capsys.readouterr().out) == bool(status)
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_by_itself_is_as_it_was(monkeypatch):
+    """What wraps its functions is there while it is checked, so that it fails as it does."""
+    from transformers import MambaConfig, MambaForCausalLM
+    from transformers.models.mamba import modeling_mamba
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1))
+    own = modeling_mamba.causal_conv1d_fn
+
+    def fails():
+        raise RuntimeError
+
+    with own_code([model], fails) as helps:
+        assert not helps and modeling_mamba.causal_conv1d_fn is own
 
 
 @pytest.mark.slow
