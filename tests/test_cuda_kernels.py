@@ -175,11 +175,12 @@ def test_every_kernel_once(cut_early):
 
 def test_the_peers_operators_on_one_document_a_row():
     pytest.importorskip("selective_scan_cuda")
-    layout = SequenceLayout.from_lengths([[64], [40]], row_length=64)
-    for operator in ("ssm_pack", "conv1d_pack"):
-        case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16, states=False)
-        for name, value in case.run("cuda").items():
-            assert relative_error(case.run("mamba_ssm")[name], value.cpu().double()) <= 1e-2, name
+    for lengths, row_length in (([[64], [40]], 64), ([[1]], 1)):
+        layout = SequenceLayout.from_lengths(lengths, row_length=row_length)
+        for operator in ("ssm_pack", "conv1d_pack"):
+            case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16, states=False)
+            for name, value in case.run("cuda").items():
+                assert relative_error(case.run("mamba_ssm")[name], value.cpu().double()) <= 1e-2, name
     packed = tuned_case(SequenceLayout.from_lengths([[3, 5]], row_length=8), states=False)
     with pytest.raises(ValueError, match="one document per row"):
         packed.run("mamba_ssm")

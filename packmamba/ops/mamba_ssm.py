@@ -67,6 +67,19 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     return torch.where(real, y.transpose(1, 2), 0), final
 
 
+class _OwnStrides(torch.autograd.Function):
+    """The same values; their gradient gets the strides of its shape, which ``contiguous`` leaves as they are where a dimension is
+    1. causal-conv1d's backward refuses a row of one slot whose strides are others."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.empty(dy.shape, dtype=dy.dtype, device=dy.device).copy_(dy)
+
+
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """``ops.conv1d_pack`` by causal-conv1d, without states."""
     x, weight, bias, initial_state, layout, activation, return_final_state = a
@@ -80,7 +93,8 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     y = convolve(
         x.transpose(1, 2), weight.to(x.dtype), None if bias is None else bias.to(x.dtype), activation=activation
     )
-    return torch.where(real, y.transpose(1, 2), 0), None
+    y = _OwnStrides.apply(y.transpose(1, 2)) if y.shape[2] == 1 else y.transpose(1, 2)
+    return torch.where(real, y, 0), None
 
 
 def inner_pack(a: InnerArguments) -> tuple[Tensor | None, ...]:
