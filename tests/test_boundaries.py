@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import run
-from experiments.boundaries.report import KINDS, _primary, starts_figures
+from experiments.boundaries.plots import starts_figures
+from experiments.boundaries.report import KINDS, _primary
 from experiments.boundaries.runs import arms, by_setting, name_of
 from made_records import training
 from packmamba.config import load_config, to_dict

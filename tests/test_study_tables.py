@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.downstream.report import answers_tables
-from experiments.parity.report import parity_tables, speed_tables
+from experiments.parity.report import parity_figures, parity_tables, speed_tables
 from made_records import throughput, training
 
 NOISE = (0.0004, -0.0003, 0.0002, -0.0004, 0.0001, 0.0003, -0.0002, -0.0001)
@@ -76,6 +76,40 @@ def test_the_control_is_compared_with_its_own_arm():
     assert rows["packed-leak"]["minus"].text == "packed-reset"
     assert rows["mine"]["within"].text == rows["mine"]["p"].text == "-", "more steps: no question of equivalence"
     assert rows["mine"]["minus"].text == "padded" and rows["mine"]["difference"].values[0] == pytest.approx(-0.2)
+
+
+def with_steps(record, losses, precision):
+    record["curves"]["train"] = [{"step": step, "loss": loss, "real_tokens": step} for step, loss in losses.items()]
+    record["curves"]["validation"] = [
+        {"step": max(losses), "loss": 2 * losses[max(losses)], "real_tokens": max(losses)}
+    ]
+    record["config"]["trainer"] = {"precision": precision, "boundary": "reset"}
+    return record
+
+
+def test_how_far_runs_of_the_same_documents_drift_apart():
+    records = []
+    for seed, off in ((1, 0.001), (2, -0.004)):
+        records += [
+            with_steps(parity_record("padded", seed, 1.0), {1: 5.0, 200: 2.0, 250: 1.0}, "bf16-mixed"),
+            with_steps(
+                parity_record("packed-reset", seed, 1.0), {1: 5.0, 200: 2 + off, 250: 1 - 2 * off}, "bf16-mixed"
+            ),
+        ]
+    row = rows_of(records, "drift")["packed-reset"]
+    assert (row["minus"].text, row["precision"].text, row["pairs"].values) == ("padded", "bfloat16", (2,))
+    assert [row[name].values[0] for name in ("first", "early", "largest", "validation")] == pytest.approx(
+        [0, 0.004, 0.008, 0.016]
+    )
+    assert not parity_figures(of_unit(records)), "bfloat16 alone has nothing to be held against"
+    exact = {1: 5.0, 200: 2.0, 250: 1.0}
+    for name in ("padded", "packed-reset"):
+        one = parity_record(name, 1, 1.0) | {"arm": f"{name}-float32"}
+        records.append(with_steps(one, exact, "32-true"))
+    row = rows_of(records, "drift")["packed-reset-float32"]
+    assert (row["minus"].text, row["precision"].text) == ("padded-float32", "float32"), "of its own precision"
+    assert row["largest"].values == (0,)
+    assert [figure.name for figure in parity_figures(of_unit(records))] == ["drift"]
 
 
 def test_steps_of_equal_time():

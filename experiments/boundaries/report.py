@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pandas as pd
-from scipy.special import stdtr
 
-from experiments.boundaries.runs import EXPLAINED, LEAKS, REACH, STARTS, Arm, Setting, arms, by_setting, is_ladder
+from experiments.boundaries.plots import figures
+from experiments.boundaries.runs import (
+    EXPLAINED,
+    LEAKS,
+    REACH,
+    Arm,
+    Setting,
+    arms,
+    by_setting,
+    contrast,
+    dose,
+    gain_pairs,
+    mean_of,
+    paired,
+    spans,
+)
 from packmamba.records import METRICS
-from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.report.inference import DRAWS, Resampled, bootstrap, difference_by_group, holm, within
+from packmamba.report.inference import DRAWS, Resampled, bootstrap, holm, within
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record, Seeds, interval
+from packmamba.report.summary import Record, Seeds
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
 MARGIN = 0.005
-GAINS = "long_context.by_group"
 PRIMARY = (("coverage", "foreign", "zero"), ("continuity", "own", "foreign"))
 LADDER = (
     *PRIMARY,
@@ -33,37 +44,6 @@ ORDER = (
     ("shuffled", "shuffled", "zero"),
 )
 LEAK = tuple((name, name, "rows") for name in (*list(LEAKS.values())[1:], "learned"))
-COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7", "whole": "#D55E00"}
-
-
-def paired(arm: Arm, other: Arm, low: float, high: float) -> tuple[np.ndarray, np.ndarray] | None:
-    """Nats of one arm minus the other's (seeds, packages) at places from low up to high, and targets (packages,); None without
-    a seed and target of both."""
-    (a, targets, seeds), (b, others, theirs) = arm.losses(low, high), other.losses(low, high)
-    both = [seed for seed in seeds if seed in theirs]
-    if not both or not targets.size or not np.array_equal(targets, others):
-        return None
-    differences = a[[seeds.index(s) for s in both]] - b[[theirs.index(s) for s in both]]
-    return differences[np.isfinite(differences).all(axis=1)], targets
-
-
-def contrast(arm: Arm, other: Arm, low: float, high: float) -> Resampled | None:
-    """One arm's loss minus the other's at places from low up to high, nats per target; None without a seed and target of both.
-
-    Of records that do not tell packages apart the interval is Student's t over seeds.
-    """
-    both = paired(arm, other, low, high)
-    if both is None:
-        return None
-    found = bootstrap(*both)
-    if found.groups > 1 or found.seeds < 2:
-        return found
-    differences, targets = both
-    means = pd.Series(differences.sum(axis=1) / targets.sum())
-    mean, bottom, top, count = interval(means) or (found.mean, np.nan, np.nan, found.seeds)
-    error = means.sem()
-    p = 2 * float(stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
-    return Resampled(mean, bottom, top, p, count, 1)
 
 
 def starts_tables(records: Sequence[Record]) -> list[Table]:
@@ -107,7 +87,7 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
             (title, places, sides, contrast(sides[0], sides[1], *span) if len(sides) == 2 else None)
             for title, *names in PRIMARY
             for sides in [[here[name] for name in names if name in here]]
-            for places, span in _spans(setting.T).items()
+            for places, span in spans(setting.T).items()
         ]
         # All four, measured or not: Holm does not get milder where an arm is missing.
         adjusted = holm({f"{title} {places}": one.p if one else np.nan for title, places, _, one in found})
@@ -130,10 +110,6 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
     return table
 
 
-def _spans(T: int) -> dict[str, tuple[float, float]]:
-    return {"inside": (0, T), "beyond": (T, REACH * T)}
-
-
 def _contrasts(
     name: str, title: str, settings: dict[Setting, dict[str, Arm]], pairs: Sequence[tuple[str, str, str]]
 ) -> Table:
@@ -150,7 +126,7 @@ def _contrasts(
     for setting, here in settings.items():
         for what, arm, other in pairs:
             if arm in here and other in here:
-                found = [contrast(here[arm], here[other], *span) for span in _spans(setting.T).values()]
+                found = [contrast(here[arm], here[other], *span) for span in spans(setting.T).values()]
                 table.rows.append([word(setting.label()), word(what), word(other), *map(_cell, found)])
     table.notes = ["Exploratory but for the primary outcomes; intervals are not adjusted for their number."]
     return table
@@ -174,7 +150,7 @@ def _agreement(settings: dict[Setting, dict[str, Arm]]) -> Table:
     )
     for setting, here in settings.items():
         for what, arm, other in LADDER:
-            for places, span in _spans(setting.T).items():
+            for places, span in spans(setting.T).items():
                 found = paired(here[arm], here[other], *span) if arm in here and other in here else None
                 if found is None or setting.tuning or not found[0].size or found[1].size < 2:
                     continue
@@ -228,10 +204,7 @@ def _gain_differences(settings: dict[Setting, dict[str, Arm]]) -> Table:
             other = next((one for one in ("zero", "rows") if one in here and one != name), None)
             if other is None or setting.tuning:
                 continue
-            found = [
-                bootstrap(*difference_by_group(arm, here[other], GAINS, "gain", "documents", {"windows": k}))
-                for k in windows
-            ]
+            found = [bootstrap(*gain_pairs(arm, here[other], k)) for k in windows]
             if any(one.seeds for one in found):
                 cells = [_cell(one if one.seeds else None) for one in found]
                 table.rows.append([word(setting.label()), word(name), word(other), *cells])
@@ -267,10 +240,10 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
             table.rows.append([
                 word(setting.label()), word(arm.name), Cell(str(seeds), tuple(seeds)), number(setting.lr, "g"),
                 number(runs["real_tokens"].mean(), ",.0f"), mean_sd(runs["val_loss"]),
-                *(number(_mean(arm, span), ".4f") for span in _spans(setting.T).values()),
-                number(runs["real_tokens_per_second"].mean(), ",.0f"), gibibytes(_optional(arm, "peak_memory_bytes")),
-                gibibytes(_optional(arm, "state_bytes")), number(_optional(arm, "state_age_steps"), ".0f"),
-                percent(_dose(arm)),
+                *(number(_mean(arm, span), ".4f") for span in spans(setting.T).values()),
+                number(runs["real_tokens_per_second"].mean(), ",.0f"), gibibytes(mean_of(arm, "peak_memory_bytes")),
+                gibibytes(mean_of(arm, "state_bytes")), number(mean_of(arm, "state_age_steps"), ".0f"),
+                percent(dose(arm)),
             ])  # fmt: skip
     table.notes = [
         "Tokens/s are of training runs, several at a time on a GPU: speed.yaml compares arms in turns. Dose: the share of "
@@ -284,51 +257,11 @@ def _mean(arm: Arm, span: tuple[float, float]) -> float | None:
     return float(nats.mean(axis=0).sum() / targets.sum()) if targets.size and seeds else None
 
 
-def _dose(arm: Arm) -> float | None:
-    """Share of the tokens that stand behind another document in their row."""
-    behind = _optional(arm, "tokens_behind_another")
-    return None if behind is None else behind / arm.runs["real_tokens"].mean()
-
-
-def _optional(arm: Arm, metric: str) -> float | None:
-    return arm.runs[metric].mean() if metric in arm.runs else None
-
-
 def _cell(one: Resampled | None) -> Cell:
     if one is None:
         return Cell("-", (None, None, None, None))
     bounds = "(no claim)" if np.isnan(one.low) else f"[{one.low:+.4f}, {one.high:+.4f}]"
     return Cell(f"{one.mean:+.4f} {bounds}", (one.mean, one.low, one.high, one.seeds))
-
-
-def starts_figures(records: Sequence[Record]) -> list[Figure]:
-    """Difference from zero against the place in the document over T; a panel for each T."""
-    settings = {s: here for s, here in by_setting(arms(records)).items() if {"zero", "own"} <= here.keys()}
-    if not settings:
-        return []
-    fig, panels = axes(len(settings), width=max(6.0, 4.4 * len(settings)))
-    for ax, (setting, here) in zip(panels, settings.items()):
-        ax.axhline(0, color=MUTED, linewidth=1.2, label="zero")
-        for name in (
-            name for name in (*STARTS.values(), "whole") if name in here and name != "zero" and is_ladder(name)
-        ):
-            points = [
-                (2**power, contrast(here[name], here["zero"], 2**power * setting.T, 2 ** (power + 1) * setting.T))
-                for power in range(-4, 5)
-            ]
-            found = [(x * 2**0.5, one) for x, one in points if one]
-            halves = [[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]]
-            ax.errorbar(
-                [x for x, _ in found], [one.mean for _, one in found], yerr=np.maximum(np.nan_to_num(halves), 0),
-                color=COLORS[name], marker="o", linewidth=1.6, capsize=2, label=name,
-            )  # fmt: skip
-        ax.axvline(1, color="#b4b9c1", linewidth=1)
-        ax.set(title=setting.label(), xscale="log", xlabel="place in the document / T", ylabel="nats minus zero's")
-    legend_below(fig, columns=6)
-    caption = (
-        "Loss minus that of zero, by the place in the document over T; bars are 95 % intervals over seeds and packages."
-    )
-    return [finish(fig, "starts", caption)]
 
 
 def explained(records: Sequence[Record]) -> dict[str, str]:
@@ -342,4 +275,4 @@ def texts(records: Sequence[Record]) -> str:
     return (data.get("unit") or data["source"]) + ("" if data.get("begin_token") else "-unmarked")
 
 
-KINDS = {"training": Kind(starts_tables, starts_figures, texts, METRICS["training"], explained)}
+KINDS = {"training": Kind(starts_tables, figures, texts, METRICS["training"], explained)}

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtr
 
-from packmamba.report.summary import Record, frame
+from packmamba.report.inference import Resampled, bootstrap, difference_by_group
+from packmamba.report.summary import Record, frame, interval
 
 STARTS = {"reset": "zero", "noise": "noise", "foreign": "foreign", "carry": "own", "carry_scan": "own scan"}
 LEAKS = {
@@ -37,6 +39,7 @@ TUNING = 100
 """Seeds from here on are for choices, and are not reported."""
 REACH = 32
 """Beyond: from T to this many times T."""
+GAINS = "long_context.by_group"
 
 
 def _config(run: Any, key: str, absent: Any = None) -> Any:
@@ -162,3 +165,51 @@ def by_setting(found: Iterable[Arm]) -> dict[Setting, dict[str, Arm]]:
     for arm in found:
         settings.setdefault(arm.setting, {})[arm.name] = arm
     return settings
+
+
+def paired(arm: Arm, other: Arm, low: float, high: float) -> tuple[np.ndarray, np.ndarray] | None:
+    """Nats of one arm minus the other's (seeds, packages) at places from low up to high, and targets (packages,); None without
+    a seed and target of both."""
+    (a, targets, seeds), (b, others, theirs) = arm.losses(low, high), other.losses(low, high)
+    both = [seed for seed in seeds if seed in theirs]
+    if not both or not targets.size or not np.array_equal(targets, others):
+        return None
+    differences = a[[seeds.index(s) for s in both]] - b[[theirs.index(s) for s in both]]
+    return differences[np.isfinite(differences).all(axis=1)], targets
+
+
+def contrast(arm: Arm, other: Arm, low: float, high: float) -> Resampled | None:
+    """One arm's loss minus the other's at places from low up to high, nats per target; None without a seed and target of both.
+
+    Of records that do not tell packages apart the interval is Student's t over seeds.
+    """
+    both = paired(arm, other, low, high)
+    if both is None:
+        return None
+    found = bootstrap(*both)
+    if found.groups > 1 or found.seeds < 2:
+        return found
+    differences, targets = both
+    means = pd.Series(differences.sum(axis=1) / targets.sum())
+    mean, bottom, top, count = interval(means) or (found.mean, np.nan, np.nan, found.seeds)
+    error = means.sem()
+    p = 2 * float(stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
+    return Resampled(mean, bottom, top, p, count, 1)
+
+
+def gain_pairs(arm: Arm, other: Arm, windows: int) -> tuple[np.ndarray, np.ndarray]:
+    return difference_by_group(arm, other, GAINS, "gain", "documents", {"windows": windows})
+
+
+def dose(arm: Arm) -> float | None:
+    """Share of the tokens that stand behind another document in their row."""
+    behind = mean_of(arm, "tokens_behind_another")
+    return None if behind is None else behind / arm.runs["real_tokens"].mean()
+
+
+def mean_of(arm: Arm, metric: str) -> float | None:
+    return arm.runs[metric].mean() if metric in arm.runs else None
+
+
+def spans(T: int) -> dict[str, tuple[float, float]]:
+    return {"inside": (0, T), "beyond": (T, REACH * T)}

@@ -9,7 +9,9 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.parity.drift import Pair, drift_figure, drift_table
 from packmamba.report import summary
+from packmamba.report.figures import Figure
 from packmamba.report.inference import (
     bootstrap,
     difference_by_group,
@@ -50,7 +52,19 @@ def parity_tables(records: Sequence[Record]) -> list[Table]:
     by_name = {arm.name: arm for arm in arms}
     if {"packed-reset", "packed-control"} <= by_name.keys():
         found.append(_calibration(by_name["packed-reset"], by_name["packed-control"]))
+    found.append(drift_table(_pairs(arms)))
     return [table for table in found if table.rows]
+
+
+def parity_figures(records: Sequence[Record]) -> list[Figure]:
+    """``records`` are of one corpus."""
+    return drift_figure(_pairs(summary.training_arms(records)))
+
+
+def _pairs(arms: Sequence[Arm]) -> list[Pair]:
+    """Arms of as many steps as what they are compared with."""
+    found = [(arm, _baseline(arm, arms)) for arm in arms]
+    return [(arm, other) for arm, other in found if other is not None and _steps(arm) == _steps(other)]
 
 
 def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
@@ -207,6 +221,6 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
 
 
 KINDS = {
-    "training": replace(LIBRARY["training"].extended(parity_tables), label=unit),
+    "training": replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit),
     "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
 }

@@ -1,0 +1,79 @@
+"""Figures of starts and of leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.boundaries.runs import STARTS, arms, by_setting, contrast, dose, gain_pairs, is_ladder, spans
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
+from packmamba.report.inference import bootstrap
+from packmamba.report.summary import Record
+
+COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7", "whole": "#D55E00"}
+
+
+def starts_figures(records: Sequence[Record]) -> list[Figure]:
+    """Difference from zero against the place in the document over T; a panel for each T."""
+    settings = {s: here for s, here in by_setting(arms(records)).items() if {"zero", "own"} <= here.keys()}
+    if not settings:
+        return []
+    fig, panels = axes(len(settings), width=max(6.0, 4.4 * len(settings)))
+    for ax, (setting, here) in zip(panels, settings.items()):
+        ax.axhline(0, color=MUTED, linewidth=1.2, label="zero")
+        for name in (
+            name for name in (*STARTS.values(), "whole") if name in here and name != "zero" and is_ladder(name)
+        ):
+            points = [
+                (2**power, contrast(here[name], here["zero"], 2**power * setting.T, 2 ** (power + 1) * setting.T))
+                for power in range(-4, 5)
+            ]
+            found = [(x * 2**0.5, one) for x, one in points if one]
+            halves = [[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]]
+            ax.errorbar(
+                [x for x, _ in found], [one.mean for _, one in found], yerr=np.maximum(np.nan_to_num(halves), 0),
+                color=COLORS[name], marker="o", linewidth=1.6, capsize=2, label=name,
+            )  # fmt: skip
+        ax.axvline(1, color="#b4b9c1", linewidth=1)
+        ax.set(title=setting.label(), xscale="log", xlabel="place in the document / T", ylabel="nats minus zero's")
+    legend_below(fig, columns=6)
+    caption = (
+        "Loss minus that of zero, by the place in the document over T; bars are 95 % intervals over seeds and packages."
+    )
+    return [finish(fig, "starts", caption)]
+
+
+def dose_figures(records: Sequence[Record]) -> list[Figure]:
+    """What a leak does to the loss and to the use of context, against its dose; nothing with fewer than two doses."""
+    settings = {s: here for s, here in by_setting(arms(records)).items() if {"rows", "leak"} <= here.keys()}
+    found = [(dose(here["leak"]), s, here) for s, here in settings.items() if not s.tuning]
+    doses = sorted(((100 * share, s, here) for share, s, here in found if share is not None), key=lambda one: one[0])
+    if len(doses) < 2:
+        return []
+    fig, panels = axes(2, width=9.0)
+    lines = [(0, f"{places} T", color, [contrast(here["leak"], here["rows"], *spans(s.T)[places]) for _, s, here in doses])
+             for places, color in (("inside", "#0072B2"), ("beyond", "#D55E00"))]  # fmt: skip
+    gains = [bootstrap(*gain_pairs(here["leak"], here["rows"], 4)) for _, _, here in doses]
+    lines.append((1, "context gain at 4 T", "#009E73", [one if one.seeds else None for one in gains]))
+    for panel, label, color, found in lines:
+        points = [(share, one) for (share, *_), one in zip(doses, found) if one is not None]
+        halves = [[one.mean - one.low for _, one in points], [one.high - one.mean for _, one in points]]
+        aside = 1.03 if label.startswith("beyond") else 1
+        x, y = [share * aside for share, _ in points], [one.mean for _, one in points]
+        errors = np.maximum(np.nan_to_num(halves), 0)
+        panels[panel].errorbar(x, y, yerr=errors, color=color, marker="o", linewidth=1.6, capsize=2, label=label)
+    for ax, ylabel in zip(panels, ("loss: leak minus rows, nats", "context gain: leak minus rows, nats")):
+        ax.axhline(0, color=MUTED, linewidth=1.2)
+        names = [f"{share:.3g} %\nT = {s.T}" for share, s, _ in doses]
+        ax.set(xscale="log", xlabel="tokens behind another document", ylabel=ylabel)
+        ax.set_xticks([share for share, *_ in doses], names)
+        ax.set_xticks([], minor=True)
+    legend_below(fig, columns=3)
+    caption = "Leak minus the same rows with reset, by the share of tokens that stand behind another document; 95 % intervals."
+    return [finish(fig, "dose", caption)]
+
+
+def figures(records: Sequence[Record]) -> list[Figure]:
+    """``records`` are of one corpus."""
+    return [*starts_figures(records), *dose_figures(records)]
