@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.boundaries.runs import STARTS, arms, by_setting, contrast, dose, gain_pairs, is_ladder, spans
+from experiments.boundaries.runs import STARTS, Arm, arms, by_setting, contrast, dose, gain_pairs, is_ladder, spans
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.inference import bootstrap
 from packmamba.report.summary import Record
@@ -16,7 +16,8 @@ COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan"
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
     """Difference from zero against the place in the document over T; a panel for each T."""
-    settings = {s: here for s, here in by_setting(arms(records)).items() if {"zero", "own"} <= here.keys()}
+    every = by_setting(arms(records))
+    settings = {s: here for s, here in every.items() if not s.tuning and _pairs(here) > 1}
     if not settings:
         return []
     fig, panels = axes(len(settings), width=max(6.0, 4.4 * len(settings)))
@@ -42,6 +43,11 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
         "Loss minus that of zero, by the place in the document over T; bars are 95 % intervals over seeds and packages."
     )
     return [finish(fig, "starts", caption)]
+
+
+def _pairs(here: dict[str, Arm]) -> int:
+    """Seeds that have both zero and own."""
+    return len(here["zero"].runs.index.intersection(here["own"].runs.index)) if {"zero", "own"} <= here.keys() else 0
 
 
 def dose_figures(records: Sequence[Record]) -> list[Figure]:

@@ -38,7 +38,7 @@ STEPS = [
     _step("order", *POOL, ORDERS),
     _step("leak", *TINY, *STEPS_OF_TINY, WINDOW, ROWS),
     _step("leak-dose", *TINY, *STEPS_OF_TINY, OF_ARMS, ROWS, "grid={seed: [1]}"),
-    *(_step(name, *POOL, *SHORT) for name in ("rows-512", "rows-8192", "long", "larger")),
+    *(_step(name, *POOL, *SHORT) for name in ("rows-512", "rows-8192", "ladder-rate", "long", "larger")),
     _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", "throughput_rounds=4"),
 ]
 

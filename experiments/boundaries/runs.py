@@ -35,6 +35,8 @@ EXPLAINED = {
     "learned": "the same rows; documents start from a learned state",
 }
 """What arms do, whose names begin so."""
+RATE = 2e-3
+"""Learning rate of all runs that name none."""
 TUNING = 100
 """Seeds from here on are for choices, and are not reported."""
 REACH = 32
@@ -88,7 +90,8 @@ class Setting:
 
     def label(self) -> str:
         size = {512: "14M", 768: "47M"}.get(self.width, f"width {self.width}")
-        marks = [", post-training"] * self.after + [f", tuning seeds, rate {self.lr:g}"] * self.tuning
+        marks = [", post-training"] * self.after + [", tuning seeds"] * self.tuning
+        marks += [f", rate {self.lr:g}"] * (self.tuning or self.lr != RATE)
         return f"T = {self.T}, {size}, {self.tokens / 1e6:.3g}M tokens" + "".join(marks)
 
 

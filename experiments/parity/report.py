@@ -115,7 +115,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
 
 
 def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
-    """Padded, else packed with reset; of the control packed with reset, else padded. Of the arm's own precision."""
+    """Padded, else packed with reset; of the control packed with reset, else padded. Of the arm's own precision and rate."""
 
     def says(peer: Arm, key: str) -> object:
         return peer.runs.iloc[0].get(f"config.{key}")
@@ -123,7 +123,8 @@ def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     wanted = ["padded", "greedy"]
     if says(arm, "data.strategy") == "in_order":
         wanted.reverse()
-    alike = [peer for peer in arms if says(peer, "trainer.precision") == says(arm, "trainer.precision")]
+    own = ("trainer.precision", "optimizer.lr")
+    alike = [peer for peer in arms if all(says(peer, key) == says(arm, key) for key in own)]
     alike.sort(key=lambda peer: _steps(peer) != _steps(arm))  # else of equal compute
     found = next((peer for name in wanted for peer in alike if says(peer, "data.strategy") == name), None)
     return None if found is arm else found

@@ -37,8 +37,10 @@ STEPS = [
     ),
     Step("functions-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("mixture-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
-    Step("float32.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
-    Step("tokenizer.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
+    *(
+        Step(f"{name}.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1)
+        for name in ("float32", "float32-mixture", "files-rate", "mixture-long", "tokenizer")
+    ),
     *(Step(f"{name}.yaml", (), small=("throughput_rounds=3",), gpus=1) for name in ("speed", "speed-single")),
     *(Step(f"equal-time-{unit}.yaml", ("jobs=auto",), small=("trainer.max_steps=60",), gpus=1) for unit in UNITS),
 ]
