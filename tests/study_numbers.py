@@ -45,9 +45,56 @@ def equal_time(unit):
     return [ratio, -mean, -high, -low]
 
 
-def spread_of_pairs(unit):
-    low, high, n = cells("parity", f"parity-{unit}", OURS, "over_seeds_low", "over_seeds_high", "pairs")
-    return (high - low) / 2 * n**0.5 / stdtrit(n - 1, 0.975)
+def drift(arm, *columns, unit="files"):
+    return cells("parity", f"drift-{unit}", {"arm": arm}, *columns)
+
+
+def float32_to(step):
+    """Largest difference of the pair's losses of a step, up to this one."""
+    found = {
+        one["arm"]: one["curves"]["train"] for one in runs() if one["arm"].endswith("float32") and one["seed"] == 1
+    }
+    both = zip(found["padded-float32"], found["packed-reset-float32"])
+    return max(abs(a["loss"] - b["loss"]) for a, b in both if a["step"] <= step)
+
+
+def loss_at_rate(arm, rate):
+    return cells("parity/tuning", "training", {"arm": f"{arm} lr={rate}"}, "val_loss")[0]
+
+
+def ordered(what, places="beyond"):
+    row = {"setting": f"{MAIN}, tuning seeds, rate 0.002", "what": what}
+    return interval("boundaries", "order", row, places)
+
+
+def of_tuning(what, places="beyond"):
+    """At rates 0.001, 0.002 and 0.004, of one seed; fewer where a run is missing."""
+    rows = [one for one in table("boundaries", "ladder") if one["what"] == what and "tuning" in one["setting"]]
+    return [float(one[places]) for one in sorted(rows, key=lambda one: one["setting"])]
+
+
+def trained(arm, seed):
+    """Validation losses of boundaries' runs of this name, the earlier first."""
+    records = [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("boundaries/records/*.jsonl")]
+    found = [one for one in records if (one["arm"], one["seed"]) == (arm, seed)]
+    return [one["metrics"]["val_loss"] for one in sorted(found, key=lambda one: one["time"])]
+
+
+def doses():
+    """Per cent of the tokens behind another document, by T."""
+    return [
+        100 * cells("boundaries", "arms", {"setting": f"T = {T}, 14M, 100M tokens", "arm": "leak"}, "dose")[0]
+        for T in (512, 2048, 8192)
+    ]
+
+
+def gains_of_leaks():
+    """The largest difference in size, and halves of the intervals at the least and the largest T."""
+    found = [
+        interval("boundaries", "gain-differences", {"setting": f"T = {T}, 14M, 100M tokens", "arm": "leak"}, "gain_4")
+        for T in (512, 2048, 8192)
+    ]
+    return [max(abs(mean) for mean, *_ in found), *((high - low) / 2 for _, low, high in (found[0], found[2]))]
 
 
 def again(experiment, metric="perplexity.loss"):
@@ -177,7 +224,7 @@ def files():
     found = [
         one for one in lines
         if one["kind"] == "training" and one["config"]["data"].get("unit") == "files" and one["metrics"]["steps"] == 500
-        and one["arm"] != "single"
+        and one["arm"] in ("padded", "packed-reset", "packed-control")
     ]  # fmt: skip
     assert len(found) == 24
     return sorted(found, key=lambda one: one["time"])
@@ -208,7 +255,9 @@ def interval_of_sd():
 
 def by_place():
     found = table("parity", "loss-by-position-files")
-    rows = [one for one in found if one["difference_low"] and one["arm"] != "packed-equal-time"]
+    rows = [
+        one for one in found if one["difference_low"] and one["arm"] in ("packed-reset", "packed-control", "single")
+    ]
     return [len(rows), sum(float(one["difference_low"]) > 0 or float(one["difference_high"]) < 0 for one in rows)]
 
 

@@ -40,11 +40,8 @@ def headlines(experiment):
 
 
 def awaited(experiment):
-    """What its runs are still to measure: its headlines without a record, and those that will become headlines."""
-    folder = experiments.find(experiment)
-    declared = experiments.module(folder, "reproduce")
-    found = cells([*declared.HEADLINES, *getattr(declared, "AWAITED", [])], folder)
-    return {name for name, cell in found.items() if cell.text == "-"}
+    """What its runs are still to measure: its headlines without a record."""
+    return {name for name, cell in headlines(experiment).items() if cell.text == "-"}
 
 
 def numbers(experiment):

@@ -18,18 +18,25 @@ from study_numbers import (
     by_place,
     cells,
     contradicted,
+    doses,
+    drift,
     elsewhere_by_place,
     equal_time,
     fewer_points,
     files,
+    float32_to,
     gain,
+    gains_of_leaks,
     interval,
     interval_of_sd,
     ladder,
     leaked,
+    loss_at_rate,
     more_gain,
     next_line,
     of_task,
+    of_tuning,
+    ordered,
     parity,
     primary,
     runs,
@@ -37,9 +44,9 @@ from study_numbers import (
     slower,
     solved,
     speed,
-    spread_of_pairs,
     table,
     tasks,
+    trained,
     tried,
     validated,
     worse_at_each_rate,
@@ -81,14 +88,42 @@ SENTENCES = {
             rf"over seeds give p = {N}, Holm's {N}\.",
             lambda: [cells("parity", "parity-functions", OURS, "p")[0] * times for times in (1, 2)],
         ),
-        (rf"the control has three seeds, {N} \[{N}, {N}\]", lambda: parity(CONTROL, "functions")),
-        (rf"equivalence is not shown either: {N} \[{N}, {N}\], five seeds", lambda: parity(OURS, "mixture")),
+        (rf"order do as little there: {N} \[{N}, {N}\], five", lambda: parity(CONTROL, "functions")),
+        (rf"equivalence is not shown either: {N} \[{N}, {N}\], eight seeds", lambda: parity(OURS, "mixture")),
+        (
+            rf"move a pair by up to {N} there\. [^|]*? of {N}, as on files; [^|]*? has {N}, which would need (\d+) seeds",
+            lambda: [
+                *cells("parity", "calibration-mixture", LAST, "largest"),
+                *cells("parity", "calibration-files", LAST, "sd"),
+                *cells("parity", "calibration-mixture", LAST, "sd", "seeds_equivalence"),
+            ],
+        ),
+        (
+            rf"differ by {N} nats in the mean over steps\. [^|]*? another order: {N}\.",
+            lambda: [*drift("packed-reset", "later"), *drift("packed-control", "later")],
+        ),
+        (
+            rf"Functions \({N} and {N}\) and the mixture \({N} and {N}\) are alike",
+            lambda: [
+                drift(arm, "later", unit=unit)[0]
+                for unit in ("functions", "mixture")
+                for arm in ("packed-reset", "packed-control")
+            ],
+        ),
+        (
+            rf"at most {N} in the first 200 steps, and their validation losses by {N} at the end",
+            lambda: drift("packed-reset-float32", "early", "validation"),
+        ),
+        (
+            rf"Wrong by a hair: {N} up to step 150, and {N} at step 200",
+            lambda: [float32_to(150), float32_to(200)],
+        ),
+        (
+            rf"best for padded \({N}\) and for packed with reset \({N}\)\. [^|]*? both have {N} and {N}\.",
+            lambda: [loss_at_rate(arm, rate) for rate in (0.004, 0.002) for arm in ("padded", "packed-reset")],
+        ),
         (rf"Single minus padded is {N} nats \[{N}, {N}\], five seeds", lambda: parity({"arm": "single"})),
         (rf"as CUDA graphs \(p = {N}; exploratory", lambda: cells("parity", "parity-files", {"arm": "single"}, "p")),
-        (
-            rf"It is {N} on functions and {N} on the mixture\.",
-            lambda: [spread_of_pairs("functions"), spread_of_pairs("mixture")],
-        ),
         (
             rf"as many steps on functions and {N} times as many on the mixture\.",
             lambda: equal_time("mixture")[:1],
@@ -125,7 +160,7 @@ SENTENCES = {
         (rf"better by {N} to {N} in all six", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
     ],
     "boundaries": [
-        (r"Differences are of (\w+) seeds of (\w+)\.", seeds),
+        (r"Differences are of (\w+) seeds of (\w+), those", seeds),
         (rf"mean was worse, by {N} to {N}, and", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
         (
             rf"Without any one package they are {N} to {N} in size",
@@ -170,12 +205,46 @@ SENTENCES = {
             lambda: [limit(gain("zero", k)[0] for k in (4, 8, 16)) for limit in (min, max)],
         ),
         (
-            rf"Leak minus the same rows with reset is {N} \[{N}, {N}\] inside T and {N} \[{N}, {N}\] beyond, three",
+            rf"Leak minus the same rows with reset is {N} \[{N}, {N}\] inside T and {N} \[{N}, {N}\] beyond at 2048",
             lambda: [x for places in ("inside", "beyond") for x in interval("boundaries", "leak", LEAK, places)],
         ),
         (
-            rf"A leak shows no gain of context: {N} \[{N}, {N}\] at 8 T",
-            lambda: interval("boundaries", "gain-differences", {"setting": MAIN, "arm": "leak"}, "gain_8"),
+            rf"the largest difference is {N}, with intervals of ±{N} at T = 512 and ±{N} at 8192",
+            gains_of_leaks,
+        ),
+        (rf"rows, {N}, {N} and {N} % of the tokens stand behind", doses),
+        (
+            rf"end {N} nats \[{N}, {N}\] above the pool of 32",
+            lambda: ordered("plain streams"),
+        ),
+        (
+            rf"pool itself ends {N} above its own rows shuffled; there the interval, \[{N}, {N}\],",
+            lambda: [-ordered("shuffled")[i] for i in (0, 2, 1)],
+        ),
+        (
+            rf"worse by {N} to {N}, the whole intervals below 0\.05",
+            lambda: sorted(ordered("plain streams", places)[0] for places in ("inside", "beyond")),
+        ),
+        (
+            rf"right by the estimates, {N} and {N}, and open",
+            lambda: [-ordered("shuffled", places)[0] for places in ("inside", "beyond")],
+        ),
+        (
+            rf"worse than zero at all three, by {N} to {N} beyond T",
+            lambda: [limit(of_tuning("coverage")) for limit in (min, max)],
+        ),
+        (rf"at 0\.001 and at 0\.002, by {N} and {N}; at", lambda: [-x for x in of_tuning("own over zero")]),
+        (
+            rf"zero has {N} there and {N} at 0\.002",
+            lambda: [trained(f"zero lr={rate}", 101)[0] for rate in (0.004, 0.002)],
+        ),
+        (
+            rf"two sweeps and has {N} and {N}: a difference of {N}\.",
+            lambda: [
+                *trained("pool-32", 101),
+                *trained("zero lr=0.002", 101),
+                trained("zero lr=0.002", 101)[0] - trained("pool-32", 101)[0],
+            ],
         ),
         (rf"has {N} in place of {N}: a difference of {N} ", lambda: again("boundaries")),
         (rf"Without graphs own is {N} % slower", lambda: [slower("own, eager", "zero, eager")]),

@@ -42,7 +42,13 @@ STEPS = [
     _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", "throughput_rounds=4"),
 ]
 
-MAIN = {"setting": "T = 2048, 14M, 100M tokens"}
+
+def _at(T: int) -> dict[str, str]:
+    return {"setting": f"T = {T}, 14M, 100M tokens"}
+
+
+MAIN = _at(2048)
+ORDER = {"setting": f"{MAIN['setting']}, tuning seeds, rate 0.002"}
 HEADLINES = [
     *(
         Headline(
@@ -58,6 +64,14 @@ HEADLINES = [
     *(
         Headline(f"own over zero {places} T", "ladder-files", MAIN | {"what": "own over zero"}, places, alone="ladder")
         for places in ("inside", "beyond")
+    ),
+    *(
+        Headline(f"{name} minus the pool, beyond T", "order-files", ORDER | {"what": what}, "beyond", alone="order")
+        for name, what in (("plain streams", "plain streams"), ("the pool's rows shuffled", "shuffled"))
+    ),
+    *(
+        Headline(f"leak minus reset inside T, T = {T}", "leak-files", _at(T) | {"what": "leak"}, "inside", alone="leak")
+        for T in (512, 2048, 8192)
     ),
     *(
         Headline(

@@ -1,7 +1,5 @@
 """What makes the experiment's records, and the numbers that its README rests on."""
 
-from collections.abc import Sequence
-
 from packmamba.experiments import Headline, Step
 
 TASKS = ("mqar", "selective_copying", "induction", "contradiction")
@@ -15,28 +13,10 @@ TINY = (
 
 STEPS = [Step(f"{task}.yaml", ("jobs=auto",), small=("jobs=1", *TINY), gpus=1, small_on_cpu=True) for task in TASKS]
 
-MEASURED = ("mqar", "selective_copying", "contradiction")
-"""Tasks that have all their runs."""
-
-
-def _headlines(tasks: Sequence[str]) -> list[Headline]:
-    rows = [
-        *((f"{arm} minus padded, nats an answer", arm, "difference") for arm in ("packed-reset", "packed-leak")),
-        *((f"accuracy of {arm}", arm, "accuracy") for arm in ("padded", "packed-reset", "packed-leak")),
-    ]
-    return [
-        Headline(
-            f"{task}: {name}",
-            f"answers-{task}",
-            {"arm": arm},
-            column,
-            alone="answers" if MEASURED == (task,) else "",
-        )
-        for task in tasks
-        for name, arm, column in rows
-    ]
-
-
-HEADLINES = _headlines(MEASURED)
-AWAITED = _headlines([task for task in TASKS if task not in MEASURED])
-"""Become headlines when their records are there."""
+ROWS = [
+    *((f"{arm} minus padded, nats an answer", arm, "difference") for arm in ("packed-reset", "packed-leak")),
+    *((f"accuracy of {arm}", arm, "accuracy") for arm in ("padded", "packed-reset", "packed-leak")),
+]
+HEADLINES = [
+    Headline(f"{task}: {name}", f"answers-{task}", {"arm": arm}, column) for task in TASKS for name, arm, column in ROWS
+]

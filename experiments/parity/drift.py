@@ -43,6 +43,7 @@ def drift_table(pairs: Sequence[Pair]) -> Table:
             Column("pairs", ("pairs",)),
             Column("step 1", ("first",)),
             Column(f"largest to step {EARLY}", ("early",)),
+            Column("mean after step 1", ("later",)),
             Column("largest", ("largest",)),
             Column("validation, largest at the end", ("validation",)),
         ],
@@ -53,13 +54,14 @@ def drift_table(pairs: Sequence[Pair]) -> Table:
             continue
         at, read = steps.index.get_level_values("step"), apart(arm, other, "validation")
         end = read[read.index.get_level_values("step") == at.max()]
-        sizes = [steps[at == 1].max(), steps[at <= EARLY].max(), steps.max(), end.max() if len(end) else None]
+        sizes = [steps[at == 1].max(), steps[at <= EARLY].max(), steps[at > 1].mean(), steps.max()]
+        sizes.append(end.max() if len(end) else None)
         seeds = number(steps.index.get_level_values("seed").nunique(), "d")
         table.rows.append(
             [word(arm.name), word(other.name), word(precision(arm)), seeds, *(number(size, ".1e") for size in sizes)]
         )
     table.notes = [
-        "The first step and every fiftieth, largest over seeds. Every arm has the same documents in "
+        "The first step and every fiftieth; mean or largest over seeds. Every arm has the same documents in "
         "every step, so that without rounding all differences were zero."
     ]
     return table

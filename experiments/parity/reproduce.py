@@ -61,10 +61,18 @@ def _control(name: str, column: str, weights: str = "mean of the last") -> Headl
     return Headline(f"files: {name}", "calibration-files", row, column, alone="calibration")
 
 
+def _apart(unit: str, name: str, arm: str) -> Headline:
+    alone = "drift" if arm != "packed-reset-float32" and unit == "files" else ""
+    return Headline(f"{unit}: difference of a step's loss: {name}", f"drift-{unit}", {"arm": arm}, "later", alone=alone)
+
+
 HEADLINES = [
     *(_trained(unit, "packed with reset minus padded", "packed-reset", "difference") for unit in UNITS),
     _trained("files", "one document at a time minus padded", "single", "difference"),
-    *(_trained(u, "sums in another order, minus packed with reset", "packed-control", "difference") for u in UNITS[:2]),
+    *(_trained(u, "sums in another order, minus packed with reset", "packed-control", "difference") for u in UNITS),
+    *(_apart(unit, "packed and padded", "packed-reset") for unit in UNITS),
+    *(_apart(unit, "sums in another order", "packed-control") for unit in UNITS),
+    _apart("files", "packed and padded in float32, one pair", "packed-reset-float32"),
     *(_speed(unit) for unit in UNITS),
     *(_trained(unit, "packed in padded's GPU time, minus padded", "packed-equal-time", "difference") for unit in UNITS),
     *(_trained(unit, "loss of padded", "padded", "loss") for unit in UNITS),
