@@ -53,8 +53,8 @@ def _pairs(here: dict[str, Arm]) -> int:
 def dose_figures(records: Sequence[Record]) -> list[Figure]:
     """What a leak does to the loss and to the use of context, against its dose; nothing with fewer than two doses."""
     settings = {s: here for s, here in by_setting(arms(records)).items() if {"rows", "leak"} <= here.keys()}
-    found = [(dose(here["leak"]), s, here) for s, here in settings.items() if not s.tuning]
-    doses = sorted(((100 * share, s, here) for share, s, here in found if share is not None), key=lambda one: one[0])
+    known = [(dose(here["leak"]), s, here) for s, here in settings.items() if not s.tuning]
+    doses = sorted(((100 * share, s, here) for share, s, here in known if share is not None), key=lambda one: one[0])
     if len(doses) < 2:
         return []
     fig, panels = axes(2, width=9.0)

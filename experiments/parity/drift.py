@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -80,7 +81,11 @@ def drift_figure(pairs: Sequence[Pair]) -> list[Figure]:
         low, mean, high = by_step.min(), by_step.mean(), by_step.max()
         half = precision(arm) != "float32"
         name = next((name for name in LINES if arm.name.startswith(name)), "")
-        style = {"color": LINES.get(name, "#5b616b"), "linestyle": "-" if half else (0, (4, 1.5)), "linewidth": 1.8}
+        style: dict[str, Any] = {
+            "color": LINES.get(name, "#5b616b"),
+            "linestyle": "-" if half else (0, (4, 1.5)),
+            "linewidth": 1.8,
+        }
         ax.plot(mean.index, mean, marker="o", markersize=3, label=f"{arm.name} - {other.name}", **style)
         if steps.index.get_level_values("seed").nunique() > 1:
             ax.fill_between(mean.index, np.maximum(low, 1e-7), high, color=style["color"], alpha=0.12, linewidth=0)

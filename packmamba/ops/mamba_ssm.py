@@ -76,7 +76,7 @@ class _OwnStrides(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         return torch.empty(dy.shape, dtype=dy.dtype, device=dy.device).copy_(dy)
 
 
