@@ -45,6 +45,11 @@ def equal_time(unit):
     return [ratio, -mean, -high, -low]
 
 
+def spread_of_pairs(unit):
+    low, high, n = cells("parity", f"parity-{unit}", OURS, "over_seeds_low", "over_seeds_high", "pairs")
+    return (high - low) / 2 * n**0.5 / stdtrit(n - 1, 0.975)
+
+
 def drift(arm, *columns, unit="files"):
     return cells("parity", f"drift-{unit}", {"arm": arm}, *columns)
 
@@ -58,12 +63,33 @@ def float32_to(step):
     return max(abs(a["loss"] - b["loss"]) for a, b in both if a["step"] <= step)
 
 
+def above_zero(unit):
+    """Of how many seeds packed with reset is worse than padded."""
+    losses = {
+        (one["arm"], one["seed"]): one["metrics"]["perplexity.loss"]
+        for one in runs()
+        if one["config"]["data"]["unit"] == unit
+    }
+    pairs = [losses["packed-reset", seed] - losses["padded", seed] for arm, seed in losses if arm == "padded"]
+    return [len(pairs), sum(difference > 0 for difference in pairs)]
+
+
+def tuned_pairs(rate):
+    """Packed with reset minus padded, of each tuning seed, and the interval."""
+    losses = {}
+    for path in EXPERIMENTS.glob("parity/tuning/records/*.jsonl"):
+        one = json.loads(path.read_text().splitlines()[-1])
+        losses[one["arm"], one["seed"]] = one["metrics"]["val_loss"]
+    pairs = [losses[f"packed-reset lr={rate}", seed] - losses[f"padded lr={rate}", seed] for seed in (100, 101)]
+    return [*pairs, *interval("parity/tuning", "differences", {"arm": f"packed-reset lr={rate}"}, "val_loss")]
+
+
 def loss_at_rate(arm, rate):
     return cells("parity/tuning", "training", {"arm": f"{arm} lr={rate}"}, "val_loss")[0]
 
 
-def ordered(what, places="beyond"):
-    row = {"setting": f"{MAIN}, tuning seeds, rate 0.002", "what": what}
+def ordered(what, places="beyond", setting=f"{MAIN}, tuning seeds"):
+    row = {"setting": setting, "what": what}
     return interval("boundaries", "order", row, places)
 
 
@@ -88,13 +114,10 @@ def doses():
     ]
 
 
-def gains_of_leaks():
-    """The largest difference in size, and halves of the intervals at the least and the largest T."""
-    found = [
-        interval("boundaries", "gain-differences", {"setting": f"T = {T}, 14M, 100M tokens", "arm": "leak"}, "gain_4")
-        for T in (512, 2048, 8192)
-    ]
-    return [max(abs(mean) for mean, *_ in found), *((high - low) / 2 for _, low, high in (found[0], found[2]))]
+def more_of_a_leak(T):
+    """Context gain at 4 T, leak minus reset."""
+    row = {"setting": f"T = {T}, 14M, 100M tokens", "arm": "leak"}
+    return interval("boundaries", "gain-differences", row, "gain_4")
 
 
 def again(experiment, metric="perplexity.loss"):
@@ -213,8 +236,8 @@ def gain(arm, k=8):
     return cells("boundaries", "context-gain", {"setting": MAIN, "arm": arm}, f"gain_{k}")
 
 
-def more_gain(arm):
-    return interval("boundaries", "gain-differences", {"setting": MAIN, "arm": arm}, "gain_8")
+def more_gain(arm, column="gain_8"):
+    return interval("boundaries", "gain-differences", {"setting": MAIN, "arm": arm}, column)
 
 
 @functools.cache
@@ -263,7 +286,8 @@ def by_place():
 
 def elsewhere_by_place():
     tables = [table("parity", f"loss-by-position-{unit}") for unit in ("functions", "mixture")]
-    rows = [one for some in tables for one in some if one["arm"] == "packed-reset" and one["difference_low"]]
+    arms = ("packed-reset", "packed-control")
+    rows = [one for some in tables for one in some if one["arm"] in arms and one["difference_low"]]
     return [sum(float(one["difference_low"]) > 0 or float(one["difference_high"]) < 0 for one in rows), len(rows)]
 
 

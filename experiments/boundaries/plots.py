@@ -30,7 +30,7 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
                 (2**power, contrast(here[name], here["zero"], 2**power * setting.T, 2 ** (power + 1) * setting.T))
                 for power in range(-4, 5)
             ]
-            found = [(x * 2**0.5, one) for x, one in points if one]
+            found = [(x * 2**0.5, one) for x, one in points if one and one.seeds > 1]
             halves = [[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]]
             ax.errorbar(
                 [x for x, _ in found], [one.mean for _, one in found], yerr=np.maximum(np.nan_to_num(halves), 0),
@@ -63,12 +63,12 @@ def dose_figures(records: Sequence[Record]) -> list[Figure]:
     gains = [bootstrap(*gain_pairs(here["leak"], here["rows"], 4)) for _, _, here in doses]
     lines.append((1, "context gain at 4 T", "#009E73", [one if one.seeds else None for one in gains]))
     for panel, label, color, found in lines:
-        points = [(share, one) for (share, *_), one in zip(doses, found) if one is not None]
+        points = [(share, one) for (share, *_), one in zip(doses, found) if one is not None and one.seeds > 1]
         halves = [[one.mean - one.low for _, one in points], [one.high - one.mean for _, one in points]]
         aside = 1.03 if label.startswith("beyond") else 1
         x, y = [share * aside for share, _ in points], [one.mean for _, one in points]
         errors = np.maximum(np.nan_to_num(halves), 0)
-        panels[panel].errorbar(x, y, yerr=errors, color=color, marker="o", linewidth=1.6, capsize=2, label=label)
+        panels[panel].errorbar(x, y, yerr=errors, color=color, marker="o", linestyle="none", capsize=2, label=label)
     for ax, ylabel in zip(panels, ("loss: leak minus rows, nats", "context gain: leak minus rows, nats")):
         ax.axhline(0, color=MUTED, linewidth=1.2)
         names = [f"{share:.3g} %\nT = {s.T}" for share, s, _ in doses]
@@ -76,7 +76,10 @@ def dose_figures(records: Sequence[Record]) -> list[Figure]:
         ax.set_xticks([share for share, *_ in doses], names)
         ax.set_xticks([], minor=True)
     legend_below(fig, columns=3)
-    caption = "Leak minus the same rows with reset, by the share of tokens that stand behind another document; 95 % intervals."
+    caption = (
+        "Leak minus the same rows with reset, by the share of tokens that stand behind another document, which "
+        "grows with T; 95 % intervals."
+    )
     return [finish(fig, "dose", caption)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -42,6 +43,10 @@ ORDER = (
     ("8 streams a row", "zero, 8 streams a row", "zero"),
     ("plain streams", "zero, plain streams", "zero"),
     ("shuffled", "shuffled", "zero"),
+    ("plain streams, shuffled", "zero, plain streams", "shuffled"),
+    ("the pool, other rows", "zero", "rows"),
+    ("own, other rows", "own", "rows"),
+    ("own, shuffled", "own", "shuffled"),
 )
 LEAK = tuple((name, name, "rows") for name in (*list(LEAKS.values())[1:], "learned"))
 
@@ -53,7 +58,7 @@ def starts_tables(records: Sequence[Record]) -> list[Table]:
         _primary(settings),
         _contrasts("ladder", "The ladder: what a continuing piece starts from", settings, LADDER),
         _agreement(settings),
-        _contrasts("order", "Order: the same pieces in other orders, all from zero", settings, ORDER),
+        _contrasts("order", "Order: pieces in other orders, all from zero unless said", _with_rows(settings), ORDER),
         _contrasts(
             "leak", "Leaks: documents end to end in shuffled rows, minus the same rows with reset", settings, LEAK
         ),
@@ -62,6 +67,13 @@ def starts_tables(records: Sequence[Record]) -> list[Table]:
         _arms(settings),
     ]
     return [table for table in tables if table.rows]
+
+
+def _with_rows(settings: dict[Setting, dict[str, Arm]]) -> dict[Setting, dict[str, Arm]]:
+    """Staggered pools, with the shuffled rows of ``leak.yaml`` beside them, whose documents lie in one stream."""
+    rows = {s: here["rows"] for s, here in settings.items() if "rows" in here}
+    beside = {s: rows.get(replace(s, stagger=False)) for s in settings if s.stagger}
+    return {s: settings[s] | ({"rows": other} if other else {}) for s, other in beside.items()}
 
 
 def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:

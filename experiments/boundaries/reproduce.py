@@ -38,7 +38,10 @@ STEPS = [
     _step("order", *POOL, ORDERS),
     _step("leak", *TINY, *STEPS_OF_TINY, WINDOW, ROWS),
     _step("leak-dose", *TINY, *STEPS_OF_TINY, OF_ARMS, ROWS, "grid={seed: [1]}"),
-    *(_step(name, *POOL, *SHORT) for name in ("rows-512", "rows-8192", "ladder-rate", "long", "larger")),
+    *(
+        _step(name, *POOL, *SHORT)
+        for name in ("carry-or-shuffle", "rows-512", "rows-8192", "ladder-rate", "long", "larger")
+    ),
     _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", "throughput_rounds=4"),
 ]
 
@@ -48,7 +51,7 @@ def _at(T: int) -> dict[str, str]:
 
 
 MAIN = _at(2048)
-ORDER = {"setting": f"{MAIN['setting']}, tuning seeds, rate 0.002"}
+ORDER = {"setting": f"{MAIN['setting']}, tuning seeds"}
 HEADLINES = [
     *(
         Headline(
@@ -68,6 +71,20 @@ HEADLINES = [
     *(
         Headline(f"{name} minus the pool, beyond T", "order-files", ORDER | {"what": what}, "beyond", alone="order")
         for name, what in (("plain streams", "plain streams"), ("the pool's rows shuffled", "shuffled"))
+    ),
+    Headline(
+        "plain streams minus the pool's rows shuffled, beyond T",
+        "order-files",
+        ORDER | {"what": "plain streams, shuffled"},
+        "beyond",
+        alone="order",
+    ),
+    Headline(
+        "own minus other shuffled rows, beyond T",
+        "order-files",
+        MAIN | {"what": "own, other rows"},
+        "beyond",
+        alone="order",
     ),
     *(
         Headline(f"leak minus reset inside T, T = {T}", "leak-files", _at(T) | {"what": "leak"}, "inside", alone="leak")

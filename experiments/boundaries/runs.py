@@ -87,11 +87,13 @@ class Setting:
     """From the weights of another run."""
     tuning: bool
     """Seeds on which things were chosen."""
+    tried: bool
+    """Of a sweep that tries learning rates: compared inside it alone."""
 
     def label(self) -> str:
         size = {512: "14M", 768: "47M"}.get(self.width, f"width {self.width}")
         marks = [", post-training"] * self.after + [", tuning seeds"] * self.tuning
-        marks += [f", rate {self.lr:g}"] * (self.tuning or self.lr != RATE)
+        marks += [f", rate {self.lr:g}"] * (self.tried or self.lr != RATE)
         return f"T = {self.T}, {size}, {self.tokens / 1e6:.3g}M tokens" + "".join(marks)
 
 
@@ -143,6 +145,7 @@ def arms(records: Sequence[Record]) -> list[Arm]:
     runs = frame(records, "training")
     if runs.empty:
         return []
+    runs["tried"] = runs["arm"].str.contains(" lr=", regex=False)
     runs["arm"] = [name_of(run) for _, run in runs.iterrows()]
     steps, size = runs["config.trainer.max_steps"], runs["config.data.tokens_per_step"]
     runs["budget"] = steps * size
@@ -153,7 +156,7 @@ def arms(records: Sequence[Record]) -> list[Arm]:
     runs["staggered"] = runs.get("config.data.stagger", pd.Series(False, runs.index)).fillna(False).astype(bool) | whole
     runs["tuning"] = runs["seed"] >= TUNING
     runs["after"] = runs.get("config.trainer.init_from", pd.Series(None, runs.index)).notna()
-    keys = ["T", "budget", "config.model.d_model", "config.optimizer.lr", "staggered", "after", "tuning"]
+    keys = ["T", "budget", "config.model.d_model", "config.optimizer.lr", "staggered", "after", "tuning", "tried"]
     found = []
     for (*setting, name), group in runs.groupby([*keys, "arm"], sort=True):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()

@@ -44,7 +44,7 @@ def drift_table(pairs: Sequence[Pair]) -> Table:
             Column("pairs", ("pairs",)),
             Column("step 1", ("first",)),
             Column(f"largest to step {EARLY}", ("early",)),
-            Column("mean after step 1", ("later",)),
+            Column("median after step 1", ("later",)),
             Column("largest", ("largest",)),
             Column("validation, largest at the end", ("validation",)),
         ],
@@ -55,14 +55,14 @@ def drift_table(pairs: Sequence[Pair]) -> Table:
             continue
         at, read = steps.index.get_level_values("step"), apart(arm, other, "validation")
         end = read[read.index.get_level_values("step") == at.max()]
-        sizes = [steps[at == 1].max(), steps[at <= EARLY].max(), steps[at > 1].mean(), steps.max()]
+        sizes = [steps[at == 1].max(), steps[at <= EARLY].max(), steps[at > 1].median(), steps.max()]
         sizes.append(end.max() if len(end) else None)
         seeds = number(steps.index.get_level_values("seed").nunique(), "d")
         table.rows.append(
             [word(arm.name), word(other.name), word(precision(arm)), seeds, *(number(size, ".1e") for size in sizes)]
         )
     table.notes = [
-        "The first step and every fiftieth; mean or largest over seeds. Every arm has the same documents in "
+        "The first step and every fiftieth; median or largest over steps and seeds. Every arm has the same documents in "
         "every step, so that without rounding all differences were zero."
     ]
     return table
@@ -86,7 +86,7 @@ def drift_figure(pairs: Sequence[Pair]) -> list[Figure]:
             "linestyle": "-" if half else (0, (4, 1.5)),
             "linewidth": 1.8,
         }
-        ax.plot(mean.index, mean, marker="o", markersize=3, label=f"{arm.name} - {other.name}", **style)
+        ax.plot(mean.index, mean, marker="o", markersize=3, label=f"{arm.name} minus {other.name}", **style)
         if steps.index.get_level_values("seed").nunique() > 1:
             ax.fill_between(mean.index, np.maximum(low, 1e-7), high, color=style["color"], alpha=0.12, linewidth=0)
     ax.set(yscale="log", xlabel="optimizer step", ylabel="difference of a step's loss, nats")
