@@ -93,6 +93,11 @@ def ordered(what, places="beyond", setting=f"{MAIN}, tuning seeds"):
     return interval("boundaries", "order", row, places)
 
 
+def row_length(T, *columns):
+    row = {"arm": "rows", "rows": str(T)}
+    return [x for column in columns for x in interval("boundaries", "row-length", row, column)]
+
+
 def of_tuning(what, places="beyond"):
     """At rates 0.001, 0.002 and 0.004, of one seed; fewer where a run is missing."""
     rows = [one for one in table("boundaries", "ladder") if one["what"] == what and "tuning" in one["setting"]]

@@ -122,6 +122,43 @@ def test_context_gains_are_compared_by_seed_and_package():
         assert [float(row[f"gain_{k}{end}"]) for end in ("", "_low", "_high")] == pytest.approx([0.003 * k] * 3)
 
 
+def in_rows(seed, loss, name="any", **data):
+    """The same losses everywhere; ``data`` says how documents lie in rows."""
+    one = record("reset", seed, effect=(loss, loss))
+    config = one["config"] | {"data": one["config"]["data"] | data}
+    return one | {"config": config, "arm": name}
+
+
+@pytest.mark.slow
+def test_orders_and_lengths_of_rows_are_compared_with_what_differs_in_them_alone():
+    shuffled, one_stream = {"shuffle_steps": 1526}, {"shuffle_steps": 1526, "streams": 1, "stagger": False}
+    records = []
+    for seed in (1, 2, 3):
+        records += [
+            record("reset", seed),
+            record("carry", seed, effect=(-0.5, -0.5)),
+            in_rows(seed, 0.25, **one_stream),
+            in_rows(seed, 1.0, **one_stream, row_length=8192),
+            in_rows(100 + seed, 0.0),
+            in_rows(100 + seed, -0.125, **shuffled),
+            in_rows(100 + seed, 9.0, "zero lr=0.002"),  # another sweep's run of the same arm
+        ]
+    found = {
+        (row["setting"].partition("tokens")[2], row["what"]): float(row["beyond"]) for row in rows(records, "order")
+    }
+    expected = {
+        ("", "the pool, other rows"): -0.25,
+        ("", "own, other rows"): -0.75,
+        (", tuning seeds", "shuffled"): -0.125,
+    }
+    assert found == pytest.approx(expected, abs=2e-3)
+    (row,) = rows(records, "row-length")
+    assert (row["arm"], row["rows"], row["minus"]) == ("rows", "8192", "2048")
+    assert [float(row[name]) for name in ("all places", "first 512", "from 8192 on")] == pytest.approx(
+        [0.75] * 3, abs=2e-3
+    )
+
+
 @pytest.mark.slow
 def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
     monkeypatch.setattr(
@@ -135,6 +172,8 @@ def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
         "leak": ["rows", "leak", "foreign heads", "leak, convolution", "leak, scan", "learned"],
         "rows-512": ["zero", "foreign", "own"],
         "rows-8192": ["zero", "foreign", "own"],
+        "carry-or-shuffle": ["shuffled"],
+        "ladder-rate": ["zero", "foreign", "own"],
         "larger": ["zero", "own"],
         "post": ["zero", "foreign", "own", "noise"],
     }

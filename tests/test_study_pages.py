@@ -40,6 +40,7 @@ from study_numbers import (
     ordered,
     parity,
     primary,
+    row_length,
     runs,
     seeds,
     slower,
@@ -257,6 +258,8 @@ SENTENCES = {
                 *ordered("8 streams a row")[1:],
             ],
         ),
+        (rf"all start from zero: {N} nats \[{N}, {N}\] over all places", lambda: row_length(8192, "all places")),
+        (rf"512 are within ±{N} of 2048", lambda: [max(map(abs, row_length(512, "all places")))]),
         (rf"Measured since: {N} nats for plain", lambda: ordered("plain streams, shuffled")[:1]),
         (
             rf"Beyond T foreign is worse by {N} to {N} at each",
@@ -347,6 +350,7 @@ SENTENCES = {
         (rf"six models have answered: {N} points \[{N}, {N}\]", lambda: next_line("evaluation-next_line-aa54")),
     ],
     "": [
+        (rf"rows of 8192 ended {N} nats above", lambda: row_length(8192, "all places")[:1]),
         (
             rf"order costs {N} nats beyond T against shuffled",
             lambda: ordered("plain streams, shuffled")[:1],

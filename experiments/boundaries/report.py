@@ -30,6 +30,9 @@ from packmamba.report.summary import Record, Seeds
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
 MARGIN = 0.005
+MIDDLE = 2048
+"""Row length that others are compared with."""
+ENDS = ("", "_low", "_high", "_pairs")
 PRIMARY = (("coverage", "foreign", "zero"), ("continuity", "own", "foreign"))
 LADDER = (
     *PRIMARY,
@@ -62,6 +65,7 @@ def starts_tables(records: Sequence[Record]) -> list[Table]:
         _contrasts(
             "leak", "Leaks: documents end to end in shuffled rows, minus the same rows with reset", settings, LEAK
         ),
+        _lengths(settings),
         _gains(settings),
         _gain_differences(settings),
         _arms(settings),
@@ -131,9 +135,7 @@ def _contrasts(
         Column("minus", ("minus",), False),
     ]
     for places in ("inside", "beyond"):
-        columns.append(
-            Column(f"{places} T [95% CI]", tuple(f"{places}{end}" for end in ("", "_low", "_high", "_pairs")))
-        )
+        columns.append(Column(f"{places} T [95% CI]", tuple(f"{places}{end}" for end in ENDS)))
     table = Table(name, f"{title}, nats per target", columns)
     for setting, here in settings.items():
         for what, arm, other in pairs:
@@ -141,6 +143,24 @@ def _contrasts(
                 found = [contrast(here[arm], here[other], *span) for span in spans(setting.T).values()]
                 table.rows.append([word(setting.label()), word(what), word(other), *map(_cell, found)])
     table.notes = ["Exploratory but for the primary outcomes; intervals are not adjusted for their number."]
+    return table
+
+
+def _lengths(settings: dict[Setting, dict[str, Arm]]) -> Table:
+    """One arm at several T: the same documents and tokens a step, cut into rows of other lengths."""
+    spans_of = {"all places": (0, np.inf), "first 512": (0, 512), "from 8192 on": (8192, np.inf)}
+    columns = [Column(name, (name,), False) for name in ("arm", "rows", "minus")]
+    columns += [Column(f"{places} [95% CI]", tuple(f"{places}{end}" for end in ENDS)) for places in spans_of]
+    table = Table("row-length", f"Rows of other lengths minus rows of {MIDDLE}, nats per target", columns)
+    for setting, here in settings.items():
+        other = settings.get(replace(setting, T=MIDDLE), {})
+        for name in ("rows", "leak", "zero"):
+            if setting.T != MIDDLE and not setting.tuning and name in here and name in other:
+                found = [contrast(here[name], other[name], *span) for span in spans_of.values()]
+                table.rows.append([word(name), number(setting.T, "d"), number(MIDDLE, "d"), *map(_cell, found)])
+    table.notes = [
+        "A step has the same tokens at every T, so that it holds fewer documents in longer rows. Exploratory."
+    ]
     return table
 
 

@@ -87,6 +87,16 @@ HEADLINES = [
         alone="order",
     ),
     *(
+        Headline(
+            f"rows of {T} minus rows of 2048",
+            "row-length-files",
+            {"arm": "rows", "rows": T},
+            "all places",
+            alone="row-length",
+        )
+        for T in (512, 8192)
+    ),
+    *(
         Headline(f"leak minus reset inside T, T = {T}", "leak-files", _at(T) | {"what": "leak"}, "inside", alone="leak")
         for T in (512, 2048, 8192)
     ),
