@@ -11,6 +11,7 @@ import torch
 
 from packmamba import MambaLM
 from packmamba.data.corpus import load_corpora
+from packmamba.evaluation import passes
 from packmamba.evaluation.accuracy import Accuracy
 from packmamba.evaluation.answers import answer, choose, items
 from packmamba.evaluation.asked import Asked
@@ -55,6 +56,18 @@ def losses_alone(model, document):
 def test_losses_are_those_of_documents_alone(model, documents):
     for found, document in zip(token_losses(model, documents, max_slots=48), documents):
         np.testing.assert_allclose(found, losses_alone(model, document), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("rows", [3, 64, 16384])
+def test_losses_do_not_depend_on_how_many_logits_are_made_at_a_time(model, documents, rows, monkeypatch):
+    monkeypatch.setattr(passes, "head_rows", lambda vocab_size, on_gpu: rows)
+    for found, document in zip(token_losses(model, documents, max_slots=48), documents):
+        np.testing.assert_allclose(found, losses_alone(model, document), rtol=0, atol=1e-10)
+
+
+def test_small_vocabularies_fill_a_gpu():
+    assert [passes.head_rows(size, True) for size in (2, 256, 4096, 50280, 10**9)] == [16384, 16384, 8192, 512, 512]
+    assert passes.head_rows(256, False) == 512
 
 
 def test_by_position(model, documents):

@@ -31,7 +31,9 @@ Reader = Callable[[See], Iterator[int]]
 KEPT_SLOTS = 64
 """A pass keeps the final states of one document for so many of its slots: a state is as large as some tens of tokens."""
 HEAD_ROWS = 512
-"""Logits are made for so many slots at a time, always: the head's products have one shape too."""
+"""Logits are made for at least so many slots at a time."""
+LOGITS = 1 << 25
+"""On a GPU so many at a time: with a small vocabulary, launches take longer than products."""
 
 
 @dataclass
@@ -182,6 +184,11 @@ class Starts(Sequence):
         return tuple(parts)
 
 
+def head_rows(vocab_size: int, on_gpu: bool) -> int:
+    """Slots whose logits are made at a time: always as many for one model, so that the head's products have one shape too."""
+    return min(max(HEAD_ROWS, 1 << (LOGITS // vocab_size).bit_length() >> 1), 16384) if on_gpu else HEAD_ROWS
+
+
 def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """(T, d_model) -> float32 (float64 of float64) log-probabilities (rows, vocabulary), so many rows at a time.
 
@@ -190,9 +197,10 @@ def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, T
     weight = model.lm_head.weight
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     with torch.inference_mode(), torch.autocast(hidden.device.type, enabled=False):
-        for first in range(0, len(hidden), HEAD_ROWS):
-            part = hidden[first : first + HEAD_ROWS]
-            rows = weight.new_zeros(HEAD_ROWS, hidden.shape[1])
+        most = head_rows(len(weight), weight.is_cuda)
+        for first in range(0, len(hidden), most):
+            part = hidden[first : first + most]
+            rows = weight.new_zeros(most, hidden.shape[1])
             rows[: len(part)] = part
             logits = torch.nn.functional.linear(rows, weight)[: len(part)]
             yield slice(first, first + len(part)), torch.log_softmax(logits.to(wide), dim=-1)
