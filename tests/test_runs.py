@@ -52,7 +52,8 @@ def test_a_folder_that_cannot_be_written_is_named_before_documents_are_read(tmp_
         ("model.d_model=0", "model.d_model: expected an integer of at least 1, got 0"),
         ("model.recompute=all", "model.recompute: expected one of"),
         ("trainer.precision=fp16", "trainer: Precision 'fp16' is invalid"),
-        ("trainer.accelerator=tpu", "^trainer: "),
+        ("trainer.accelerator=tpu", "^trainer.accelerator: 'tpu' needs torch_xla, which is not installed$"),
+        ("trainer.accelerator=mps", "^trainer.accelerator: 'mps' needs a Mac whose GPU PyTorch can use$"),
         ("ops.backend=mamba_ssm", "^ops.backend: "),
     ],
 )

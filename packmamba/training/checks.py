@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,14 @@ PRECISIONS = (
 
 
 def check_accelerator(config: Config) -> None:
-    """Raises ConfigError where the run needs a GPU and this machine has none."""
-    if config.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.accelerator: '{config.trainer.accelerator}' needs a GPU that PyTorch can use")
+    """Raises ConfigError where the run needs a GPU, or another device, and this machine has none."""
+    accelerator = config.trainer.accelerator
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.accelerator: '{accelerator}' needs a GPU that PyTorch can use")
+    if accelerator == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("trainer.accelerator: 'mps' needs a Mac whose GPU PyTorch can use")
+    if accelerator == "tpu" and importlib.util.find_spec("torch_xla") is None:
+        raise ConfigError("trainer.accelerator: 'tpu' needs torch_xla, which is not installed")
 
 
 def check_run(config: Config, here: bool = True) -> None:

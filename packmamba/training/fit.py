@@ -20,7 +20,7 @@ from packmamba.training.asking import check_evaluations
 from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, Stopped, checkpoints, keep_newest, newest_step
 from packmamba.training.checkpoint_file import newest_whole
-from packmamba.training.checks import check_run
+from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.claims import alone, check_claim
 from packmamba.training.divergence import DIVERGENCE, find_origin
 from packmamba.training.evaluations import Evaluations, run_evaluations
@@ -85,6 +85,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
                 f"the documents have changed since this run; remove {path} and the run's folder to train again"
             )
         return done
+    check_accelerator(config)
     folder = run_folder(config)
     check_writable(folder, "runs_dir")
     if config.output is not None:
