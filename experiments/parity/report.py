@@ -21,6 +21,7 @@ from packmamba.report.inference import (
     within,
 )
 from packmamba.report.kinds import KINDS as LIBRARY
+from packmamba.report.kinds import Kind
 from packmamba.report.summary import Arm, Record
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
@@ -191,6 +192,36 @@ def _calibration(reset: Arm, control: Arm) -> Table:
     return table
 
 
+def gradient_tables(records: Sequence[Record]) -> list[Table]:
+    """How far an arm's gradients are from another's, at places along one run; ``records`` are of one corpus."""
+    latest = {(r["arm"], r["config"]["computed_in"]): r for r in summary.of_kind(records, "gradients")}
+    places = sorted({point["step"] for r in latest.values() for point in r["curves"]["gradients"]})
+    table = Table(
+        "gradients",
+        f"{unit(records)}: gradients of the same step from the same weights, relative difference",
+        [
+            Column("arm", ("arm",), False),
+            Column("precision", ("precision",), False),
+            Column("minus", ("minus",), False),
+            *(Column(f"step {place}", (f"step_{place}",)) for place in places),
+            Column("largest of a parameter", ("largest_of_a_tensor",)),
+            Column("loss, nats", ("loss_difference",)),
+        ],
+    )
+    for (arm, precision), record in latest.items():
+        if not (other := record["config"]["against"]):
+            continue
+        found = {point["step"]: point["relative_difference"] for point in record["curves"]["gradients"]}
+        largest = (record["metrics"][name] for name in ("largest_of_a_tensor", "loss_difference"))
+        sizes = [number(size, ".1e") for size in (*(found.get(place) for place in places), *largest)]
+        table.rows.append([word(arm), word(precision), word(other), *sizes])
+    table.notes = [
+        "The norm of the difference over the norm, all parameters together, and of the parameter where it is largest. One model "
+        "trains in the first precision; every arm computes the gradient of the same documents from its weights."
+    ]
+    return [table] if table.rows else []
+
+
 def speed_tables(records: Sequence[Record]) -> list[Table]:
     """How many steps of each arm take as long as one of padded; ``records`` are of one corpus."""
     timed = summary.timed_arms(records)
@@ -224,4 +255,7 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
 KINDS = {
     "training": replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit),
     "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
+    "gradients": Kind(
+        gradient_tables, label=unit, metrics=("relative_difference", "largest_of_a_tensor", "loss_difference")
+    ),
 }

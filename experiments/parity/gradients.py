@@ -1,0 +1,169 @@
+"""Gradients of the same step by several arms, from the same weights, at places along one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from packmamba.config import Config as Run
+from packmamba.config import ConfigError, key, load_config, some, to_dict
+from packmamba.data.datamodule import PackingDataModule
+from packmamba.records import append_record, make_record, provenance
+from packmamba.training.checks import check_accelerator, check_run
+from packmamba.training.module import MambaLitModule
+
+FOLDER = Path(__file__).parent
+AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
+
+
+@dataclass
+class Config:
+    experiment: str = key("parity", "The question, which the records name.")
+    base: str = key("train.yaml", "The run, a file of this folder.")
+    keys: list[str] = key([], "What is changed of it, as key=value.")
+    arms: dict[str, list[str]] = key({}, "What each arm changes of it. The first trains.", some("arm"))
+    precisions: list[str] = key(["32-true"], "What gradients are computed in, of each arm. The first trains.")
+    at: list[int] = key([0], "Optimizer steps, from 0, whose gradients are compared.")
+
+    def problems(self) -> Iterator[str]:
+        if not self.precisions or not set(self.precisions) <= set(AUTOCAST):
+            yield f"precisions: expected some of {', '.join(AUTOCAST)}, got {self.precisions}"
+            return
+        if not self.at or min(self.at) < 0:
+            yield f"at: expected steps from 0 on, got {self.at}"
+        for name in self.arms:
+            try:
+                arm = self.of(name)
+            except ConfigError as error:
+                yield f"arms.{name}: {error}"
+                continue
+            if self.at and max(self.at) >= arm.trainer.max_steps:
+                yield f"at: expected steps below trainer.max_steps={arm.trainer.max_steps}, got {max(self.at)}"
+            if arm.trainer.boundary != "reset":
+                yield f"arms.{name}: expected trainer.boundary=reset, got {arm.trainer.boundary}, which has another gradient"
+
+    def of(self, arm: str) -> Run:
+        return load_config(FOLDER / self.base, [*self.keys, *self.arms[arm], f"trainer.precision={self.precisions[0]}"])
+
+
+def run(c: Config, records_path: Path, progress: bool = True) -> None:
+    """Appends one record for each arm and precision. One model trains; before each step in ``at`` every arm computes the
+    gradient of that step's documents from its weights.
+
+    Each is compared with the first arm's in the same precision, and the first arm's with its own in the first precision.
+    The curve ``gradients`` has for each step: relative_difference, the norm of the difference of all gradients over the norm;
+    largest_of_a_tensor, the same of the parameter where it is largest; loss_difference, nats per target. metrics: the largest
+    of each over steps; parameters.
+
+    Raises:
+        ConfigError: this machine cannot run an arm.
+        RuntimeError: a step has other targets in one arm than in another; nothing is recorded.
+    """
+    provenance()
+    begun = time.perf_counter()
+    runs = {name: c.of(name) for name in c.arms}
+    for config in runs.values():
+        check_accelerator(config)
+        check_run(config)
+    first, *_ = runs
+    on_gpu = torch.cuda.is_available() and runs[first].trainer.accelerator != "cpu"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    datas = {name: PackingDataModule(config, progress) for name, config in runs.items()}
+    for data in datas.values():
+        data.setup()
+    torch.manual_seed(runs[first].seed)
+    module = MambaLitModule(runs[first], datas[first].corpora.train.vocab_size).to(device)
+    optimizer = module.configure_optimizers()
+    curves: dict[tuple[str, str], list[dict[str, float]]] = {(name, p): [] for p in c.precisions for name in c.arms}
+    for number in tqdm(range(max(c.at) + 1), unit="step", disable=not progress):
+        if number in c.at:
+            _compare(c, module, {name: data.steps[number].to(device) for name, data in datas.items()}, number, curves)
+        with _autocast(c.precisions[0], device):
+            module.take_step(datas[first].steps[number].to(device), optimizer, number, _backward)
+    for (name, precision), points in curves.items():
+        names = ("relative_difference", "largest_of_a_tensor", "loss_difference")
+        record = make_record(
+            kind="gradients",
+            experiment=c.experiment,
+            arm=name,
+            config={**to_dict(runs[name]), "computed_in": precision, "against": against(c, name, precision)},
+            seed=runs[name].seed,
+            corpus_hash=datas[name].corpora.corpus_hash,
+            metrics={metric: max(point[metric] for point in points) for metric in names}
+            | {"parameters": sum(p.numel() for p in module.parameters())},
+            curves={"gradients": points},
+            wall_seconds=time.perf_counter() - begun,
+        )
+        append_record(records_path, record)
+
+
+def against(c: Config, arm: str, precision: str) -> str:
+    """What an arm's gradients are compared with; empty: what all others are."""
+    first, *others = c.arms
+    if arm in others:
+        return f"{first}, {precision}"
+    return "" if precision == c.precisions[0] else f"{first}, {c.precisions[0]}"
+
+
+def _compare(
+    c: Config,
+    module: MambaLitModule,
+    steps: dict[str, Any],
+    number: int,
+    curves: dict[tuple[str, str], list[dict[str, float]]],
+) -> None:
+    targets = {name: step.num_targets for name, step in steps.items()}
+    if len(set(targets.values())) > 1:
+        raise RuntimeError(
+            f"step {number} has other targets in one arm than in another: {targets}; nothing is recorded"
+        )
+    kept: tuple[float, list[Tensor]] | None = None
+    for precision in c.precisions:
+        own: tuple[float, list[Tensor]] | None = None
+        for name, step in steps.items():
+            found = _gradients(module, step, precision)
+            if own is None:
+                own, other = found, kept or found
+            else:
+                other = own
+            curves[name, precision].append({"step": number, **_apart(found, other)})
+        kept = kept or own
+
+
+def _gradients(module: MambaLitModule, step: Any, precision: str) -> tuple[float, list[Tensor]]:
+    """The step's loss and the gradient of every parameter."""
+    module.zero_grad()
+    with _autocast(precision, step.batches[0].tokens.device):
+        loss = module.accumulate(step, _backward)
+    found = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in module.parameters()]
+    module.zero_grad()
+    return float(loss), found
+
+
+def _apart(one: tuple[float, list[Tensor]], other: tuple[float, list[Tensor]]) -> dict[str, float]:
+    differences = torch.stack([(a.double() - b.double()).norm() for a, b in zip(one[1], other[1])])
+    norms = torch.stack([b.double().norm() for b in other[1]])
+    nothing = torch.where(differences > 0, torch.inf, 0.0)
+    of_tensors = torch.where(norms > 0, differences / norms.where(norms > 0, 1), nothing)
+    return {
+        "relative_difference": float(differences.norm() / norms.norm()),
+        "largest_of_a_tensor": float(of_tensors.max()),
+        "loss_difference": abs(one[0] - other[0]),
+    }
+
+
+def _autocast(precision: str, device: torch.device) -> torch.autocast:
+    dtype = AUTOCAST[precision]
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def _backward(loss: Tensor) -> None:
+    with torch.autocast(loss.device.type, enabled=False):
+        loss.backward()

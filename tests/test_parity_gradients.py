@@ -1,0 +1,68 @@
+"""Gradients of padded and packed along a run: what the bench finds, and what it refuses."""
+
+import csv
+
+import pytest
+import torch
+
+import run
+from experiments.parity.gradients import _apart
+from experiments.parity.reproduce import GRADIENTS
+from packmamba.records import read_records
+
+
+def bench(tmp_path, *keys):
+    return run.main(["bench", "parity/gradients", *GRADIENTS, f"output={tmp_path}", *keys])
+
+
+@pytest.mark.slow
+def test_packed_and_padded_have_one_gradient_along_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert bench(tmp_path) == 0
+    records = read_records(tmp_path)
+    assert len(records) == 6 and all(len(one["curves"]["gradients"]) == 3 for one in records)
+    with open(tmp_path / "tables" / "gradients.csv") as file:
+        rows = {(row["arm"], row["precision"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 5 and ("padded", "32-true") not in rows, "all others are compared with it"
+    for step in ("step_0", "step_20", "step_39"):
+        exact = float(rows["packed-reset", "32-true"][step])
+        rounded = float(rows["padded", "bf16-mixed"][step])
+        assert 0 < exact <= 1e-5, "other sums, and nothing else"
+        assert 1e-4 < rounded < 0.1, "the precision is another"
+        assert float(rows["packed-reset", "bf16-mixed"][step]) < rounded
+    assert rows["padded", "bf16-mixed"]["minus"] == "padded, 32-true"
+    assert rows["packed-reset", "bf16-mixed"]["minus"] == "padded, bf16-mixed"
+
+
+def test_differences_are_relative():
+    ones, none = torch.ones(4), torch.zeros(2)
+    assert _apart((1.5, [1.5 * ones, none]), (1.0, [ones, none])) == {
+        "relative_difference": 0.5, "largest_of_a_tensor": 0.5, "loss_difference": 0.5,
+    }  # fmt: skip
+    assert _apart((1.0, [ones, none + 1]), (1.0, [ones, none]))["largest_of_a_tensor"] == torch.inf
+
+
+@pytest.mark.slow
+def test_steps_of_other_documents_are_not_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        RuntimeError, match=r"^step 0 has other targets in one arm than in another: .* nothing is recorded$"
+    ):
+        bench(tmp_path, "arms.packed-reset=[data.strategy=greedy,data.cut_documents=64]")
+    assert not [*tmp_path.glob("records/*.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("at=[40]", "at: expected steps below trainer.max_steps=40, got 40"),
+        ("at=[-1]", "at: expected steps from 0 on, got [-1]"),
+        ("precisions=[fp8]", "precisions: expected some of 32-true, bf16-mixed, got ['fp8']"),
+        ("arms.leak=[trainer.boundary=leak]", "arms.leak: expected trainer.boundary=reset, got leak"),
+        ("arms.typo=[data.stratgy=greedy]", "arms.typo: unknown key 'data.stratgy'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_at_once(tmp_path, monkeypatch, capsys, key, says):
+    monkeypatch.chdir(tmp_path)
+    assert bench(tmp_path, key) == 2
+    assert says in capsys.readouterr().err and not [*tmp_path.iterdir()]
