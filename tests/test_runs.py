@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import lightning
 import pytest
 import torch
+import torch.nn.functional as F
 
 import packmamba.training.fit as one_run
 from packmamba.config import Config, ConfigError
@@ -224,3 +225,30 @@ def test_memory_is_that_of_training(monkeypatch):
     resumed = History(1)
     resumed.load_state_dict(history.state_dict())
     assert resumed.peak_memory == 7
+
+
+@pytest.mark.parametrize("strategy", ["padded", "greedy"])
+def test_a_step_s_mean_may_be_over_rows(tmp_path, strategy):
+    """The gradient is that of the mean of row means, pass by pass; a record's losses stay means over targets."""
+    config = tiny_config(tmp_path, f"data.strategy={strategy}", "data.slots_per_batch=100000", "trainer.mean_over=rows")
+    data = PackingDataModule(config, progress=False)
+    data.setup()
+    module = MambaLitModule(config, data.corpora.train.vocab_size)
+    (batch,) = data.steps[0].batches
+    targets = batch.loss_mask.sum(1)
+    assert len(targets) > 1 and len(set(targets.tolist())) > 1
+    losses = F.cross_entropy(
+        module.model(batch.tokens, layout=batch.layout).transpose(1, 2), batch.targets, reduction="none"
+    )
+    some = targets > 0
+    expected = ((losses * batch.loss_mask).sum(1)[some] / targets[some]).mean()
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    found = module.accumulate(data.steps[0], torch.Tensor.backward)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(parameter.grad, gradients[name], rtol=1e-3, atol=1e-6), name
+    over_targets = (losses * batch.loss_mask).sum() / targets.sum()
+    assert module.losses(batch).sum().item() / targets.sum().item() == pytest.approx(over_targets.item(), rel=1e-5)
+    assert abs(over_targets - expected) > 1e-4

@@ -54,7 +54,8 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     }
     # Those that were named beforehand count, measured or not.
     p_values = holm(
-        dict.fromkeys(COMPARED, nan) | {name: equivalence(values, MARGIN) for name, values in pairs.items()}
+        dict.fromkeys(COMPARED, nan)
+        | {name: equivalence(values, MARGIN) for name, values in pairs.items() if name in COMPARED}
     )
     # No loss is below zero, so a rate beyond the end of the grid lowers an arm's by all of it at most.
     gains = {arm.name: arm[f"{task}.nats"].mean() if arm.at_an_end else 0.0 for arm in arms}

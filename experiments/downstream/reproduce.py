@@ -11,7 +11,10 @@ TINY = (
     "tune.grid={optimizer.lr: [5.0e-3]}", "tune.seeds=[100]",
 )  # fmt: skip
 
-STEPS = [Step(f"{task}.yaml", ("jobs=auto",), small=("jobs=1", *TINY), gpus=1, small_on_cpu=True) for task in TASKS]
+STEPS = [
+    Step(f"{name}.yaml", ("jobs=auto",), small=("jobs=1", *TINY), gpus=1, small_on_cpu=True)
+    for name in (*TASKS, "row-means")
+]
 
 ROWS = [
     *((f"{arm} minus padded, nats an answer", arm, "difference") for arm in ("packed-reset", "packed-leak")),

@@ -268,6 +268,12 @@ class TrainerConfig:
         named("packmamba.training.boundary:BOUNDARIES"),
     )
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
+    mean_over: str = key(
+        "targets",
+        "What a step's loss is the mean over: targets, each alike; or rows, each with the mean of its own, pass by pass. The "
+        "latter depends on how documents lie in rows: it is here to show that.",
+        one_of("targets", "rows"),
+    )
     max_steps: int = key(200, "Optimizer steps; see optimizer.schedule_steps to raise it later.", *COUNT)
     validate_every: int = key(50, "Steps between evaluations; the last step is always evaluated.", at_least(1))
     average_snapshots: int = key(

@@ -23,8 +23,9 @@ CHUNK_LOGITS = 2048 * 50304
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, slots: Tensor | None = None, compiled: bool = False
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, slots: Tensor | None = None, compiled: bool = False,
+    shares: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sum of ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``, differentiable, and each slot's loss.
 
     Args:
@@ -34,13 +35,15 @@ def linear_cross_entropy(
         mask: (B, L) bool, where there is a target.
         slots: (T,) int64, places in the flattened B * L slots outside of which mask is false: all others are skipped.
         compiled: whether torch.compile fuses what lies between the matrix products.
+        shares: (B, L), what each slot's loss is multiplied by in the sum; None: 1.
 
     Returns:
-        The sum and (B, L) losses, zero where there is no target, without gradient; float32 (float64 of float64).
+        The sum and (B, L) losses, not multiplied, zero where there is no target, without gradient; float32 (float64 of float64).
     """
     total, losses = _LinearCrossEntropy.apply(
-        hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), slots, compiled, torch.is_grad_enabled()
-    )
+        hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), slots, compiled, torch.is_grad_enabled(),
+        None if shares is None else shares.flatten(),
+    )  # fmt: skip
     return total, losses.view(targets.shape)
 
 
@@ -48,12 +51,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, slots: Tensor | None, compiled: bool,
-        differentiable: bool,
+        differentiable: bool, shares: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide = accumulation_dtype(hidden.dtype)
         x = hidden if slots is None else hidden.index_select(0, slots)
         if slots is not None:
             targets, mask = targets[slots], mask[slots]
+            shares = None if shares is None else shares[slots]
         head = weight.to(hidden.dtype)
         losses = x.new_empty(len(x), dtype=wide)
         chunk = max(1, CHUNK_LOGITS // len(head))
@@ -71,6 +75,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[part], dlogits = (_compiled_chunk() if compiled else _chunk)(*chunk_of, differentiable)
             del logits, chunk_of
             if dx is not None and dhead is not None:
+                if shares is not None:
+                    dlogits = (dlogits * shares[part, None]).to(dlogits.dtype)
                 torch.mm(dlogits, head, out=dx[part])
                 _add_product(dhead, dlogits.t(), x[part])
             del dlogits
@@ -78,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(dx, dhead)
         placed = losses if slots is None else losses.new_zeros(len(hidden)).index_copy_(0, slots, losses)
         ctx.mark_non_differentiable(placed)
-        return losses.sum(), placed
+        return (losses if shares is None else losses * shares).sum(), placed
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, _: Tensor) -> tuple:
@@ -86,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = dx * dtotal
         if ctx.slots is not None:
             dx = dx.new_zeros(ctx.shape).index_copy_(0, ctx.slots, dx)
-        return dx, (dhead * dtotal).to(ctx.dtype), None, None, None, None, None
+        return dx, (dhead * dtotal).to(ctx.dtype), None, None, None, None, None, None
 
 
 def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,14 @@ from packmamba.training.strategy import shard, without_sync
 RESET = Reset()
 
 
+def shares_of_rows(mask: Tensor) -> Tensor:
+    """(B, L) for a pass's mask of targets (B, L): with them its sum of losses is the mean over rows of each row's mean, so many
+    times as there are targets."""
+    of_row = mask.sum(1, keepdim=True)
+    rows = (of_row > 0).sum().clamp(min=1)
+    return (of_row.sum() / rows / of_row.clamp(min=1)).expand(mask.shape)
+
+
 class MambaLitModule(lightning.LightningModule):
     """Trains a MambaLM on StepBatches; knows nothing of how they were packed.
 
@@ -53,6 +61,7 @@ class MambaLitModule(lightning.LightningModule):
         self.optimizer_config = config.optimizer
         self.schedule_steps = schedule_steps(config)
         self.cuda_graphs = trainer.cuda_graphs
+        self.mean_over = trainer.mean_over
         self._graphs: BatchGraphs | None = None
         self.scaled = trainer.precision == "16-mixed"
         self.model = make_model(config, vocab_size)
@@ -67,12 +76,16 @@ class MambaLitModule(lightning.LightningModule):
             shard(self.model, self.device_mesh["data_parallel"])
 
     def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target."""
+        """The summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target.
+
+        Where a mean is over rows, the sum is so many times it as there are targets: the same denominator serves both.
+        """
         layout = batch.layout
         hidden = boundary.hidden(self.model, batch)
         slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
         weight = self.model.lm_head.weight
-        return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled)
+        shares = shares_of_rows(batch.loss_mask) if self.mean_over == "rows" else None
+        return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled, shares)
 
     def losses(self, batch: PackedBatch, boundary: Boundary = RESET) -> Tensor:
         """(B, L) cross-entropy at each slot, without gradient; zero where there is no target."""

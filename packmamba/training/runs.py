@@ -46,6 +46,7 @@ LATER_KEYS: dict[str, Any] = {
     "optimizer.options": {},
     "optimizer.schedule_steps": None,
     "trainer.boundary_options": {},
+    "trainer.mean_over": "targets",
     "plugins": [],
     "evaluations": [],
     "evaluation_options": {},
