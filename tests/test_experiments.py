@@ -82,7 +82,7 @@ def test_a_copied_file_finds_its_bench(tmp_path):
     [
         ("sppedup", [], "^unknown experiment 'sppedup'; did you mean 'speedup'[?]$"),
         ("nothing", [], "^unknown experiment 'nothing'; known: .*operators, packing.*, scoring, speedup"),
-        ("parity", [], "^experiment 'parity' has no bench, only sweeps; expected reproduce parity$"),
+        ("boundaries", [], "^experiment 'boundaries' has no bench, only sweeps; expected reproduce boundaries$"),
         ("speedup/multigpu", [], "^experiment 'speedup' has no bench 'multigpu'; did you mean 'multi_gpu'[?]$"),
         ("schemes", [], "^.*schemes.yaml is for another command: python run.py sweep .*schemes.yaml$"),
         ("packing", ["seed=1"], "^unknown key 'seed' in 'seed=1'; did you mean 'seeds'[?]$"),
