@@ -48,3 +48,14 @@ def pytest_runtestloop(session):
         from processes import start_server
 
         start_server()
+
+
+@pytest.fixture
+def fresh_compiler():
+    """A compiler that has compiled nothing yet."""
+    import torch
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._functorch.config.patch(donated_buffer=False):  # ``gradients`` keeps graphs.
+        yield

@@ -1,4 +1,4 @@
-"""What makes a model fast changes no result: the fused operator, recomputation, compiled blocks, the chunked loss."""
+"""What makes a model fast changes no result: the fused operator, recomputation, compiled blocks."""
 
 import pytest
 import torch
@@ -19,17 +19,9 @@ from models import (
 )
 from operators import relative_error
 from packmamba import SequenceLayout
-from packmamba.nn import block, loss
+from packmamba.nn import block
 from packmamba.nn.loss import linear_cross_entropy
 from packmamba.ops.inner import inner_pack
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with torch._functorch.config.patch(donated_buffer=False):  # ``gradients`` keeps graphs.
-        yield
 
 
 def results(model, tokens, states=None, layouts=None, autocast=False):
@@ -242,87 +234,6 @@ def test_inductor(fresh_compiler):
         total, losses = linear_cross_entropy(hidden, model.lm_head.weight, targets, mask, LAYOUT.token_slots, compiled)
         found.append(gradients(total, model) | {"losses": losses})
     assert_close(found[1], found[0], 1e-5)
-
-
-def head_case(dtype, vocabulary=37, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(*LAYOUT.shape, 12, generator=generator, dtype=torch.float64)
-    weight = torch.randn(vocabulary, 12, generator=generator, dtype=torch.float64) / 3
-    targets = torch.randint(vocabulary, LAYOUT.shape, generator=generator)
-    mask = (LAYOUT.documents >= 0) & (torch.rand(LAYOUT.shape, generator=generator) < 0.8)
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, mask
-
-
-def plain_loss(hidden, weight, targets, mask):
-    losses = F.cross_entropy((hidden.double() @ weight.double().T).flatten(0, 1), targets.flatten(), reduction="none")
-    losses = torch.where(mask, losses.view(mask.shape), 0)
-    return losses.sum(), losses
-
-
-@pytest.mark.parametrize("slots", [None, LAYOUT.token_slots], ids=["all", "tokens"])
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
-@pytest.mark.parametrize(
-    ("dtype", "tolerances"),
-    [(torch.float64, (1e-13, 1e-13)), (torch.float32, (1e-6, 1e-6)), (torch.bfloat16, (2e-3, 5e-3))],
-)
-def test_the_loss_is_cross_entropy(dtype, tolerances, chunk, slots, monkeypatch):
-    hidden, weight, targets, mask = head_case(dtype)
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk * len(weight))
-    total, losses = linear_cross_entropy(hidden, weight, targets, mask, slots)
-    expected, each = plain_loss(hidden, weight, targets, mask)
-    assert not losses.requires_grad and losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert relative_error(total.detach(), expected.detach()) <= tolerances[0]
-    assert relative_error(losses, each.detach()) <= tolerances[0]
-    # Divided by their number, as in training: the cotangent is not 1.
-    found = torch.autograd.grad(total / 7, (hidden, weight))
-    for gradient, wanted in zip(found, torch.autograd.grad(expected / 7, (hidden, weight))):
-        assert relative_error(gradient, wanted.double()) <= tolerances[1]
-    with torch.no_grad():
-        assert torch.equal(linear_cross_entropy(hidden, weight, targets, mask, slots)[1], losses)
-
-
-@pytest.mark.parametrize("slots", [None, LAYOUT.token_slots], ids=["all", "tokens"])
-def test_shares_multiply_the_loss_and_its_gradient(slots):
-    hidden, weight, targets, mask = head_case(torch.float32)
-    shares = torch.rand(mask.shape)
-    total, losses = linear_cross_entropy(hidden, weight, targets, mask, slots, shares=shares)
-    _, each = plain_loss(hidden, weight, targets, mask)
-    assert relative_error(losses, each.detach()) <= 1e-6, "not multiplied"
-    expected = (each * shares).sum()
-    assert relative_error(total.detach(), expected.detach()) <= 1e-6
-    for gradient, wanted in zip(
-        torch.autograd.grad(total, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight))
-    ):
-        assert relative_error(gradient, wanted.double()) <= 1e-6
-
-
-def test_the_loss_sums_the_weight_s_gradient_in_float32_beside_bfloat16_activations(monkeypatch):
-    """As under autocast: the float32 weight is used in bfloat16, its gradient is not."""
-    hidden, weight, targets, mask = head_case(torch.float32)
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", 2 * len(weight))
-    narrow = hidden.detach().bfloat16().requires_grad_()
-    total, _ = linear_cross_entropy(narrow, weight, targets, mask)
-    expected, _ = plain_loss(narrow, weight.bfloat16(), targets, mask)
-    found = torch.autograd.grad(total, weight)[0]
-    assert found.dtype == torch.float32 and relative_error(found, torch.autograd.grad(expected, weight)[0]) <= 5e-3
-
-
-def test_one_compilation_serves_chunks_of_any_size(fresh_compiler, monkeypatch):
-    hidden, weight, targets, mask = head_case(torch.float32)
-    monkeypatch.setattr(loss, "_compiled_chunk", lambda: torch.compile(loss._chunk, backend="eager"))
-    expected = linear_cross_entropy(hidden, weight, targets, mask)[1]
-    for size in (6, 7, 9, 10):  # none leaves a last chunk of one token, which PyTorch compiles apart
-        monkeypatch.setattr(loss, "CHUNK_LOGITS", size * len(weight))
-        assert torch.allclose(linear_cross_entropy(hidden, weight, targets, mask, None, True)[1], expected, atol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_what_lies_outside_the_slots_is_never_looked_at():
-    hidden, weight, targets, mask = head_case(torch.float32)
-    poisoned = torch.where((LAYOUT.documents >= 0)[..., None], hidden, float("nan")).detach().requires_grad_()
-    pairs = [linear_cross_entropy(x, weight, targets, mask, LAYOUT.token_slots)[0] for x in (hidden, poisoned)]
-    found = [torch.autograd.grad(total, (x, weight)) for total, x in zip(pairs, (hidden, poisoned))]
-    assert all(torch.equal(a, b) for a, b in zip(*found)) and found[0][0].isfinite().all()
 
 
 def test_a_block_s_norm_is_rms_norm():
