@@ -233,7 +233,11 @@ def test_a_step_s_mean_may_be_over_rows(tmp_path, strategy):
     config = tiny_config(tmp_path, f"data.strategy={strategy}", "data.slots_per_batch=100000", "trainer.mean_over=rows")
     data = PackingDataModule(config, progress=False)
     data.setup()
+    torch.manual_seed(0)
     module = MambaLitModule(config, data.corpora.train.vocab_size)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)  # rows' losses differ
     (batch,) = data.steps[0].batches
     targets = batch.loss_mask.sum(1)
     assert len(targets) > 1 and len(set(targets.tolist())) > 1
@@ -251,4 +255,4 @@ def test_a_step_s_mean_may_be_over_rows(tmp_path, strategy):
         assert torch.allclose(parameter.grad, gradients[name], rtol=1e-3, atol=1e-6), name
     over_targets = (losses * batch.loss_mask).sum() / targets.sum()
     assert module.losses(batch).sum().item() / targets.sum().item() == pytest.approx(over_targets.item(), rel=1e-5)
-    assert abs(over_targets - expected) > 1e-4
+    assert abs(over_targets - expected) > 1e-3
