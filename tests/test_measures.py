@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from packmamba.evaluation import passes
 from packmamba.evaluation.accuracy import Accuracy
 from packmamba.evaluation.answers import answer, choose, items
 from packmamba.evaluation.asked import Asked
-from packmamba.evaluation.evaluate import evaluate
+from packmamba.evaluation.evaluate import evaluate, slots
 from packmamba.evaluation.perplexity import (
     context_gains,
     gain_entries,
@@ -68,6 +69,14 @@ def test_losses_do_not_depend_on_how_many_logits_are_made_at_a_time(model, docum
 def test_small_vocabularies_fill_a_gpu():
     assert [passes.head_rows(size, True) for size in (2, 256, 4096, 50280, 10**9)] == [16384, 16384, 8192, 512, 512]
     assert passes.head_rows(256, False) == 512
+
+
+def test_narrow_models_have_larger_passes_on_a_gpu():
+    def model(width, is_cuda):
+        weight = SimpleNamespace(shape=(256, width), is_cuda=is_cuda)
+        return SimpleNamespace(lm_head=SimpleNamespace(weight=weight))
+
+    assert [slots(model(*case)) for case in ((512, True), (1024, True), (512, False))] == [65536, 16384, 2048]
 
 
 def test_by_position(model, documents):

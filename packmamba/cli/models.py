@@ -39,7 +39,9 @@ class EvalConfig:
     examples: int = key(200, "Examples of each task.", at_least(1))
     seed: int = key(1_000_000, "Seed of the tasks' examples.", at_least(0))
     options: dict[str, Any] = key({}, "For each evaluation its parameters, such as options.mqar.num_pairs=4.")
-    max_slots: Optional[int] = key(None, "Slots of a pass; null: 16384 on a GPU, 2048 on a CPU.", at_least(1))
+    max_slots: Optional[int] = key(
+        None, "Slots of a pass; null: 16384 on a GPU, 65536 of a model narrower than 1024, 2048 on a CPU.", at_least(1)
+    )
     device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
     dtype: Optional[str] = key(None, "dtype of the weights: float64, float32, bfloat16, float16; null: as they are.")
     include_path: Optional[str] = key(None, "A folder with YAML tasks of lm-evaluation-harness.")

@@ -47,8 +47,9 @@ EVALUATIONS: ChainMap[str, Evaluation] = ChainMap(
 
 
 def slots(model: MambaLM) -> int:
-    """Of a pass, where nothing else is said."""
-    return 16384 if next(model.parameters()).is_cuda else 2048
+    """Of a pass, where nothing else is said: what fills a GPU, more of a narrow model."""
+    head = model.lm_head.weight
+    return (16384 if head.shape[1] >= 1024 else 65536) if head.is_cuda else 2048
 
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
