@@ -59,6 +59,14 @@ def test_steps_of_other_documents_are_not_compared(tmp_path, monkeypatch):
         ("at=[-1]", "at: expected steps from 0 on, got [-1]"),
         ("precisions=[fp8]", "precisions: expected some of 32-true, bf16-mixed, got ['fp8']"),
         ("arms.leak=[trainer.boundary=leak]", "arms.leak: expected trainer.boundary=reset, got leak"),
+        (
+            "arms.half=[trainer.precision=bf16-mixed]",
+            "arms.half: trainer.precision is what precisions says of every arm",
+        ),
+        (
+            "arms.graphs=[trainer.cuda_graphs=true,trainer.accelerator=auto]",
+            "arms.graphs: expected trainer.cuda_graphs=false",
+        ),
         ("arms.typo=[data.stratgy=greedy]", "arms.typo: unknown key 'data.stratgy'"),
     ],
 )

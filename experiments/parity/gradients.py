@@ -46,6 +46,10 @@ class Config:
                 continue
             if self.at and max(self.at) >= arm.trainer.max_steps:
                 yield f"at: expected steps below trainer.max_steps={arm.trainer.max_steps}, got {max(self.at)}"
+            if any(said.partition("=")[0] == "trainer.precision" for said in (*self.keys, *self.arms[name])):
+                yield f"arms.{name}: trainer.precision is what precisions says of every arm; expected it there"
+            if arm.trainer.cuda_graphs:
+                yield f"arms.{name}: expected trainer.cuda_graphs=false: a graph has one precision"
             if arm.trainer.boundary != "reset":
                 yield f"arms.{name}: expected trainer.boundary=reset, got {arm.trainer.boundary}, which has another gradient"
 

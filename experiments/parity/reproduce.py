@@ -23,7 +23,7 @@ def _step(name: str, *small: str, sweep: tuple[str, ...] = ("jobs=auto",)) -> St
 
 
 GRADIENTS = (
-    f"keys=[{', '.join(key for key in TINY if not key.startswith('grid'))}]",
+    f"keys=[{', '.join(key for key in TINY if not key.startswith(('grid', 'trainer.precision')))}]",
     "arms={padded: [data.strategy=padded, data.row_length=null], packed-reset: [data.strategy=greedy, data.row_length=256]}",
     "at=[0, 20, 39]",
 )
