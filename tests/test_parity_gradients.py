@@ -20,6 +20,7 @@ def test_packed_and_padded_have_one_gradient_along_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert bench(tmp_path) == 0
     records = read_records(tmp_path)
+    assert not any("cache_dir" in one["config"]["data"] for one in records), "a place of one machine"
     assert len(records) == 6 and all(len(one["curves"]["gradients"]) == 3 for one in records)
     with open(tmp_path / "tables" / "gradients.csv") as file:
         rows = {(row["arm"], row["precision"]): row for row in csv.DictReader(file)}

@@ -13,11 +13,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from packmamba.config import Config as Run
-from packmamba.config import ConfigError, key, load_config, some, to_dict
+from packmamba.config import ConfigError, key, load_config, some
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.records import append_record, make_record, provenance
 from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.module import MambaLitModule
+from packmamba.training.runs import decisive
 
 FOLDER = Path(__file__).parent
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
@@ -97,7 +98,7 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             kind="gradients",
             experiment=c.experiment,
             arm=name,
-            config={**to_dict(runs[name]), "computed_in": precision, "against": against(c, name, precision)},
+            config={**decisive(runs[name]), "computed_in": precision, "against": against(c, name, precision)},
             seed=runs[name].seed,
             corpus_hash=datas[name].corpora.corpus_hash,
             metrics={metric: max(point[metric] for point in points) for metric in names}
