@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import run
+from made_records import throughput, write
 from packmamba import experiments
 from packmamba.cli import reproduction as reproduce
 from packmamba.config import ConfigError
-from packmamba.experiments import Step
+from packmamba.experiments import Headline, Step
 from packmamba.records import read_records
 from packmamba.report.tables import Cell, number
 from processes import ROOT
@@ -84,6 +85,23 @@ def test_a_headline_is_a_cell_or_a_ratio_of_two():
     cells = reproduce.cells(headlines_of("speedup"), experiments.find("speedup"))
     assert cells["1.4B: over mamba-ssm, one document at a time"].text == "11.29x"
     assert cells["1.4B: sorted into batches, over packed"].values[0] == pytest.approx(48545.1 / 49916.7, rel=1e-3)
+
+
+def test_a_ratio_of_times_is_of_the_latest_timing_that_has_both(tmp_path):
+    def timed(arm, rate, run, day):
+        return throughput(arm, rate, run) | {"time": f"2030-01-0{day}T00:00:00+00:00"}
+
+    first = [timed("padded", 100.0, "a", 1), timed("packed-reset", 150.0, "a", 1), timed("mine", 190.0, "a", 1)]
+    second = [timed("padded", 200.0, "z", 2), timed("packed-reset", 400.0, "z", 2)]
+    third = [timed("mine", 600.0, "m", 3)]
+    folder = write(tmp_path, [*first, *second, *third])
+    column, over = "real_tokens_per_second", {"arm": "padded"}
+    headlines = [Headline(arm, "throughput", {"arm": arm}, column, over) for arm in ("packed-reset", "mine", "single")]
+    headlines.append(Headline("latest", "throughput", {"arm": "mine"}, column))
+    found = reproduce.cells(headlines, folder)
+    assert {name: cell.values[0] for name, cell in found.items()} == {
+        "packed-reset": 2.0, "mine": 1.9, "single": None, "latest": 600.0
+    }  # fmt: skip
 
 
 def test_what_the_machine_cannot_do_is_refused_in_one_sentence(capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,16 +178,19 @@ def cells(headlines: Sequence[Headline], folder: Path, experiment: Path | None =
 
 
 def _cell(headline: Headline, tables: Mapping[str, Table]) -> Cell:
-    nothing = number(None, "")
-    table = tables.get(headline.table) or tables.get(headline.alone)
-    if table is None:
-        return nothing
-    cell = _look_up(table, headline.row, headline.column)
-    if headline.over is None or cell is None:
-        return cell or nothing
-    other = _look_up(table, headline.over, headline.column)
-    if other is None or cell.values[0] is None or not other.values[0]:
-        return nothing
+    if table := tables.get(headline.table) or tables.get(headline.alone):
+        for row in _rows(table, headline.row):
+            if headline.over is None:
+                return row[headline.column]
+            together = {"run": row["run"].values[0]} if "run" in row else {}  # times of two runs are not compared
+            for over in _rows(table, {**headline.over, **together}):
+                return _ratio(row[headline.column], over[headline.column])
+    return number(None, "")
+
+
+def _ratio(cell: Cell, other: Cell) -> Cell:
+    if cell.values[0] is None or not other.values[0]:
+        return number(None, "")
     return number(cell.values[0] / other.values[0], ".2f", "x")
 
 
@@ -203,10 +206,11 @@ def _compared(committed: Cell, now: Cell) -> Cell:
     return word("intervals meet" if low <= other_high and other_low <= high else "intervals apart")
 
 
-def _look_up(table: Table, row: Mapping[str, Any], column: str) -> Cell | None:
-    names = [name for c in table.columns for name in c.names]
+def _rows(table: Table, wanted: Mapping[str, Any]) -> Iterator[dict[str, Cell]]:
+    """All rows with these values: the cell behind each of its names."""
     for cells in table.rows:
-        values = dict(zip(names, (value for cell in cells for value in cell.values)))
-        if all(values.get(key) == value for key, value in row.items()):
-            return next(cell for c, cell in zip(table.columns, cells) if column in c.names)
-    return None
+        row = {
+            name: (cell, value) for c, cell in zip(table.columns, cells) for name, value in zip(c.names, cell.values)
+        }
+        if all(name in row and row[name][1] == value for name, value in wanted.items()):
+            yield {name: cell for name, (cell, _) in row.items()}

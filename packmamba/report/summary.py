@@ -180,7 +180,8 @@ def asked_for(record: Record) -> bool:
 
 
 def timed_arms(records: Iterable[Record]) -> list[Arm]:
-    """All arms whose steps were timed; arms of one ``config["run"]`` were timed together, and only those are one setting."""
+    """All arms whose steps were timed, the latest timing first; arms of one ``config["run"]`` were timed together, and only those
+    are one setting."""
     runs = frame(records, "throughput")
     if runs.empty:
         return []
@@ -188,7 +189,8 @@ def timed_arms(records: Iterable[Record]) -> list[Arm]:
         Arm(name, (("run", run),), group.tail(1).set_index("seed"))
         for (name, run), group in runs.groupby(["arm", runs["config.run"].map(str)])
     ]
-    return _in_order(arms)
+    ended = runs.groupby(runs["config.run"].map(str))["time"].max()
+    return sorted(_in_order(arms), key=lambda arm: ended[dict(arm.variant)["run"]], reverse=True)
 
 
 def _in_order(arms: Sequence[Arm]) -> list[Arm]:
