@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import re
 import statistics
 
 from scipy.special import chdtri, stdtrit
@@ -16,6 +17,24 @@ LEAK = {"setting": MAIN, "what": "leak"}
 CONTROL = {"arm": "packed-control"}
 GREEDY = ("packed-reset", "packed-equal-time")
 LAST = CONTROL | {"weights": "mean of the last"}
+
+
+N = r"([+-]?\d+(?:\.\d+)?)"
+"""A number in a sentence."""
+WORDS = {"none": "0", "three": "3", "four": "4", "six": "6", "seven": "7", "eight": "8"}
+
+
+def said(page, pattern):
+    """The numbers of the one place of a page that the pattern matches, as they are written."""
+    text = " ".join((EXPERIMENTS / page / "README.md").read_text(encoding="utf-8").split())
+    (found,) = re.findall(pattern, text)
+    return [WORDS.get(number.lower(), number) for number in ([found] if isinstance(found, str) else found)]
+
+
+def rounded_as(said, numbers):
+    """The numbers, with as many digits as were said."""
+    digits = [len(number.partition(".")[2]) for number in said]
+    return [f"{value:{'+' * number.startswith('+')}.{n}f}" for value, number, n in zip(numbers, said, digits)]
 
 
 @functools.cache
@@ -84,6 +103,19 @@ def tuned_pairs(rate):
     return [*pairs, *interval("parity/tuning", "differences", {"arm": f"packed-reset lr={rate}"}, "val_loss")]
 
 
+def gradients(arm, precision, *columns):
+    return cells("parity", "gradients", {"arm": arm, "precision": precision}, *columns)
+
+
+def at_places(arm="packed-reset", precision="32-true"):
+    """Of the gradient's norm, at four places along a run."""
+    return gradients(arm, precision, *(f"step_{place}" for place in (0, 100, 200, 499)))
+
+
+def pair_at_higher_rate(arm):
+    return cells("parity", "parity-files", {"arm": f"{arm}-rate"}, "difference")
+
+
 def loss_at_rate(arm, rate):
     return cells("parity/tuning", "training", {"arm": f"{arm} lr={rate}"}, "val_loss")[0]
 
@@ -99,7 +131,7 @@ def row_length(T, *columns):
 
 
 def of_tuning(what, places="beyond"):
-    """At rates 0.001, 0.002 and 0.004, of one seed; fewer where a run is missing."""
+    """At rates 0.001, 0.002, 0.004 and 0.008, of one seed."""
     rows = [one for one in table("boundaries", "ladder") if one["what"] == what and "tuning" in one["setting"]]
     return [float(one[places]) for one in sorted(rows, key=lambda one: one["setting"])]
 
@@ -109,6 +141,11 @@ def trained(arm, seed):
     records = [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("boundaries/records/*.jsonl")]
     found = [one for one in records if (one["arm"], one["seed"]) == (arm, seed)]
     return [one["metrics"]["val_loss"] for one in sorted(found, key=lambda one: one["time"])]
+
+
+def lower_at_the_end(arm):
+    """How much lower the loss is at the last rate tried than at the one before."""
+    return trained(f"{arm} lr=0.004", 101)[0] - trained(f"{arm} lr=0.008", 101)[0]
 
 
 def doses():
@@ -143,12 +180,13 @@ def run_of(record):
 
 
 def slower(arm, than):
-    of = [cells("boundaries", "throughput", {"arm": one}, "real_tokens_per_second")[0] for one in (arm, than)]
-    return 100 * (1 - of[0] / of[1])
+    return 100 * (1 - speed(arm) / speed(than))
 
 
 def speed(arm):
-    return cells("boundaries", "throughput", {"arm": arm}, "real_tokens_per_second")[0] / 1e6
+    """Million tokens a second, of the latest timing."""
+    latest = table("boundaries", "throughput")[0]["run"]
+    return cells("boundaries", "throughput", {"arm": arm, "run": latest}, "real_tokens_per_second")[0] / 1e6
 
 
 def answers(arm, task="mqar"):
@@ -191,7 +229,8 @@ def tried(task):
 
 def worse_at_each_rate():
     """At how many rates leak was tried, and how much worse it is at least than another arm, in the mean of two seeds."""
-    means = {place: statistics.fmean(values) for place, values in tried("mqar").items()}
+    tuned = {place: values for place, values in tried("mqar").items() if "row-means" not in place[0]}
+    means = {place: statistics.fmean(values) for place, values in tuned.items()}
     others = [(arm, lr) for arm, lr in means if arm != "packed-leak"]
     return [len({lr for _, lr in means}), min(means["packed-leak", lr] - means[arm, lr] for arm, lr in others)]
 

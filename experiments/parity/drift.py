@@ -33,6 +33,10 @@ def precision(arm: Arm) -> str:
     )
 
 
+def rate(arm: Arm) -> float:
+    return float(arm.runs.iloc[0]["config.optimizer.lr"])
+
+
 def drift_table(pairs: Sequence[Pair]) -> Table:
     table = Table(
         "drift",
@@ -79,11 +83,11 @@ def drift_figure(pairs: Sequence[Pair]) -> list[Figure]:
             continue
         by_step = steps.groupby("step")
         low, mean, high = by_step.min(), by_step.mean(), by_step.max()
-        half = precision(arm) != "float32"
+        line = ":" if rate(arm) != rate(pairs[0][0]) else (0, (4, 1.5)) if precision(arm) == "float32" else "-"
         name = next((name for name in LINES if arm.name.startswith(name)), "")
         style: dict[str, Any] = {
             "color": LINES.get(name, "#5b616b"),
-            "linestyle": "-" if half else (0, (4, 1.5)),
+            "linestyle": line,
             "linewidth": 1.8,
         }
         ax.plot(mean.index, mean, marker="o", markersize=3, label=f"{arm.name} minus {other.name}", **style)
@@ -93,6 +97,6 @@ def drift_figure(pairs: Sequence[Pair]) -> list[Figure]:
     legend_below(fig, columns=2)
     caption = (
         "Size of the difference between two arms' losses of the same documents, by step: mean over seeds, and from the least to "
-        "the largest. Dashed: float32."
+        "the largest. Dashed: float32; dotted: another learning rate."
     )
     return [finish(fig, "drift", caption)]

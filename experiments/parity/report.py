@@ -192,6 +192,9 @@ def _calibration(reset: Arm, control: Arm) -> Table:
     return table
 
 
+GRADIENT_METRICS = ("relative_difference", "largest_of_a_tensor", "loss_difference")
+
+
 def gradient_tables(records: Sequence[Record]) -> list[Table]:
     """How far an arm's gradients are from another's, at places along one run; ``records`` are of one corpus."""
     latest = {(r["arm"], r["config"]["computed_in"]): r for r in summary.of_kind(records, "gradients")}
@@ -204,7 +207,8 @@ def gradient_tables(records: Sequence[Record]) -> list[Table]:
             Column("precision", ("precision",), False),
             Column("minus", ("minus",), False),
             *(Column(f"step {place}", (f"step_{place}",)) for place in places),
-            Column("largest of a parameter", ("largest_of_a_tensor",)),
+            Column("at most", ("relative_difference",)),
+            Column("of a parameter, at most", ("largest_of_a_tensor",)),
             Column("loss, nats", ("loss_difference",)),
         ],
     )
@@ -212,7 +216,7 @@ def gradient_tables(records: Sequence[Record]) -> list[Table]:
         if not (other := record["config"]["against"]):
             continue
         found = {point["step"]: point["relative_difference"] for point in record["curves"]["gradients"]}
-        largest = (record["metrics"][name] for name in ("largest_of_a_tensor", "loss_difference"))
+        largest = (record["metrics"][name] for name in GRADIENT_METRICS)
         sizes = [number(size, ".1e") for size in (*(found.get(place) for place in places), *largest)]
         table.rows.append([word(arm), word(precision), word(other), *sizes])
     table.notes = [
@@ -255,7 +259,5 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
 KINDS = {
     "training": replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit),
     "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
-    "gradients": Kind(
-        gradient_tables, label=unit, metrics=("relative_difference", "largest_of_a_tensor", "loss_difference")
-    ),
+    "gradients": Kind(gradient_tables, label=unit, metrics=GRADIENT_METRICS),
 }

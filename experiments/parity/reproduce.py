@@ -47,7 +47,10 @@ STEPS = [
         Step(f"{name}.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1)
         for name in ("float32", "float32-mixture", "files-rate", "mixture-long", "tokenizer")
     ),
-    *(Step(f"{name}.yaml", (), small=("throughput_rounds=3",), gpus=1) for name in ("speed", "speed-single")),
+    *(
+        Step(f"{name}.yaml", (), small=("throughput_rounds=3", "trainer.cuda_graphs=false"), gpus=1)
+        for name in ("speed", "speed-single")
+    ),
     *(Step(f"equal-time-{unit}.yaml", ("jobs=auto",), small=("trainer.max_steps=60",), gpus=1) for unit in UNITS),
 ]
 
@@ -72,6 +75,11 @@ def _apart(unit: str, name: str, arm: str) -> Headline:
     return Headline(f"{unit}: difference of a step's loss: {name}", f"drift-{unit}", {"arm": arm}, "later", alone=alone)
 
 
+def _gradients(name: str, precision: str, arm: str = "packed-reset") -> Headline:
+    row = {"arm": arm, "precision": precision}
+    return Headline(f"files: gradients of a step, largest difference: {name}", "gradients", row, "relative_difference")
+
+
 HEADLINES = [
     *(_trained(unit, "packed with reset minus padded", "packed-reset", "difference") for unit in UNITS),
     _trained("files", "one document at a time minus padded", "single", "difference"),
@@ -79,6 +87,9 @@ HEADLINES = [
     *(_apart(unit, "packed and padded", "packed-reset") for unit in UNITS),
     *(_apart(unit, "sums in another order", "packed-control") for unit in UNITS),
     _apart("files", "packed and padded in float32, one pair", "packed-reset-float32"),
+    _gradients("packed and padded in float32", "32-true"),
+    _gradients("packed and padded", "bf16-mixed"),
+    _gradients("padded in bfloat16 and in float32", "bf16-mixed", "padded"),
     *(_speed(unit) for unit in UNITS),
     *(_trained(unit, "packed in padded's GPU time, minus padded", "packed-equal-time", "difference") for unit in UNITS),
     *(_trained(unit, "loss of padded", "padded", "loss") for unit in UNITS),

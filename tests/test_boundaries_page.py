@@ -1,0 +1,170 @@
+"""Numbers in the sentences of the page of boundaries are those of the committed tables and records."""
+
+import functools
+
+import pytest
+from study_numbers import (
+    LEAK,
+    MAIN,
+    N,
+    again,
+    agreement,
+    cells,
+    doses,
+    gain,
+    interval,
+    ladder,
+    lower_at_the_end,
+    more_gain,
+    more_of_a_leak,
+    of_tuning,
+    ordered,
+    primary,
+    rounded_as,
+    row_length,
+    said,
+    seeds,
+    slower,
+    speed,
+    table,
+    trained,
+    worse_means,
+    zero_at,
+)
+
+SENTENCES = [
+    (r"Differences are of (\w+) seeds of (\w+), those", seeds),
+    (rf"mean was worse, by {N} to {N}, and", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
+    (
+        rf"Without any one package they are {N} to {N} in size",
+        lambda: [agreement("least"), agreement("least", max)],
+    ),
+    (r"in each of the (\d+) packages inside T", lambda: [agreement("packages", places="inside")]),
+    (r"packages inside T and the (\d+) beyond", lambda: [agreement("packages", places="beyond")]),
+    (rf"worse by {N} nats beyond T, and by", lambda: primary("coverage", "beyond")[:1]),
+    (rf"beyond T, and by {N} inside T", lambda: primary("coverage", "inside")[:1]),
+    (rf"Own beats foreign by {N} beyond T", lambda: [-primary("continuity", "beyond")[0]]),
+    (rf"beats zero beyond T by {N} \[{N}, {N}\]", lambda: [-x for x in (ladder("beyond")[i] for i in (0, 2, 1))]),
+    (rf"last 2048 by {N} in own, by {N} in zero", lambda: [*gain("own"), *gain("zero")]),
+    (rf"in zero: by {N} \[{N}, {N}\] more", lambda: more_gain("own")),
+    (rf"larger than zero's: {N} \[{N}, {N}\]", lambda: more_gain("foreign")),
+    (rf"Its loss is {N} at places from T to 2 T, {N} and {N}", lambda: [zero_at(power) for power in (0, 1, 2)]),
+    (rf"\*\*Right:\*\* {N}, {N}, {N}", lambda: [zero_at(power) for power in (0, 1, 2)]),
+    *(
+        (
+            rf"\*{outcome} {places} T\*[^|]*? \*\*(?:Right|Wrong)\*\*: {N} \[{N}, {N}\]",
+            functools.partial(primary, key, places),
+        )
+        for outcome, key in (("Coverage", "coverage"), ("Continuity", "continuity"))
+        for places in ("inside", "beyond")
+    ),
+    (
+        rf"0\.6 GiB of states\. \*\*Right:\*\* {N} and {N} %, timed with 64 streams; {N} GiB",
+        lambda: [
+            *(slower(arm, "zero") for arm in ("own", "foreign")),
+            cells("boundaries", "arms", {"setting": MAIN, "arm": "own"}, "state_bytes")[0] / 2**30,
+        ],
+    ),
+    (
+        rf"own trains at {N} million tokens a second, foreign at {N} and zero at {N}: {N} and {N} % less",
+        lambda: [*map(speed, ("own", "foreign", "zero")), *(slower(arm, "zero") for arm in ("own", "foreign"))],
+    ),
+    (
+        rf"all of it inside T, {N} of {N} beyond",
+        lambda: [primary("coverage", "beyond")[0], -primary("continuity", "beyond")[0]],
+    ),
+    (
+        rf"zero's context gain is {N} to {N} at 4, 8 and 16 T",
+        lambda: [limit(gain("zero", k)[0] for k in (4, 8, 16)) for limit in (min, max)],
+    ),
+    (
+        rf"Leak minus the same rows with reset is {N} \[{N}, {N}\] inside T and {N} \[{N}, {N}\] beyond at 2048",
+        lambda: [x for places in ("inside", "beyond") for x in interval("boundaries", "leak", LEAK, places)],
+    ),
+    (rf"Leak minus reset is {N} \[{N}, {N}\] at 4 T of 2048", lambda: more_of_a_leak(2048)),
+    (rf"as large as own's, {N}, is excluded", lambda: more_gain("own", "gain_4")[:1]),
+    (
+        rf"At T = 512 the interval is ±{N}, as",
+        lambda: [(more_of_a_leak(512)[2] - more_of_a_leak(512)[1]) / 2],
+    ),
+    (rf"rows, {N}, {N} and {N} % of the tokens stand behind", doses),
+    (
+        rf"they end {N} nats \[{N}, {N}\] above the same pool's rows shuffled, beyond T, and {N} \[{N}, {N}\] above the pool",
+        lambda: [*ordered("plain streams, shuffled"), *ordered("plain streams")],
+    ),
+    (
+        rf"pool ends {N} above its own rows shuffled, but the interval, \[{N}, {N}\],",
+        lambda: [-ordered("shuffled")[i] for i in (0, 2, 1)],
+    ),
+    (
+        rf"zero in the pool is at {N} \[{N}, {N}\], and own at {N} \[{N}, {N}\]",
+        lambda: [*ordered("the pool, other rows", setting=MAIN), *ordered("own, other rows", setting=MAIN)],
+    ),
+    (
+        rf"worse by {N} to {N}, the whole intervals below 0\.05",
+        lambda: sorted(ordered("plain streams", places)[0] for places in ("inside", "beyond")),
+    ),
+    (
+        rf"estimates of these seeds, {N} and {N}, and open [^|]*? at \[{N}, {N}\] inside T and \[{N}, {N}\] beyond",
+        lambda: [
+            *(-ordered("shuffled", places)[0] for places in ("inside", "beyond")),
+            *ordered("8 streams a row", "inside")[1:],
+            *ordered("8 streams a row")[1:],
+        ],
+    ),
+    (rf"all start from zero: {N} nats \[{N}, {N}\] over all places", lambda: row_length(8192, "all places")),
+    (rf"Rows of 512 are at {N} \[{N}, {N}\]", lambda: row_length(512, "all places")),
+    (rf"Measured since: {N} nats for plain", lambda: ordered("plain streams, shuffled")[:1]),
+    (
+        rf"Beyond T it is worse by {N} to {N} at 0\.001, 0\.002 and 0\.004",
+        lambda: [limit(of_tuning("coverage")[:3]) for limit in (min, max)],
+    ),
+    (
+        rf"Own minus zero beyond T is {N}, {N}, {N} and {N} at the four rates",
+        lambda: of_tuning("own over zero"),
+    ),
+    (
+        rf"Zero has a loss of {N}, {N}, {N} and {N}\.",
+        lambda: [trained(f"zero lr={rate}", 101)[0] for rate in (0.001, 0.002, 0.004, 0.008)],
+    ),
+    (rf"Own is best at 0\.008, by {N} over", lambda: [lower_at_the_end("own")]),
+    (rf"which are better by {N} and {N}; right", lambda: [lower_at_the_end(arm) for arm in ("zero", "own")]),
+    (
+        rf"it ends at {N}, where zero has {N} and own {N} ",
+        lambda: [trained(f"{arm} lr=0.008", 101)[0] for arm in ("foreign", "zero", "own")],
+    ),
+    (
+        rf"Beyond T coverage is {N}, continuity {N}, and own minus zero {N}\.",
+        lambda: [
+            cells("boundaries", "ladder", {"setting": f"{MAIN}, rate 0.004", "what": what}, "beyond")[0]
+            for what in ("coverage", "continuity", "own over zero")
+        ],
+    ),
+    (rf"Foreign heads cost {N} %", lambda: [slower("foreign-heads", "rows")]),
+    (
+        rf"two sweeps and has {N} and {N}: a difference of {N}\.",
+        lambda: [
+            *trained("pool-32", 101),
+            *trained("zero lr=0.002", 101),
+            trained("zero lr=0.002", 101)[0] - trained("pool-32", 101)[0],
+        ],
+    ),
+    (rf"has {N} in place of {N}: a difference of {N} ", lambda: again("boundaries")),
+    (rf"Without graphs own is {N} % slower", lambda: [slower("own, eager", "zero, eager")]),
+    (
+        r"in each of eight seeds and in (\d+) of (\d+) packages",
+        lambda: [
+            next(
+                float(one[column])
+                for one in table("boundaries", "agreement")
+                if (one["setting"], one["what"], one["places"]) == (MAIN, "own over zero", "beyond")
+            )
+            for column in ("packages", "of_packages")
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "numbers"), [pytest.param(*one, id=one[0][:40]) for one in SENTENCES])
+def test_a_sentence_rounds_the_records(pattern, numbers):
+    assert said("boundaries", pattern) == rounded_as(said("boundaries", pattern), numbers())
