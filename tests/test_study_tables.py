@@ -84,6 +84,7 @@ def with_steps(record, losses, precision):
         {"step": max(losses), "loss": 2 * losses[max(losses)], "real_tokens": max(losses)}
     ]
     record["config"]["trainer"] = {"precision": precision, "boundary": "reset"}
+    record["config"]["optimizer"] = {"lr": 2e-3}
     return record
 
 
