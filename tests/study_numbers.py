@@ -12,6 +12,7 @@ from processes import ROOT
 
 EXPERIMENTS = ROOT / "experiments"
 MAIN = "T = 2048, 14M, 100M tokens"
+AT_512 = {"setting": "T = 512, 14M, 100M tokens"}
 OURS = {"arm": "packed-reset"}
 LEAK = {"setting": MAIN, "what": "leak"}
 CONTROL = {"arm": "packed-control"}
@@ -112,8 +113,8 @@ def at_places(arm="packed-reset", precision="32-true"):
     return gradients(arm, precision, *(f"step_{place}" for place in (0, 100, 200, 499)))
 
 
-def pair_at_higher_rate(arm):
-    return cells("parity", "parity-files", {"arm": f"{arm}-rate"}, "difference")
+def at_higher_rate(arm):
+    return interval("parity", "parity-files", {"arm": f"{arm}-rate"}, "difference")
 
 
 def loss_at_rate(arm, rate):
@@ -123,6 +124,10 @@ def loss_at_rate(arm, rate):
 def ordered(what, places="beyond", setting=f"{MAIN}, tuning seeds"):
     row = {"setting": setting, "what": what}
     return interval("boundaries", "order", row, places)
+
+
+def at_512(what):
+    return interval("boundaries", "ladder", AT_512 | {"what": what}, "beyond")
 
 
 def row_length(T, *columns):
@@ -197,7 +202,7 @@ def of_task(arm="packed-leak", task="mqar"):
     """Records of its reported runs."""
     paths = EXPERIMENTS.glob(f"downstream/records/{arm}-*.jsonl")
     found = [json.loads(path.read_text().splitlines()[-1]) for path in sorted(paths)]
-    return [one for one in found if one["config"]["data"]["task"] == task]
+    return [one for one in found if (one["arm"], one["config"]["data"]["task"]) == (arm, task)]
 
 
 def tasks(arm):
@@ -207,9 +212,19 @@ def tasks(arm):
 
 def leaked():
     """More nats as trained than from zero state."""
-    more = [m["mqar.nats_as_trained"] - m["mqar.nats"] for m in tasks("packed-leak")]
-    mean, half = statistics.fmean(more), stdtrit(len(more) - 1, 0.975) * statistics.stdev(more) / len(more) ** 0.5
+    return over_seeds([m["mqar.nats_as_trained"] - m["mqar.nats"] for m in tasks("packed-leak")])
+
+
+def over_seeds(pairs):
+    """Mean, and its interval by Student's t."""
+    mean, half = statistics.fmean(pairs), stdtrit(len(pairs) - 1, 0.975) * statistics.stdev(pairs) / len(pairs) ** 0.5
     return [mean, mean - half, mean + half]
+
+
+def nats_over(arm, other):
+    """Nats an answer of mqar, an arm's over another's, on the seeds that both have."""
+    found = [{one["seed"]: one["metrics"]["mqar.nats"] for one in of_task(name)} for name in (arm, other)]
+    return over_seeds([found[0][seed] - found[1][seed] for seed in found[0].keys() & found[1].keys()])
 
 
 def validated():
@@ -276,8 +291,8 @@ def agreement(column, least=min, **row):
 PRIMARY = ("coverage", "continuity")
 
 
-def gain(arm, k=8):
-    return cells("boundaries", "context-gain", {"setting": MAIN, "arm": arm}, f"gain_{k}")
+def gain(arm, k=8, setting=MAIN):
+    return cells("boundaries", "context-gain", {"setting": setting, "arm": arm}, f"gain_{k}")
 
 
 def more_gain(arm, column="gain_8"):

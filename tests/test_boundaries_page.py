@@ -4,11 +4,13 @@ import functools
 
 import pytest
 from study_numbers import (
+    AT_512,
     LEAK,
     MAIN,
     N,
     again,
     agreement,
+    at_512,
     cells,
     doses,
     gain,
@@ -134,11 +136,24 @@ SENTENCES = [
         lambda: [trained(f"{arm} lr=0.008", 101)[0] for arm in ("foreign", "zero", "own")],
     ),
     (
-        rf"Beyond T coverage is {N}, continuity {N}, and own minus zero {N}\.",
+        rf"Beyond T coverage is {N} \[{N}, {N}\], continuity {N} \[{N}, {N}\], and own minus zero {N} \[{N}, {N}\] ",
         lambda: [
-            cells("boundaries", "ladder", {"setting": f"{MAIN}, rate 0.004", "what": what}, "beyond")[0]
+            value
             for what in ("coverage", "continuity", "own over zero")
+            for value in interval("boundaries", "ladder", {"setting": f"{MAIN}, rate 0.004", "what": what}, "beyond")
         ],
+    ),
+    (
+        rf"Beyond T continuity is {N} and own minus zero {N}, [^|]*? in both seeds and in all {N} packages",
+        lambda: [
+            at_512("continuity")[0],
+            at_512("own over zero")[0],
+            *cells("boundaries", "agreement", {**AT_512, "what": "own over zero", "places": "beyond"}, "packages"),
+        ],
+    ),
+    (
+        rf"gain at 8 T is {N}, zero's {N} ",
+        lambda: [value for arm in ("own", "zero") for value in gain(arm, setting=AT_512["setting"])],
     ),
     (rf"Foreign heads cost {N} %", lambda: [slower("foreign-heads", "rows")]),
     (

@@ -9,6 +9,7 @@ from study_numbers import (
     above_zero,
     again,
     answers,
+    at_higher_rate,
     at_places,
     behind_another,
     by_place,
@@ -27,10 +28,10 @@ from study_numbers import (
     ladder,
     leaked,
     loss_at_rate,
+    nats_over,
     next_line,
     of_task,
     ordered,
-    pair_at_higher_rate,
     parity,
     rounded_as,
     row_length,
@@ -89,8 +90,8 @@ SENTENCES = {
         ),
         (rf"first half: {N} and {N} at two of four places", lambda: [x for x in at_places() if x >= 1e-6]),
         (
-            rf"packed minus padded is {N}, and its control minus itself {N}\.",
-            lambda: [*pair_at_higher_rate("packed-reset"), *pair_at_higher_rate("packed-control")],
+            rf"packed minus padded is {N} \[{N}, {N}\], and its control minus itself {N} \[{N}, {N}\]\.",
+            lambda: [*at_higher_rate("packed-reset"), *at_higher_rate("packed-control")],
         ),
         (rf"There the difference is {N} nats \[{N}, {N}\], eight pairs", lambda: parity(OURS, "functions")),
         (
@@ -229,6 +230,12 @@ SENTENCES = {
             rf"leak has {N} and {N} nats at the rate it took, {N} and {N} at the next",
             lambda: [*tried("contradiction")["packed-leak", 0.02], *tried("contradiction")["packed-leak", 0.01]],
         ),
+        (rf"Padded trained so loses {N} nats an answer \[{N}, {N}\] over", lambda: answers("padded-row-means")),
+        (
+            rf"Packed with reset is at {N} \[{N}, {N}\] over itself",
+            lambda: nats_over("packed-row-means", "packed-reset"),
+        ),
+        (rf"estimate of six seeds, {N}; open", lambda: answers("padded-row-means")[:1]),
         (rf"has {N} nats an answer in place of {N}: a difference of {N} ", lambda: again("downstream", "mqar.nats")),
         (
             rf"Seldom: {N} % of its tokens",
