@@ -85,7 +85,8 @@ def test_every_config_loads(path):
         load_bench(path)
     elif "arms" in keys:
         base = OmegaConf.to_container(OmegaConf.load(path.parent / keys["base"])) if keys.get("base") else {}
-        replays = base.get("trainer", {}).get("cuda_graphs") or "trainer.cuda_graphs" in keys.get("common", {})
+        said = [keys.get("common", {}), *keys["arms"].values()]
+        replays = base.get("trainer", {}).get("cuda_graphs") or any(some.get("trainer.cuda_graphs") for some in said)
         graphs = {"trainer.cuda_graphs": False} if replays else {}  # refused without a GPU
         _, configs = load_sweep(path, [f"{key}=false" for key in graphs])
         for config in configs:
