@@ -11,10 +11,13 @@ TINY = (
     "tune.grid={optimizer.lr: [5.0e-3]}", "tune.seeds=[100]",
 )  # fmt: skip
 
+TIMED = tuple(key for key in TINY if not key.startswith(("tune", "grid")))
+
 STEPS = [
     Step(f"{name}.yaml", ("jobs=auto",), small=("jobs=1", *TINY), gpus=1, small_on_cpu=True)
     for name in (*TASKS, "row-means")
 ]
+STEPS.append(Step("speed.yaml", (), small=("throughput_rounds=2", *TIMED), gpus=1, small_on_cpu=True))
 
 ROWS = [
     *((f"{arm} minus padded, nats an answer", arm, "difference") for arm in ("packed-reset", "packed-leak")),
