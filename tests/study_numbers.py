@@ -113,6 +113,17 @@ def at_places(arm="packed-reset", precision="32-true"):
     return gradients(arm, precision, *(f"step_{place}" for place in (0, 100, 200, 499)))
 
 
+def times_less():
+    """How much less packed differs from padded than padded from its own gradient in float32, in bfloat16, at four places."""
+    return [own / other for other, own in zip(*(at_places(arm, "bf16-mixed") for arm in ("packed-reset", "padded")))]
+
+
+def gain_of_twice_the_rate(arm):
+    """Validation loss of an arm of the ladder minus that at twice the rate, mean over the seeds that have both."""
+    rates = [trained(f"{arm}-rate", seed) for seed in range(1, 6)]
+    return statistics.fmean(trained(arm, seed)[0] - twice[0] for seed, twice in enumerate(rates, 1) if twice)
+
+
 def at_higher_rate(arm):
     return interval("parity", "parity-files", {"arm": f"{arm}-rate"}, "difference")
 
@@ -350,8 +361,10 @@ def elsewhere_by_place():
     return [sum(float(one["difference_low"]) > 0 or float(one["difference_high"]) < 0 for one in rows), len(rows)]
 
 
-def zero_at(power):
+def loss_at(power, arm="zero", seeds=None):
+    """Nats a target at places from 2048 times this power of two to the next."""
     records = [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("boundaries/records/*.jsonl")]
-    runs = [one for one in records if one["arm"] == "zero" and one["kind"] == "training"]
+    trained = [one for one in records if one["arm"] == arm and one["kind"] == "training"]
+    runs = [one for one in trained if not seeds or one["seed"] in seeds]
     points = [p for one in runs for p in one["curves"]["perplexity.by_group"] if p["start"] == 2048 * 2**power]
     return sum(p["nats"] for p in points) / sum(p["targets"] for p in points)

@@ -16,6 +16,7 @@ from study_numbers import (
     gain,
     interval,
     ladder,
+    loss_at,
     lower_at_the_end,
     more_gain,
     more_of_a_leak,
@@ -31,7 +32,6 @@ from study_numbers import (
     table,
     trained,
     worse_means,
-    zero_at,
 )
 
 SENTENCES = [
@@ -50,8 +50,8 @@ SENTENCES = [
     (rf"last 2048 by {N} in own, by {N} in zero", lambda: [*gain("own"), *gain("zero")]),
     (rf"in zero: by {N} \[{N}, {N}\] more", lambda: more_gain("own")),
     (rf"larger than zero's: {N} \[{N}, {N}\]", lambda: more_gain("foreign")),
-    (rf"Its loss is {N} at places from T to 2 T, {N} and {N}", lambda: [zero_at(power) for power in (0, 1, 2)]),
-    (rf"\*\*Right:\*\* {N}, {N}, {N}", lambda: [zero_at(power) for power in (0, 1, 2)]),
+    (rf"Its loss is {N} at places from T to 2 T, {N} and {N}", lambda: [loss_at(power) for power in (0, 1, 2)]),
+    (rf"\*\*Right:\*\* {N}, {N}, {N}", lambda: [loss_at(power) for power in (0, 1, 2)]),
     *(
         (
             rf"\*{outcome} {places} T\*[^|]*? \*\*(?:Right|Wrong)\*\*: {N} \[{N}, {N}\]",
@@ -61,7 +61,7 @@ SENTENCES = [
         for places in ("inside", "beyond")
     ),
     (
-        rf"0\.6 GiB of states\. \*\*Right:\*\* {N} and {N} %, timed with 64 streams; {N} GiB",
+        rf"0\.6 GiB of states\. \*\*Right:\*\* own {N} and foreign {N} %, timed with 64 streams; {N} GiB",
         lambda: [
             *(slower(arm, "zero") for arm in ("own", "foreign")),
             cells("boundaries", "arms", {"setting": MAIN, "arm": "own"}, "state_bytes")[0] / 2**30,
@@ -129,8 +129,8 @@ SENTENCES = [
         rf"Zero has a loss of {N}, {N}, {N} and {N}\.",
         lambda: [trained(f"zero lr={rate}", 101)[0] for rate in (0.001, 0.002, 0.004, 0.008)],
     ),
-    (rf"Own is best at 0\.008, by {N} over", lambda: [lower_at_the_end("own")]),
-    (rf"which are better by {N} and {N}; right", lambda: [lower_at_the_end(arm) for arm in ("zero", "own")]),
+    (rf"the last tried, by {N} and {N}\.", lambda: [lower_at_the_end(arm) for arm in ("zero", "own")]),
+    (rf"which are lower by {N} and {N}, less", lambda: [lower_at_the_end(arm) for arm in ("zero", "own")]),
     (
         rf"it ends at {N}, where zero has {N} and own {N} ",
         lambda: [trained(f"{arm} lr=0.008", 101)[0] for arm in ("foreign", "zero", "own")],
@@ -144,16 +144,22 @@ SENTENCES = [
         ],
     ),
     (
-        rf"Beyond T continuity is {N} and own minus zero {N}, [^|]*? in both seeds and in all {N} packages",
+        rf"Beyond T continuity is {N} and own minus zero {N}: {N} and {N} times [^|]*? seeds and all {N} packages",
         lambda: [
             at_512("continuity")[0],
             at_512("own over zero")[0],
+            at_512("continuity")[0] / primary("continuity", "beyond")[0],
+            at_512("own over zero")[0] / ladder("beyond")[0],
             *cells("boundaries", "agreement", {**AT_512, "what": "own over zero", "places": "beyond"}, "packages"),
         ],
     ),
     (
         rf"gain at 8 T is {N}, zero's {N} ",
         lambda: [value for arm in ("own", "zero") for value in gain(arm, setting=AT_512["setting"])],
+    ),
+    (
+        rf"Foreign's seed 3 is {N} above zero at places from 4096 to 8192, and {N} and {N} above",
+        lambda: [loss_at(k, "foreign-rate", [3]) - loss_at(k, "zero-rate", [3]) for k in (1, 2, 3)],
     ),
     (rf"Foreign heads cost {N} %", lambda: [slower("foreign-heads", "rows")]),
     (

@@ -1,5 +1,7 @@
 """Numbers in the sentences of the studies' pages are those of the committed tables and records."""
 
+import statistics
+
 import pytest
 from study_numbers import (
     CONTROL,
@@ -22,6 +24,7 @@ from study_numbers import (
     fewer_points,
     files,
     float32_to,
+    gain_of_twice_the_rate,
     gradients,
     interval,
     interval_of_sd,
@@ -42,6 +45,7 @@ from study_numbers import (
     solved,
     spread_of_pairs,
     tasks,
+    times_less,
     tried,
     tuned_pairs,
     validated,
@@ -82,11 +86,17 @@ SENTENCES = {
             lambda: [limit(at_places()) for limit in (min, max)],
         ),
         (
-            rf"Sums in another order do as much: {N}\. In bfloat16 they differ by at most {N}, where [^|]*? is {N} from",
+            rf"order do as much: {N}\. In bfloat16 they differ by about {N} at most, where [^|]*? is up to {N} from",
             lambda: [
                 max(at_places("packed-control")),
                 *(gradients(arm, "bf16-mixed", "relative_difference")[0] for arm in ("packed-reset", "padded")),
             ],
+        ),
+        (rf"at least {N} times less at each place", lambda: [min(times_less())]),
+        (rf"Right in its second: at least {N} times less", lambda: [min(times_less())]),
+        (
+            rf"Sums in another order move it by up to {N} there",
+            lambda: [max(at_places("packed-control", "bf16-mixed"))],
         ),
         (rf"first half: {N} and {N} at two of four places", lambda: [x for x in at_places() if x >= 1e-6]),
         (
@@ -146,7 +156,7 @@ SENTENCES = {
             rf"worse in both seeds, by {N} and {N}\. Two seeds decide nothing: {N} \[{N}, {N}\]",
             lambda: tuned_pairs(0.004),
         ),
-        (rf"both of two tuning seeds, by {N} and {N}, and better", lambda: tuned_pairs(0.004)[:2]),
+        (rf"seeds have packed worse, by {N} and {N}\.", lambda: tuned_pairs(0.004)[:2]),
         (rf"Single minus padded is {N} nats \[{N}, {N}\], five seeds", lambda: parity({"arm": "single"})),
         (rf"as CUDA graphs \(p = {N}; exploratory", lambda: cells("parity", "parity-files", {"arm": "single"}, "p")),
         (
@@ -230,7 +240,7 @@ SENTENCES = {
             rf"leak has {N} and {N} nats at the rate it took, {N} and {N} at the next",
             lambda: [*tried("contradiction")["packed-leak", 0.02], *tried("contradiction")["packed-leak", 0.01]],
         ),
-        (rf"Padded trained so loses {N} nats an answer \[{N}, {N}\] over", lambda: answers("padded-row-means")),
+        (rf"Padded trained so is at {N} nats an answer \[{N}, {N}\] over", lambda: answers("padded-row-means")),
         (
             rf"Packed with reset is at {N} \[{N}, {N}\] over itself",
             lambda: nats_over("packed-row-means", "packed-reset"),
@@ -269,7 +279,11 @@ SENTENCES = {
             rf"on files, where {N} % of tokens stand behind another document, and on functions, where {N} % do",
             lambda: [behind_another(unit) for unit in ("files", "functions")],
         ),
-        (rf"{N} % of the speed, as CUDA graphs", lambda: [slower("own", "zero")]),
+        (rf"About {N} % of the speed, as CUDA graphs", lambda: [slower("own", "zero")]),
+        (
+            rf"loss of zero, foreign and own by {N} nats \(three seeds",
+            lambda: [statistics.fmean(map(gain_of_twice_the_rate, ("zero", "foreign", "own")))],
+        ),
     ],
 }
 

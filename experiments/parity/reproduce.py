@@ -88,7 +88,7 @@ HEADLINES = [
     *(_apart(unit, "sums in another order", "packed-control") for unit in UNITS),
     _apart("files", "packed and padded in float32, one pair", "packed-reset-float32"),
     _gradients("packed and padded in float32", "32-true"),
-    _gradients("packed and padded", "bf16-mixed"),
+    _gradients("packed and padded in bfloat16", "bf16-mixed"),
     _gradients("padded in bfloat16 and in float32", "bf16-mixed", "padded"),
     *(_speed(unit) for unit in UNITS),
     *(_trained(unit, "packed in padded's GPU time, minus padded", "packed-equal-time", "difference") for unit in UNITS),
