@@ -161,8 +161,8 @@ def comparison(plan: Plan) -> Table:
         a, b = then[headline.name], now[headline.name]
         table.rows.append([word(headline.name), word(headline.paper or "-"), a, b, _compared(a, b)])
     table.notes = [
-        f"Now: {' and '.join(' '.join([step.file, *step.overrides]) for step in plan.steps)}. Numbers of steps that were left "
-        "out, or whose keys differ from the committed run's, are missing or differ."
+        f"Now: {', '.join(step.file for step in plan.steps)}, with the keys that done.json has. Numbers of steps that were left "
+        "out, or whose keys differ from the committed run's, are missing or differ; tables/ has all that was computed."
     ]
     (plan.output / "headlines.md").write_text(write_table(table, "md"), encoding="utf-8")
     return table
