@@ -285,6 +285,15 @@ def test_documents_are_read_as_trained_in_streams_of_a_batch(tmp_path):
     assert module.as_trained.compute()["loss"] == pytest.approx(losses.mean(), rel=1e-9)
 
 
+@pytest.mark.parametrize(("lengths", "streams"), [([400, *[10] * 20], 2), ([50, 50], 2), ([30] * 40, ROWS)])
+def test_a_long_document_is_not_read_as_trained_beside_empty_rows(tmp_path, lengths, streams):
+    data = pool(tmp_path, "trainer.boundary=carry").config.data
+    for order in (lengths, lengths[::-1]):
+        rows = AsTrained([np.ones(length, dtype=np.int64) for length in order], data, BOUNDARIES["carry"]())
+        assert {len(batch) for batch in rows.batches} == {streams}
+        assert sum(map(len, rows.batches)) * LENGTH < 2 * sum(lengths) + streams * LENGTH
+
+
 def test_gradients_stop_where_states_come_from(tmp_path):
     data = pool(tmp_path, "trainer.boundary=foreign")
     module = MambaLitModule(data.config, data.corpora.train.vocab_size)

@@ -51,9 +51,12 @@ def arrange_as_trained(
     corpus: Corpus, documents: np.ndarray, data: DataConfig, carry: bool
 ) -> tuple[Arrangement, list[np.ndarray]]:
     """Documents to evaluate, arranged as in training, and their rows as batches."""
-    streams = data.batch_rows if data.takes_turns else data.streams  # no more than these documents fill
+    parts = parts_of(corpus, documents, data)
+    streams = data.batch_rows if data.takes_turns else data.streams
+    if carry:  # no more than they fill: a row without tokens costs as much as another. One start from another's state takes two
+        streams = min(streams, max(2, int(parts.lengths.sum()) // int(parts.lengths.max())))
     data = replace(data, streams=streams, stagger=False)
-    arrangement = arrange(corpus, parts_of(corpus, documents, data), data)
+    arrangement = arrange(corpus, parts, data)
     return arrangement, group(arrangement, np.arange(arrangement.plan.num_rows), data, carry)
 
 
