@@ -164,6 +164,13 @@ def lower_at_the_end(arm):
     return trained(f"{arm} lr=0.004", 101)[0] - trained(f"{arm} lr=0.008", 101)[0]
 
 
+def common_rates(margin):
+    """Learning rates at which each arm of the ladder is within the margin of its lowest loss."""
+    rates, arms = (0.001, 0.002, 0.004, 0.008), ("zero", "foreign", "own")
+    losses = {arm: {rate: trained(f"{arm} lr={rate}", 101)[0] for rate in rates} for arm in arms}
+    return [rate for rate in rates if all(losses[arm][rate] - min(losses[arm].values()) <= margin for arm in arms)]
+
+
 def doses():
     """Per cent of the tokens behind another document, by T."""
     return [

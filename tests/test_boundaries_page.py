@@ -12,6 +12,7 @@ from study_numbers import (
     agreement,
     at_512,
     cells,
+    common_rates,
     doses,
     gain,
     interval,
@@ -160,6 +161,10 @@ SENTENCES = [
     (
         rf"Foreign's seed 3 is {N} above zero at places from 4096 to 8192, and {N} and {N} above",
         lambda: [loss_at(k, "foreign-rate", [3]) - loss_at(k, "zero-rate", [3]) for k in (1, 2, 3)],
+    ),
+    (
+        rf"stays there: no other rate is within {N} of the lowest",
+        lambda: [0.005] if common_rates(0.005) == [0.004] else [],
     ),
     (rf"Foreign heads cost {N} %", lambda: [slower("foreign-heads", "rows")]),
     (
