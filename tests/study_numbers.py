@@ -35,7 +35,9 @@ def said(page, pattern):
 def rounded_as(said, numbers):
     """The numbers, with as many digits as were said."""
     digits = [len(number.partition(".")[2]) for number in said]
-    return [f"{value:{'+' * number.startswith('+')}.{n}f}" for value, number, n in zip(numbers, said, digits)]
+    return [
+        f"{value:{'+' * number.startswith('+')}.{n}f}" for value, number, n in zip(numbers, said, digits, strict=True)
+    ]
 
 
 @functools.cache
@@ -202,14 +204,23 @@ def run_of(record):
     return record["arm"], record["seed"], *kept
 
 
-def slower(arm, than):
-    return 100 * (1 - speed(arm) / speed(than))
+def slower(arm, than, timing=0):
+    return 100 * (1 - speed(arm, timing) / speed(than, timing))
 
 
-def speed(arm):
-    """Million tokens a second, of the latest timing."""
-    latest = table("boundaries", "throughput")[0]["run"]
-    return cells("boundaries", "throughput", {"arm": arm, "run": latest}, "real_tokens_per_second")[0] / 1e6
+def speed(arm, timing=0):
+    """Million tokens a second; the latest timing is 0, the one before it 1."""
+    run = list(dict.fromkeys(one["run"] for one in table("boundaries", "throughput")))[timing]
+    return cells("boundaries", "throughput", {"arm": arm, "run": run}, "real_tokens_per_second")[0] / 1e6
+
+
+def step_loss(arm, seed, *steps):
+    """Training losses of a run of boundaries at these steps."""
+    (path,) = EXPERIMENTS.glob(f"boundaries/records/{arm.replace(' ', '-').replace('=', '-')}-*.jsonl")
+    record = json.loads(path.read_text().splitlines()[-1])
+    assert (record["arm"], record["seed"]) == (arm, seed)
+    losses = {point["step"]: point["loss"] for point in record["curves"]["train"]}
+    return [losses[step] for step in steps]
 
 
 def answers(arm, task="mqar"):

@@ -30,6 +30,7 @@ from study_numbers import (
     seeds,
     slower,
     speed,
+    step_loss,
     table,
     trained,
     worse_means,
@@ -90,7 +91,7 @@ SENTENCES = [
         rf"At T = 512 the interval is ±{N}, as",
         lambda: [(more_of_a_leak(512)[2] - more_of_a_leak(512)[1]) / 2],
     ),
-    (rf"rows, {N}, {N} and {N} % of the tokens stand behind", doses),
+    (rf"rows\. So {N}, {N} and {N} % of the tokens stand behind", doses),
     (
         rf"they end {N} nats \[{N}, {N}\] above the same pool's rows shuffled, beyond T, and {N} \[{N}, {N}\] above the pool",
         lambda: [*ordered("plain streams, shuffled"), *ordered("plain streams")],
@@ -165,6 +166,18 @@ SENTENCES = [
     (
         rf"stays there: no other rate is within {N} of the lowest",
         lambda: [0.005] if common_rates(0.005) == [0.004] else [],
+    ),
+    (
+        rf"An earlier timing had {N} and {N} %\.",
+        lambda: [slower(arm, "zero", timing=1) for arm in ("own", "foreign")],
+    ),
+    (
+        rf"no slower than the same rows with reset, within {N} %",
+        lambda: [max(abs(slower(arm, "rows")) for arm in ("leak", "leak-conv", "leak-scan"))],
+    ),
+    (
+        rf"its loss leaps from {N} at step 370 to {N} at step 390",
+        lambda: step_loss("foreign lr=0.008", 101, 370, 390),
     ),
     (rf"Foreign heads cost {N} %", lambda: [slower("foreign-heads", "rows")]),
     (

@@ -23,6 +23,10 @@ MISTAKES = {
     "a command": (["trian", "configs/train.yaml"], "unknown command 'trian'; did you mean 'train'?"),
     "a later command": (["frobnicate"], "unknown command 'frobnicate'"),
     "a key": (["train", "configs/train.yaml", "data.stratgy=x"], "did you mean 'data.strategy'?"),
+    "a sweep's key": (
+        ["sweep", "experiments/downstream/speed.yaml", "throughput_round=2"], "did you mean 'throughput_rounds'?"),
+    "a run's key in a sweep": (
+        ["sweep", "experiments/downstream/speed.yaml", "max_steps=3"], "did you mean 'trainer.max_steps'?"),
     "a section": (["train", "configs/train.yaml", "data=3"], "'data' in 'data=3' is a section"),
     "a value": (["train", "configs/train.yaml", "trainer.max_steps=many"], "trainer.max_steps"),
     "a missing file": (["train", "configs/missing.yaml"], "configs/missing.yaml does not exist"),

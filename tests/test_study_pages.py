@@ -240,6 +240,13 @@ SENTENCES = {
             rf"leak has {N} and {N} nats at the rate it took, {N} and {N} at the next",
             lambda: [*tried("contradiction")["packed-leak", 0.02], *tried("contradiction")["packed-leak", 0.01]],
         ),
+        (
+            rf"{N} and {N} % of padded's slots are padding",
+            lambda: [
+                100 * statistics.fmean(one["metrics"]["padding_fraction"] for one in of_task("padded", task))
+                for task in ("mqar", "contradiction")
+            ],
+        ),
         (rf"Padded trained so is at {N} nats an answer \[{N}, {N}\] over", lambda: answers("padded-row-means")),
         (
             rf"Packed with reset is at {N} \[{N}, {N}\] over itself",

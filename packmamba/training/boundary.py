@@ -6,6 +6,7 @@ evaluation as trained; its constructor's arguments, all with defaults, are the k
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class LeakScan(Leak):
     convolution = False
 
 
-class Keeping(Boundary):
+class Keeping(Boundary, ABC):
     """A scheme whose documents start from what the rows of earlier batches left, detached.
 
     ``offered`` and ``keep_rows`` know batches and look things up. What lies between, ``begin`` and the model, a CUDA graph may
@@ -132,17 +133,17 @@ class Keeping(Boundary):
     keeps = True
     sharded = False
 
+    @abstractmethod
     def offered(self, model: MambaLM, batch: PackedBatch) -> list[State]:
         """By layer, a state for each row (B, ...), without gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, model: MambaLM, layout: SequenceLayout, offered: list[State]) -> list[State]:
         """By layer, what each document starts from (S, ...)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keep_rows(self, batch: PackedBatch, states: list[State]) -> None:
         """Takes, by layer, what the last document of each row leaves, detached; of a row without documents anything."""
-        raise NotImplementedError
 
     def start(self, model: MambaLM, batch: PackedBatch) -> list[State]:
         return self.begin(model, batch.layout, self.offered(model, batch))

@@ -31,6 +31,7 @@ from packmamba.config import (
     read_yaml,
     resolve,
     some,
+    suggest,
     unique,
 )
 from packmamba.records import append_record, check_writable, write_sweep
@@ -165,6 +166,8 @@ def load_sweep(
         layers.append((read_yaml(base), str(base)))
         check_command("train", base, layers[0][0])
     others = [override for override in overrides or [] if override not in own]
+    for override in others:
+        _refuse_a_typo_of_the_sweep_s(override)
     last = [(parse_override(override), f"'{override}'") for override in others]
     _refuse_what_is_compared(sweep, last)
     configs = [_resolve(layers, assigned, last) for assigned in _runs(sweep)]
@@ -185,6 +188,14 @@ def load_sweep(
     Tuning(sweep.tune, configs)  # refuses its keys
     check_table(sweep.table, configs)
     return sweep, configs
+
+
+def _refuse_a_typo_of_the_sweep_s(override: str) -> None:
+    """Else what the runs know would be listed, where a key of the sweep was meant."""
+    key = override.partition("=")[0].partition(".")[0]
+    hint = suggest(key, (*Config.__dataclass_fields__, *SWEEP_KEYS))
+    if key not in Config.__dataclass_fields__ and "did you mean" in hint:
+        raise ConfigError(f"unknown key '{key}' in '{override}'{hint}")
 
 
 def _refuse_what_is_compared(sweep: SweepConfig, last: list[tuple[DictConfig, str]]) -> None:
