@@ -33,6 +33,17 @@ def test_small_computes_everything(study, steps, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
+def test_the_speed_of_tasks_has_a_table_for_each(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("packmamba.report.folder._drawn", lambda *_: [])
+    (plan,) = load_plans("downstream/speed", ["scale=small", f"output={tmp_path}/out"])
+    run(plan)
+    tables = {path.stem: path.read_text() for path in (tmp_path / "out" / "tables").glob("*.md")}
+    assert tables.keys() == {"throughput-mqar", "throughput-contradiction"}
+    assert "| packed-reset, contradiction | 2 |" in tables["throughput-contradiction"]
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("study", ["parity", "boundaries", "downstream"])
 def test_predictions_and_margins_stand_before_the_runs(study):
     text = (experiments.find(study) / "README.md").read_text(encoding="utf-8")
