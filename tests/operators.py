@@ -151,6 +151,6 @@ def random_case(
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """||a - b|| / ||b||, in float64; the norm itself where b is zero."""
+    """||a - b|| / ||b||, in float64; where b is zero, 0 if a is zero too, else huge."""
     difference = (result.cpu().double() - expected).norm()
     return float(difference / expected.norm().clamp(min=torch.finfo(torch.float64).tiny))

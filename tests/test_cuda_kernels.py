@@ -179,8 +179,12 @@ def test_the_peers_operators_on_one_document_a_row():
         layout = SequenceLayout.from_lengths(lengths, row_length=row_length)
         for operator in ("ssm_pack", "conv1d_pack"):
             case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16, states=False)
+            theirs = case.run("mamba_ssm")
             for name, value in case.run("cuda").items():
-                assert relative_error(case.run("mamba_ssm")[name], value.cpu().double()) <= 1e-2, name
+                if value.count_nonzero():
+                    assert relative_error(theirs[name], value.cpu().double()) <= 1e-2, name
+                else:  # nothing comes before a document's first token, so A does nothing; their sums round
+                    assert theirs[name].abs().max() <= torch.finfo(torch.float32).eps, name
     packed = tuned_case(SequenceLayout.from_lengths([[3, 5]], row_length=8), states=False)
     with pytest.raises(ValueError, match="one document per row"):
         packed.run("mamba_ssm")
