@@ -129,6 +129,13 @@ def in_rows(seed, loss, name="any", **data):
     return one | {"config": config, "arm": name}
 
 
+def test_seeds_of_two_sweeps_with_one_name_are_wanted_where_each_belongs():
+    planned = {"sweep": {"seeds": [1, 2, 3, 101, 102]}}
+    records = [in_rows(seed, 0.0, "shuffled", shuffle_steps=1526) | planned for seed in (1, 2, 101)]
+    wanted = {arm.setting.tuning: arm.expected for arm in arms(records)}
+    assert wanted == {False: {1, 2, 3}, True: {101, 102}}
+
+
 @pytest.mark.slow
 def test_orders_and_lengths_of_rows_are_compared_with_what_differs_in_them_alone():
     shuffled, one_stream = {"shuffle_steps": 1526}, {"shuffle_steps": 1526, "streams": 1, "stagger": False}

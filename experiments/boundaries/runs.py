@@ -107,9 +107,10 @@ class Arm:
 
     @property
     def expected(self) -> set[int]:
-        """Seeds that it has or that its sweep says it should have."""
+        """Seeds that it has or that sweeps say it should have, of which one may have tuning seeds and another those reported."""
         said = [sweep["seeds"] for sweep in self.runs.get("sweep", ()) if isinstance(sweep, dict)]
-        return {*self.runs.index, *(seed for seeds in said for seed in seeds)}
+        wanted = (seed for seeds in said for seed in seeds if (seed >= TUNING) == self.setting.tuning)
+        return {*self.runs.index, *wanted}
 
     @property
     def diverged(self) -> set[int]:
