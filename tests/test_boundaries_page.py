@@ -1,6 +1,7 @@
 """Numbers in the sentences of the page of boundaries are those of the committed tables and records."""
 
 import functools
+import json
 
 import pytest
 from study_numbers import (
@@ -35,6 +36,25 @@ from study_numbers import (
     trained,
     worse_means,
 )
+
+from processes import ROOT
+
+PLACES = ("inside", "beyond")
+AT_8192 = {"setting": "T = 8192, 14M, 100M tokens"}
+LONG = {"setting": "T = 2048, 14M, 262M tokens"}
+
+
+def loss_beyond(arm, seed, T=8192):
+    """Nats a target of a run of boundaries at places from T to 32 T."""
+    (path,) = (path for path in ROOT.glob(f"experiments/boundaries/records/{arm}-*.jsonl") if seed_of(path) == seed)
+    points = json.loads(path.read_text())["curves"]["perplexity.by_group"]
+    far = [point for point in points if T <= point["start"] < 32 * T]
+    return sum(point["nats"] for point in far) / sum(point["targets"] for point in far)
+
+
+def seed_of(path):
+    return json.loads(path.read_text())["seed"]
+
 
 SENTENCES = [
     (r"Differences are of (\w+) seeds of (\w+), those", seeds),
@@ -146,13 +166,55 @@ SENTENCES = [
         ],
     ),
     (
-        rf"Beyond T continuity is {N} and own minus zero {N}: {N} and {N} times [^|]*? seeds and all {N} packages",
+        rf"Beyond T continuity is {N} \[{N}, {N}\] and own minus zero {N} \[{N}, {N}\]: {N} and {N} times "
+        rf"[^|]*? all {N} packages",
         lambda: [
-            at_512("continuity")[0],
-            at_512("own over zero")[0],
+            *at_512("continuity"),
+            *at_512("own over zero"),
             at_512("continuity")[0] / primary("continuity", "beyond")[0],
             at_512("own over zero")[0] / ladder("beyond")[0],
             *cells("boundaries", "agreement", {**AT_512, "what": "own over zero", "places": "beyond"}, "packages"),
+        ],
+    ),
+    (rf"Coverage is a harm there, too: {N} \[{N}, {N}\]", lambda: at_512("coverage")),
+    (
+        rf"shuffled rows of 512, by {N} \[{N}, {N}\] beyond T",
+        lambda: [-ordered("own, other rows", setting=AT_512["setting"])[i] for i in (0, 2, 1)],
+    ),
+    (
+        rf"Own minus zero is {N} in one and {N} in the other",
+        lambda: [loss_beyond("own-T8192", seed) - loss_beyond("zero-T8192", seed) for seed in (1, 2)],
+    ),
+    (
+        rf"At 8192 continuity is {N} and {N}, by",
+        lambda: [interval("boundaries", "ladder", AT_8192 | {"what": "continuity"}, where)[0] for where in PLACES],
+    ),
+    (
+        rf"It is at {N} \[{N}, {N}\] over zero beyond T and at {N} \[{N}, {N}\] inside",
+        lambda: [
+            x
+            for where in reversed(PLACES)
+            for x in interval("boundaries", "ladder", {"setting": MAIN, "what": "noise"}, where)
+        ],
+    ),
+    (
+        rf"own is at {N} \[{N}, {N}\] inside T and at {N} \[{N}, {N}\] beyond",
+        lambda: [x for where in PLACES for x in ordered("own, shuffled", where, MAIN)],
+    ),
+    (rf"So far right by the estimate, {N};", lambda: ordered("own, shuffled", setting=MAIN)[:1]),
+    (
+        rf"there either: {N} from T to 2 T, {N} and {N} at",
+        lambda: [loss_at(power, "zero-long") for power in (0, 1, 2)],
+    ),
+    (
+        rf"Beyond T coverage is {N}, continuity {N} and own minus zero {N}\. "
+        rf"Own's context gain at 8 T has grown to {N}, zero's to {N}",
+        lambda: [
+            *(
+                cells("boundaries", "ladder", LONG | {"what": what}, "beyond")[0]
+                for what in ("coverage", "continuity", "own over zero")
+            ),
+            *(gain(arm, setting=LONG["setting"])[0] for arm in ("own", "zero")),
         ],
     ),
     (

@@ -53,8 +53,34 @@ from study_numbers import (
     worse_means,
 )
 
+
+def times_as_many(task):
+    """Steps of packed in padded's GPU time, over padded's."""
+    return of_task("packed-equal-time", task)[0]["metrics"]["steps"] / of_task("padded", task)[0]["metrics"]["steps"]
+
+
+def beside_single(*columns, arm="packed-reset, beside single"):
+    return cells("parity", "throughput-files", {"arm": arm}, *columns)
+
+
+def millions(arm):
+    return beside_single("real_tokens_per_second", arm=arm)[0] / 1e6
+
+
 SENTENCES = {
     "parity": [
+        (
+            rf"trains {N} times as many tokens a second as single with CUDA graphs, and {N} times "
+            rf"[^|]*? {N} million in place of {N} and {N}\.",
+            lambda: [
+                *(millions("packed-reset, beside single") / millions(arm) for arm in ("single", "single, eager")),
+                *(millions(arm) for arm in ("packed-reset, beside single", "single", "single, eager")),
+            ],
+        ),
+        (
+            rf"There padded made {N} million, [^|]*? forty rounds had {N}\.",
+            lambda: [millions("padded, beside single"), millions("padded")],
+        ),
         (rf"The difference is {N} nats \[{N}, {N}\]", lambda: parity(OURS)),
         (rf"tests give p = {N};", lambda: cells("parity", "parity-files", OURS, "p")),
         (rf"what the order of sums does, {N} \[{N}, {N}\]", lambda: parity(CONTROL)),
@@ -252,7 +278,22 @@ SENTENCES = {
             rf"Packed with reset is at {N} \[{N}, {N}\] over itself",
             lambda: nats_over("packed-row-means", "packed-reset"),
         ),
-        (rf"estimate of six seeds, {N}; open", lambda: answers("padded-row-means")[:1]),
+        (rf"Wrong of padded by the estimate, {N};", lambda: answers("padded-row-means")[:1]),
+        (
+            rf"and has {N} nats an answer \[{N}, {N}\] less than padded, six",
+            lambda: [-answers("packed-equal-time")[i] for i in (0, 2, 1)],
+        ),
+        (
+            rf"at equal tokens it has {N} \[{N}, {N}\] less",
+            lambda: [-nats_over("packed-equal-time", "packed-reset")[i] for i in (0, 2, 1)],
+        ),
+        (rf"the answer is open: {N} \[{N}, {N}\], four", lambda: answers("packed-equal-time", "contradiction")),
+        (
+            rf"So far right in all parts: {N} and {N}; {N} less",
+            lambda: [times_as_many("mqar"), times_as_many("contradiction"), -answers("packed-equal-time")[0]],
+        ),
+        (rf"It makes {N} times as many steps \(\[times", lambda: [times_as_many("mqar")]),
+        (rf"On `contradiction`, {N} times as many", lambda: [times_as_many("contradiction")]),
         (rf"has {N} nats an answer in place of {N}: a difference of {N} ", lambda: again("downstream", "mqar.nats")),
         (
             rf"Seldom: {N} % of its tokens",

@@ -88,6 +88,21 @@ HEADLINES = [
     ),
     *(
         Headline(
+            f"own minus the pool's rows shuffled, {places} T",
+            "order-files",
+            MAIN | {"what": "own, shuffled"},
+            places,
+            alone="order",
+        )
+        for places in ("inside", "beyond")
+    ),
+    Headline("noise over zero beyond T", "ladder-files", MAIN | {"what": "noise"}, "beyond", alone="ladder"),
+    *(
+        Headline(f"{what} beyond T = 512", "ladder-files", _at(512) | {"what": what}, "beyond", alone="ladder")
+        for what in ("coverage", "continuity", "own over zero")
+    ),
+    *(
+        Headline(
             f"rows of {T} minus rows of 2048",
             "row-length-files",
             {"arm": "rows", "rows": T},

@@ -18,6 +18,17 @@ STEPS = [
     for name in (*TASKS, "row-means")
 ]
 STEPS.append(Step("speed.yaml", (), small=("throughput_rounds=2", *TIMED), gpus=1, small_on_cpu=True))
+EQUAL_TIME = ("mqar", "contradiction")
+STEPS += [
+    Step(
+        f"equal-time-{task}.yaml",
+        ("jobs=auto",),
+        small=("jobs=1", *TIMED, "grid={seed: [1, 2]}"),
+        gpus=1,
+        small_on_cpu=True,
+    )
+    for task in EQUAL_TIME
+]
 
 ROWS = [
     *((f"{arm} minus padded, nats an answer", arm, "difference") for arm in ("packed-reset", "packed-leak")),
@@ -25,4 +36,13 @@ ROWS = [
 ]
 HEADLINES = [
     Headline(f"{task}: {name}", f"answers-{task}", {"arm": arm}, column) for task in TASKS for name, arm, column in ROWS
+]
+HEADLINES += [
+    Headline(
+        f"{task}: packed in padded's GPU time, minus padded, nats an answer",
+        f"answers-{task}",
+        {"arm": "packed-equal-time"},
+        "difference",
+    )
+    for task in EQUAL_TIME
 ]

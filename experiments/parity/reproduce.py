@@ -65,6 +65,12 @@ def _speed(unit: str) -> Headline:
     return Headline(f"{unit}: steps in the time of one of padded", f"equal-time-{unit}", {"arm": arm}, "ratio")
 
 
+def _over_single(name: str, arm: str) -> Headline:
+    name = f"files: packed with reset, times as fast as one document at a time, {name}"
+    packed = {"arm": "packed-reset, beside single"}
+    return Headline(name, "throughput-files", packed, "real_tokens_per_second", {"arm": arm})
+
+
 def _control(name: str, column: str, weights: str = "mean of the last") -> Headline:
     row = {"arm": "packed-control", "weights": weights}
     return Headline(f"files: {name}", "calibration-files", row, column, alone="calibration")
@@ -91,6 +97,7 @@ HEADLINES = [
     _gradients("packed and padded in bfloat16", "bf16-mixed"),
     _gradients("padded in bfloat16 and in float32", "bf16-mixed", "padded"),
     *(_speed(unit) for unit in UNITS),
+    *(_over_single(name, arm) for name, arm in (("as CUDA graphs", "single"), ("without graphs", "single, eager"))),
     *(_trained(unit, "packed in padded's GPU time, minus padded", "packed-equal-time", "difference") for unit in UNITS),
     *(_trained(unit, "loss of padded", "padded", "loss") for unit in UNITS),
     *(_trained(unit, "loss of packed with reset", "packed-reset", "loss") for unit in UNITS),
