@@ -53,7 +53,7 @@ class Step(NamedTuple):
     gpu_gib: int = 0
     """Memory of each GPU."""
     packages: tuple[str, ...] = ()
-    """Without one of them its arms are left out."""
+    """Without one of them a bench leaves arms out, and a sweep is left out."""
     small_on_cpu: bool = False
     """Under scale=small it needs no GPU."""
 

@@ -21,18 +21,30 @@ def test_packed_and_padded_have_one_gradient_along_a_run(tmp_path, monkeypatch):
     assert bench(tmp_path) == 0
     records = read_records(tmp_path)
     assert not any("cache_dir" in one["config"]["data"] for one in records), "a place of one machine"
-    assert len(records) == 6 and all(len(one["curves"]["gradients"]) == 3 for one in records)
+    assert len(records) == 8 and all(len(one["curves"]["gradients"]) == 3 for one in records)
     with open(tmp_path / "tables" / "gradients.csv") as file:
         rows = {(row["arm"], row["precision"]): row for row in csv.DictReader(file)}
-    assert len(rows) == 5 and ("padded", "32-true") not in rows, "all others are compared with it"
+    assert len(rows) == 7 and ("padded", "32-true") not in rows, "all others are compared with it"
+    assert not any("mamba-ssm" in arm for arm, _ in rows), "it needs a GPU"
     for step in ("step_0", "step_20", "step_39"):
         exact = float(rows["packed-reset", "32-true"][step])
+        assert 0 < float(rows["single", "32-true"][step]) <= 1e-5
         rounded = float(rows["padded", "bf16-mixed"][step])
         assert 0 < exact <= 1e-5, "other sums, and nothing else"
         assert 1e-4 < rounded < 0.1, "the precision is another"
         assert float(rows["packed-reset", "bf16-mixed"][step]) < rounded
     assert rows["padded", "bf16-mixed"]["minus"] == "padded, 32-true"
     assert rows["packed-reset", "bf16-mixed"]["minus"] == "padded, bf16-mixed"
+
+
+@pytest.mark.slow
+def test_an_arm_with_other_kernels_has_the_first_one_s_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert bench(tmp_path, "arms.reference=[data.strategy=single,ops.backend=reference]", "precisions=[32-true]") == 0
+    (one,) = [record for record in read_records(tmp_path) if record["arm"] == "reference"]
+    apart = [point["relative_difference"] for point in one["curves"]["gradients"]]
+    assert len(apart) == 3 and all(0 < difference <= 1e-5 for difference in apart), "also after steps of the first"
+    assert "left out, single-mamba-ssm: needs " in capsys.readouterr().err
 
 
 def test_differences_are_relative():
@@ -67,6 +79,10 @@ def test_steps_of_other_documents_are_not_compared(tmp_path, monkeypatch):
         (
             "arms.graphs=[trainer.cuda_graphs=true,trainer.accelerator=auto]",
             "arms.graphs: expected trainer.cuda_graphs=false",
+        ),
+        (
+            "arms.wide=[model.d_model=16]",
+            "arms.wide: expected keys of data and ops, got one of model: arms share their weights",
         ),
         ("arms.typo=[data.stratgy=greedy]", "arms.typo: unknown key 'data.stratgy'"),
     ],

@@ -125,6 +125,15 @@ def test_what_a_machine_can_do(monkeypatch):
     assert len(plan.steps) == 4 and plan.left_out == [] and plan.output == Path("mine")
 
 
+def test_a_sweep_whose_kernels_are_not_installed_is_left_out(monkeypatch):
+    gpus(monkeypatch, 1, 140)
+    missing = Step("single-mamba-ssm.yaml", gpus=1, packages=("mamba_ssm_that_is_not_there",))
+    assert reproduce.lacks(missing, "parity") == (
+        "parity/single-mamba-ssm needs mamba_ssm_that_is_not_there, which is not installed"
+    )
+    assert reproduce.lacks(missing._replace(file="gradients.yaml"), "parity") is None, "a bench leaves arms out"
+
+
 def test_all_of_what_this_machine_can_do(monkeypatch):
     gpus(monkeypatch, 0, 0)
     plans = reproduce.load_plans("all", ["scale=small", "output=mine"])
@@ -174,7 +183,7 @@ def test_the_keys_of_every_step_are_its_file_s():
                 assert experiments.load_bench(path, keys).output == Path("mine")
             else:
                 one_seed = ["grid.seed=[1]"] * ("\ngrid:" in path.read_text())  # the others have the same keys
-                sweep, configs = load_sweep(path, [*keys, *one_seed])
+                sweep, configs = load_sweep(path, [*keys, *one_seed], runs_here=not step.packages)
                 assert sweep.output == "mine"
                 windows = {c.evaluation_options.get("long_context", {}).get("window", 64) for c in configs}
                 assert windows == {64} or not step.small_on_cpu, "the standard library's functions are short"

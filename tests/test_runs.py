@@ -55,7 +55,10 @@ def test_a_folder_that_cannot_be_written_is_named_before_documents_are_read(tmp_
         ("trainer.precision=fp16", "trainer: Precision 'fp16' is invalid"),
         ("trainer.accelerator=tpu", "^trainer.accelerator: 'tpu' needs torch_xla, which is not installed$"),
         ("trainer.accelerator=mps", "^trainer.accelerator: 'mps' needs a Mac whose GPU PyTorch can use$"),
-        ("ops.backend=mamba_ssm", "^ops.backend: "),
+        (
+            "ops.backend=mamba_ssm",
+            "^ops.backend: 'mamba_ssm' (needs mamba_ssm and causal_conv1d, of|expected tensors on)",
+        ),
     ],
 )
 def test_a_run_is_refused_before_documents_are_read(tmp_path, override, message):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from tqdm import tqdm
 
 from packmamba.config import Config as Run
 from packmamba.config import ConfigError, key, load_config, some
+from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule
+from packmamba.ops import BACKENDS
 from packmamba.records import append_record, make_record, provenance
 from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import decisive
+from packmamba.training.surroundings import surroundings
 
 FOLDER = Path(__file__).parent
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
@@ -39,6 +43,7 @@ class Config:
             return
         if not self.at or min(self.at) < 0:
             yield f"at: expected steps from 0 on, got {self.at}"
+        first: Run | None = None
         for name in self.arms:
             try:
                 arm = self.of(name)
@@ -53,14 +58,22 @@ class Config:
                 yield f"arms.{name}: expected trainer.cuda_graphs=false: a graph has one precision"
             if arm.trainer.boundary != "reset":
                 yield f"arms.{name}: expected trainer.boundary=reset, got {arm.trainer.boundary}, which has another gradient"
+            elif other := [
+                part for part in ("model", "optimizer", "trainer", "seed") if differ(arm, first := first or arm, part)
+            ]:
+                yield f"arms.{name}: expected keys of data and ops, got one of {other[0]}: arms share their weights"
 
     def of(self, arm: str) -> Run:
         return load_config(FOLDER / self.base, [*self.keys, *self.arms[arm], f"trainer.precision={self.precisions[0]}"])
 
 
+def differ(one: Run, other: Run, part: str) -> bool:
+    return bool(getattr(one, part) != getattr(other, part))
+
+
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
     """Appends one record for each arm and precision. One model trains; before each step in ``at`` every arm computes the
-    gradient of that step's documents from its weights.
+    gradient of that step's documents from its weights. Arms whose backend is not here are left out, but for the first.
 
     Each is compared with the first arm's in the same precision, and the first arm's with its own in the first precision.
     The curve ``gradients`` has for each step: relative_difference, the norm of the difference of all gradients over the norm;
@@ -74,31 +87,59 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     provenance()
     begun = time.perf_counter()
     runs = {name: c.of(name) for name in c.arms}
-    for config in runs.values():
+    for name, config in list(runs.items()):
         check_accelerator(config)
-        check_run(config)
+        if name != next(iter(runs)) and (problem := _lacks(config)):
+            print(f"left out, {name}: {problem}", file=sys.stderr)
+            del runs[name]
+        else:
+            check_run(config)
+    with surroundings(runs[next(iter(runs))]):
+        for record in _measure(c, runs, begun, progress):
+            append_record(records_path, record)
+
+
+def _lacks(config: Run) -> str | None:
+    """Why this machine does not have the run's backend."""
+    backend = BACKENDS[config.ops.backend]
+    if backend.missing:
+        return f"needs {backend.missing[0]}, which is not installed"
+    return None if backend.device in (None, _device(config).type) else f"needs a {backend.device} device"
+
+
+def _device(config: Run) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
+
+
+def _measure(c: Config, runs: dict[str, Run], begun: float, progress: bool) -> Iterator[dict[str, Any]]:
     first, *_ = runs
-    on_gpu = torch.cuda.is_available() and runs[first].trainer.accelerator != "cpu"
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = _device(runs[first])
     datas = {name: PackingDataModule(config, progress) for name, config in runs.items()}
     for data in datas.values():
         data.setup()
     torch.manual_seed(runs[first].seed)
-    module = MambaLitModule(runs[first], datas[first].corpora.train.vocab_size).to(device)
+    modules: dict[str, MambaLitModule] = {}  # by backend; their weights are the first arm's
+    for name, config in runs.items():
+        if config.ops.backend not in modules:
+            modules[config.ops.backend] = MambaLitModule(config, datas[name].corpora.train.vocab_size).to(device)
+    module = modules[runs[first].ops.backend]
     optimizer = module.configure_optimizers()
-    curves: dict[tuple[str, str], list[dict[str, float]]] = {(name, p): [] for p in c.precisions for name in c.arms}
+    curves: dict[tuple[str, str], list[dict[str, float]]] = {(name, p): [] for p in c.precisions for name in runs}
     for number in tqdm(range(max(c.at) + 1), unit="step", disable=not progress):
         if number in c.at:
-            _compare(c, module, {name: data.steps[number].to(device) for name, data in datas.items()}, number, curves)
+            for other in modules.values():
+                other.load_state_dict(module.state_dict())
+            arms = {name: (modules[runs[name].ops.backend], datas[name].steps[number].to(device)) for name in runs}
+            _compare(c, arms, number, curves)
         with _autocast(c.precisions[0], device):
             module.take_step(datas[first].steps[number].to(device), optimizer, number, _backward)
     for (name, precision), points in curves.items():
         names = ("relative_difference", "largest_of_a_tensor", "loss_difference")
-        record = make_record(
+        yield make_record(
             kind="gradients",
             experiment=c.experiment,
             arm=name,
-            config={**decisive(runs[name]), "computed_in": precision, "against": against(c, name, precision)},
+            config={**decisive(runs[name]), "computed_in": precision, "against": against(c, runs, name, precision)},
             seed=runs[name].seed,
             corpus_hash=datas[name].corpora.corpus_hash,
             metrics={metric: max(point[metric] for point in points) for metric in names}
@@ -106,12 +147,11 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             curves={"gradients": points},
             wall_seconds=time.perf_counter() - begun,
         )
-        append_record(records_path, record)
 
 
-def against(c: Config, arm: str, precision: str) -> str:
+def against(c: Config, runs: Iterable[str], arm: str, precision: str) -> str:
     """What an arm's gradients are compared with; empty: what all others are."""
-    first, *others = c.arms
+    first, *others = runs
     if arm in others:
         return f"{first}, {precision}"
     return "" if precision == c.precisions[0] else f"{first}, {c.precisions[0]}"
@@ -119,12 +159,11 @@ def against(c: Config, arm: str, precision: str) -> str:
 
 def _compare(
     c: Config,
-    module: MambaLitModule,
-    steps: dict[str, Any],
+    arms: dict[str, tuple[MambaLitModule, StepBatch]],
     number: int,
     curves: dict[tuple[str, str], list[dict[str, float]]],
 ) -> None:
-    targets = {name: step.num_targets for name, step in steps.items()}
+    targets = {name: step.num_targets for name, (_, step) in arms.items()}
     if len(set(targets.values())) > 1:
         raise RuntimeError(
             f"step {number} has other targets in one arm than in another: {targets}; nothing is recorded"
@@ -132,7 +171,7 @@ def _compare(
     kept: tuple[float, list[Tensor]] | None = None
     for precision in c.precisions:
         own: tuple[float, list[Tensor]] | None = None
-        for name, step in steps.items():
+        for name, (module, step) in arms.items():
             found = _gradients(module, step, precision)
             if own is None:
                 own, other = found, kept or found
@@ -142,7 +181,7 @@ def _compare(
         kept = kept or own
 
 
-def _gradients(module: MambaLitModule, step: Any, precision: str) -> tuple[float, list[Tensor]]:
+def _gradients(module: MambaLitModule, step: StepBatch, precision: str) -> tuple[float, list[Tensor]]:
     """The step's loss and the gradient of every parameter."""
     module.zero_grad()
     with _autocast(precision, step.batches[0].tokens.device):

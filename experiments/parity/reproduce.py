@@ -22,15 +22,17 @@ def _step(name: str, *small: str, sweep: tuple[str, ...] = ("jobs=auto",)) -> St
     return Step(f"{name}.yaml", sweep, small=("jobs=1", *TINY, *small), gpus=1, small_on_cpu=True)
 
 
+PEERS = ("mamba_ssm", "causal_conv1d")
 GRADIENTS = (
     f"keys=[{', '.join(key for key in TINY if not key.startswith(('grid', 'trainer.precision')))}]",
-    "arms={padded: [data.strategy=padded, data.row_length=null], packed-reset: [data.strategy=greedy, data.row_length=256]}",
+    "arms={padded: [data.strategy=padded, data.row_length=null], packed-reset: [data.strategy=greedy, data.row_length=256], "
+    "single: [data.strategy=single]}",
     "at=[0, 20, 39]",
 )
 STEPS = [
     _step("calibration", f"arms={{{PACKED}, {CONTROL}}}"),
     _step("files", f"arms={{{PADDED}, {PACKED}, {CONTROL}}}"),
-    Step("gradients.yaml", small=GRADIENTS, gpus=1, small_on_cpu=True),
+    Step("gradients.yaml", small=GRADIENTS, gpus=1, packages=PEERS, small_on_cpu=True),
     Step("functions.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("mixture.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("single.yaml", ("jobs=auto",), small=("trainer.max_steps=40", "trainer.cuda_graphs=false"), gpus=1),
@@ -39,7 +41,7 @@ STEPS = [
         ("jobs=auto",),
         small=("trainer.max_steps=40",),
         gpus=1,
-        packages=("mamba_ssm", "causal_conv1d"),
+        packages=PEERS,
     ),
     Step("functions-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("mixture-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),

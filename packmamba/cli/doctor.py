@@ -80,9 +80,8 @@ def examine(folders: Iterable[str]) -> Iterator[tuple[bool, str]]:
 
 
 def _state(backend: Backend) -> str:
-    missing = [name for name in backend.packages if importlib.util.find_spec(name) is None]
-    if backend.packages and (missing or not torch.cuda.is_available()):
-        return f"missing: needs {' and '.join(missing) or 'a GPU'}; for baselines"
+    if backend.packages and (backend.missing or not torch.cuda.is_available()):
+        return f"missing: needs {' and '.join(backend.missing) or 'a GPU'}; for baselines"
     if backend.kernels is None:
         return "available"
     kernels = {row["kind"]: row for row in build.info()}[backend.kernels]

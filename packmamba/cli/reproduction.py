@@ -98,12 +98,15 @@ def reproducible() -> list[str]:
 
 def lacks(step: Step, question: str) -> str | None:
     """Why this machine cannot do the step."""
+    what = f"{question}/{Path(step.file).stem}"
+    missing = [name for name in step.packages if importlib.util.find_spec(name) is None]
+    if missing and "bench" not in read_yaml(find(question) / step.file):  # a bench leaves arms out
+        return f"{what} needs {missing[0]}, which is not installed"
     if not step.gpus:
         return None
     import torch
 
     found = [torch.cuda.get_device_properties(i).total_memory / 2**30 for i in range(torch.cuda.device_count())]
-    what = f"{question}/{Path(step.file).stem}"
     if len(found) < step.gpus:
         gpus = "a GPU" if step.gpus == 1 else f"{step.gpus} GPUs"
         return f"{what} needs {gpus} that PyTorch can use, this machine has {len(found) or 'none'}"

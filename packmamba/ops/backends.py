@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,6 +34,11 @@ class Backend:
     device: str | None = None
     kernels: str | None = None
     packages: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> list[str]:
+        """Those of its packages that are not installed."""
+        return [name for name in self.packages if importlib.util.find_spec(name) is None]
 
 
 BACKENDS: Registry[Backend] = Registry(

@@ -13,6 +13,7 @@ from packmamba.config import Config, ConfigError, check, chosen
 from packmamba.data.sources import open_source
 from packmamba.data.tokenization import load_tokenizer
 from packmamba.nn import MambaLM
+from packmamba.ops import BACKENDS
 from packmamba.training.loggers import check_loggers
 from packmamba.training.process import LAUNCHED
 
@@ -45,6 +46,10 @@ def check_run(config: Config, here: bool = True) -> None:
     if trainer.precision not in PRECISIONS:
         known = ", ".join(PRECISIONS)
         raise ConfigError(f"trainer: Precision '{trainer.precision}' is invalid; trainer.precision takes {known}")
+    if here and (missing := BACKENDS[config.ops.backend].missing):
+        raise ConfigError(
+            f"ops.backend: '{config.ops.backend}' needs {' and '.join(missing)}, of the extra peers; not installed here"
+        )
     if here and trainer.devices > (most := _devices(trainer.accelerator)):
         raise ConfigError(f"trainer.devices: expected at most the {most} of this machine, got {trainer.devices}")
     if here and trainer.num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
