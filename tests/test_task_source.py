@@ -9,6 +9,7 @@ import torch
 from packmamba.config import ConfigError, load_config
 from packmamba.data.corpus import load_corpora
 from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.sources import open_source
 from packmamba.evaluation.tasks import TASKS
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
@@ -39,6 +40,22 @@ def test_a_corpus_holds_the_examples_and_their_answers(tmp_path):
             assert np.array_equal(corpus.document(number), example.tokens)
             assert np.array_equal(corpus.answers(number), np.where(example.mask, example.targets, -1))
     assert corpora.train.begin_id is None and corpora.train.end_id is None
+
+
+def test_several_processes_make_the_same_corpus(tmp_path, monkeypatch):
+    one = load_corpora(make_config(tmp_path / "one", "data.num_proc=1").data, progress=False)
+    monkeypatch.setattr("packmamba.data.sources.task.PART_EXAMPLES", 25)
+    config = make_config(tmp_path / "several", "data.num_proc=2").data
+    assert len(open_source(config).parts()) == 3
+    assert load_corpora(config, progress=False).corpus_hash == one.corpus_hash
+
+    class OfThisTest(TASKS["mqar"]):
+        """No other process can import it."""
+
+    monkeypatch.setitem(TASKS, "of_this_test", OfThisTest)
+    config = make_config(tmp_path / "own", "data.num_proc=2", "data.task=of_this_test").data
+    assert len(open_source(config).parts()) == 1
+    assert load_corpora(config, progress=False).corpus_hash == one.corpus_hash
 
 
 @pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "split"])

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, chosen
-from packmamba.data.sources.source import Document, Source, held_out_count, reads_no_path
+from packmamba.data.sources.source import (
+    Advance,
+    Document,
+    Part,
+    Source,
+    held_out_count,
+    in_parts,
+    reads_no_path,
+)
+
+PART_EXAMPLES = 20_000
+"""Of a part: some seconds' work, where a process starts in one."""
 
 
 def open_task(data: DataConfig) -> Source:
@@ -31,13 +44,29 @@ def open_task(data: DataConfig) -> Source:
         )
     trained = data.num_documents - held_out_count(data.num_documents, "documents", data)
 
-    def read(advance: Callable[[int], object], skipped: Counter[str]) -> Iterator[Document]:
-        for index in range(data.num_documents):
-            example = task.example(data.corpus_seed, index)
-            targets = np.where(example.mask, example.targets, -1)
-            yield Document(index >= trained, example.tokens, targets)
-            advance(1)
+    def parts() -> list[Part]:
+        each = PART_EXAMPLES if _is_found_elsewhere(task) else data.num_documents
+        starts = range(0, data.num_documents, each)
+        ranges = (range(start, min(start + each, data.num_documents)) for start in starts)
+        return [partial(_read, task, data.corpus_seed, indices, trained) for indices in ranges]
 
     options: Any = json.loads(json.dumps(data.task_options, sort_keys=True))
     fingerprint = [data.task, options, data.num_documents]
-    return Source(fingerprint, data.num_documents, " documents", read, vocab_size=task.vocab_size)
+    return in_parts(fingerprint, data.num_documents, " documents", parts, vocab_size=task.vocab_size)
+
+
+def _read(
+    task: Any, seed: int, indices: range, trained: int, advance: Advance, skipped: Counter[str]
+) -> Iterator[Document]:
+    for index in indices:
+        example = task.example(seed, index)
+        yield Document(index >= trained, example.tokens, np.where(example.mask, example.targets, -1))
+        advance(1)
+
+
+def _is_found_elsewhere(task: Any) -> bool:
+    """Whether another process finds the task's class: not that of a script, or one made inside a function."""
+    try:
+        return type(task).__module__ != "__main__" and bool(pickle.dumps(task))
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return False
