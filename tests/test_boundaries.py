@@ -129,6 +129,21 @@ def in_rows(seed, loss, name="any", **data):
     return one | {"config": config, "arm": name}
 
 
+@pytest.mark.slow
+def test_a_gain_at_one_length_of_rows_is_held_against_that_at_another():
+    records = []
+    for seed in range(1, 6):
+        for T, streams, gain in ((2048, 1024, 0.25), (512, 4096, 0.75)):
+            for boundary, loss in (("reset", 4.0 * T), ("carry", 4.0 * T - gain - 0.125 * seed)):
+                one = record(boundary, seed, effect=(loss, loss))
+                data = one["config"]["data"] | {"row_length": T, "streams": streams}
+                records.append(one | {"config": one["config"] | {"data": data}, "arm": f"{boundary} {T}"})
+    records = [one for one in records if (one["seed"], one["arm"]) != (5, "carry 512")]
+    (row,) = [row for row in rows(records, "row-length") if row["arm"] == "own over zero"]
+    assert (row["rows"], row["minus"], row["all places_pairs"]) == ("512", "2048", "4")
+    assert float(row["2048 to 16,384"]) == pytest.approx(-0.5, abs=2e-3)
+
+
 def test_seeds_of_two_sweeps_with_one_name_are_wanted_where_each_belongs():
     planned = {"sweep": {"seeds": [1, 2, 3, 101, 102]}}
     records = [in_rows(seed, 0.0, "shuffled", shuffle_steps=1526) | planned for seed in (1, 2, 101)]

@@ -38,6 +38,7 @@ LADDER = (
     *PRIMARY,
     ("own over zero", "own", "zero"),
     ("noise", "noise", "zero"),
+    ("own over noise", "own", "noise"),
     ("own scan", "own scan", "own"),
     ("whole", "whole", "own"),
     ("control", "zero, control", "zero"),
@@ -50,6 +51,7 @@ ORDER = (
     ("the pool, other rows", "zero", "rows"),
     ("own, other rows", "own", "rows"),
     ("own, shuffled", "own", "shuffled"),
+    ("rows, shuffled", "rows", "shuffled"),
 )
 LEAK = tuple((name, name, "rows") for name in (*list(LEAKS.values())[1:], "learned"))
 
@@ -147,8 +149,13 @@ def _contrasts(
 
 
 def _lengths(settings: dict[Setting, dict[str, Arm]]) -> Table:
-    """One arm at several T: the same documents and tokens a step, cut into rows of other lengths."""
-    spans_of = {"all places": (0, np.inf), "first 512": (0, 512), "from 8192 on": (8192, np.inf)}
+    """One arm at several T, and what own gains over zero: as many tokens a step, cut into rows of other lengths."""
+    spans_of = {
+        "all places": (0, np.inf),
+        "first 512": (0, 512),
+        "2048 to 16,384": (2048, 16384),
+        "from 8192 on": (8192, np.inf),
+    }
     columns = [Column(name, (name,), False) for name in ("arm", "rows", "minus")]
     columns += [Column(f"{places} [95% CI]", tuple(f"{places}{end}" for end in ENDS)) for places in spans_of]
     table = Table("row-length", f"Rows of other lengths minus rows of {MIDDLE}, nats per target", columns)
@@ -158,8 +165,14 @@ def _lengths(settings: dict[Setting, dict[str, Arm]]) -> Table:
             if setting.T != MIDDLE and not setting.tuning and name in here and name in other:
                 found = [contrast(here[name], other[name], *span) for span in spans_of.values()]
                 table.rows.append([word(name), number(setting.T, "d"), number(MIDDLE, "d"), *map(_cell, found)])
+        if setting.T != MIDDLE and not setting.tuning and {"own", "zero"} <= here.keys() & other.keys():
+            less = (other["own"], other["zero"])
+            found = [contrast(here["own"], here["zero"], *span, less=less) for span in spans_of.values()]
+            row = [word("own over zero"), number(setting.T, "d"), number(MIDDLE, "d")]
+            table.rows.append([*row, *map(_cell, found)])
     table.notes = [
-        "A step has the same tokens at every T, so that it holds fewer documents in longer rows. Exploratory."
+        "A step has as many tokens at every T, so that it holds fewer documents in longer rows. Rows and leak read the same "
+        "documents at every T, the pool's zero other ones. Own over zero: its gain at one T minus that at the other. Exploratory."
     ]
     return table
 

@@ -174,23 +174,28 @@ def by_setting(found: Iterable[Arm]) -> dict[Setting, dict[str, Arm]]:
     return settings
 
 
-def paired(arm: Arm, other: Arm, low: float, high: float) -> tuple[np.ndarray, np.ndarray] | None:
-    """Nats of one arm minus the other's (seeds, packages) at places from low up to high, and targets (packages,); None without
-    a seed and target of both."""
-    (a, targets, seeds), (b, others, theirs) = arm.losses(low, high), other.losses(low, high)
-    both = [seed for seed in seeds if seed in theirs]
-    if not both or not targets.size or not np.array_equal(targets, others):
+def paired(
+    arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Nats of one arm minus the other's (seeds, packages) at places from low up to high, and targets (packages,); with ``less``
+    also minus the difference of these two. None without a seed and target of all."""
+    first, *others = (one.losses(low, high) for one in (arm, other, *reversed(less or ())))
+    nats, targets, seeds = first
+    both = [seed for seed in seeds if all(seed in theirs for _, _, theirs in others)]
+    if not both or not targets.size or not all(np.array_equal(targets, theirs) for _, theirs, _ in others):
         return None
-    differences = a[[seeds.index(s) for s in both]] - b[[theirs.index(s) for s in both]]
+    differences = nats[[seeds.index(seed) for seed in both]]
+    for sign, (nats, _, seeds) in zip((-1, 1, -1), others):
+        differences = differences + sign * nats[[seeds.index(seed) for seed in both]]
     return differences[np.isfinite(differences).all(axis=1)], targets
 
 
-def contrast(arm: Arm, other: Arm, low: float, high: float) -> Resampled | None:
-    """One arm's loss minus the other's at places from low up to high, nats per target; None without a seed and target of both.
+def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None) -> Resampled | None:
+    """One arm's loss minus the other's at places from low up to high, nats per target, as ``paired`` has it.
 
     Of records that do not tell packages apart the interval is Student's t over seeds.
     """
-    both = paired(arm, other, low, high)
+    both = paired(arm, other, low, high, less)
     if both is None:
         return None
     found = bootstrap(*both)
