@@ -22,14 +22,16 @@ LAST = CONTROL | {"weights": "mean of the last"}
 
 N = r"([+-]?\d+(?:\.\d+)?)"
 """A number in a sentence."""
-WORDS = {"none": "0", "three": "3", "four": "4", "six": "6", "seven": "7", "eight": "8"}
+WORDS = {"none": "0", "two": "2", "three": "3", "four": "4", "six": "6", "seven": "7", "eight": "8"}
 
 
 def said(page, pattern):
     """The numbers of the one place of a page that the pattern matches, as they are written."""
     text = " ".join((EXPERIMENTS / page / "README.md").read_text(encoding="utf-8").split())
     (found,) = re.findall(pattern, text)
-    return [WORDS.get(number.lower(), number) for number in ([found] if isinstance(found, str) else found)]
+    return [
+        WORDS.get(number.lower(), number.replace(",", "")) for number in ([found] if isinstance(found, str) else found)
+    ]
 
 
 def rounded_as(said, numbers):
@@ -250,9 +252,9 @@ def over_seeds(pairs):
     return [mean, mean - half, mean + half]
 
 
-def nats_over(arm, other):
-    """Nats an answer of mqar, an arm's over another's, on the seeds that both have."""
-    found = [{one["seed"]: one["metrics"]["mqar.nats"] for one in of_task(name)} for name in (arm, other)]
+def nats_over(arm, other, task="mqar"):
+    """Nats an answer, an arm's over another's, on the seeds that both have."""
+    found = [{one["seed"]: one["metrics"][f"{task}.nats"] for one in of_task(name, task)} for name in (arm, other)]
     return over_seeds([found[0][seed] - found[1][seed] for seed in found[0].keys() & found[1].keys()])
 
 

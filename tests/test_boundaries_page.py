@@ -44,16 +44,42 @@ AT_8192 = {"setting": "T = 8192, 14M, 100M tokens"}
 LONG = {"setting": "T = 2048, 14M, 262M tokens"}
 
 
+@functools.cache
+def record_of(arm, seed):
+    """The latest of boundaries' runs of this name."""
+    records = [json.loads(path.read_text().splitlines()[-1]) for path in ROOT.glob("experiments/boundaries/records/*")]
+    return max((one for one in records if (one["arm"], one["seed"]) == (arm, seed)), key=lambda one: one["time"])
+
+
+def loss_at_places(arm, seed, low, high):
+    """Nats a target of a run of boundaries at places from low up to high."""
+    points = [p for p in record_of(arm, seed)["curves"]["perplexity.by_group"] if low <= p["start"] < high]
+    return sum(point["nats"] for point in points) / sum(point["targets"] for point in points)
+
+
 def loss_beyond(arm, seed, T=8192):
-    """Nats a target of a run of boundaries at places from T to 32 T."""
-    (path,) = (path for path in ROOT.glob(f"experiments/boundaries/records/{arm}-*.jsonl") if seed_of(path) == seed)
-    points = json.loads(path.read_text())["curves"]["perplexity.by_group"]
-    far = [point for point in points if T <= point["start"] < 32 * T]
-    return sum(point["nats"] for point in far) / sum(point["targets"] for point in far)
+    return loss_at_places(arm, seed, T, 32 * T)
 
 
-def seed_of(path):
-    return json.loads(path.read_text())["seed"]
+def over_shuffled(places):
+    """Own minus the pool's rows shuffled, seed by seed."""
+    return [loss_at_places("own", seed, *places) - loss_at_places("shuffled", seed, *places) for seed in (1, 2, 3, 4)]
+
+
+def begun(arm, seed):
+    """Documents that a run began: the first token of each is no target."""
+    metrics = record_of(arm, seed)["metrics"]
+    return metrics["real_tokens"] - metrics["targets"]
+
+
+def firsts():
+    """How much lower rows of 512 are than rows of 2048 at the first 512 places, at least and at most, and how many of three
+    intervals exclude zero."""
+    found = [
+        interval("boundaries", "row-length", {"arm": arm, "rows": "512"}, "first 512")
+        for arm in ("rows", "leak", "zero")
+    ]
+    return [min(-mean for mean, *_ in found), max(-mean for mean, *_ in found), sum(high < 0 for *_, high in found)]
 
 
 SENTENCES = [
@@ -113,16 +139,68 @@ SENTENCES = [
     ),
     (rf"rows\. So {N}, {N} and {N} % of the tokens stand behind", doses),
     (
-        rf"they end {N} nats \[{N}, {N}\] above the same pool's rows shuffled, beyond T, and {N} \[{N}, {N}\] above the pool",
+        rf"they end {N} nats \[{N}, {N}\] above the pool's rows shuffled, beyond T, and {N} \[{N}, {N}\] above the pool",
         lambda: [*ordered("plain streams, shuffled"), *ordered("plain streams")],
     ),
     (
-        rf"pool ends {N} above its own rows shuffled, but the interval, \[{N}, {N}\],",
-        lambda: [-ordered("shuffled")[i] for i in (0, 2, 1)],
+        rf"two sets of shuffled rows, [^|]*? differ by {N} \[{N}, {N}\]\.",
+        lambda: ordered("rows, shuffled", setting=MAIN),
     ),
     (
-        rf"zero in the pool is at {N} \[{N}, {N}\], and own at {N} \[{N}, {N}\]",
-        lambda: [*ordered("the pool, other rows", setting=MAIN), *ordered("own, other rows", setting=MAIN)],
+        r"plain streams begin ([\d,]+) to ([\d,]+) documents, and a pool ([\d,]+) to ([\d,]+)\.",
+        lambda: [
+            limit(round(begun(arm, seed), -2) for seed in (101, 102, 103))
+            for arm in ("plain", "pool-32")
+            for limit in (min, max)
+        ],
+    ),
+    (
+        r"shuffled rows, of ([\d,]+) and of ([\d,]+) documents",
+        lambda: [round(sum(begun(arm, seed) for seed in (1, 2, 3)) / 3, -2) for arm in ("rows", "shuffled")],
+    ),
+    (
+        rf"Zero in the pool is {N} \[{N}, {N}\] above these rows, beyond T\.",
+        lambda: [-ordered("shuffled", setting=MAIN)[i] for i in (0, 2, 1)],
+    ),
+    (
+        rf"On the three tuning seeds it is {N} \[{N}, {N}\]\.",
+        lambda: [-ordered("shuffled")[i] for i in (0, 2, 1)],
+    ),
+    (rf"rows of `leak\.yaml` own is at {N} \[{N}, {N}\]", lambda: ordered("own, other rows", setting=MAIN)),
+    (
+        r"Inside T all (\w+) are above zero, beyond T (\w+)\.",
+        lambda: [sum(d > 0 for d in over_shuffled(places)) for places in ((0, 2048), (2048, 65536))],
+    ),
+    (
+        rf"Own beats noise beyond T by {N} \[{N}, {N}\]",
+        lambda: [
+            -interval("boundaries", "ladder", {"setting": MAIN, "what": "own over noise"}, "beyond")[i]
+            for i in (0, 2, 1)
+        ],
+    ),
+    (
+        rf"2048 to 16,384, own gains {N} \[{N}, {N}\] more",
+        lambda: [
+            -interval("boundaries", "row-length", {"arm": "own over zero", "rows": "512"}, "2048 to 16,384")[i]
+            for i in (0, 2, 1)
+        ],
+    ),
+    (
+        r"begin more documents, ([\d,]+) in place of ([\d,]+), which",
+        lambda: [round(sum(begun(arm, seed) for seed in (1, 2, 3)) / 3, -2) for arm in ("zero-T512", "zero")],
+    ),
+    (
+        rf"own gains {N}\. That is more than the mean of eight seeds after 100 million, {N}, "
+        rf"and less than this seed's then, {N}\.",
+        lambda: [
+            -cells("boundaries", "ladder", LONG | {"what": "own over zero"}, "beyond")[0],
+            -ladder("beyond")[0],
+            loss_beyond("zero", 1, 2048) - loss_beyond("own", 1, 2048),
+        ],
+    ),
+    (
+        rf"places rows of 512 look better: {N} to {N} lower in three arms, and (two) intervals",
+        lambda: [*firsts()[:2], firsts()[2]],
     ),
     (
         rf"worse by {N} to {N}, the whole intervals below 0\.05",
@@ -176,18 +254,14 @@ SENTENCES = [
             *cells("boundaries", "agreement", {**AT_512, "what": "own over zero", "places": "beyond"}, "packages"),
         ],
     ),
-    (rf"Coverage is a harm there, too: {N} \[{N}, {N}\]", lambda: at_512("coverage")),
-    (
-        rf"shuffled rows of 512, by {N} \[{N}, {N}\] beyond T",
-        lambda: [-ordered("own, other rows", setting=AT_512["setting"])[i] for i in (0, 2, 1)],
-    ),
+    (rf"Coverage is above zero there, too: {N} \[{N}, {N}\]", lambda: at_512("coverage")),
     (
         rf"Own minus zero is {N} in one and {N} in the other",
         lambda: [loss_beyond("own-T8192", seed) - loss_beyond("zero-T8192", seed) for seed in (1, 2)],
     ),
     (
-        rf"At 8192 continuity is {N} and {N}, by",
-        lambda: [interval("boundaries", "ladder", AT_8192 | {"what": "continuity"}, where)[0] for where in PLACES],
+        rf"At 8192 continuity beyond T is {N}, two seeds: at the edge of ±0\.005\. Its interval is \[{N}, {N}\]",
+        lambda: interval("boundaries", "ladder", AT_8192 | {"what": "continuity"}, "beyond"),
     ),
     (
         rf"It is at {N} \[{N}, {N}\] over zero beyond T and at {N} \[{N}, {N}\] inside",

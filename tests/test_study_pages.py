@@ -70,16 +70,16 @@ def millions(arm):
 SENTENCES = {
     "parity": [
         (
-            rf"trains {N} times as many tokens a second as single with CUDA graphs, and {N} times "
-            rf"[^|]*? {N} million in place of {N} and {N}\.",
+            rf"trains {N} million tokens a second, [^|]*? has {N} million with CUDA graphs, and {N} million without\. "
+            rf"That is {N} and {N} times",
             lambda: [
-                *(millions("packed-reset, beside single") / millions(arm) for arm in ("single", "single, eager")),
                 *(millions(arm) for arm in ("packed-reset, beside single", "single", "single, eager")),
+                *(millions("packed-reset, beside single") / millions(arm) for arm in ("single", "single, eager")),
             ],
         ),
         (
-            rf"There padded made {N} million, [^|]*? forty rounds had {N}\.",
-            lambda: [millions("padded, beside single"), millions("padded")],
+            rf"quartiles lie {N} s apart, at a median of {N} s",
+            lambda: beside_single("seconds_per_step_spread", "seconds_per_step_median", arm="single"),
         ),
         (rf"The difference is {N} nats \[{N}, {N}\]", lambda: parity(OURS)),
         (rf"tests give p = {N};", lambda: cells("parity", "parity-files", OURS, "p")),
@@ -200,8 +200,13 @@ SENTENCES = {
             lambda: [*again("parity"), *cells("parity", "calibration-files", LAST, "largest")],
         ),
         (
-            rf"Wrong on files \({N}x\) and on the mixture \({N}x\), right on functions \({N}x\)",
-            lambda: [equal_time(unit)[0] for unit in ("files", "mixture", "functions")],
+            rf"Wrong on files \({N}x by forty rounds; ten rounds beside single have {N}x, [^|]*? on the mixture \({N}x\), "
+            rf"right on functions \({N}x\)",
+            lambda: [
+                equal_time("files")[0],
+                *cells("parity", "equal-time-files", {"arm": "packed-reset, beside single"}, "ratio"),
+                *(equal_time(unit)[0] for unit in ("mixture", "functions")),
+            ],
         ),
         (
             rf"Not shown: {N} against {N} for paired differences, {N} against {N} over seeds",
@@ -280,19 +285,35 @@ SENTENCES = {
         ),
         (rf"Wrong of padded by the estimate, {N};", lambda: answers("padded-row-means")[:1]),
         (
-            rf"and has {N} nats an answer \[{N}, {N}\] less than padded, six",
+            rf"It has {N} nats an answer \[{N}, {N}\] less than padded, six",
             lambda: [-answers("packed-equal-time")[i] for i in (0, 2, 1)],
         ),
         (
-            rf"at equal tokens it has {N} \[{N}, {N}\] less",
+            rf"six seeds of eight, and {N} \[{N}, {N}\] less than packed",
             lambda: [-nats_over("packed-equal-time", "packed-reset")[i] for i in (0, 2, 1)],
         ),
-        (rf"the answer is open: {N} \[{N}, {N}\], four", lambda: answers("packed-equal-time", "contradiction")),
         (
-            rf"So far right in all parts: {N} and {N}; {N} less",
+            rf"the answer is open: {N} \[{N}, {N}\] over padded and {N} \[{N}, {N}\] over packed",
+            lambda: [
+                *answers("packed-equal-time", "contradiction"),
+                *nats_over("packed-equal-time", "packed-reset", "contradiction"),
+            ],
+        ),
+        (
+            rf"quartiles lie {N} s apart, at a median of {N} s",
+            lambda: cells(
+                "downstream",
+                "throughput-mqar",
+                {"arm": "padded"},
+                "seconds_per_step_spread",
+                "seconds_per_step_median",
+            ),
+        ),
+        (
+            rf"So far right in all parts: {N} and {N}, by a rough timing; {N} less",
             lambda: [times_as_many("mqar"), times_as_many("contradiction"), -answers("packed-equal-time")[0]],
         ),
-        (rf"It makes {N} times as many steps \(\[times", lambda: [times_as_many("mqar")]),
+        (rf"By median steps it makes {N} times as many", lambda: [times_as_many("mqar")]),
         (rf"On `contradiction`, {N} times as many", lambda: [times_as_many("contradiction")]),
         (rf"has {N} nats an answer in place of {N}: a difference of {N} ", lambda: again("downstream", "mqar.nats")),
         (
@@ -305,10 +326,10 @@ SENTENCES = {
     "": [
         (rf"rows of 8192 ended {N} nats above", lambda: row_length(8192, "all places")[:1]),
         (
-            rf"order costs {N} nats beyond T against shuffled",
+            rf"Such runs ended {N} nats above shuffled rows beyond T",
             lambda: ordered("plain streams, shuffled")[:1],
         ),
-        (rf"their order costs {N} nats \[{N}, {N}\], three", lambda: ordered("plain streams, shuffled")),
+        (rf"likely: by {N} nats \[{N}, {N}\], three", lambda: ordered("plain streams, shuffled")),
         (rf"may be up to {N} nats\. Not sure", lambda: parity(OURS, "mixture")[2:]),
         (
             rf"one pair of packed and padded ends {N} apart",

@@ -69,8 +69,11 @@ HEADLINES = [
         for places in ("inside", "beyond")
     ),
     *(
-        Headline(f"{name} minus the pool, beyond T", "order-files", ORDER | {"what": what}, "beyond", alone="order")
-        for name, what in (("plain streams", "plain streams"), ("the pool's rows shuffled", "shuffled"))
+        Headline(f"{name} minus the pool, beyond T", "order-files", where | {"what": what}, "beyond", alone="order")
+        for name, what, where in (
+            ("plain streams", "plain streams", ORDER),
+            ("the pool's rows shuffled", "shuffled", MAIN),
+        )
     ),
     Headline(
         "plain streams minus the pool's rows shuffled, beyond T",
