@@ -83,7 +83,7 @@ def firsts():
 
 
 SENTENCES = [
-    (r"Differences are of (\w+) seeds of (\w+), those", seeds),
+    (r"Differences are of (\w+) seeds of (\w+)\. Those with", seeds),
     (rf"mean was worse, by {N} to {N}, and", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
     (
         rf"Without any one package they are {N} to {N} in size",
