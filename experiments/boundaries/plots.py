@@ -23,9 +23,8 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
     fig, panels = axes(len(settings), width=max(6.0, 4.4 * len(settings)))
     for ax, (setting, here) in zip(panels, settings.items()):
         ax.axhline(0, color=MUTED, linewidth=1.2, label="zero")
-        for name in (
-            name for name in (*STARTS.values(), "whole") if name in here and name != "zero" and is_ladder(name)
-        ):
+        drawn = [name for name in (*STARTS.values(), "whole") if name in here and name != "zero" and is_ladder(name)]
+        for name in drawn:
             points = [
                 (2**power, contrast(here[name], here["zero"], 2**power * setting.T, 2 ** (power + 1) * setting.T))
                 for power in range(-4, 5)
@@ -37,7 +36,10 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
                 color=COLORS[name], marker="o", linewidth=1.6, capsize=2, label=name,
             )  # fmt: skip
         ax.axvline(1, color="#b4b9c1", linewidth=1)
-        ax.set(title=setting.label(), xscale="log", xlabel="place in the document / T", ylabel="nats minus zero's")
+        seeds = {name: _pairs(here, name) for name in drawn if _pairs(here, name) > 1}
+        fewer = "".join(f", {name}: {count}" for name, count in seeds.items() if count < max(seeds.values()))
+        title = f"{setting.label()}\n{max(seeds.values())} seeds{fewer}"
+        ax.set(title=title, xscale="log", xlabel="place in the document / T", ylabel="nats minus zero's")
     legend_below(fig, columns=6)
     caption = (
         "Loss minus that of zero, by the place in the document over T; bars are 95 % intervals over seeds and packages."
@@ -45,9 +47,9 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "starts", caption)]
 
 
-def _pairs(here: dict[str, Arm]) -> int:
-    """Seeds that have both zero and own."""
-    return len(here["zero"].runs.index.intersection(here["own"].runs.index)) if {"zero", "own"} <= here.keys() else 0
+def _pairs(here: dict[str, Arm], name: str = "own") -> int:
+    """Seeds that have both zero and this arm."""
+    return len(here["zero"].runs.index.intersection(here[name].runs.index)) if {"zero", name} <= here.keys() else 0
 
 
 def dose_figures(records: Sequence[Record]) -> list[Figure]:
