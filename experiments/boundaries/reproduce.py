@@ -42,7 +42,7 @@ STEPS = [
         _step(name, *POOL, *SHORT)
         for name in ("carry-or-shuffle", "rows-512", "rows-8192", "ladder-rate", "long", "larger")
     ),
-    _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", "throughput_rounds=4"),
+    _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", WHOLE, "throughput_rounds=4"),
 ]
 
 
