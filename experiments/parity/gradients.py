@@ -56,19 +56,17 @@ class Config:
                 yield f"arms.{name}: trainer.precision is what precisions says of every arm; expected it there"
             if arm.trainer.cuda_graphs:
                 yield f"arms.{name}: expected trainer.cuda_graphs=false: a graph has one precision"
+            first = first or arm
+            shared = [
+                part for part in ("model", "optimizer", "trainer", "seed") if getattr(arm, part) != getattr(first, part)
+            ]
             if arm.trainer.boundary != "reset":
                 yield f"arms.{name}: expected trainer.boundary=reset, got {arm.trainer.boundary}, which has another gradient"
-            elif other := [
-                part for part in ("model", "optimizer", "trainer", "seed") if differ(arm, first := first or arm, part)
-            ]:
-                yield f"arms.{name}: expected keys of data and ops, got one of {other[0]}: arms share their weights"
+            elif shared:
+                yield f"arms.{name}: expected keys of data and ops, got one of {shared[0]}: arms share their weights"
 
     def of(self, arm: str) -> Run:
         return load_config(FOLDER / self.base, [*self.keys, *self.arms[arm], f"trainer.precision={self.precisions[0]}"])
-
-
-def differ(one: Run, other: Run, part: str) -> bool:
-    return bool(getattr(one, part) != getattr(other, part))
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
