@@ -3,6 +3,7 @@
 import random
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from packmamba.config import ConfigError
 from packmamba.records import read_records
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.claims import alone
-from packmamba.training.fit import fit
+from packmamba.training.fit import Stopped, fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.runs import run_folder
 from processes import ROOT, fork, kill, statuses
@@ -114,6 +115,19 @@ def test_a_record_of_other_documents_is_not_taken_for_this_run(tmp_path):
         documents.write('{"text": "abcd"}\n')
     with pytest.raises(ConfigError, match="the documents have changed since this run"):
         fit(config, progress=False)
+
+
+def test_a_stopped_run_does_not_go_on_with_other_documents(tmp_path):
+    config = tiny_config(tmp_path, "trainer.max_steps=6", "trainer.checkpoint_every=2")
+    with pytest.raises(Stopped):
+        fit(config, progress=False, stop=lambda history: bool(checkpoints(run_folder(config) / "checkpoints")))
+    whole = Path(config.data.path).read_text()
+    with open(config.data.path, "a") as documents:
+        documents.write('{"text": "abcd"}\n')
+    with pytest.raises(ConfigError, match="the documents have changed since this run was stopped; to train anew"):
+        fit(config, progress=False)
+    Path(config.data.path).write_text(whole)
+    assert fit(config, progress=False)["metrics"]["steps"] == 6
 
 
 @pytest.mark.slow

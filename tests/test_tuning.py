@@ -61,7 +61,8 @@ def test_arms_take_the_values_that_are_best_in_the_mean_and_never_diverge(tmp_pa
 
 @pytest.mark.slow
 def test_an_arm_without_a_value_that_does_not_diverge_fails_alone(tmp_path):
-    sweep, configs = sweep_of(tmp_path, tune=TUNE | {"metric": "mqar.accuracy", "best": "most"})
+    sweep, configs = sweep_of(tmp_path, tune=TUNE | {"best": "most"})
+    sweep.tune.metric = "mqar.accuracy"  # which its runs would not have
     for config in Tuning(sweep.tune, configs).runs:
         accuracy = {"padded lr=0.001": 0.4, "padded lr=0.01": 0.5}.get(config.name)
         done(config, **({"diverged_at_step": 2} if accuracy is None else {"mqar.accuracy": accuracy}))
@@ -83,6 +84,10 @@ def test_an_arm_without_a_value_that_does_not_diverge_fails_alone(tmp_path):
         ({"tune": {"grid": {"optimizer.lr": []}, "seeds": [9]}}, "tune.grid.optimizer.lr: expected at least one value"),
         ({"tune": {"grid": {"optimizer.lr": [0.1, 0.1]}, "seeds": [9]}}, "tune.grid.optimizer.lr: duplicate 0.1"),
         ({"tune": {"grid": {"optimizer.lr": [1]}}}, "tune: expected both grid and seeds, or neither"),
+        (
+            {"tune": {"grid": {"optimizer.lr": [0.1]}, "seeds": [9], "metric": "vall_loss"}},
+            "tune.metric: expected one of .*val_loss.*, got 'vall_loss'",
+        ),
         ({"tune": TUNE | {"seeds": [1]}}, "tune.seeds: expected none of grid.seed, whose runs are reported, got 1"),
         (
             {"tune": TUNE | {"grid": {"data.strategy": ["padded"]}}},

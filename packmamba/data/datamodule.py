@@ -46,6 +46,16 @@ class PackingDataModule(lightning.LightningDataModule):
     def prepare_data(self) -> None:
         _ = self.corpora
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"corpus_hash": self.corpora.corpus_hash}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ConfigError where a run would go on with other documents than it began with."""
+        if state_dict["corpus_hash"] != self.corpora.corpus_hash:
+            raise ConfigError(
+                "the documents have changed since this run was stopped; to train anew, remove its folder or give another runs_dir"
+            )
+
     def setup(self, stage: str | None = None) -> None:
         world_size = self.trainer.world_size if self.trainer else 1
         rank = self.trainer.global_rank if self.trainer else 0

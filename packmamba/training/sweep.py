@@ -40,7 +40,7 @@ from packmamba.training.places import places, several_devices, speaks
 from packmamba.training.process import imports
 from packmamba.training.runs import may_be_raised
 from packmamba.training.slurm import SlurmConfig, run_as_jobs, slurm_executor
-from packmamba.training.table import TableConfig, check_table
+from packmamba.training.table import TableConfig, check_table, check_tuned
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place
 
@@ -187,6 +187,8 @@ def load_sweep(
             )
     Tuning(sweep.tune, configs)  # refuses its keys
     check_table(sweep.table, configs)
+    if sweep.tune.grid:
+        check_tuned(sweep.tune.metric, configs)
     return sweep, configs
 
 

@@ -31,8 +31,7 @@ class TableConfig:
 
 def check_table(table: TableConfig, configs: Sequence[Config]) -> None:
     """Raises ConfigError naming a metric or column that none of these runs will have."""
-    evaluations = sorted({name for config in configs for name in config.evaluations})
-    metrics = [*METRICS["training"], "val_loss_last_weights", *(f"{name}." for name in evaluations)]
+    metrics = _numbers(configs)
     for name in table.metrics:
         if not _among(name, metrics):
             raise ConfigError(f"table.metrics: expected some of {', '.join(metrics)}, got '{name}'")
@@ -41,6 +40,18 @@ def check_table(table: TableConfig, configs: Sequence[Config]) -> None:
         if name != "speedup" and not _among(name, metrics) and not _is_key(name, values):
             hint = suggest(name, metrics)
             raise ConfigError(f"table.columns: expected numbers of the records and keys, got '{name}'{hint}")
+
+
+def check_tuned(metric: str, configs: Sequence[Config]) -> None:
+    """Raises ConfigError where none of these runs will have what chooses a value."""
+    if not _among(metric, metrics := _numbers(configs)):
+        raise ConfigError(f"tune.metric: expected one of {', '.join(metrics)}, got '{metric}'")
+
+
+def _numbers(configs: Sequence[Config]) -> list[str]:
+    """What runs' records will have; a name with a point at its end: an evaluation's."""
+    evaluations = sorted({name for config in configs for name in config.evaluations})
+    return [*METRICS["training"], "val_loss_last_weights", *(f"{name}." for name in evaluations)]
 
 
 def _among(name: str, metrics: Iterable[str]) -> bool:

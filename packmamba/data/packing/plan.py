@@ -138,7 +138,8 @@ def plan_rows(
     else:
         assert chosen.assign is not None, f"strategy '{strategy}' has neither assign nor cut"
         document, start, length = _fit(checked, limit, overlong)
-        row = chosen.assign(length, limit, buffer)
+        length.flags.writeable = False
+        row = _checked_rows(chosen.assign(length, limit, buffer), len(length), strategy)
     num_rows = -(-(int(row.max(initial=-1)) + 1) // streams) * streams
     row_offsets = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=row_offsets[1:])
@@ -149,6 +150,25 @@ def plan_rows(
         raise RuntimeError(f"strategy '{strategy}' puts {filled.max()} tokens into a row of {limit} slots")
     slots = np.full(num_rows, row_length, np.int64) if chosen.pads and row_length is not None else filled
     return PackingPlan(document, start, length, row_offsets, slots)
+
+
+def _checked_rows(row: Any, pieces: int, strategy: str) -> Integers:
+    """What a strategy returns. Raises ValueError naming it: a document without a row would be lost."""
+    if (
+        not isinstance(row, np.ndarray)
+        or row.dtype.kind not in "iu"
+        or row.shape != (pieces,)
+        or row.min(initial=0) < 0
+    ):
+        came = f"{row.dtype} {list(row.shape)}" if isinstance(row, np.ndarray) else type(row).__name__
+        least = (
+            f", the least {row.min()}" if isinstance(row, np.ndarray) and row.size and row.dtype.kind in "if" else ""
+        )
+        raise ValueError(
+            f"strategy '{strategy}': expected an array of row numbers from 0 on, one for each of {pieces} pieces, "
+            f"got {came}{least}"
+        )
+    return row
 
 
 def _fit(lengths: Integers, row_length: int, overlong: str) -> tuple[Integers, Integers, Integers]:
