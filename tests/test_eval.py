@@ -135,6 +135,8 @@ def test_export_gives_transformers_the_same_logits(run, tmp_path, capsys, device
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
     ids = torch.tensor([tokenizer.encode("some text")])
     assert ids.tolist() == [list(b"some text")] and tokenizer.eos_token == "</s>"
+    ends = model.generation_config
+    assert (ends.bos_token_id, ends.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
     with torch.no_grad():
         expected = MambaLM.from_pretrained(run).to(device)(ids.to(device))
         torch.testing.assert_close(model.to(device)(ids.to(device)).logits, expected, rtol=1e-4, atol=1e-4)

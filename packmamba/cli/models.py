@@ -320,4 +320,7 @@ def export_model(folder: str, target: str) -> Path:
     if subject.tokenizer is not None:
         data = subject.config.data
         write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token)
+        ids = {"bos_token_id": subject.tokenizer.begin_id, "eos_token_id": subject.tokenizer.end_id}
+        # Else transformers takes 0 for the end, which may be any token, and generates past ours.
+        (path / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
     return path
