@@ -138,9 +138,9 @@ def test_a_gain_at_one_length_of_rows_is_held_against_that_at_another():
                 one = record(boundary, seed, effect=(loss, loss))
                 data = one["config"]["data"] | {"row_length": T, "streams": streams}
                 records.append(one | {"config": one["config"] | {"data": data}, "arm": f"{boundary} {T}"})
-    records = [one for one in records if (one["seed"], one["arm"]) != (5, "carry 512")]
+    records = [one for one in records if (one["seed"], one["arm"]) not in ((5, "carry 512"), (4, "carry 2048"))]
     (row,) = [row for row in rows(records, "row-length") if row["arm"] == "own over zero"]
-    assert (row["rows"], row["minus"], row["all places_pairs"]) == ("512", "2048", "4")
+    assert (row["rows"], row["minus"], row["all places_pairs"]) == ("512", "2048", "3")
     assert float(row["2048 to 16,384"]) == pytest.approx(-0.5, abs=2e-3)
 
 

@@ -56,6 +56,13 @@ def test_differences_are_relative():
 
 
 @pytest.mark.slow
+def test_other_documents_are_not_compared(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert bench(tmp_path, "arms.other=[data.source=synthetic]") == 2
+    assert "arms: expected the same documents in every arm, got several corpora" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_steps_of_other_documents_are_not_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
@@ -84,6 +91,10 @@ def test_steps_of_other_documents_are_not_compared(tmp_path, monkeypatch):
             "arms.wide=[model.d_model=16]",
             "arms.wide: expected keys of data and ops, got one of model: arms share their weights",
         ),
+        ("arms.other=[seed=7]", "arms.other: expected keys of data and ops, got one of seed: "),
+        ("arms.other=[optimizer.lr=1.0]", "arms.other: expected keys of data and ops, got one of optimizer: "),
+        ("arms.other=[trainer.max_steps=41]", "arms.other: expected keys of data and ops, got one of trainer: "),
+        ("arms.padded=[data.strategy=padded,ops.backend=cuda]", "arms.padded: needs a cuda device"),
         ("arms.typo=[data.stratgy=greedy]", "arms.typo: unknown key 'data.stratgy'"),
     ],
 )

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import packmamba.training.fit as one_run
 from packmamba.config import Config, ConfigError
 from packmamba.data.datamodule import PackingDataModule
+from packmamba.ops import BACKENDS
+from packmamba.ops.backends import Backend
 from packmamba.records import read_records
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.fit import fit
@@ -57,7 +59,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_documents_are_read(tmp_
         ("trainer.accelerator=mps", "^trainer.accelerator: 'mps' needs a Mac whose GPU PyTorch can use$"),
         (
             "ops.backend=mamba_ssm",
-            "^ops.backend: 'mamba_ssm' (needs mamba_ssm and causal_conv1d, of|expected tensors on)",
+            "^ops.backend: 'mamba_ssm' (needs mamba_ssm and causal_conv1d, not installed|expected tensors on)",
         ),
     ],
 )
@@ -65,6 +67,14 @@ def test_a_run_is_refused_before_documents_are_read(tmp_path, override, message)
     with pytest.raises(ConfigError, match=message):
         fit(tiny_config(tmp_path, override), progress=False)
     assert not (tmp_path / "cache").exists() and not (tmp_path / "runs").exists()
+
+
+def test_a_backend_whose_packages_are_missing_is_named(tmp_path, monkeypatch):
+    missing = Backend(packages=("not_there", "not_there.kernels"))
+    monkeypatch.setitem(BACKENDS.data, "mine", missing)
+    message = "^ops.backend: 'mine' needs not_there and not_there.kernels, not installed here$"
+    with pytest.raises(ConfigError, match=message):
+        fit(tiny_config(tmp_path, "ops.backend=mine"), progress=False)
 
 
 @pytest.mark.slow

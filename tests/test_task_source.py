@@ -110,3 +110,24 @@ def test_a_run_trains_on_a_task_and_is_a_model(tmp_path):
 def test_refuses_in_one_sentence(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_corpora(make_config(tmp_path, *overrides).data, progress=False)
+
+
+@pytest.mark.slow
+def test_a_half_made_corpus_of_a_task_goes_on(tmp_path, monkeypatch, caplog):
+    """Also the files that not every corpus has: what is to be said."""
+    monkeypatch.setattr("packmamba.data.sources.task.PART_EXAMPLES", 25)
+    whole = load_corpora(make_config(tmp_path / "whole", "data.num_proc=1").data, progress=False)
+    config = make_config(tmp_path / "half", "data.num_proc=1").data
+    example, drawn = TASKS["mqar"].example, []
+
+    def stops(task, seed, index):
+        if index == 30:
+            raise KeyboardInterrupt
+        return example(task, seed, index)
+
+    monkeypatch.setattr(TASKS["mqar"], "example", stops)
+    with pytest.raises(KeyboardInterrupt):
+        load_corpora(config, progress=False)
+    monkeypatch.setattr(TASKS["mqar"], "example", lambda *given: (drawn.append(given[2]), example(*given))[1])
+    assert load_corpora(config, progress=False).corpus_hash == whole.corpus_hash
+    assert "going on with the corpus" in caplog.text and min(drawn) == 25

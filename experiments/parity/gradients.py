@@ -87,7 +87,10 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     runs = {name: c.of(name) for name in c.arms}
     for name, config in list(runs.items()):
         check_accelerator(config)
-        if name != next(iter(runs)) and (problem := _lacks(config)):
+        problem = _lacks(config)
+        if problem and name == next(iter(runs)):
+            raise ConfigError(f"arms.{name}: {problem}")
+        if problem:
             print(f"left out, {name}: {problem}", file=sys.stderr)
             del runs[name]
         else:
@@ -115,6 +118,8 @@ def _measure(c: Config, runs: dict[str, Run], begun: float, progress: bool) -> I
     datas = {name: PackingDataModule(config, progress) for name, config in runs.items()}
     for data in datas.values():
         data.setup()
+    if len({data.corpora.corpus_hash for data in datas.values()}) > 1:
+        raise ConfigError("arms: expected the same documents in every arm, got several corpora")
     torch.manual_seed(runs[first].seed)
     modules: dict[str, MambaLitModule] = {}  # by backend; their weights are the first arm's
     for name, config in runs.items():

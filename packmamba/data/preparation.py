@@ -29,7 +29,7 @@ from packmamba.config import ConfigError, DataConfig
 from packmamba.data import integrity, shards, workers
 from packmamba.data.integrity import BLOCK, SPLITS, hash_of
 from packmamba.data.shards import Card
-from packmamba.data.sources import PART_BYTES, Part, Source, unreadable
+from packmamba.data.sources import PART_BYTES, PART_EXAMPLES, Part, Source, unreadable
 from packmamba.data.tokenization import Tokenizer
 from packmamba.errors import UserError
 
@@ -189,7 +189,7 @@ def _take_up(work: Path, num_parts: int) -> tuple[Joined, dict[tuple[int, int], 
 
     The folder is a new one: a process that was started by one that is gone may for a moment still write into the old one.
     """
-    plan = [num_parts, PART_BYTES, shards.CHUNK]
+    plan = [num_parts, PART_BYTES, PART_EXAMPLES, shards.CHUNK]
     waiting = work / f"shards-{uuid.uuid4().hex}"
     if (work / "plan.json").exists():
         try:
@@ -260,7 +260,7 @@ class Joined:
         for path in self.folder.iterdir():
             if path.name not in known:
                 path.unlink()
-        for name in (f"{split}.{name}" for split in SPLITS for name in ("tokens", "lengths")):
+        for name in {*known, *(f"{split}.{name}" for split in SPLITS for name in ("tokens", "lengths"))}:
             self._open(name)
         for name, (size, digest) in known.items():
             self._hashes[name] = hash_of(self._files[name], size)

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
@@ -74,7 +75,7 @@ def _elsewhere(
                 message = worker.receive()
                 if isinstance(message, int):
                     advance(message)
-                elif isinstance(message, OSError):
+                elif isinstance(message, (OSError, UserError)):
                     raise message
                 elif isinstance(message, str):
                     raise RuntimeError(f"a process that tokenises failed:\n{message}")
@@ -145,7 +146,18 @@ def serve(descriptor: int) -> None:
     try:
         tokenizer, folder = _receive(connection)
         while True:
-            task = _receive(connection)
+            content = connection.recv_bytes()
+            try:
+                task = pickle.loads(content)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                _send(
+                    connection,
+                    UserError(
+                        f"another process cannot make what it is to read ({why}); data.num_proc=1 reads it in this one"
+                    ),
+                )
+                return
             _serve(connection, task, tokenizer, folder)
             _send(connection, None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -153,14 +165,14 @@ def serve(descriptor: int) -> None:
 
 
 def _serve(connection: Connection, task: Task, tokenizer: Tokenizer, folder: Path) -> None:
-    pending = 0
+    pending, told = 0, time.monotonic()
 
     def advance(amount: int) -> None:
-        nonlocal pending
+        nonlocal pending, told
         pending += amount
-        if pending >= 1 << 20:
+        if pending >= 1 << 20 or time.monotonic() - told > 1:
             _send(connection, pending)
-            pending = 0
+            pending, told = 0, time.monotonic()
 
     try:
         for card in tokenise(task.number, task.part, tokenizer, folder, task.done, advance):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,7 +39,14 @@ class Backend:
     @property
     def missing(self) -> list[str]:
         """Those of its packages that are not installed."""
-        return [name for name in self.packages if importlib.util.find_spec(name) is None]
+        return [name for name in self.packages if not _is_installed(name)]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # of a package that is not there; of a module that somebody put in its place
+        return package in sys.modules
 
 
 BACKENDS: Registry[Backend] = Registry(

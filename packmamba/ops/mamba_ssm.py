@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.util
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +30,7 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
         found = importlib.util.find_spec(package)
         if found is None or found.submodule_search_locations is None:
             raise ValueError(f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed")
-        sys.modules[package] = types.ModuleType(package)
-        sys.modules[package].__path__ = list(found.submodule_search_locations)
+        sys.modules[package] = importlib.util.module_from_spec(found)
     return getattr(importlib.import_module(f"{package}.{module}"), name)
 
 

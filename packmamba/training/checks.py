@@ -47,9 +47,7 @@ def check_run(config: Config, here: bool = True) -> None:
         known = ", ".join(PRECISIONS)
         raise ConfigError(f"trainer: Precision '{trainer.precision}' is invalid; trainer.precision takes {known}")
     if here and (missing := BACKENDS[config.ops.backend].missing):
-        raise ConfigError(
-            f"ops.backend: '{config.ops.backend}' needs {' and '.join(missing)}, of the extra peers; not installed here"
-        )
+        raise ConfigError(f"ops.backend: '{config.ops.backend}' needs {' and '.join(missing)}, not installed here")
     if here and trainer.devices > (most := _devices(trainer.accelerator)):
         raise ConfigError(f"trainer.devices: expected at most the {most} of this machine, got {trainer.devices}")
     if here and trainer.num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):

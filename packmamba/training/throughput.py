@@ -89,9 +89,8 @@ def _measure(configs: list[Config], rounds: int, output: str, progress: bool) ->
                     )
             losses.append((alike, name, loss))
         if arm.config.trainer.cuda_graphs and not isinstance(arm.module.boundary, Keeping):
-            for turn in range(
-                WARM_UP + rounds
-            ):  # a graph is captured once for each shape; a run replays it for the rest
+            # A graph is captured once for each shape, and a run replays it for the rest.
+            for turn in range(WARM_UP + rounds):
                 arm.step(turn + 1)
 
     run = uuid.uuid4().hex

@@ -16,6 +16,7 @@ from packmamba.data.sources.packages import open_packages
 from packmamba.data.sources.parquet import open_parquet
 from packmamba.data.sources.source import (
     PART_BYTES,
+    PART_EXAMPLES,
     Document,
     Member,
     Part,
@@ -53,6 +54,7 @@ SOURCES: Registry[Callable[[DataConfig], Source]] = Registry(
 
 __all__ = [
     "PART_BYTES",
+    "PART_EXAMPLES",
     "SOURCES",
     "Document",
     "Member",

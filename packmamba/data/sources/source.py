@@ -23,6 +23,10 @@ PART_BYTES = 1 << 25
 """About what a part of a source reads: what a process works on at a time, and what is lost of its work if it is killed."""
 
 
+PART_EXAMPLES = 20_000
+"""The same of a task's examples: some seconds' work, where a process starts in one."""
+
+
 class Document(NamedTuple):
     held_out: bool
     """Belongs to the validation split."""

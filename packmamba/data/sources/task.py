@@ -13,6 +13,7 @@ import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, chosen
 from packmamba.data.sources.source import (
+    PART_EXAMPLES,
     Advance,
     Document,
     Part,
@@ -21,9 +22,6 @@ from packmamba.data.sources.source import (
     in_parts,
     reads_no_path,
 )
-
-PART_EXAMPLES = 20_000
-"""Of a part: some seconds' work, where a process starts in one."""
 
 
 def open_task(data: DataConfig) -> Source:
@@ -45,7 +43,8 @@ def open_task(data: DataConfig) -> Source:
     trained = data.num_documents - held_out_count(data.num_documents, "documents", data)
 
     def parts() -> list[Part]:
-        each = PART_EXAMPLES if _is_found_elsewhere(task) else data.num_documents
+        several = data.num_documents > PART_EXAMPLES and _is_found_elsewhere(task)
+        each = PART_EXAMPLES if several else data.num_documents
         starts = range(0, data.num_documents, each)
         ranges = (range(start, min(start + each, data.num_documents)) for start in starts)
         return [partial(_read, task, data.corpus_seed, indices, trained) for indices in ranges]
@@ -67,6 +66,7 @@ def _read(
 def _is_found_elsewhere(task: Any) -> bool:
     """Whether another process finds the task's class: not that of a script, or one made inside a function."""
     try:
-        return type(task).__module__ != "__main__" and bool(pickle.dumps(task))
-    except (AttributeError, TypeError, pickle.PicklingError):
+        pickle.dumps(task)
+    except Exception:  # what a task of somebody's own holds may refuse in any way
         return False
+    return type(task).__module__ != "__main__"
