@@ -102,7 +102,10 @@ def test_a_run_trains_on_a_task_and_is_a_model(tmp_path):
     [
         (["data.task=null"], "data.task: expected the name of a task beside data.source=task, got null"),
         (["data.task=mqarr"], "data.task: expected one of .*, got 'mqarr'"),
-        (["data.task_options={pairs: 3}"], "data.task_options: .*pairs"),
+        (
+            ["data.task_options={num_pair: 3}"],
+            "^data.task_options: unknown option 'num_pair'; did you mean 'num_pairs'",
+        ),
         (["data.task_options={num_pairs: 0}"], "data.task_options: num_pairs: expected an integer of at least 1"),
         (["data.path=x"], "data.path is 'x', but data.source=task reads no path"),
     ],

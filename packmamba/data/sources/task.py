@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig, chosen
+from packmamba.config import ConfigError, DataConfig, chosen, suggest
 from packmamba.data.sources.source import (
     PART_EXAMPLES,
     Advance,
@@ -32,8 +33,14 @@ def open_task(data: DataConfig) -> Source:
     reads_no_path(data)
     if data.task is None:
         raise ConfigError("data.task: expected the name of a task beside data.source=task, got null")
+    kind = chosen(data, "task")
+    known = inspect.signature(kind).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        for option in data.task_options:
+            if option not in known:
+                raise ConfigError(f"data.task_options: unknown option '{option}'{suggest(option, known)}")
     try:
-        task = chosen(data, "task")(**data.task_options)
+        task = kind(**data.task_options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"data.task_options: {error}") from None
     if task.num_examples is not None and data.num_documents > task.num_examples:
