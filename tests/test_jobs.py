@@ -133,6 +133,13 @@ def test_what_still_runs_at_the_deadline_is_cut(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.count("stopped after 1 s on CPU") == 2
 
 
+def test_a_deadline_that_is_too_short_says_why(tmp_path):
+    _, configs = load_sweep(sweep_of(tmp_path))
+    for seconds, said in ((12.0, ", 10 of the deadline's 12 seconds are kept for stopping"), (300.0, "")):
+        with pytest.raises(Unfinished, match=f"^0 of 4 runs are done{said}; the same command goes on$"):
+            Queue(configs, False, seconds=seconds).check()
+
+
 @pytest.mark.slow
 def test_a_second_process_takes_the_next_free_run(tmp_path):
     _, configs = load_sweep(sweep_of(tmp_path, **{"trainer.max_steps": 1}))

@@ -169,7 +169,9 @@ class Queue:
         if done < total:
             others = sum(taken(run_folder(self.configs[number])) for number in self.open())
             elsewhere = f", {others} are trained by other processes" if others else ""
-            raise Unfinished(f"{done} of {total} runs are done{elsewhere}; the same command goes on", status=3)
+            kept = f", {STOP_SECONDS:.0f} of the deadline's {self.most:g} seconds are kept for stopping"
+            short = kept if self.most < 2 * STOP_SECONDS else ""
+            raise Unfinished(f"{done} of {total} runs are done{elsewhere}{short}; the same command goes on", status=3)
 
 
 def run_one_by_one(queue: Queue) -> None:
