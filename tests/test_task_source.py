@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
 
 from packmamba.config import ConfigError, load_config
+from packmamba.data import workers
 from packmamba.data.corpus import load_corpora
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.data.sources import open_source
+from packmamba.data.tokenization import ByteTokenizer
+from packmamba.errors import UserError
 from packmamba.evaluation.tasks import TASKS
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
@@ -134,3 +139,42 @@ def test_a_half_made_corpus_of_a_task_goes_on(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(TASKS["mqar"], "example", lambda *given: (drawn.append(given[2]), example(*given))[1])
     assert load_corpora(config, progress=False).corpus_hash == whole.corpus_hash
     assert "going on with the corpus" in caplog.text and min(drawn) == 25
+
+
+@pytest.mark.slow
+def test_a_task_that_another_process_cannot_make_is_said_in_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "made_here_alone.py").write_text(
+        "from packmamba.evaluation.tasks import TASKS\n\n\n"
+        "class MadeHereAlone(TASKS['mqar']):\n"
+        "    def __setstate__(self, state):\n"
+        "        raise RuntimeError('not here')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(TASKS, "made_here_alone", importlib.import_module("made_here_alone").MadeHereAlone)
+    monkeypatch.setattr("packmamba.data.sources.task.PART_EXAMPLES", 25)
+    keys = ["data.task=made_here_alone"]
+    with pytest.raises(
+        UserError, match=r"cannot make what it is to read \(RuntimeError: not here\); data.num_proc=1 reads"
+    ):
+        load_corpora(make_config(tmp_path, *keys, "data.num_proc=2").data, progress=False)
+    assert len(load_corpora(make_config(tmp_path, *keys, "data.num_proc=1").data, progress=False).train) == 48
+
+
+@pytest.mark.slow
+def test_a_process_tells_every_second_how_far_it_is(tmp_path, monkeypatch):
+    """Else a bar stands still until a part is done, and a process outlives the one that started it as long."""
+    (tmp_path / "slow_part.py").write_text(
+        "import time\n"
+        "from packmamba.data.sources import Document\n\n\n"
+        "def read(advance, skipped):\n"
+        "    for _ in range(4):\n"
+        "        time.sleep(0.6)\n"
+        "        yield Document(False, 'a')\n"
+        "        advance(1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    read = importlib.import_module("slow_part").read
+    told = []
+    tasks = [workers.Task(number, read, frozenset()) for number in range(2)]
+    cards = list(workers.run(tasks, 2, ByteTokenizer(None, None), tmp_path, told.append))
+    assert len(cards) == 2 and sum(told) == 8 and max(told) < 4
