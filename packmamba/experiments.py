@@ -47,6 +47,7 @@ class Step(NamedTuple):
     file: str
     """The folder's YAML file."""
     overrides: tuple[str, ...] = ()
+    """``{output}`` in one is the folder that all steps write to."""
     small: tuple[str, ...] = ()
     """Further overrides under scale=small: about a minute on two cores, or on one GPU."""
     gpus: int = 0

@@ -190,14 +190,18 @@ def more_of_a_leak(T):
 
 
 def again(experiment, metric="perplexity.loss"):
-    """Loss of a run that was made again, as committed, and the difference."""
-    (path,) = EXPERIMENTS.glob(f"{experiment}/again/records/*.jsonl")
-    new = json.loads(path.read_text().splitlines()[-1])
+    """Of each run that was made again its loss, the committed one, and the difference; by seed, then by time."""
+    paths = EXPERIMENTS.glob(f"{experiment}/again/records/*.jsonl")
+    new = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     paths = EXPERIMENTS.glob(f"{experiment}/records/*.jsonl")
-    committed = [json.loads(path.read_text().splitlines()[-1]) for path in paths]
-    (old,) = [one for one in committed if one["kind"] == "training" and run_of(one) == run_of(new)]
-    losses = [one["metrics"][metric] for one in (new, old)]
-    return [*losses, losses[0] - losses[1]]
+    last = [json.loads(path.read_text().splitlines()[-1]) for path in paths]
+    committed = {repr(run_of(one)): one["metrics"].get(metric) for one in last if one["kind"] == "training"}
+    assert len(committed) == sum(one["kind"] == "training" for one in last)
+    pairs = [
+        (one["metrics"][metric], committed[repr(run_of(one))])
+        for one in sorted(new, key=lambda one: (one["seed"], one["time"]))
+    ]
+    return [(loss, before, loss - before) for loss, before in pairs]
 
 
 def run_of(record):

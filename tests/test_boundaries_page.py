@@ -42,6 +42,7 @@ from processes import ROOT
 PLACES = ("inside", "beyond")
 AT_8192 = {"setting": "T = 8192, 14M, 100M tokens"}
 LONG = {"setting": "T = 2048, 14M, 262M tokens"}
+AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
 
 
 @functools.cache
@@ -63,7 +64,12 @@ def loss_beyond(arm, seed, T=8192):
 
 def over_shuffled(places):
     """Own minus the pool's rows shuffled, seed by seed."""
-    return [loss_at_places("own", seed, *places) - loss_at_places("shuffled", seed, *places) for seed in (1, 2, 3, 4)]
+    return [loss_at_places("own", seed, *places) - loss_at_places("shuffled", seed, *places) for seed in range(1, 9)]
+
+
+def after(what, places="beyond"):
+    """Of the runs that go on from zero's weights."""
+    return interval("boundaries", "ladder", AFTER | {"what": what}, places)
 
 
 def begun(arm, seed):
@@ -159,6 +165,33 @@ SENTENCES = [
         lambda: [round(sum(begun(arm, seed) for seed in (1, 2, 3)) / 3, -2) for arm in ("rows", "shuffled")],
     ),
     (
+        rf"Their context gain at 8 T is {N}, zero's {N}, own's {N} ",
+        lambda: [value for arm in ("shuffled", "zero", "own") for value in gain(arm)],
+    ),
+    (
+        rf"Own ends at {N} \[{N}, {N}\] over zero beyond T and at {N} \[{N}, {N}\] inside\. Both seeds and {N} of {N} packages",
+        lambda: [
+            *after("own over zero"),
+            *after("own over zero", "inside"),
+            *cells(
+                "boundaries",
+                "agreement",
+                AFTER | {"what": "own over zero", "places": "beyond"},
+                "packages",
+                "of_packages",
+            ),
+        ],
+    ),
+    (rf"It is {N} of what own gains when", lambda: [after("own over zero")[0] / ladder("beyond")[0]]),
+    (
+        rf"Own's context gain at 8 T is {N}, zero's {N}\.\s+Foreign is at {N} \[{N}, {N}\]",
+        lambda: [*(gain(arm, setting=AFTER["setting"])[0] for arm in ("own", "zero")), *after("coverage")],
+    ),
+    (
+        rf"foreign starts 500 steps harm by {N}, with own starts they gain {N};",
+        lambda: [after("coverage")[0], -after("own over zero")[0]],
+    ),
+    (
         rf"Zero in the pool is {N} \[{N}, {N}\] above these rows, beyond T\.",
         lambda: [-ordered("shuffled", setting=MAIN)[i] for i in (0, 2, 1)],
     ),
@@ -168,7 +201,7 @@ SENTENCES = [
     ),
     (rf"rows of `leak\.yaml` own is at {N} \[{N}, {N}\]", lambda: ordered("own, other rows", setting=MAIN)),
     (
-        r"Inside T all (\w+) are above zero, beyond T (\w+)\.",
+        r"Inside T own is above in all (\w+), beyond T in (\w+)\.",
         lambda: [sum(d > 0 for d in over_shuffled(places)) for places in ((0, 2048), (2048, 65536))],
     ),
     (
@@ -275,7 +308,14 @@ SENTENCES = [
         rf"own is at {N} \[{N}, {N}\] inside T and at {N} \[{N}, {N}\] beyond",
         lambda: [x for where in PLACES for x in ordered("own, shuffled", where, MAIN)],
     ),
-    (rf"So far right by the estimate, {N};", lambda: ordered("own, shuffled", setting=MAIN)[:1]),
+    (
+        rf"shuffling is better, by 0\.002 to 0\.020\. \*\*Right:\*\* {N} \[{N}, {N}\]",
+        lambda: ordered("own, shuffled", setting=MAIN),
+    ),
+    (
+        r"order costs (\w+) times what own gains\. On",
+        lambda: [ordered("shuffled", setting=MAIN)[0] / ladder("beyond")[0]],
+    ),
     (
         rf"there either: {N} from T to 2 T, {N} and {N} at",
         lambda: [loss_at(power, "zero-long") for power in (0, 1, 2)],
@@ -304,8 +344,11 @@ SENTENCES = [
         lambda: [0.005] if common_rates(0.005) == [0.004] else [],
     ),
     (
-        rf"An earlier timing had {N} and {N} %\.",
-        lambda: [slower(arm, "zero", timing=1) for arm in ("own", "foreign")],
+        rf"Two earlier timings had {N} to {N} and {N} to {N} %\. Noise is {N} % slower, whole {N} %\.",
+        lambda: [
+            *(slower(arm, "zero", timing=timing) for arm in ("own", "foreign") for timing in (2, 1)),
+            *(slower(arm, "zero") for arm in ("noise", "whole")),
+        ],
     ),
     (
         rf"no slower than the same rows with reset, within {N} %",
@@ -324,8 +367,14 @@ SENTENCES = [
             trained("zero lr=0.002", 101)[0] - trained("pool-32", 101)[0],
         ],
     ),
-    (rf"has {N} in place of {N}: a difference of {N} ", lambda: again("boundaries")),
-    (rf"Without graphs own is {N} % slower", lambda: [slower("own, eager", "zero, eager")]),
+    (
+        rf"ends {N} and {N} above the committed run of seed 1\. It ends {N} above that of seed 2 and {N} above that of seed 3",
+        lambda: [differences[2] for differences in again("boundaries")],
+    ),
+    (
+        rf"Without graphs own is {N} % slower than zero, in the timing before {N} %",
+        lambda: [slower("own, eager", "zero, eager", timing) for timing in (0, 1)],
+    ),
     (
         r"in each of eight seeds and in (\d+) of (\d+) packages",
         lambda: [

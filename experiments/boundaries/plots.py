@@ -20,7 +20,7 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
     settings = {s: here for s, here in every.items() if not s.tuning and _pairs(here) > 1}
     if not settings:
         return []
-    fig, panels = axes(len(settings), width=max(6.0, 4.4 * len(settings)))
+    fig, panels = axes(len(settings), width=max(6.0, 4.4 * min(3, len(settings))), height=3.8, columns=3)
     for ax, (setting, here) in zip(panels, settings.items()):
         ax.axhline(0, color=MUTED, linewidth=1.2, label="zero")
         drawn = [name for name in (*STARTS.values(), "whole") if name in here and name != "zero" and is_ladder(name)]
@@ -40,6 +40,8 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
         fewer = "".join(f", {name}: {count}" for name, count in seeds.items() if count < max(seeds.values()))
         title = f"{setting.label()}\n{max(seeds.values())} seeds{fewer}"
         ax.set(title=title, xscale="log", xlabel="place in the document / T", ylabel="nats minus zero's")
+        ax.set_xticks([1 / 16, 1 / 4, 1, 4, 16], ["1/16", "1/4", "1", "4", "16"])
+        ax.set_xticks([], minor=True)
     legend_below(fig, columns=6)
     caption = (
         "Loss minus that of zero, by the place in the document over T; bars are 95 % intervals over seeds and packages."

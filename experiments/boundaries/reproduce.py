@@ -26,8 +26,8 @@ WHOLE = "arms={whole: {data.row_length: 512}}"
 SHORT = ("grid={seed: [1]}", *(f"trainer.{key}=20" for key in ("max_steps", "validate_every", "checkpoint_every")))
 
 
-def _step(name: str, *small: str) -> Step:
-    return Step(f"{name}.yaml", ("jobs=auto",), small=("jobs=1", *small), gpus=1, small_on_cpu=True)
+def _step(name: str, *small: str, keys: tuple[str, ...] = ()) -> Step:
+    return Step(f"{name}.yaml", ("jobs=auto", *keys), small=("jobs=1", *small), gpus=1, small_on_cpu=True)
 
 
 ROWS = "common={data.row_length: 64, data.streams: 1, data.stagger: false, data.shuffle_steps: 80}"
@@ -42,6 +42,7 @@ STEPS = [
         _step(name, *POOL, *SHORT)
         for name in ("carry-or-shuffle", "rows-512", "rows-8192", "ladder-rate", "long", "larger")
     ),
+    _step("post", *POOL, *SHORT, keys=("trainer.init_from={output}:zero",)),
     _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", WHOLE, "throughput_rounds=4"),
 ]
 
@@ -103,6 +104,13 @@ HEADLINES = [
     *(
         Headline(f"{what} beyond T = 512", "ladder-files", _at(512) | {"what": what}, "beyond", alone="ladder")
         for what in ("coverage", "continuity", "own over zero")
+    ),
+    Headline(
+        "own over zero beyond T, post-training",
+        "ladder-files",
+        {"setting": "T = 2048, 14M, 32.8M tokens, post-training", "what": "own over zero"},
+        "beyond",
+        alone="ladder",
     ),
     *(
         Headline(

@@ -93,7 +93,7 @@ class Setting:
     def label(self) -> str:
         size = {512: "14M", 768: "47M"}.get(self.width, f"width {self.width}")
         marks = [", post-training"] * self.after + [", tuning seeds"] * self.tuning
-        marks += [f", rate {self.lr:g}"] * (self.tried or self.lr != RATE)
+        marks += [f", rate {self.lr:g}"] * (self.tried or (self.lr != RATE and not self.after))
         return f"T = {self.T}, {size}, {self.tokens / 1e6:.3g}M tokens" + "".join(marks)
 
 

@@ -94,11 +94,22 @@ def style_of(name: str, rank: int = 0) -> dict[str, Any]:
     return _STYLES.get(name, {"color": _OTHERS[rank % len(_OTHERS)], "linewidth": 1.8})
 
 
-def axes(columns: int, width: float = 10.0, height: float = 4.2) -> tuple[Canvas, list[Axes]]:
-    """A canvas with axes side by side, or one below the other where it is narrow; ``width`` and ``height`` are inches."""
-    shape, size = ((columns, 1), (NARROW, columns * height)) if _narrow else ((1, columns), (width, height))
-    fig, grid = plt.subplots(*shape, figsize=size, layout="constrained", squeeze=False)
-    return fig, list(grid.flat)
+def axes(
+    panels: int, width: float = 10.0, height: float = 4.2, columns: int | None = None
+) -> tuple[Canvas, list[Axes]]:
+    """A canvas with panels side by side, at most ``columns`` in a row, or one below the other where it is narrow.
+
+    Args:
+        width: of the canvas, in inches.
+        height: of a row of panels, in inches.
+    """
+    across = 1 if _narrow else min(panels, columns or panels)
+    rows = -(-panels // across)
+    size = (NARROW if _narrow else width, rows * height)
+    fig, grid = plt.subplots(rows, across, figsize=size, layout="constrained", squeeze=False)
+    for spare in grid.flat[panels:]:
+        spare.remove()
+    return fig, list(grid.flat[:panels])
 
 
 def finish(fig: Canvas, name: str, caption: str) -> Figure:
