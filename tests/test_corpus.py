@@ -134,6 +134,14 @@ def test_small_and_large_batches_write_the_same(data, monkeypatch, tmp_path):
 # --- what is left out
 
 
+def test_a_wrong_key_is_not_hidden_by_skipping(data):
+    data.text_key, data.bad_lines = "txt", "skip"
+    with pytest.raises(
+        ConfigError, match=f"bad_lines=skip leaves out all of its {len(TEXTS)} lines; data.bad_lines=error says"
+    ):
+        load_corpora(data)
+
+
 def test_skipped_lines_and_empty_documents_are_counted_and_reported_each_time(data, caplog):
     with open(data.path, "a") as file:
         file.write('broken\n{"text": ""}\n\n{"text": ""}\n{"text": 3}\n{"no": ""}\n')

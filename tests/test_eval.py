@@ -163,6 +163,7 @@ def test_export_gives_transformers_the_same_logits(run, tmp_path, capsys, device
         (["eval", "RUN", "device=abacus"], "device: 'abacus' cannot be used here"),
         (["generate", "RUN", "a", "max_new_tokens=0"], "max_new_tokens: expected at least 1, got 0"),
         (["generate", "RUN", "a", "top_p=2"], "top_p: expected above 0 and at most 1, got 2.0"),
+        (["generate", "RUN", "a", "top_p=0.5"], "top_p: expected 1 with temperature=0"),
         (["export", "RUN", "/proc/no/folder"], "folder: /proc/no/folder cannot be written"),
         (["eval", "RUN", "tasks=[mqar]", "options.mqar=3"], "options.mqar: expected keys and their values, got 3"),
     ],

@@ -87,6 +87,11 @@ def test_greedy_is_what_transformers_generates(tmp_path, device, monkeypatch):
         ([[40]], {}, r"prompts\[0\]: expected ids from 0 to 39, got 40"),
         ([[1]], {"temperature": -1.0}, "temperature: expected at least 0 and finite, got -1.0"),
         ([[1]], {"top_p": 0.0}, "top_p: expected above 0 and at most 1, got 0.0"),
+        (
+            [[1]],
+            {"top_p": 0.9},
+            "top_p: expected 1 with temperature=0, which takes the most likely token, got 0.9; give a temp",
+        ),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens: expected an integer, got 1.5"),
         ([[1]], {"temperature": "hot"}, "temperature: expected a number, got 'hot'"),

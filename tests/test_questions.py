@@ -33,7 +33,7 @@ def write_texts(folder):
 
 
 @pytest.mark.slow
-def test_the_harness_s_accuracy_is_that_of_eval(tmp_path, monkeypatch):
+def test_the_harness_s_accuracy_is_that_of_eval(tmp_path, monkeypatch, capsys):
     lm_eval = pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")
     from lm_eval.tasks import TaskManager
@@ -84,6 +84,11 @@ def test_the_harness_s_accuracy_is_that_of_eval(tmp_path, monkeypatch):
     assert cli.main(["questions", str(tmp_path / "tasks"), *data, *options[1:], "examples=5"]) == 0
     assert cli.main(command) == 0
     assert sorted(record["metrics"]["sample_len"] for record in read_records(tmp_path / "out")) == [5, 30]
+
+    for file in (tmp_path / "tasks").glob("*.jsonl"):
+        file.unlink()
+    assert cli.main(command) != 0
+    assert "tasks: the documents of 'packmamba_next_line' cannot be had: " in capsys.readouterr().err
     for sample, item in zip(samples, ours):
         # The harness moves the line's end from the context into the choices.
         moved = len(sample["doc"]["context"]) - len(sample["doc"]["context"].rstrip())

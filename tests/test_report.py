@@ -220,6 +220,19 @@ def test_points_of_a_grid_are_compared_among_themselves_in_numerical_order():
     ]
 
 
+def test_arms_whose_names_have_spaces_are_compared():
+    losses = {
+        "packed-reset in rows": 3.25,
+        "padded alone": 3.0,
+        "padded alone d_state=2": 2.0,
+        "packed-reset in rows d_state=2": 2.5,
+    }
+    rows = table([training(name, loss=loss) for name, loss in losses.items()], "training")
+    assert {row["arm"]: row["difference"] for row in rows} == {
+        "packed-reset in rows": "0.25", "padded alone": "", "padded alone d_state=2": "", "packed-reset in rows d_state=2": "0.5",
+    }  # fmt: skip
+
+
 def test_differences_by_rounding_are_not_printed_as_nothing():
     text = format_table([training("padded", loss=2.0), training("single", loss=2.0 - 3e-9)])
     assert "-3.0e-09 (no claim)" in text

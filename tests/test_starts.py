@@ -294,6 +294,21 @@ def test_a_long_document_is_not_read_as_trained_beside_empty_rows(tmp_path, leng
         assert sum(map(len, rows.batches)) * LENGTH < 2 * sum(lengths) + streams * LENGTH
 
 
+def test_states_of_another_shape_are_refused(tmp_path):
+    """PyTorch would give one document's state to all."""
+    data = pool(tmp_path, "trainer.boundary=carry")
+    module = MambaLitModule(data.config, data.corpora.train.vocab_size)
+
+    class One(BOUNDARIES["carry"]):
+        def of_continuing(self, own, fresh, layout):
+            return [tuple(part[:1] for part in state) for state in own]
+
+    scheme = One()
+    with pytest.raises(ValueError, match=r"states of continuing documents: expected shapes .* got \[\[\(1,"):
+        for step in range(8):
+            module.losses(data.steps[step].batches[0], scheme)
+
+
 def test_gradients_stop_where_states_come_from(tmp_path):
     data = pool(tmp_path, "trainer.boundary=foreign")
     module = MambaLitModule(data.config, data.corpora.train.vocab_size)

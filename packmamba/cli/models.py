@@ -169,10 +169,14 @@ def _harness(manager: Any, name: str, subject: Any, config: EvalConfig, max_slot
 
         from packmamba.evaluation.harness import PackMambaLM
 
-        found = lm_eval.simple_evaluate(
-            PackMambaLM(subject.model, str(subject.folder), max_slots), tasks=[name], limit=config.limit,
-            task_manager=manager, log_samples=True,
-        )  # fmt: skip
+        try:
+            found = lm_eval.simple_evaluate(
+                PackMambaLM(subject.model, str(subject.folder), max_slots), tasks=[name], limit=config.limit,
+                task_manager=manager, log_samples=True,
+            )  # fmt: skip
+        except (ConnectionError, FileNotFoundError) as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(f"tasks: the documents of '{name}' cannot be had: {said}") from None
         values = {k.partition(",")[0]: v for k, v in found["results"][name].items() if isinstance(v, (int, float))}
         items = [
             {"doc_id": s["doc_id"], "responses": s["filtered_resps"]} | {m: s[m] for m in s["metrics"]}
@@ -277,6 +281,12 @@ class GenerateConfig:
     seed: int = key(0, "Seed of the draws.", at_least(0))
     device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
     dtype: Optional[str] = key(None, "dtype of the weights: float64, float32, bfloat16, float16; null: as they are.")
+
+    def problems(self) -> Iterator[str]:
+        from packmamba.evaluation.generation import nothing_to_cut
+
+        if problem := nothing_to_cut(self.temperature, self.top_p):
+            yield problem
 
 
 def continue_text(folder: str, prompt: str, overrides: Sequence[str]) -> str:

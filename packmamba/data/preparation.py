@@ -148,7 +148,7 @@ def _prepare(
             if joined.next[0] in failed:  # the first, whichever process met it first
                 raise failed[joined.next[0]]
     train, validation = (joined.counts(split)["documents"] for split in SPLITS)
-    _check_split(train, validation, data)
+    _check_split(train, validation, sum(card["skipped"].get("bad_lines", 0) for card in joined.cards), data)
     try:
         joined.finish(identity, tokenizer)
     except ValueError as error:
@@ -174,7 +174,12 @@ def _tasks(parts: Sequence[Part], done: list[Card]) -> list[workers.Task]:
     ]
 
 
-def _check_split(train: int, validation: int, data: DataConfig) -> None:
+def _check_split(train: int, validation: int, bad_lines: int, data: DataConfig) -> None:
+    if train + validation == 0 and bad_lines:
+        raise ConfigError(
+            f"data.path '{data.path}' has no document: data.bad_lines=skip leaves out all of its {bad_lines} lines; "
+            "data.bad_lines=error says what is wrong with the first"
+        )
     if train + validation == 0:
         raise ConfigError(f"data.path '{data.path}' has no document with a token in it")
     if train == 0 or (validation == 0 and data.validation_fraction):

@@ -61,6 +61,8 @@ def generate(
         if not right(value):
             raise ValueError(f"{name}: expected {words}, got {value!r}")
     temperature = float(temperature)
+    if problem := nothing_to_cut(temperature, top_p):
+        raise ValueError(problem)
     if max_slots >= 2**31:
         raise ValueError(f"max_slots: expected below 2**31, got {max_slots}")
     if stop_token is not None:
@@ -71,6 +73,13 @@ def generate(
         model, texts, max_new_tokens, temperature, top_p, lambda i, tokens: tokens[-1] == stop_token, seed, max_slots
     )
     return [tokens[:-1] if tokens[-1] == stop_token else tokens for tokens in new]
+
+
+def nothing_to_cut(temperature: float, top_p: float) -> str | None:
+    """What is wrong with a ``top_p`` that would change nothing."""
+    if temperature or top_p == 1:
+        return None
+    return f"top_p: expected 1 with temperature=0, which takes the most likely token, got {top_p:g}; give a temperature"
 
 
 def go_on(

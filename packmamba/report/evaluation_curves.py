@@ -98,7 +98,7 @@ def curve_figures(curves: Curves) -> list[Figure]:
         shape = SHAPES[name.rpartition(".")[2]]
         fig, (ax,) = axes(1, width=6.5)
         for rank, (arm, points) in enumerate(arms.items()):
-            style = style_of(arm.partition(" ")[0], rank)
+            style = style_of(summary.parts_of(arm)[0], rank)
             for value, line in ((shape.value, "-"), (shape.value + LATER, ":")):
                 if value in points:
                     _draw(

@@ -80,11 +80,17 @@ def interval(values: pd.Series) -> Interval | None:
     return Interval(values.mean(), values.mean() - half, values.mean() + half, len(values))
 
 
+def parts_of(name: str) -> tuple[str, str]:
+    """What a sweep calls an arm, and the point of its grid, which begins at the first ``key=``; without a grid it is empty."""
+    title, *point = re.split(r" (?=[^ =]+=)", name, maxsplit=1)
+    return title, "".join(point)
+
+
 @dataclass(frozen=True, eq=False)
 class Arm:
     """The runs of one arm under one configuration.
 
-    What follows the first space of an arm's name is its setting, a point of a sweep's grid: ``padded d_model=64``.
+    A name may end in a setting, a point of a sweep's grid: ``padded d_model=64``.
     """
 
     name: str
@@ -103,11 +109,11 @@ class Arm:
     @property
     def setting(self) -> tuple[str, str]:
         """Arms that differ in it are not compared."""
-        return repr(self.variant), self.name.partition(" ")[2]
+        return repr(self.variant), parts_of(self.name)[1]
 
     @property
     def title(self) -> str:
-        return self.name.partition(" ")[0]
+        return parts_of(self.name)[0]
 
     @property
     def label(self) -> str:
@@ -239,7 +245,7 @@ def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
     named = arm.sweep.get("baseline")
     if arm.sweep.get("apart") and named is not None:
         return next(peer for peer in peers if peer.label == named)
-    if found := [peer for peer in peers if named is not None and peer.title == named.partition(" ")[0]]:
+    if found := [peer for peer in peers if named is not None and peer.title == parts_of(named)[0]]:
         return found[0]
     return next((peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), peers[0])
 

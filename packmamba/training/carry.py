@@ -184,7 +184,14 @@ def like(states: list[State], parts: Iterable[Tensor]) -> list[State]:
 
 
 def where(documents: Tensor, states: list[State], others: list[State]) -> list[State]:
-    """By layer, the first states of the documents (S,) bool that are marked, the second ones of the others."""
+    """By layer, the first states of the documents (S,) bool that are marked, the second ones of the others.
+
+    Raises:
+        ValueError: they differ in layers or shapes; PyTorch would repeat a smaller one.
+    """
+    given, expected = ([[tuple(part.shape) for part in state] for state in each] for each in (states, others))
+    if given != expected:
+        raise ValueError(f"states of continuing documents: expected shapes {expected}, by layer, got {given}")
     return [
         tuple(torch.where(documents.view(-1, *(1,) * (a.dim() - 1)), a, b) for a, b in zip(*of_layer))
         for of_layer in zip(states, others)
