@@ -18,7 +18,7 @@ from packmamba.report import summary
 from packmamba.report.folder import build_sections, format_table, table_files, write_report
 from packmamba.report.items import with_items
 from packmamba.report.kinds import Kind
-from packmamba.report.tables import Cell, Column, Table, number, word, write_table
+from packmamba.report.tables import Cell, Column, Table, mean_sd, number, word, write_table
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = sorted(
@@ -231,6 +231,14 @@ def test_arms_whose_names_have_spaces_are_compared():
     assert {row["arm"]: row["difference"] for row in rows} == {
         "packed-reset in rows": "0.25", "padded alone": "", "padded alone d_state=2": "", "packed-reset in rows d_state=2": "0.5",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [([28192, 28192], "28,192"), ([10, 13], "12 ± 2"), ([1, 1], "1.0000 ± 0.0000"), ([2.5, 2.5], "2.5000 ± 0.0000")],
+)
+def test_counts_are_printed_as_counts(values, text):
+    assert mean_sd(pd.Series(values, dtype=float)).text == text
 
 
 def test_differences_by_rounding_are_not_printed_as_nothing():

@@ -108,10 +108,14 @@ def gibibytes(count: float | None) -> Cell:
 
 
 def mean_sd(values: pd.Series, expected: int = 0) -> Cell:
-    """Mean and standard deviation of the values that are not NaN; with one value no standard deviation. Fewer than expected
-    are said."""
+    """Mean and standard deviation of the values that are not NaN; with one value, or counts that are all the same, no standard
+    deviation. Fewer than expected are said."""
     mean, sd, count = values.mean(), values.std(), int(values.count())
-    text = "-" if pd.isna(mean) else f"{mean:.4f}" if pd.isna(sd) else f"{mean:.4f} ± {sd:.4f}"
+    counts = mean > 1 and bool((values.dropna() % 1 == 0).all())
+    digits = ",.0f" if counts else ".4f"
+    text = (
+        "-" if pd.isna(mean) else f"{mean:{digits}}" + ("" if pd.isna(sd) or counts and not sd else f" ± {sd:{digits}}")
+    )
     return Cell(f"{text} (of {count})" if 0 < count < expected else text, (mean, sd))
 
 
