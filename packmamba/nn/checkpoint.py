@@ -42,8 +42,10 @@ def read_pretrained(directory: str | Path) -> tuple[dict[str, Any], dict[str, Te
     return arguments, weights
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor], directory: str | Path) -> None:
-    """Raises ValueError naming the first that the model of the folder's config.json lacks, or has in another shape."""
+def load_weights(
+    model: nn.Module, weights: dict[str, Tensor], directory: str | Path, described: str = "config.json"
+) -> None:
+    """Raises ValueError naming the first that the model, which ``described`` says the shapes of, lacks or has in another shape."""
     expected = model.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights or name not in expected:
@@ -51,7 +53,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], directory: str | 
             raise ValueError(f"{directory}: the weights {side} '{name}'")
         if weights[name].shape != expected[name].shape:
             wanted, got = tuple(expected[name].shape), tuple(weights[name].shape)
-            raise ValueError(f"{directory}: '{name}': expected shape {wanted} from config.json, got {got}")
+            raise ValueError(f"{directory}: '{name}': expected shape {wanted} from {described}, got {got}")
     model.load_state_dict(weights)
 
 

@@ -30,7 +30,7 @@ def start_from(config: Config, model: MambaLM) -> int | None:
     path = weights_path(config)
     try:
         weights = _of_checkpoint(path) if path.is_file() else read_pretrained(path)[1]
-        load_weights(model, weights, path)
+        load_weights(model, weights, path, "this run's keys of model")
         if bad := [name for name, weight in sorted(weights.items()) if not bool(weight.isfinite().all())]:
             raise ValueError(f"{path}: {bad[0]} has values that are not finite")
     except (ValueError, FileNotFoundError, KeyError) as error:
