@@ -45,7 +45,7 @@ def read_pretrained(directory: str | Path) -> tuple[dict[str, Any], dict[str, Te
 def load_weights(
     model: nn.Module, weights: dict[str, Tensor], directory: str | Path, described: str = "config.json"
 ) -> None:
-    """Raises ValueError naming the first that the model, which ``described`` says the shapes of, lacks or has in another shape."""
+    """Raises ValueError naming the first that the model lacks or has in another shape; ``described``: what says its shapes."""
     expected = model.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights or name not in expected:
