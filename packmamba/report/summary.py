@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -160,7 +161,8 @@ class Speed(NamedTuple):
     slots_per_second: float
     padding_fraction: float
     speedup: float
-    interleaved: bool
+    timing: str | None
+    """The run that timed it in turns with others; None: it is of the arm's own training."""
 
 
 def training_arms(records: Iterable[Record]) -> list[Arm]:
@@ -264,7 +266,14 @@ def speed_of(arm: Arm, timed: Sequence[Arm]) -> Speed:
     chosen = same[(len(same) - 1) // 2] if same else arm
     names = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
     real, slots, padding = (chosen[name].mean() for name in names)
-    return Speed(real, slots, padding, speedup(chosen, timed) if same else math.nan, bool(same))
+    if not same:
+        return Speed(real, slots, padding, math.nan, None)
+    return Speed(real, slots, padding, speedup(chosen, timed), dict(chosen.variant)["run"])
+
+
+def timed_together(speeds: Sequence[Speed]) -> str | None:
+    """The timing that most of them are of; None: none was timed."""
+    return next(iter(Counter(speed.timing for speed in speeds if speed.timing).most_common(1)), (None,))[0]
 
 
 def natural(text: str) -> list[tuple[int, str]]:

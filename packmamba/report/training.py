@@ -96,9 +96,7 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
     table.rows = [[row[i] for i in shown] for row in rows]
     table.notes = [
         "Losses are nats per real target. Validation runs one document at a time from zero state, for every arm alike.",
-        "Real tokens/s, padding and speedup: whole optimizer steps, arms interleaved in one process, medians."
-        if all(speed.interleaved for speed in speeds)
-        else "Real tokens/s and padding of arms without a speedup are of their own training runs: not a comparison.",
+        _how_timed(arms, speeds),
     ][: 1 if len(arms) == 1 else 2]
     if alone := [arm.label for arm in arms if _crosses(arm) and (arm["documents_behind_another"] == 0).all()]:
         table.notes.append(f"No row of {', '.join(alone)} held two documents: nothing crossed, as under reset.")
@@ -113,6 +111,20 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
             "A run that diverged has no loss; one that is missing has no record. Means are over the others, and say of how many."
         )
     return table
+
+
+def _how_timed(arms: Sequence[Arm], speeds: Sequence[Speed]) -> str:
+    together = summary.timed_together(speeds)
+    trained, elsewhere = (
+        ", ".join(arm.label for arm, speed in zip(arms, speeds) if which(speed.timing))
+        for which in (lambda timing: timing is None, lambda timing: timing not in (None, together))
+    )
+    if together is None:
+        return "Real tokens/s and padding are of each arm's own training run: not a comparison."
+    said = ["Real tokens/s, padding and speedup: whole optimizer steps, arms interleaved in one process, medians."]
+    said += [f"Another timing, not compared with these: {elsewhere}."] if elsewhere else []
+    said += [f"Their own training runs, no comparison: {trained}."] if trained else []
+    return " ".join(said)
 
 
 def _crosses(arm: Arm) -> bool:
@@ -186,11 +198,11 @@ def throughput_tables(records: Sequence[Record]) -> list[Table]:
         cells += [percent(arm["padding_fraction"].mean()), number(summary.speedup(arm, timed), ".2f", "x")]
         table.rows.append([word(arm.name), *cells, word(dict(arm.variant)["run"])])
     table.notes = ["Only arms of one run are compared. Speedup is the ratio of real tokens per second."]
-    busy = max((arm["cores_of_others"].max() for arm in timed), default=0.0)
-    if busy >= 0.5:
-        table.notes.append(
-            f"Other programs kept up to {busy:.1f} cores busy meanwhile: times are longer than on an idle machine."
-        )
+    busy = {dict(arm.variant)["run"]: arm["cores_of_others"].max() for arm in timed}
+    if any(cores >= 0.5 for cores in busy.values()):
+        said = ", ".join("an unknown number of" if pd.isna(cores) else f"{cores:.1f}" for cores in busy.values())
+        timings = "these timings, in their order" if len(busy) > 1 else "this timing"
+        table.notes.append(f"Cores that other programs kept busy during {timings}: {said}.")
     return [table] if timed else []
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 from packmamba.report import summary
 from packmamba.report.figures import INK, MUTED, Figure, axes, engineering, finish, legend_below, name_bars, style_of
 from packmamba.report.measures import arms_evaluations, title
-from packmamba.report.summary import Arm, Record, Speed
+from packmamba.report.summary import Arm, Record, Speed, timed_together
 from packmamba.report.training import OPEN_END, by_position, difference, versus
 
 Styled = Sequence[tuple[Arm, dict[str, Any]]]
@@ -68,7 +68,7 @@ def _learning_curves(styled: Styled, speeds: Sequence[Speed]) -> Figure | None:
     if all(points.empty or points.loc[points["step"] > 0, "step"].nunique() < 2 for points in curves):
         return None  # a point is no curve
     # What else a machine did during an arm's own run is no property of the arm.
-    timed = all(speed.interleaved and speed.real_tokens_per_second > 0 for speed in speeds)
+    timed = all(speed.timing and speed.real_tokens_per_second > 0 for speed in speeds)
     fig, panels = axes(2)
     for (arm, style), points, speed in zip(styled, curves, speeds):
         if points.empty:
@@ -125,7 +125,9 @@ def _differences(styled: Styled, metric: str, name: str, what: str, unit: str) -
 
 
 def _speed_bars(bars: Sequence[tuple[str, str, Speed]]) -> Figure | None:
-    bars = [bar for bar in bars if bar[2].real_tokens_per_second > 0]
+    """Of arms that were timed together, or where none was, of training runs."""
+    together = timed_together([speed for _, _, speed in bars])
+    bars = [bar for bar in bars if bar[2].timing == together and bar[2].real_tokens_per_second > 0]
     if not bars:
         return None
     fig, (ax,) = axes(1, height=1.3 + 0.5 * len(bars))
@@ -143,15 +145,14 @@ def _speed_bars(bars: Sequence[tuple[str, str, Speed]]) -> Figure | None:
     ax.set_xlim(0, 1.2 * widest)
     ax.xaxis.set_major_formatter(engineering())
     ax.set(title="Speed: real tokens per second, and slots lost to padding (hatched)", xlabel="slots per second")
-    interleaved = all(speed.interleaved for _, _, speed in bars)
     return finish(
         fig,
         "speed",
         "Real tokens per second (solid; the number) and slots spent on padding (hatched)"
         + (
             ", whole optimizer steps, arms interleaved in one process; speedup is over single."
-            if interleaved
-            else "; arms without a speedup were timed in their own training runs, which is no comparison."
+            if together
+            else "; arms were timed in their own training runs, which is no comparison."
         ),
     )
 
