@@ -1,9 +1,25 @@
 """Numbers in the sentences of the page of boundaries are those of the committed tables and records."""
 
 import functools
-import json
 
 import pytest
+from boundaries_numbers import (
+    AFTER,
+    AT_8192,
+    LONG,
+    PLACES,
+    after,
+    at_one_commit,
+    begun,
+    firsts,
+    gain_of_own,
+    higher_from,
+    in_training,
+    loss_beyond,
+    mean_loss,
+    over_again,
+    over_shuffled,
+)
 from study_numbers import (
     AT_512,
     LEAK,
@@ -37,57 +53,6 @@ from study_numbers import (
     worse_means,
 )
 
-from processes import ROOT
-
-PLACES = ("inside", "beyond")
-AT_8192 = {"setting": "T = 8192, 14M, 100M tokens"}
-LONG = {"setting": "T = 2048, 14M, 262M tokens"}
-AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
-
-
-@functools.cache
-def record_of(arm, seed):
-    """The latest of boundaries' runs of this name."""
-    records = [json.loads(path.read_text().splitlines()[-1]) for path in ROOT.glob("experiments/boundaries/records/*")]
-    return max((one for one in records if (one["arm"], one["seed"]) == (arm, seed)), key=lambda one: one["time"])
-
-
-def loss_at_places(arm, seed, low, high):
-    """Nats a target of a run of boundaries at places from low up to high."""
-    points = [p for p in record_of(arm, seed)["curves"]["perplexity.by_group"] if low <= p["start"] < high]
-    return sum(point["nats"] for point in points) / sum(point["targets"] for point in points)
-
-
-def loss_beyond(arm, seed, T=8192):
-    return loss_at_places(arm, seed, T, 32 * T)
-
-
-def over_shuffled(places):
-    """Own minus the pool's rows shuffled, seed by seed."""
-    return [loss_at_places("own", seed, *places) - loss_at_places("shuffled", seed, *places) for seed in range(1, 9)]
-
-
-def after(what, places="beyond"):
-    """Of the runs that go on from zero's weights."""
-    return interval("boundaries", "ladder", AFTER | {"what": what}, places)
-
-
-def begun(arm, seed):
-    """Documents that a run began: the first token of each is no target."""
-    metrics = record_of(arm, seed)["metrics"]
-    return metrics["real_tokens"] - metrics["targets"]
-
-
-def firsts():
-    """How much lower rows of 512 are than rows of 2048 at the first 512 places, at least and at most, and how many of three
-    intervals exclude zero."""
-    found = [
-        interval("boundaries", "row-length", {"arm": arm, "rows": "512"}, "first 512")
-        for arm in ("rows", "leak", "zero")
-    ]
-    return [min(-mean for mean, *_ in found), max(-mean for mean, *_ in found), sum(high < 0 for *_, high in found)]
-
-
 SENTENCES = [
     (r"Differences are of (\w+) seeds of (\w+)\. Those with", seeds),
     (rf"mean was worse, by {N} to {N}, and", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
@@ -115,9 +80,10 @@ SENTENCES = [
         for places in ("inside", "beyond")
     ),
     (
-        rf"0\.6 GiB of states\. \*\*Right:\*\* own {N} and foreign {N} %, timed with 64 streams; {N} GiB",
+        rf"0\.6 GiB of states\. \*\*Right\*\* of own, {N} %, [^|]*? {N} to {N} % in three [^|]*? {N} GiB",
         lambda: [
-            *(slower(arm, "zero") for arm in ("own", "foreign")),
+            slower("own", "zero"),
+            *(limit(slower("foreign", "zero", timing) for timing in (0, 1, 2)) for limit in (min, max)),
             cells("boundaries", "arms", {"setting": MAIN, "arm": "own"}, "state_bytes")[0] / 2**30,
         ],
     ),
@@ -164,12 +130,43 @@ SENTENCES = [
         r"shuffled rows, of ([\d,]+) and of ([\d,]+) documents",
         lambda: [round(sum(begun(arm, seed) for seed in (1, 2, 3)) / 3, -2) for arm in ("rows", "shuffled")],
     ),
+    (rf"their context gain at 8 T is {N} \[{N}, {N}\] over zero's", lambda: more_gain("shuffled")),
+    (rf"better than own at all places from {N} on, by the means", lambda: [higher_from()]),
     (
-        rf"Their context gain at 8 T is {N}, zero's {N}, own's {N} ",
-        lambda: [value for arm in ("shuffled", "zero", "own") for value in gain(arm)],
+        rf"from step 300 to 600, by {N}, and from 600 to 900, by {N}\. From step 1400 on it is above, by {N},",
+        lambda: [-in_training(300, 600), -in_training(600, 900), in_training(1400, 1527)],
     ),
     (
-        rf"Own ends at {N} \[{N}, {N}\] over zero beyond T and at {N} \[{N}, {N}\] inside\. Both seeds and {N} of {N} packages",
+        rf"Beyond T seeds 1 to 4 have {N}, and 5 to 8, which ran later, {N}\.",
+        lambda: [mean_loss("own", some) - mean_loss("shuffled", some) for some in (range(1, 5), range(5, 9))],
+    ),
+    (
+        rf"at 8 T own is {N} below zero with all context, and {N} below when both [^|]*? At T = 512\s+these are {N} and {N}:",
+        lambda: [
+            *gain_of_own(("own", "zero"), range(1, 9)),
+            *gain_of_own(("own-T512", "zero-T512"), (1, 2, 3)),
+        ],
+    ),
+    (
+        rf"ladder's own is {N} below its zero, and {N} below the zero made again",
+        lambda: [mean_loss("zero", (1, 2)) - mean_loss("own", (1, 2)), -over_again("own", (1, 2))],
+    ),
+    (rf"Over it noise is at {N} beyond T", lambda: [over_again("noise", (1, 2, 3))]),
+    (r"in (\w+) of (\w+) seeds zero, foreign and own ran at one commit", at_one_commit),
+    (
+        rf"{N} nats beyond T for the pool over its own rows shuffled, and {N} for plain",
+        lambda: [-ordered("shuffled", setting=MAIN)[0], *ordered("plain streams, shuffled")[:1]],
+    ),
+    (
+        rf"worse by {N} \[{N}, {N}\] inside T, right, and by {N} \[{N}, {N}\] beyond, right by the estimate",
+        lambda: [-ordered("shuffled", where, MAIN)[i] for where in PLACES for i in (0, 2, 1)],
+    ),
+    (
+        rf"together they give {N}\.",
+        lambda: [-ordered("shuffled")[0] + ladder("beyond")[0]],
+    ),
+    (
+        rf"Own ends at {N} \[{N}, {N}\] over zero beyond T and at {N} \[{N}, {N}\] inside\. Beyond T both seeds and {N} of {N} ",
         lambda: [
             *after("own over zero"),
             *after("own over zero", "inside"),
@@ -182,13 +179,15 @@ SENTENCES = [
             ),
         ],
     ),
-    (rf"It is {N} of what own gains when", lambda: [after("own over zero")[0] / ladder("beyond")[0]]),
     (
-        rf"Own's context gain at 8 T is {N}, zero's {N}\.\s+Foreign is at {N} \[{N}, {N}\]",
-        lambda: [*(gain(arm, setting=AFTER["setting"])[0] for arm in ("own", "zero")), *after("coverage")],
+        rf"Own's context gain at 8 T is\s+{N} \[{N}, {N}\] over zero's\. Foreign is at {N} \[{N}, {N}\] over zero beyond T",
+        lambda: [
+            *interval("boundaries", "gain-differences", {"setting": AFTER["setting"], "arm": "own"}, "gain_8"),
+            *after("coverage"),
+        ],
     ),
     (
-        rf"foreign starts 500 steps harm by {N}, with own starts they gain {N};",
+        rf"500 steps with foreign starts harm by {N} and with own starts gain {N};",
         lambda: [after("coverage")[0], -after("own over zero")[0]],
     ),
     (
@@ -196,7 +195,7 @@ SENTENCES = [
         lambda: [-ordered("shuffled", setting=MAIN)[i] for i in (0, 2, 1)],
     ),
     (
-        rf"On the three tuning seeds it is {N} \[{N}, {N}\]\.",
+        rf"On the three tuning seeds the order costs {N} \[{N}, {N}\]\.",
         lambda: [-ordered("shuffled")[i] for i in (0, 2, 1)],
     ),
     (rf"rows of `leak\.yaml` own is at {N} \[{N}, {N}\]", lambda: ordered("own, other rows", setting=MAIN)),
@@ -240,16 +239,11 @@ SENTENCES = [
         lambda: sorted(ordered("plain streams", places)[0] for places in ("inside", "beyond")),
     ),
     (
-        rf"estimates of these seeds, {N} and {N}, and open [^|]*? at \[{N}, {N}\] inside T and \[{N}, {N}\] beyond",
-        lambda: [
-            *(-ordered("shuffled", places)[0] for places in ("inside", "beyond")),
-            *ordered("8 streams a row", "inside")[1:],
-            *ordered("8 streams a row")[1:],
-        ],
+        rf"The rest is open: [^|]*? at \[{N}, {N}\] inside T and \[{N}, {N}\] beyond",
+        lambda: [*ordered("8 streams a row", "inside")[1:], *ordered("8 streams a row")[1:]],
     ),
     (rf"all start from zero: {N} nats \[{N}, {N}\] over all places", lambda: row_length(8192, "all places")),
     (rf"Rows of 512 are at {N} \[{N}, {N}\]", lambda: row_length(512, "all places")),
-    (rf"Measured since: {N} nats for plain", lambda: ordered("plain streams, shuffled")[:1]),
     (
         rf"Beyond T it is worse by {N} to {N} at 0\.001, 0\.002 and 0\.004",
         lambda: [limit(of_tuning("coverage")[:3]) for limit in (min, max)],
@@ -313,7 +307,7 @@ SENTENCES = [
         lambda: ordered("own, shuffled", setting=MAIN),
     ),
     (
-        r"order costs (\w+) times what own gains\. On",
+        r"So the pool's order costs about (\w+) times what own gains\.",
         lambda: [ordered("shuffled", setting=MAIN)[0] / ladder("beyond")[0]],
     ),
     (
@@ -372,8 +366,15 @@ SENTENCES = [
         lambda: [differences[2] for differences in again("boundaries")],
     ),
     (
-        rf"Without graphs own is {N} % slower than zero, in the timing before {N} %",
-        lambda: [slower("own, eager", "zero, eager", timing) for timing in (0, 1)],
+        rf"Zero made again ends {N} to {N} higher on seeds 1 to 3",
+        lambda: [limit(again("boundaries")[n][2] for n in (1, 2, 3)) for limit in (min, max)],
+    ),
+    (
+        rf"Without graphs own is {N} to {N} % slower than zero in three timings; the last, with {N},",
+        lambda: [
+            *(limit(slower("own, eager", "zero, eager", timing) for timing in (0, 1, 2)) for limit in (min, max)),
+            slower("own, eager", "zero, eager"),
+        ],
     ),
     (
         r"in each of eight seeds and in (\d+) of (\d+) packages",

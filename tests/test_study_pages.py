@@ -4,6 +4,7 @@ import statistics
 
 import pytest
 from study_numbers import (
+    AT_512,
     CONTROL,
     LAST,
     MAIN,
@@ -45,7 +46,6 @@ from study_numbers import (
     slower,
     solved,
     spread_of_pairs,
-    table,
     tasks,
     times_less,
     tried,
@@ -54,38 +54,7 @@ from study_numbers import (
     worse_at_each_rate,
     worse_means,
 )
-
-
-def times_as_many(task):
-    """Steps of packed in padded's GPU time, over padded's."""
-    return of_task("packed-equal-time", task)[0]["metrics"]["steps"] / of_task("padded", task)[0]["metrics"]["steps"]
-
-
-def latest(experiment, name, arm, *columns):
-    """Of the timing that stands first."""
-    found = next(one for one in table(experiment, name) if one["arm"] == arm)
-    return [float(found[column]) for column in columns]
-
-
-def millions(arm):
-    return latest("parity", "throughput-files", arm, "real_tokens_per_second")[0] / 1e6
-
-
-def spread(arm):
-    median, quartiles = latest("parity", "throughput-files", arm, "seconds_per_step_median", "seconds_per_step_spread")
-    return quartiles / median
-
-
-BESIDE = ("single", "single, eager", "packed-reset, beside single", "padded, beside single")
-
-
-def clean_times(task):
-    """How many times as many steps packed with reset makes, by the timing without captures of graphs."""
-    marked = ", contradiction" if task == "contradiction" else ""
-    arms = (arm + marked for arm in ("padded", "packed-reset"))
-    padded, packed = (latest("downstream", f"throughput-{task}", arm, "seconds_per_step_median")[0] for arm in arms)
-    return padded / packed
-
+from timing_numbers import BESIDE, clean_times, millions, spread, times_as_many
 
 SENTENCES = {
     "parity": [
@@ -324,8 +293,8 @@ SENTENCES = {
             lambda: [100 * (times_as_many(task) / clean_times(task) - 1) for task in ("mqar", "contradiction")],
         ),
         (
-            rf"Right of steps on `mqar`, {N}; wrong on `contradiction`, {N}\. [^|]*?: {N} less, [^|]*?, with {N} times the "
-            rf"steps; open, four of eight, with {N}\.",
+            rf"Steps: right on `mqar`, {N}; wrong by the estimate on `contradiction`, {N}, [^|]*? right on `mqar`, {N} less with "
+            rf"{N} times the steps, [^|]*? open with {N} times",
             lambda: [
                 *(clean_times(task) for task in ("mqar", "contradiction")),
                 -answers("packed-equal-time")[0],
@@ -354,7 +323,7 @@ SENTENCES = {
             lambda: [-ordered("shuffled", setting=MAIN)[0], -ladder("beyond")[0]],
         ),
         (
-            rf"of the same rows, by {N} nats \[{N}, {N}\] inside T and {N} \[{N}, {N}\] beyond \(eight",
+            rf"which start from zero: by {N} nats \[{N}, {N}\] inside T and {N} \[{N}, {N}\] beyond \(eight",
             lambda: [x for where in ("inside", "beyond") for x in ordered("own, shuffled", where, MAIN)],
         ),
         (rf"may be up to {N} nats\. Not sure", lambda: parity(OURS, "mixture")[2:]),
@@ -375,7 +344,20 @@ SENTENCES = {
             rf"on files, where {N} % of tokens stand behind another document, and on functions, where {N} % do",
             lambda: [behind_another(unit) for unit in ("files", "functions")],
         ),
-        (rf"About {N} % of the speed, as CUDA graphs", lambda: [slower("own", "zero")]),
+        (
+            rf"About {N} % of the speed, as CUDA graphs with 64 streams; {N} to {N} % without",
+            lambda: [
+                slower("own", "zero"),
+                *(limit(slower("own, eager", "zero, eager", timing) for timing in (0, 1, 2)) for limit in (min, max)),
+            ],
+        ),
+        (
+            rf"own was at {N} \[{N}, {N}\] beyond T = 512; at T = 2048 it is at {N} \[{N}, {N}\]",
+            lambda: [
+                *ordered("own, other rows", setting=AT_512["setting"]),
+                *ordered("own, other rows", setting=MAIN),
+            ],
+        ),
         (
             rf"loss of zero, foreign and own by {N} nats \(three seeds",
             lambda: [statistics.fmean(map(gain_of_twice_the_rate, ("zero", "foreign", "own")))],

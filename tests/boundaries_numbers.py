@@ -1,0 +1,114 @@
+"""Numbers behind the sentences of the page of boundaries alone."""
+
+import functools
+import json
+
+from study_numbers import EXPERIMENTS, interval
+
+PLACES = ("inside", "beyond")
+BEYOND = (2048, 65536)
+AT_8192 = {"setting": "T = 8192, 14M, 100M tokens"}
+LONG = {"setting": "T = 2048, 14M, 262M tokens"}
+AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
+
+
+@functools.cache
+def records():
+    return [json.loads(path.read_text().splitlines()[-1]) for path in EXPERIMENTS.glob("boundaries/records/*")]
+
+
+def record_of(arm, seed):
+    """The latest of boundaries' runs of this name."""
+    return max((one for one in records() if (one["arm"], one["seed"]) == (arm, seed)), key=lambda one: one["time"])
+
+
+def loss_at_places(arm, seed, low, high):
+    """Nats a target of a run of boundaries at places from low up to high."""
+    return _loss(record_of(arm, seed), low, high)
+
+
+def _loss(record, low, high):
+    points = [p for p in record["curves"]["perplexity.by_group"] if low <= p["start"] < high]
+    return sum(point["nats"] for point in points) / sum(point["targets"] for point in points)
+
+
+def loss_beyond(arm, seed, T=8192):
+    return loss_at_places(arm, seed, T, 32 * T)
+
+
+def over_shuffled(places):
+    """Own minus the pool's rows shuffled, seed by seed."""
+    return [loss_at_places("own", seed, *places) - loss_at_places("shuffled", seed, *places) for seed in range(1, 9)]
+
+
+def after(what, places="beyond"):
+    """Of the runs that go on from zero's weights."""
+    return interval("boundaries", "ladder", AFTER | {"what": what}, places)
+
+
+def begun(arm, seed):
+    """Documents that a run began: the first token of each is no target."""
+    metrics = record_of(arm, seed)["metrics"]
+    return metrics["real_tokens"] - metrics["targets"]
+
+
+def firsts():
+    """How much lower rows of 512 are than rows of 2048 at the first 512 places, at least and at most, and how many of three
+    intervals exclude zero."""
+    found = [
+        interval("boundaries", "row-length", {"arm": arm, "rows": "512"}, "first 512")
+        for arm in ("rows", "leak", "zero")
+    ]
+    return [min(-mean for mean, *_ in found), max(-mean for mean, *_ in found), sum(high < 0 for *_, high in found)]
+
+
+def mean_loss(arm, seeds, places=BEYOND):
+    return sum(loss_at_places(arm, seed, *places) for seed in seeds) / len(seeds)
+
+
+def again_at(seed, places=BEYOND):
+    """Loss of zero of this seed, made again; the latest."""
+    paths = EXPERIMENTS.glob("boundaries/again/records/*.jsonl")
+    made = [one for path in paths for one in map(json.loads, path.read_text().splitlines()) if one["seed"] == seed]
+    return _loss(max(made, key=lambda one: one["time"]), *places)
+
+
+def over_again(arm, seeds):
+    """An arm's loss beyond T minus that of zero made again, mean over the seeds."""
+    return mean_loss(arm, seeds) - sum(map(again_at, seeds)) / len(seeds)
+
+
+def in_training(first, last, arms=("zero", "shuffled")):
+    """Training loss of one arm minus another's, mean over eight seeds and the steps from first up to last."""
+    means = []
+    for arm in arms:
+        points = [
+            p for seed in range(1, 9) for p in record_of(arm, seed)["curves"]["train"] if first <= p["step"] < last
+        ]
+        means.append(sum(point["loss"] for point in points) / len(points))
+    return means[0] - means[1]
+
+
+def gain_of_own(arms, seeds):
+    """By how much own is below zero on the targets of the context gain at 8 T, with all context and with T of it."""
+    found = []
+    for seed in seeds:
+        own, zero = (
+            next(p for p in record_of(arm, seed)["curves"]["long_context.context_gain"] if p["windows"] == 8)
+            for arm in arms
+        )
+        found.append((zero["loss"] - own["loss"], zero["loss"] + zero["gain"] - own["loss"] - own["gain"]))
+    return [sum(each) / len(found) for each in zip(*found)]
+
+
+def at_one_commit():
+    """Seeds of the ladder, and of how many its three arms ran at one commit."""
+    commits = [{record_of(arm, seed)["commit"] for arm in ("zero", "foreign", "own")} for seed in range(1, 9)]
+    return [sum(len(each) == 1 for each in commits), len(commits)]
+
+
+def higher_from():
+    """From which place on own is above the shuffled rows, in the mean of eight seeds."""
+    edges = [2**k for k in range(1, 17)]
+    means = [sum(over_shuffled((low, 2 * low))) / 8 for low in edges]
+    return next(low for k, low in enumerate(edges) if all(mean > 0 for mean in means[k:]))
