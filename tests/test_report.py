@@ -123,7 +123,8 @@ def test_a_sweep_says_what_its_runs_are_and_what_they_are_compared_with(tmp_path
         "packed-leak": "2 of 4, 2 missing",
         "packed-carry": "0 of 4, 4 missing",
     }
-    assert "Each arm has its own best optimizer.lr, chosen with 2 other seeds (tuning/)." in text
+    chosen = "chosen with 2 other seeds (tuning/): padded 0.02, packed-reset 0.02."
+    assert f"Each arm has its own best optimizer.lr, {chosen}" in text
     assert "beyond which a better one may lie: padded its optimizer.lr, packed-reset its optimizer.lr." in text
     rows = {row["arm"]: row for row in table(records, "training")}
     assert rows["packed-carry"]["val_loss"] == rows["packed-reset"]["difference"] == "" != rows["padded"]["difference"]

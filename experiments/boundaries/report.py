@@ -228,7 +228,10 @@ def _gains(settings: dict[Setting, dict[str, Arm]]) -> Table:
                     mean_sd(arm.runs[f"long_context.gain_{k}"]) for k in windows if f"long_context.gain_{k}" in arm.runs
                 ]
                 table.rows.append([word(setting.label()), word(arm.name), *cells])
-    table.notes = ["Mean and standard deviation over seeds; same targets in every arm."]
+    table.notes = [
+        "Mean and standard deviation over the seeds that each arm has; same targets in every arm. Differences are paired in "
+        "gain-differences."
+    ]
     return table
 
 
@@ -291,8 +294,9 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
                 percent(dose(arm)),
             ])  # fmt: skip
     table.notes = [
-        "Tokens/s are of training runs, several at a time on a GPU: speed.yaml compares arms in turns. Dose: the share of "
-        "tokens that stand behind another document in their row."
+        "Means are over the seeds that each arm has; the other tables pair them. Tokens/s are of training runs, several at a "
+        "time on a GPU: speed.yaml compares arms in turns. Dose: the share of tokens that stand behind another document in "
+        "their row."
     ]
     return table
 

@@ -111,7 +111,7 @@ def mean_sd(values: pd.Series, expected: int = 0) -> Cell:
     """Mean and standard deviation of the values that are not NaN; with one value, or counts that are all the same, no standard
     deviation. Fewer than expected are said."""
     mean, sd, count = values.mean(), values.std(), int(values.count())
-    counts = mean > 1 and bool((values.dropna() % 1 == 0).all())
+    counts = mean >= 10 and bool((values.dropna() % 1 == 0).all())
     digits = ",.0f" if counts else ".4f"
     text = (
         "-" if pd.isna(mean) else f"{mean:{digits}}" + ("" if pd.isna(sd) or counts and not sd else f" ± {sd:{digits}}")

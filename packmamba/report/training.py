@@ -100,9 +100,10 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
     ][: 1 if len(arms) == 1 else 2]
     if alone := [arm.label for arm in arms if _crosses(arm) and (arm["documents_behind_another"] == 0).all()]:
         table.notes.append(f"No row of {', '.join(alone)} held two documents: nothing crossed, as under reset.")
-    for keys, seeds in {(tuple(t["keys"]), len(t["seeds"])) for arm in arms if (t := arm.sweep.get("tuned"))}:
+    for keys, seeds in dict.fromkeys(tuned for arm in arms if (tuned := _tuned(arm))):
+        best = ", ".join(f"{arm.label} {_best(arm, keys)}" for arm in arms if _tuned(arm) == (keys, seeds))
         table.notes.append(
-            f"Each arm has its own best {' and '.join(keys)}, chosen with {seeds} other seeds (tuning/)."
+            f"Each arm has its own best {' and '.join(keys)}, chosen with {seeds} other seeds (tuning/): {best}."
         )
     if ends := [f"{arm.label} its {' and '.join(found)}" for arm in arms if (found := arm.at_an_end)]:
         table.notes.append(f"At an end of what was tried, beyond which a better one may lie: {', '.join(ends)}.")
@@ -111,6 +112,17 @@ def _arms(arms: Sequence[Arm], speeds: Sequence[Speed]) -> Table:
             "A run that diverged has no loss; one that is missing has no record. Means are over the others, and say of how many."
         )
     return table
+
+
+def _tuned(arm: Arm) -> tuple[tuple[str, ...], int] | None:
+    """The keys of which the arm takes its best values, and how many seeds chose them."""
+    tuned = arm.sweep.get("tuned")
+    return (tuple(tuned["keys"]), len(tuned["seeds"])) if tuned else None
+
+
+def _best(arm: Arm, keys: Sequence[str]) -> str:
+    values = [arm.runs.iloc[0].get(f"config.{key}") for key in keys]
+    return " and ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
 
 
 def _how_timed(arms: Sequence[Arm], speeds: Sequence[Speed]) -> str:
