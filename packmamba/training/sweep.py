@@ -76,6 +76,11 @@ class SweepConfig:
         "Before training, time this many interleaved steps of all arms in one process; 0 for none.",
         at_least(0),
     )
+    only: dict[str, list[Any]] = key(
+        {},
+        "Of arm, and of keys of the grid, the values whose runs this command trains, such as {arm: [padded], seed: [1, 2]}; "
+        "the sweep still has the others.",
+    )
     train: bool = key(True, "Train the runs; false: only time them.")
     baseline: Optional[str] = key(
         None,
@@ -130,6 +135,14 @@ class SweepConfig:
             )
         if self.baseline is not None and self.baseline not in self.arms:
             yield f"baseline: expected one of {', '.join(self.arms)} or null, got '{self.baseline}'"
+        for name, values in self.only.items():
+            known = {"arm": [*self.arms], **self.grid}.get(name)
+            if known is None:
+                yield f"only.{name}: expected arm or a key of the grid{suggest(name, ['arm', *self.grid])}"
+            elif not values:
+                yield f"only.{name}: expected at least one value, got none"
+            elif others := [value for value in values if value not in known]:
+                yield f"only.{name}: expected some of {', '.join(map(str, known))}, got {others[0]!r}"
         if both := [seed for seed in self.tune.seeds if seed in self.grid.get("seed", [0])]:
             yield f"tune.seeds: expected none of grid.seed, whose runs are reported, got {both[0]}"
         for name in self.tune.grid:
@@ -171,10 +184,12 @@ def load_sweep(
     last = [(parse_override(override), f"'{override}'") for override in others]
     _refuse_what_is_compared(sweep, last)
     configs = [_resolve(layers, assigned, last) for assigned in _runs(sweep)]
-    checked: list[Config] = []
+    checked: list[tuple[Config, bool]] = []
+    now = {id(config) for config in chosen(sweep, configs)}
     for config in configs:
-        if (alike := replace(config, seed=0)) not in checked:
-            check_run(config, runs_here and sweep.launcher == "local")
+        here = runs_here and sweep.launcher == "local" and id(config) in now
+        if (alike := (replace(config, seed=0), here)) not in checked:
+            check_run(config, here)
             checked.append(alike)
         if sweep.launcher == "slurm" and config.trainer.num_nodes > 1:
             raise ConfigError(
@@ -250,6 +265,19 @@ def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
             yield {**asked, **sweep.common, **keys, **point, **place}
 
 
+def chosen(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
+    """Those of all runs of a sweep that ``only`` asks for."""
+    if not sweep.only:
+        return configs
+    points = [
+        {"arm": arm, **dict(zip(sweep.grid, values))}
+        for values in itertools.product(*sweep.grid.values())
+        for arm in sweep.arms
+    ]
+    asked = sweep.only.items()
+    return [c for c, point in zip(configs, points, strict=True) if all(point[name] in some for name, some in asked)]
+
+
 def runs_of(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
     """All runs of a sweep in their order: first those that choose values, then the others, with their values once known."""
     from packmamba.training.pool import Queue
@@ -276,15 +304,15 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     if sweep.launcher == "slurm":
         executor = slurm_executor(sweep.slurm, sweep.jobs, sweep.name or "sweep", sweep.output)
     else:
-        for config in configs:
+        for config in chosen(sweep, configs) if sweep.train else configs:
             check_accelerator(config)
     prepare_environment(configs)
     begun = time.monotonic() if begun is None else begun
-    trained = configs if sweep.train else []
+    trained, every = (some if sweep.train else [] for some in (chosen(sweep, configs), configs))
     queue = Queue(trained, progress, begun, sweep.deadline, Tuning(sweep.tune, trained))
     on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in configs)
-    chosen: AbstractContextManager[list[Place]] = places(sweep.jobs, on_gpu) if sweep.apart else nullcontext([])
-    with chosen as side_by_side:
+    where: AbstractContextManager[list[Place]] = places(sweep.jobs, on_gpu) if sweep.apart else nullcontext([])
+    with where as side_by_side:
         timings = output / "records" / f"{'throughput' if sweep.train else sweep.name}.jsonl"
         first = configs[: len(sweep.arms)]
         timed = not sweep.throughput_rounds or {config.name for config in first} <= _timed(timings)
@@ -293,7 +321,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
                 append_record(timings, record)
         for number in queue.outcomes:
             queue.say(number, "done before")
-        _say_which(sweep, trained)
+        _say_which(sweep, every)
         try:
             if executor is not None:
                 run_as_jobs(queue, executor, sweep.slurm.grace)
@@ -302,7 +330,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
             else:
                 run_one_by_one(queue)
         finally:
-            _say_which(sweep, trained)
+            _say_which(sweep, every)
     queue.check()
     return output
 
