@@ -11,7 +11,7 @@ import run
 from packmamba.cli.status import sweep_status
 from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
-from packmamba.records import read_records
+from packmamba.records import append_record, read_records
 from packmamba.training import note, places, pool
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.claims import alone, taken
@@ -188,6 +188,20 @@ def test_no_run_begins_that_would_be_cut(tmp_path, monkeypatch):
     assert queue.next() == 3
     now, queue.most = 1000.0 + 530 - 31, 90.0
     assert queue.next() == 3, "it never fits: it goes on from checkpoints"
+
+
+def test_what_this_command_has_seen_counts_before_records(tmp_path):
+    """Those may be of a machine that did other work, too."""
+    sweep, configs = load_sweep(sweep_of(tmp_path, **{"trainer.max_steps": 1}))
+    run_sweep(sweep, configs[:2], progress=False)
+    for config, record in zip(configs, [fit(config, progress=False) for config in configs[:2]]):
+        record_path(config).unlink()
+        append_record(record_path(config), record | {"wall_seconds": 400.0})
+    queue = Queue(configs, False)
+    assert [queue.expected(config) for config in configs[2:]] == [400.0, 400.0]
+    queue.take(2)
+    queue.close(2, Outcome("done", 90.0))
+    assert [queue.expected(config) for config in configs[2:]] == [90.0, 400.0]
 
 
 def test_a_corpus_that_cannot_be_made_is_refused_before_any_work(tmp_path):

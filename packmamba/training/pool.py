@@ -60,7 +60,9 @@ class Queue:
         self.running: dict[int, float] = {}
         """Of runs that this process trains, when they began."""
         self._corpora: list[Any] = []
-        self._seconds: dict[str, list[float]] = {}
+        self._taken: dict[str, list[float]] = {}
+        """By arm, the seconds of the runs that this command has trained."""
+        self._recorded: dict[str, list[float]] = {}
         for number in range(len(self.configs)):
             if self._decide(number) and record_path(self.configs[number]).is_file():
                 self.outcomes[number] = Outcome("done")
@@ -68,7 +70,7 @@ class Queue:
         for folder in {record_path(self.configs[number]).parents[1] for number in done}:
             for record in _training_records(folder):
                 if "diverged_at_step" not in record["metrics"]:
-                    self._seconds.setdefault(record["arm"], []).append(record["wall_seconds"])
+                    self._recorded.setdefault(record["arm"], []).append(record["wall_seconds"])
 
     def next(self) -> int | None:
         """The first run that nobody trains and that there is time for; None: there is none."""
@@ -113,7 +115,7 @@ class Queue:
         outcome = outcome._replace(seconds=outcome.seconds or seconds)
         self.outcomes[number] = outcome
         if outcome.state == "done" and outcome.seconds:
-            self._seconds.setdefault(config.name, []).append(outcome.seconds)
+            self._taken.setdefault(config.name, []).append(outcome.seconds)
         end = f", validation loss {outcome.loss:.4f}" if outcome.loss is not None else ""
         why = f": {outcome.why}" if outcome.why else ""
         log = f" (see {log_path(config)})" if outcome.state == "failed" and place else ""
@@ -145,8 +147,10 @@ class Queue:
         return False
 
     def expected(self, config: Config) -> float | None:
-        """Seconds that the run still needs: as its arm took, else as all arms took; None if nothing is known."""
-        known = self._seconds.get(config.name) or [second for seconds in self._seconds.values() for second in seconds]
+        """Seconds that the run still needs: as its arm took, else as all arms took; None if nothing is known. What this command
+        has seen counts first: records may be of another machine, or of one that did other work, too."""
+        of_arm = self._taken.get(config.name) or self._recorded.get(config.name)
+        known = of_arm or [second for seen in (self._taken or self._recorded).values() for second in seen]
         done = newest_step(run_folder(config) / "checkpoints") / config.trainer.max_steps
         return statistics.median(known) * (1 - done) if known else None
 
