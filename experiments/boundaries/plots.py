@@ -15,7 +15,7 @@ COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan"
 
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
-    """Difference from zero against the place in the document over T; a panel for each setting, that with most seeds first."""
+    """Difference from zero against the place in the document over T; a panel for each setting, most seeds first."""
     every = by_setting(arms(records))
     found = [(s, here) for s, here in every.items() if not s.tuning and _pairs(here) > 1]
     settings = dict(sorted(found, key=lambda one: -_pairs(one[1])))

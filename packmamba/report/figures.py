@@ -116,7 +116,7 @@ def finish(fig: Canvas, name: str, caption: str) -> Figure:
     """The canvas as PNG and PDF, as large as what is drawn on it: nothing is cut."""
     png, pdf = io.BytesIO(), io.BytesIO()
     for ax in fig.axes if _narrow else ():
-        ax.set_title(textwrap.fill(ax.get_title("left"), 34))
+        ax.set_title("\n".join(textwrap.fill(line, 34) for line in ax.get_title("left").splitlines()))
         ax.set_xlabel(textwrap.fill(ax.get_xlabel(), 40))
     fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None}, bbox_inches="tight")
     if not _narrow:
