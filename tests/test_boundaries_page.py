@@ -141,7 +141,7 @@ SENTENCES = [
         lambda: [mean_loss("own", some) - mean_loss("shuffled", some) for some in (range(1, 5), range(5, 9))],
     ),
     (
-        rf"gain at 8 T own is {N} below zero with all context, and {N} below when both [^|]*? At T = 512\s+these are {N} and {N}:",
+        rf"gain at 8 T own is {N} below zero with all context, and {N} below when both [^|]*? At T = 512\s+these are {N} and {N}",
         lambda: [
             *gain_of_own(("own", "zero"), range(1, 9)),
             *gain_of_own(("own-T512", "zero-T512"), (1, 2, 3)),
