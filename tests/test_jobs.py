@@ -13,7 +13,8 @@ from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
 from packmamba.records import append_record, read_records
 from packmamba.training import note, places, pool
-from packmamba.training.callbacks import checkpoints
+from packmamba.training.attempt import attempt
+from packmamba.training.callbacks import checkpoints, newest_step
 from packmamba.training.claims import alone, taken
 from packmamba.training.fit import fit
 from packmamba.training.note import Outcome, read_note
@@ -188,6 +189,20 @@ def test_no_run_begins_that_would_be_cut(tmp_path, monkeypatch):
     assert queue.next() == 3
     now, queue.most = 1000.0 + 530 - 31, 90.0
     assert queue.next() == 3, "it never fits: it goes on from checkpoints"
+
+
+def test_an_interrupted_run_s_note_has_the_step_of_its_checkpoint(tmp_path, monkeypatch):
+    _, configs = load_sweep(sweep_of(tmp_path, **{"trainer.checkpoint_every": 2}))
+
+    def stop():
+        if newest_step(run_folder(configs[0]) / "checkpoints") >= 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt(configs[0], "here", False, stop)
+    step = newest_step(run_folder(configs[0]) / "checkpoints")
+    assert step >= 2 and read_note(configs[0])["step"] == step
 
 
 def test_what_this_command_has_seen_counts_before_records(tmp_path):

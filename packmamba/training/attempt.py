@@ -10,7 +10,7 @@ from typing import Any
 
 from packmamba.config import Config
 from packmamba.errors import UserError
-from packmamba.training.callbacks import History, Stopped
+from packmamba.training.callbacks import History, Stopped, newest_step
 from packmamba.training.claims import Taken, alone
 from packmamba.training.divergence import DIVERGENCE
 from packmamba.training.fit import fit
@@ -46,6 +46,10 @@ def attempt(config: Config, where: str, progress: bool, stop: Callable[[], bool]
             except Stopped as stopped:
                 state, step = "stopped", stopped.step
                 note.say(step=step)
+            except KeyboardInterrupt:
+                if reached := newest_step(run_folder(config) / "checkpoints"):
+                    note.say(step=reached)  # else the note is of some seconds ago
+                raise
             except UserError as error:
                 state, why = "failed", str(error)
             except Exception as error:
