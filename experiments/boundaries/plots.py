@@ -17,8 +17,8 @@ COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan"
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
     """Difference from zero against the place in the document over T; a panel for each setting, most seeds first."""
     every = by_setting(arms(records))
-    found = [(s, here) for s, here in every.items() if not s.tuning and _pairs(here) > 1]
-    settings = dict(sorted(found, key=lambda one: -_pairs(one[1])))
+    shown = [(s, here) for s, here in every.items() if not s.tuning and _pairs(here) > 1]
+    settings = dict(sorted(shown, key=lambda one: -_pairs(one[1])))
     if not settings:
         return []
     fig, panels = axes(len(settings), width=max(6.0, 4.4 * min(3, len(settings))), height=3.8, columns=3)
