@@ -228,10 +228,14 @@ def test_arms_whose_names_have_spaces_are_compared():
         "padded alone d_state=2": 2.0,
         "packed-reset in rows d_state=2": 2.5,
     }
-    rows = table([training(name, loss=loss) for name, loss in losses.items()], "training")
+    records = [training(name, loss=loss) for name, loss in losses.items()]
+    rows = table(records, "training")
     assert {row["arm"]: row["difference"] for row in rows} == {
         "packed-reset in rows": "0.25", "padded alone": "", "padded alone d_state=2": "", "packed-reset in rows d_state=2": "0.5",
     }  # fmt: skip
+    named = [record | {"sweep": {"baseline": "packed-reset in rows"}} for record in records]
+    differences = {row["arm"]: row["difference"] for row in table(named, "training")}
+    assert differences["padded alone"] == "-0.25" and differences["padded alone d_state=2"] == "-0.5"
 
 
 @pytest.mark.parametrize(

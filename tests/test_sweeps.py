@@ -185,6 +185,34 @@ def test_a_part_of_a_sweep_is_trained_and_the_rest_still_belongs_to_it(tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"trainer.cuda_graphs": True, "trainer.accelerator": "auto"}, "needs a GPU"),
+        ({"trainer.accelerator": "tpu"}, "needs torch_xla"),
+    ],
+)
+def test_what_is_not_trained_now_needs_nothing_of_this_machine(tmp_path, monkeypatch, keys, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arms = {"padded": {"data.strategy": "padded"}, "elsewhere": keys}
+    path = write_sweep(tmp_path, arms=arms, grid={"seed": [0]}, throughput_rounds=0)
+    with pytest.raises(ConfigError, match=message):
+        run_sweep(*load_sweep(path), progress=False)
+    sweep, configs = load_sweep(path, ["only.arm=[padded]"])
+    run_sweep(sweep, configs, progress=False)
+    assert [record["arm"] for record in read_records(sweep.output)] == ["padded"]
+
+
+def test_only_the_arms_that_are_trained_now_choose_their_values(tmp_path):
+    tune = {"grid": {"optimizer.lr": [0.01, 0.02]}, "seeds": [8]}
+    path = write_sweep(tmp_path, grid={"seed": [0, 1]}, throughput_rounds=0, tune=tune)
+    sweep, configs = load_sweep(path, ["only={arm: [packed], seed: [0]}"])
+    run_sweep(sweep, configs, progress=False)
+    assert [record["arm"] for record in read_records(sweep.output)] == ["packed"]
+    tried = [record["arm"] for record in read_records(Path(sweep.output, "tuning"))]
+    assert len(tried) == 2 and all(arm.startswith("packed") for arm in tried)
+
+
+@pytest.mark.parametrize(
     ("only", "message"),
     [
         ("only.arms=[packed]", "^only.arms: expected arm or a key of the grid; did you mean 'arm'"),
