@@ -233,6 +233,7 @@ def test_arms_whose_names_have_spaces_are_compared():
     assert {row["arm"]: row["difference"] for row in rows} == {
         "packed-reset in rows": "0.25", "padded alone": "", "padded alone d_state=2": "", "packed-reset in rows d_state=2": "0.5",
     }  # fmt: skip
+    assert "minus padded alone [95% CI]" in table_files(records)["training.md"]
     named = [record | {"sweep": {"baseline": "packed-reset in rows"}} for record in records]
     differences = {row["arm"]: row["difference"] for row in table(named, "training")}
     assert differences["padded alone"] == "-0.25" and differences["padded alone d_state=2"] == "-0.5"
