@@ -14,7 +14,7 @@ import pytest
 from made_records import PACKING, packing, table, throughput, training, write
 from packmamba.experiments import kinds_of
 from packmamba.records import append_record, make_record, read_records, write_sweep
-from packmamba.report import summary
+from packmamba.report import summary, training_figures
 from packmamba.report.folder import build_sections, format_table, table_files, write_report
 from packmamba.report.items import with_items
 from packmamba.report.kinds import Kind
@@ -281,6 +281,19 @@ def test_records_of_others_may_say_little_and_have_any_hash(tmp_path):
     assert {path.stem for path in (tmp_path / "tables").glob("training*.md")} == {"training-a-b", "training-..-c"}
     alike = table_files([one | {"corpus_hash": "a/b"}, one | {"corpus_hash": "a:b"}])
     assert {name for name in alike if name.endswith(".md")} == {"training-a-b.md", "training-a-b-2.md"}
+
+
+def test_speeds_that_were_not_timed_together_are_told_apart(monkeypatch):
+    records = [training(arm) for arm in ("padded", "packed-reset", "packed-leak")]
+    records += [throughput("padded", 50.0), throughput("packed-reset", 60.0)]
+    drawn = []
+    monkeypatch.setattr(training_figures, "name_bars", lambda _, labels: drawn.append(list(labels)))
+    training_figures.training_figures(records)
+    assert ["padded", "packed-reset"] in drawn
+    text = table_files(records)["training.md"]
+    assert "medians. Their own training runs, no comparison: packed-leak.\n" in text
+    records.append(throughput("packed-leak", 60.0, run="another"))
+    assert "Another timing, not compared with these: packed-leak.\n" in table_files(records)["training.md"]
 
 
 def test_speedup_needs_single_in_the_same_run():
