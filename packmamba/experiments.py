@@ -58,6 +58,10 @@ class Step(NamedTuple):
     small_on_cpu: bool = False
     """Under scale=small it needs no GPU."""
 
+    def keys(self, output: Path) -> list[str]:
+        """What the step's command is given, where all steps write to this folder."""
+        return [*(override.replace("{output}", str(output)) for override in self.overrides), f"output={output}"]
+
 
 class Headline(NamedTuple):
     """A number that an experiment's README rests on: a cell of its tables."""

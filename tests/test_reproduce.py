@@ -170,20 +170,22 @@ def test_an_empty_folder_has_nothing_to_reproduce(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_keys_of_every_step_are_its_file_s():
+def test_the_keys_of_every_step_are_its_file_s(tmp_path):
     """Those that scale=small adds too."""
     from packmamba.training.sweep import load_sweep
 
+    mine = tmp_path / "mine"
     for name in reproduce.reproducible():
         folder = experiments.find(name)
         for step in experiments.module(folder, "reproduce").STEPS:
-            keys = [*step.overrides, *step.small, "output=mine"]
+            keys = [*step.keys(mine), *step.small]
             path = folder / step.file
             if "\nbench:" in "\n" + path.read_text():
-                assert experiments.load_bench(path, keys).output == Path("mine")
+                assert experiments.load_bench(path, keys).output == mine
             else:
                 one_seed = ["grid.seed=[1]"] * ("\ngrid:" in path.read_text())  # the others have the same keys
                 sweep, configs = load_sweep(path, [*keys, *one_seed], runs_here=not step.packages)
-                assert sweep.output == "mine"
+                assert sweep.output == str(mine)
+                assert {c.trainer.init_from for c in configs} <= {None, f"{mine}:zero"}
                 windows = {c.evaluation_options.get("long_context", {}).get("window", 64) for c in configs}
                 assert windows == {64} or not step.small_on_cpu, "the standard library's functions are short"

@@ -132,7 +132,7 @@ def run(plan: Plan) -> None:
         for package in (name for name in step.packages if importlib.util.find_spec(name) is None):
             print(f"Without {package}, which is not installed: its arms are left out.", flush=True)
         path = find(plan.experiment) / step.file
-        keys = [*(key.replace("{output}", str(plan.output)) for key in step.overrides), f"output={plan.output}"]
+        keys = step.keys(plan.output)
         if "bench" in read_yaml(path):
             run_bench(path, keys)
         else:
