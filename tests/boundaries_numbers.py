@@ -3,12 +3,13 @@
 import functools
 import json
 
-from study_numbers import EXPERIMENTS, interval
+from study_numbers import EXPERIMENTS, cells, interval
 
 PLACES = ("inside", "beyond")
 BEYOND = (2048, 65536)
 AT_8192 = {"setting": "T = 8192, 14M, 100M tokens"}
 LONG = {"setting": "T = 2048, 14M, 262M tokens"}
+RATE = {"setting": "T = 2048, 14M, 100M tokens, rate 0.004"}
 AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
 
 
@@ -39,6 +40,18 @@ def loss_beyond(arm, seed, T=8192):
 def over_shuffled(places):
     """Own minus the pool's rows shuffled, seed by seed."""
     return [loss_at_places("own", seed, *places) - loss_at_places("shuffled", seed, *places) for seed in range(1, 9)]
+
+
+def outcomes(setting, places="beyond"):
+    """Coverage, continuity and own over zero, each with its interval."""
+    three = ("coverage", "continuity", "own over zero")
+    return [x for what in three for x in interval("boundaries", "ladder", setting | {"what": what}, places)]
+
+
+def packages_of_own(setting, *more):
+    """In how many packages own minus zero beyond T has its mean's sign."""
+    row = setting | {"what": "own over zero", "places": "beyond"}
+    return cells("boundaries", "agreement", row, "packages", *more)
 
 
 def after(what, places="beyond"):
@@ -89,13 +102,13 @@ def in_training(first, last, arms=("zero", "shuffled")):
     return means[0] - means[1]
 
 
-def gain_of_own(arms, seeds):
+def gain_of_own(of, seeds):
     """By how much own is below zero on the targets of the context gain at 8 T, with all context and with T of it."""
     found = []
     for seed in seeds:
         own, zero = (
             next(p for p in record_of(arm, seed)["curves"]["long_context.context_gain"] if p["windows"] == 8)
-            for arm in arms
+            for arm in (f"own{of}", f"zero{of}")
         )
         found.append((zero["loss"] - own["loss"], zero["loss"] + zero["gain"] - own["loss"] - own["gain"]))
     return [sum(each) / len(found) for each in zip(*found)]

@@ -22,7 +22,7 @@ LAST = CONTROL | {"weights": "mean of the last"}
 
 N = r"([+-]?\d+(?:\.\d+)?)"
 """A number in a sentence."""
-WORDS = {"none": "0", "two": "2", "three": "3", "four": "4", "six": "6", "seven": "7", "eight": "8"}
+WORDS = {"none": "0", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8"}
 
 
 def said(page, pattern):
@@ -330,8 +330,8 @@ def gain(arm, k=8, setting=MAIN):
     return cells("boundaries", "context-gain", {"setting": setting, "arm": arm}, f"gain_{k}")
 
 
-def more_gain(arm, column="gain_8"):
-    return interval("boundaries", "gain-differences", {"setting": MAIN, "arm": arm}, column)
+def more_gain(arm, column="gain_8", setting=None):
+    return interval("boundaries", "gain-differences", (setting or {"setting": MAIN}) | {"arm": arm}, column)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from boundaries_numbers import (
     AT_8192,
     LONG,
     PLACES,
+    RATE,
     after,
     at_one_commit,
     begun,
@@ -17,8 +18,10 @@ from boundaries_numbers import (
     in_training,
     loss_beyond,
     mean_loss,
+    outcomes,
     over_again,
     over_shuffled,
+    packages_of_own,
 )
 from study_numbers import (
     AT_512,
@@ -48,22 +51,25 @@ from study_numbers import (
     slower,
     speed,
     step_loss,
-    table,
     trained,
     worse_means,
 )
 
 SENTENCES = [
-    (r"Differences are of (\w+) seeds of (\w+)\. Those with", seeds),
+    (r"Differences are of (\w+) seeds of (\w+)\. Those at", seeds),
     (rf"mean was worse, by {N} to {N}, and", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
     (
         rf"Without any one package they are {N} to {N} in size",
         lambda: [agreement("least"), agreement("least", max)],
     ),
-    (r"in each of the (\d+) packages inside T", lambda: [agreement("packages", places="inside")]),
-    (r"packages inside T and the (\d+) beyond", lambda: [agreement("packages", places="beyond")]),
-    (rf"worse by {N} nats beyond T, and by", lambda: primary("coverage", "beyond")[:1]),
-    (rf"beyond T, and by {N} inside T", lambda: primary("coverage", "inside")[:1]),
+    (
+        r"in each of the (\d+) packages inside T and the (\d+) beyond",
+        lambda: [agreement("packages", places=where) for where in PLACES],
+    ),
+    (
+        rf"worse by {N} nats beyond T, and by {N} inside T",
+        lambda: [primary("coverage", where)[0] for where in reversed(PLACES)],
+    ),
     (rf"Own beats foreign by {N} beyond T", lambda: [-primary("continuity", "beyond")[0]]),
     (rf"beats zero beyond T by {N} \[{N}, {N}\]", lambda: [-x for x in (ladder("beyond")[i] for i in (0, 2, 1))]),
     (rf"last 2048 by {N} in own, by {N} in zero", lambda: [*gain("own"), *gain("zero")]),
@@ -141,11 +147,17 @@ SENTENCES = [
         lambda: [mean_loss("own", some) - mean_loss("shuffled", some) for some in (range(1, 5), range(5, 9))],
     ),
     (
-        rf"gain at 8 T own is {N} below zero with all context, and {N} below when both [^|]*? At T = 512\s+these are {N} and {N}",
+        rf"gain at 8 T own is {N} below zero with all context, and {N} below when both [^|]*? numbers are {N} and {N} "
+        rf"at T = 512, {N} and {N} at a rate of 0\.004, and {N} and {N} after",
         lambda: [
-            *gain_of_own(("own", "zero"), range(1, 9)),
-            *gain_of_own(("own-T512", "zero-T512"), (1, 2, 3)),
+            x
+            for of, last in (("", 8), ("-T512", 5), ("-rate", 5), ("-long", 3))
+            for x in gain_of_own(of, range(1, last + 1))
         ],
+    ),
+    (
+        rf"after 262 million tokens, zero's {N}: {N} \[{N}, {N}\] more, where it was {N} after",
+        lambda: [*gain("zero", setting=LONG["setting"]), *more_gain("own", setting=LONG), *more_gain("own")[:1]],
     ),
     (
         rf"ladder's own is {N} below its zero, and {N} below the zero made again",
@@ -170,13 +182,7 @@ SENTENCES = [
         lambda: [
             *after("own over zero"),
             *after("own over zero", "inside"),
-            *cells(
-                "boundaries",
-                "agreement",
-                AFTER | {"what": "own over zero", "places": "beyond"},
-                "packages",
-                "of_packages",
-            ),
+            *packages_of_own(AFTER, "of_packages"),
         ],
     ),
     (
@@ -222,13 +228,13 @@ SENTENCES = [
         lambda: [round(sum(begun(arm, seed) for seed in (1, 2, 3)) / 3, -2) for arm in ("zero-T512", "zero")],
     ),
     (
-        rf"own gains {N}\. That is more than the mean of eight seeds after 100 million, {N}, "
-        rf"and less than this seed's then, {N}\.",
-        lambda: [
-            -cells("boundaries", "ladder", LONG | {"what": "own over zero"}, "beyond")[0],
-            -ladder("beyond")[0],
-            loss_beyond("zero", 1, 2048) - loss_beyond("own", 1, 2048),
-        ],
+        rf"own gains {N}\. That is a little less than the mean of eight seeds after 100 million, {N}, "
+        rf"and than these three seeds' then, {N}\.",
+        lambda: [-outcomes(LONG)[6], -ladder("beyond")[0], mean_loss("zero", (1, 2, 3)) - mean_loss("own", (1, 2, 3))],
+    ),
+    (
+        rf"own minus zero is {N} in one \(",
+        lambda: [loss_beyond("own-long", 2, 2048) - loss_beyond("zero-long", 2, 2048)],
     ),
     (
         rf"places rows of 512 look better: {N} to {N} lower in three arms, and (two) intervals",
@@ -264,24 +270,27 @@ SENTENCES = [
     ),
     (
         rf"Beyond T coverage is {N} \[{N}, {N}\], continuity {N} \[{N}, {N}\], and own minus zero {N} \[{N}, {N}\] ",
-        lambda: [
-            value
-            for what in ("coverage", "continuity", "own over zero")
-            for value in interval("boundaries", "ladder", {"setting": f"{MAIN}, rate 0.004", "what": what}, "beyond")
-        ],
+        lambda: outcomes(RATE),
     ),
     (
-        rf"Beyond T continuity is {N} \[{N}, {N}\] and own minus zero {N} \[{N}, {N}\]: {N} and {N} times "
+        rf"So they are inside T: {N} \[{N}, {N}\] and {N} \[{N}, {N}\]\. [^|]*? gain at 8 T is {N}, zero's {N}\. Expl",
+        lambda: [*outcomes(RATE, "inside")[:6], *(gain(arm, setting=RATE["setting"])[0] for arm in ("own", "zero"))],
+    ),
+    (
+        rf"continuity beyond T is {N} \[{N}, {N}\] and own minus zero {N} \[{N}, {N}\]: {N} and {N} times "
         rf"[^|]*? all {N} packages",
         lambda: [
             *at_512("continuity"),
             *at_512("own over zero"),
             at_512("continuity")[0] / primary("continuity", "beyond")[0],
             at_512("own over zero")[0] / ladder("beyond")[0],
-            *cells("boundaries", "agreement", {**AT_512, "what": "own over zero", "places": "beyond"}, "packages"),
+            *packages_of_own(AT_512),
         ],
     ),
-    (rf"Coverage is above zero there, too: {N} \[{N}, {N}\]", lambda: at_512("coverage")),
+    (
+        rf"coverage is {N} \[{N}, {N}\] beyond T and {N} \[{N}, {N}\] inside\. Inside [^|]*? mean, {N} \[{N}, {N}\]",
+        lambda: [*at_512("coverage"), *outcomes(AT_512, "inside")[:3], *outcomes(AT_512, "inside")[6:]],
+    ),
     (
         rf"Own minus zero is {N} in one and {N} in the other",
         lambda: [loss_beyond("own-T8192", seed) - loss_beyond("zero-T8192", seed) for seed in (1, 2)],
@@ -315,22 +324,16 @@ SENTENCES = [
         lambda: [loss_at(power, "zero-long") for power in (0, 1, 2)],
     ),
     (
-        rf"Beyond T coverage is {N}, continuity {N} and own minus zero {N}\. "
-        rf"Own's context gain at 8 T has grown to {N}, zero's to {N}",
-        lambda: [
-            *(
-                cells("boundaries", "ladder", LONG | {"what": what}, "beyond")[0]
-                for what in ("coverage", "continuity", "own over zero")
-            ),
-            *(gain(arm, setting=LONG["setting"])[0] for arm in ("own", "zero")),
-        ],
+        rf"Beyond T coverage is {N} \[{N}, {N}\], continuity {N} \[{N}, {N}\] and own minus zero {N} \[{N}, {N}\]: by .*? "
+        rf"Inside T own is at {N} \[{N}, {N}\] over zero: open\. .*? Its context gain at 8 T is {N} after",
+        lambda: [*outcomes(LONG), *outcomes(LONG, "inside")[6:], *gain("own", setting=LONG["setting"])],
     ),
     (
-        rf"gain at 8 T is {N}, zero's {N} ",
+        rf"gain at 8 T is {N}, zero's {N} \(\[table\]",
         lambda: [value for arm in ("own", "zero") for value in gain(arm, setting=AT_512["setting"])],
     ),
     (
-        rf"Foreign's seed 3 is {N} above zero at places from 4096 to 8192, and {N} and {N} above",
+        rf"One run of foreign \(seed 3\) is {N} above zero at places from 4096 to 8192, and {N} and {N} above",
         lambda: [loss_at(k, "foreign-rate", [3]) - loss_at(k, "zero-rate", [3]) for k in (1, 2, 3)],
     ),
     (
@@ -378,14 +381,7 @@ SENTENCES = [
     ),
     (
         r"in each of eight seeds and in (\d+) of (\d+) packages",
-        lambda: [
-            next(
-                float(one[column])
-                for one in table("boundaries", "agreement")
-                if (one["setting"], one["what"], one["places"]) == (MAIN, "own over zero", "beyond")
-            )
-            for column in ("packages", "of_packages")
-        ],
+        lambda: packages_of_own({"setting": MAIN}, "of_packages"),
     ),
 ]
 

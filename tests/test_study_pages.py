@@ -54,7 +54,7 @@ from study_numbers import (
     worse_at_each_rate,
     worse_means,
 )
-from timing_numbers import BESIDE, clean_times, millions, spread, times_as_many
+from timing_numbers import BESIDE, clean_times, millions, nats_in_equal_time, seeds_lower, spread
 
 SENTENCES = {
     "parity": [
@@ -270,39 +270,39 @@ SENTENCES = {
         ),
         (rf"Wrong of padded by the estimate, {N};", lambda: answers("padded-row-means")[:1]),
         (
-            rf"It has {N} nats an answer \[{N}, {N}\] less than padded, six",
-            lambda: [-answers("packed-equal-time")[i] for i in (0, 2, 1)],
+            rf"It has {N} nats an answer \[{N}, {N}\] less than padded, in (\w+) of (\w+) seeds",
+            lambda: [*(-answers("packed-equal-time")[i] for i in (0, 2, 1)), *seeds_lower()],
         ),
         (
-            rf"six seeds of eight, and {N} \[{N}, {N}\] less than packed",
+            rf"equal tokens the difference is {N} less \[{N}, {N}\]",
             lambda: [-nats_over("packed-equal-time", "packed-reset")[i] for i in (0, 2, 1)],
         ),
         (
-            rf"the answer is open: {N} \[{N}, {N}\] over padded and {N} \[{N}, {N}\] over packed",
+            rf"eight seeds end with {N} and {N} nats and make [^|]*? The other (\w+) have {N} or less",
+            lambda: [*nats_in_equal_time()[:2], len(nats_in_equal_time()[2:]), nats_in_equal_time()[2]],
+        ),
+        (
+            rf"It is at {N} \[{N}, {N}\] over padded and at {N} \[{N}, {N}\] over packed",
             lambda: [
                 *answers("packed-equal-time", "contradiction"),
                 *nats_over("packed-equal-time", "packed-reset", "contradiction"),
             ],
         ),
         (
-            rf"A clean one gives {N} times as many steps on `mqar` and {N} on",
+            rf"Steps: right on `mqar`, {N}; wrong by the estimate on `contradiction`, {N}, [^|]*? by the estimate, {N} less;",
+            lambda: [*(clean_times(task) for task in ("mqar", "contradiction")), -answers("packed-equal-time")[0]],
+        ),
+        (
+            rf"It makes {N} times as many steps \(\[times.*?Packing makes only {N} times as many",
             lambda: [clean_times(task) for task in ("mqar", "contradiction")],
         ),
         (
-            rf"So packed had {N} and {N} % more time than padded",
-            lambda: [100 * (times_as_many(task) / clean_times(task) - 1) for task in ("mqar", "contradiction")],
-        ),
-        (
-            rf"Steps: right on `mqar`, {N}; wrong by the estimate on `contradiction`, {N}, [^|]*? right on `mqar`, {N} less with "
-            rf"{N} times the steps, [^|]*? open with {N} times",
+            rf"too many steps: {N} times as many on `mqar` [^|]*? and {N} on .*? packed had {N} and {N} % more time",
             lambda: [
-                *(clean_times(task) for task in ("mqar", "contradiction")),
-                -answers("packed-equal-time")[0],
-                *(times_as_many(task) for task in ("mqar", "contradiction")),
+                *(clean_times(task, timing=1) for task in ("mqar", "contradiction")),
+                *(100 * (clean_times(task, timing=1) / clean_times(task) - 1) for task in ("mqar", "contradiction")),
             ],
         ),
-        (rf"It makes {N} times as many steps\. It has", lambda: [times_as_many("mqar")]),
-        (rf"On `contradiction`, with {N} times as many", lambda: [times_as_many("contradiction")]),
         (rf"has {N} nats an answer in place of {N}: a difference of {N} ", lambda: again("downstream", "mqar.nats")[0]),
         (
             rf"Seldom: {N} % of its tokens",
@@ -337,7 +337,7 @@ SENTENCES = {
         (r"sign is likely: (\w+) of (\w+) seeds", seeds),
         (rf"gained about {N} nats beyond", lambda: [-ladder("beyond")[0]]),
         (
-            rf"its size: {N} nats, where rounding moved a pair of parity's runs by up to {N};",
+            rf"its size: {N} nats, where rounding moved a pair of parity's runs by up to {N} ",
             lambda: [-ladder("beyond")[0], *cells("parity", "calibration-files", LAST, "largest")],
         ),
         (
@@ -352,14 +352,14 @@ SENTENCES = {
             ],
         ),
         (
-            rf"own was at {N} \[{N}, {N}\] beyond T = 512; at T = 2048 it is at {N} \[{N}, {N}\]",
+            rf"own was at {N} \[{N}, {N}\] beyond T = 512 \(three seeds\); at T = 2048 it is at {N} \[{N}, {N}\]",
             lambda: [
                 *ordered("own, other rows", setting=AT_512["setting"]),
                 *ordered("own, other rows", setting=MAIN),
             ],
         ),
         (
-            rf"loss of zero, foreign and own by {N} nats \(three seeds",
+            rf"loss of zero, foreign and own by {N} nats \(five seeds",
             lambda: [statistics.fmean(map(gain_of_twice_the_rate, ("zero", "foreign", "own")))],
         ),
     ],
@@ -372,3 +372,10 @@ SENTENCES = {
 )
 def test_a_sentence_rounds_the_records(page, pattern, numbers):
     assert said(page, pattern) == rounded_as(said(page, pattern), numbers())
+
+
+@pytest.mark.parametrize("task", ["mqar", "contradiction"])
+def test_equal_time_takes_the_steps_of_the_clean_timing(task):
+    padded = of_task("padded", task)[0]["metrics"]["steps"]
+    steps = {one["metrics"]["steps"] for one in of_task("packed-equal-time", task)}
+    assert steps == {round(padded * clean_times(task))}

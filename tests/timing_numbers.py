@@ -3,14 +3,21 @@
 from study_numbers import of_task, table
 
 
-def times_as_many(task):
-    """Steps of packed in padded's GPU time, over padded's."""
-    return of_task("packed-equal-time", task)[0]["metrics"]["steps"] / of_task("padded", task)[0]["metrics"]["steps"]
+def nats_in_equal_time(task="contradiction"):
+    """Of packed in padded's GPU time, the most first."""
+    return sorted((one["metrics"][f"{task}.nats"] for one in of_task("packed-equal-time", task)), reverse=True)
 
 
-def latest(experiment, name, arm, *columns):
-    """Of the timing that stands first."""
-    found = next(one for one in table(experiment, name) if one["arm"] == arm)
+def seeds_lower(task="mqar"):
+    """In how many seeds packed in padded's GPU time has fewer nats an answer than padded, and of how many."""
+    arms = ("packed-equal-time", "padded")
+    packed, padded = ({one["seed"]: one["metrics"][f"{task}.nats"] for one in of_task(arm, task)} for arm in arms)
+    return [sum(packed[seed] < padded[seed] for seed in packed), len(packed)]
+
+
+def latest(experiment, name, arm, *columns, timing=0):
+    """Of the timing that stands first, or of the one after it."""
+    found = [one for one in table(experiment, name) if one["arm"] == arm][timing]
     return [float(found[column]) for column in columns]
 
 
@@ -26,9 +33,10 @@ def spread(arm):
 BESIDE = ("single", "single, eager", "packed-reset, beside single", "padded, beside single")
 
 
-def clean_times(task):
-    """How many times as many steps packed with reset makes, by the timing without captures of graphs."""
+def clean_times(task, timing=0):
+    """How many times as many steps packed with reset makes, by the timing without captures of graphs; 1: by the first."""
     marked = ", contradiction" if task == "contradiction" else ""
     arms = (arm + marked for arm in ("padded", "packed-reset"))
-    padded, packed = (latest("downstream", f"throughput-{task}", arm, "real_tokens_per_second")[0] for arm in arms)
+    tokens = "real_tokens_per_second"
+    padded, packed = (latest("downstream", f"throughput-{task}", arm, tokens, timing=timing)[0] for arm in arms)
     return packed / padded

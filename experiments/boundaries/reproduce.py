@@ -102,7 +102,12 @@ HEADLINES = [
     ),
     Headline("noise over zero beyond T", "ladder-files", MAIN | {"what": "noise"}, "beyond", alone="ladder"),
     *(
-        Headline(f"{what} beyond T = 512", "ladder-files", _at(512) | {"what": what}, "beyond", alone="ladder")
+        Headline(f"{what} beyond T{of}", "ladder-files", setting | {"what": what}, "beyond", alone="ladder")
+        for of, setting in (
+            (" = 512", _at(512)),
+            (", rate 0.004", {"setting": f"{MAIN['setting']}, rate 0.004"}),
+            (", 262M tokens", {"setting": "T = 2048, 14M, 262M tokens"}),
+        )
         for what in ("coverage", "continuity", "own over zero")
     ),
     Headline(
