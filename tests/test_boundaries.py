@@ -192,10 +192,10 @@ def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
         "calibration": ["zero", "zero, control"],
         "order": ["zero", "zero, 8 streams a row", "zero, plain streams", "shuffled"],
         "leak": ["rows", "leak", "foreign heads", "leak, convolution", "leak, scan", "learned"],
-        "rows-512": ["zero", "foreign", "own"],
+        "rows-512": ["zero", "foreign", "own", "shuffled"],
         "rows-8192": ["zero", "foreign", "own"],
         "carry-or-shuffle": ["shuffled"],
-        "ladder-rate": ["zero", "foreign", "own"],
+        "ladder-rate": ["zero", "foreign", "own", "shuffled"],
         "larger": ["zero", "own"],
         "post": ["zero", "foreign", "own", "noise"],
     }
