@@ -3,10 +3,11 @@
 import functools
 import json
 
-from study_numbers import EXPERIMENTS, cells, interval
+from study_numbers import EXPERIMENTS, MAIN, cells, interval
 
 PLACES = ("inside", "beyond")
 BEYOND = (2048, 65536)
+FIVE = range(1, 6)
 AT_8192 = {"setting": "T = 8192, 14M, 100M tokens"}
 LONG = {"setting": "T = 2048, 14M, 262M tokens"}
 RATE = {"setting": "T = 2048, 14M, 100M tokens, rate 0.004"}
@@ -37,9 +38,17 @@ def loss_beyond(arm, seed, T=8192):
     return loss_at_places(arm, seed, T, 32 * T)
 
 
-def over_shuffled(places):
+def over_shuffled(places, of=""):
     """Own minus the pool's rows shuffled, seed by seed."""
-    return [loss_at_places("own", seed, *places) - loss_at_places("shuffled", seed, *places) for seed in range(1, 9)]
+    seeds = FIVE if of else range(1, 9)
+    return [
+        loss_at_places(f"own{of}", seed, *places) - loss_at_places(f"shuffled{of}", seed, *places) for seed in seeds
+    ]
+
+
+def of_noise(what, places="beyond"):
+    """A difference from noise, or noise's from zero."""
+    return interval("boundaries", "ladder", {"setting": MAIN, "what": what}, places)
 
 
 def outcomes(setting, places="beyond"):

@@ -13,6 +13,7 @@ from study_numbers import (
     above_zero,
     again,
     answers,
+    at_512,
     at_higher_rate,
     at_places,
     behind_another,
@@ -352,10 +353,11 @@ SENTENCES = {
             ],
         ),
         (
-            rf"own was at {N} \[{N}, {N}\] beyond T = 512 \(three seeds\); at T = 2048 it is at {N} \[{N}, {N}\]",
+            rf"own states gained {N} nats \[{N}, {N}\] beyond the row [^|]*? own minus these is {N} \[{N}, {N}\] beyond T, and "
+            rf"inside T own is worse by {N} \[{N}, {N}\]\.",
             lambda: [
-                *ordered("own, other rows", setting=AT_512["setting"]),
-                *ordered("own, other rows", setting=MAIN),
+                *(-at_512("own over zero")[i] for i in (0, 2, 1)),
+                *(x for where in ("beyond", "inside") for x in ordered("own, shuffled", where, AT_512["setting"])),
             ],
         ),
         (

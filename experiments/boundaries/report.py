@@ -38,6 +38,7 @@ LADDER = (
     *PRIMARY,
     ("own over zero", "own", "zero"),
     ("noise", "noise", "zero"),
+    ("foreign over noise", "foreign", "noise"),
     ("own over noise", "own", "noise"),
     ("own scan", "own scan", "own"),
     ("whole", "whole", "own"),

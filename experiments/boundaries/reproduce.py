@@ -52,6 +52,7 @@ def _at(T: int) -> dict[str, str]:
 
 
 MAIN = _at(2048)
+AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
 ORDER = {"setting": f"{MAIN['setting']}, tuning seeds"}
 HEADLINES = [
     *(
@@ -110,12 +111,25 @@ HEADLINES = [
         )
         for what in ("coverage", "continuity", "own over zero")
     ),
-    Headline(
-        "own over zero beyond T, post-training",
-        "ladder-files",
-        {"setting": "T = 2048, 14M, 32.8M tokens, post-training", "what": "own over zero"},
-        "beyond",
-        alone="ladder",
+    *(
+        Headline(
+            f"own minus the pool's rows shuffled, {places} T = 512",
+            "order-files",
+            _at(512) | {"what": "own, shuffled"},
+            places,
+            alone="order",
+        )
+        for places in ("inside", "beyond")
+    ),
+    *(
+        Headline(
+            f"{name} over zero beyond T, post-training",
+            "ladder-files",
+            AFTER | {"what": what},
+            "beyond",
+            alone="ladder",
+        )
+        for name, what in (("foreign", "coverage"), ("own", "own over zero"))
     ),
     *(
         Headline(
