@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import run
-from experiments.boundaries.plots import starts_figures
+from experiments.boundaries.plots import dose_figures, starts_figures
 from experiments.boundaries.report import KINDS, _primary
 from experiments.boundaries.runs import arms, by_setting, name_of
 from made_records import training
@@ -182,6 +182,30 @@ def test_orders_and_lengths_of_rows_are_compared_with_what_differs_in_them_alone
 
 
 @pytest.mark.slow
+def test_leaks_in_post_training_have_a_figure_and_rows_of_their_own():
+    records = []
+    for seed in (1, 2, 3):
+        for T, share in ((512, 0.01), (2048, 0.05), (8192, 0.2)):
+            for boundary, after in (("reset", 0.0), ("leak", share)):
+                one = in_rows(seed, after, streams=1, stagger=False, shuffle_steps=500, row_length=T)
+                trainer = one["config"]["trainer"] | {"boundary": boundary, "init_from": "any:zero", "max_steps": 500}
+                metrics = one["metrics"] | {"tokens_behind_another": share * one["metrics"]["real_tokens"]}
+                config = one["config"] | {"trainer": trainer}
+                records.append(one | {"config": config, "metrics": metrics, "arm": f"{boundary} {T}"})
+    leaks = {row["setting"].partition(",")[0]: float(row["inside"]) for row in rows(records, "leak")}
+    assert leaks == pytest.approx({"T = 512": 0.01, "T = 2048": 0.05, "T = 8192": 0.2}, abs=2e-3)
+    whole = [
+        one | {"config": one["config"] | {"trainer": one["config"]["trainer"] | {"init_from": None, "max_steps": 1526}}}
+        for one in records
+    ]
+    assert [figure.name for figure in dose_figures(records)] == ["dose-post-training"]
+    assert [figure.name for figure in dose_figures(records + whole)] == ["dose", "dose-post-training"]
+    assert "row-length" not in {table.name for table in KINDS["training"].tables(records)}
+    assert {row["arm"] for row in rows(records + whole, "row-length")} == {"rows", "leak"}
+    assert len(rows(records + whole, "row-length")) == 4, "rows and leak at two lengths, of whole runs alone"
+
+
+@pytest.mark.slow
 def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
     monkeypatch.setattr(
         "packmamba.training.sweep.check_run", lambda *_: None
@@ -197,10 +221,11 @@ def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
         "carry-or-shuffle": ["shuffled"],
         "ladder-rate": ["zero", "foreign", "own", "shuffled"],
         "larger": ["zero", "own"],
-        "post": ["zero", "foreign", "own", "noise"],
+        "post": ["zero", "foreign", "own", "noise", "shuffled"],
+        "post-leak": ["rows", "leak", "foreign heads", "leak, scan", "leak, convolution"],
     }
     for sweep, names in expected.items():
-        keys = ["grid={seed: [1]}", *(["trainer.init_from=null"] if sweep == "post" else [])]
+        keys = ["grid={seed: [1]}", *(["trainer.init_from=null"] if sweep.startswith("post") else [])]
         configs = [flatten(to_dict(config)) for config in load_sweep(FOLDER / f"{sweep}.yaml", keys)[1]]
         found = [name_of({f"config.{key}": value for key, value in config.items()}) for config in configs]
         assert list(dict.fromkeys(found)) == names, sweep

@@ -6,12 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.boundaries.runs import STARTS, Arm, arms, by_setting, contrast, dose, gain_pairs, is_ladder, spans
+from experiments.boundaries.runs import (
+    STARTS,
+    Arm,
+    Setting,
+    arms,
+    by_setting,
+    contrast,
+    dose,
+    gain_pairs,
+    is_ladder,
+    spans,
+)
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.inference import bootstrap
 from packmamba.report.summary import Record
 
 COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7", "whole": "#D55E00"}
+DOSES = {"dose": False, "dose-post-training": True}
 
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
@@ -56,8 +68,14 @@ def _pairs(here: dict[str, Arm], name: str = "own") -> int:
 
 
 def dose_figures(records: Sequence[Record]) -> list[Figure]:
-    """What a leak does to the loss and to the use of context, against its dose; nothing with fewer than two doses."""
+    """What a leak does to the loss and to the use of context, against its dose, also in post-training; nothing with fewer than
+    two doses."""
     settings = {s: here for s, here in by_setting(arms(records)).items() if {"rows", "leak"} <= here.keys()}
+    parts = [(name, {s: here for s, here in settings.items() if s.after == after}) for name, after in DOSES.items()]
+    return [figure for name, part in parts for figure in _doses(name, part)]
+
+
+def _doses(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
     known = [(dose(here["leak"]), s, here) for s, here in settings.items() if not s.tuning]
     doses = sorted(((100 * share, s, here) for share, s, here in known if share is not None), key=lambda one: one[0])
     if len(doses) < 2:
@@ -85,7 +103,7 @@ def dose_figures(records: Sequence[Record]) -> list[Figure]:
         "Leak minus the same rows with reset, by the share of tokens that stand behind another document, which "
         "grows with T; 95 % intervals."
     )
-    return [finish(fig, "dose", caption)]
+    return [finish(fig, name, caption)]
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:

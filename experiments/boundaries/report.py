@@ -162,11 +162,12 @@ def _lengths(settings: dict[Setting, dict[str, Arm]]) -> Table:
     table = Table("row-length", f"Rows of other lengths minus rows of {MIDDLE}, nats per target", columns)
     for setting, here in settings.items():
         other = settings.get(replace(setting, T=MIDDLE), {})
+        aside = setting.tuning or setting.after
         for name in ("rows", "leak", "zero"):
-            if setting.T != MIDDLE and not setting.tuning and name in here and name in other:
+            if setting.T != MIDDLE and not aside and name in here and name in other:
                 found = [contrast(here[name], other[name], *span) for span in spans_of.values()]
                 table.rows.append([word(name), number(setting.T, "d"), number(MIDDLE, "d"), *map(_cell, found)])
-        if setting.T != MIDDLE and not setting.tuning and {"own", "zero"} <= here.keys() & other.keys():
+        if setting.T != MIDDLE and not aside and {"own", "zero"} <= here.keys() & other.keys():
             less = (other["own"], other["zero"])
             found = [contrast(here["own"], here["zero"], *span, less=less) for span in spans_of.values()]
             row = [word("own over zero"), number(setting.T, "d"), number(MIDDLE, "d")]

@@ -16,9 +16,17 @@ WINDOW = f"evaluation_options={WINDOWS}"
 LENGTHS = {"T512": 64, "T8192": 256, "mixture": 128, "unmarked": 128}
 DOSES = ["rows-T512", "leak-T512", "rows-T8192", "leak-T8192", "foreign-heads-T8192"]
 DOSES += ["rows-mixture", "leak-mixture", "rows-unmarked", "leak-unmarked"]
-OWN = {arm: f"{{evaluation_options: {WINDOWS}, data.row_length: {LENGTHS[arm.rpartition('-')[2]]}}}" for arm in DOSES}
-OF_ARMS = f"arms={{{', '.join(f'{arm}: {keys}' for arm, keys in OWN.items())}}}"
-"""Where arms have rows and windows of their own."""
+AFTERS = [f"{arm}-post-{text}" for text in ("T8192", "T512", "mixture") for arm in ("rows", "leak")]
+
+
+def _of(arms: list[str]) -> str:
+    """Rows and windows of their own, where arms have them."""
+    own = (
+        f"{arm}: {{evaluation_options: {WINDOWS}, data.row_length: {LENGTHS[arm.rpartition('-')[2]]}}}" for arm in arms
+    )
+    return f"arms={{{', '.join(own)}}}"
+
+
 STREAMS = "common={data.row_length: 64, data.streams: 512}"
 POOL = (*TINY, *STEPS_OF_TINY, WINDOW, STREAMS)
 ORDERS = "arms={pool-8: {data.streams: 128}, plain: {data.streams: 16}, shuffled: {data.shuffle_steps: 80}}"
@@ -30,6 +38,7 @@ def _step(name: str, *small: str, keys: tuple[str, ...] = ()) -> Step:
     return Step(f"{name}.yaml", ("jobs=auto", *keys), small=("jobs=1", *small), gpus=1, small_on_cpu=True)
 
 
+FROM = "trainer.init_from={output}:zero"
 ROWS = "common={data.row_length: 64, data.streams: 1, data.stagger: false, data.shuffle_steps: 80}"
 STEPS = [
     _step("calibration", *POOL, "arms={zero: {}, control: {data.slots_per_batch: 512}}"),
@@ -37,12 +46,13 @@ STEPS = [
     _step("ladder-more", *POOL, WHOLE),
     _step("order", *POOL, ORDERS),
     _step("leak", *TINY, *STEPS_OF_TINY, WINDOW, ROWS),
-    _step("leak-dose", *TINY, *STEPS_OF_TINY, OF_ARMS, ROWS, "grid={seed: [1]}"),
+    _step("leak-dose", *TINY, *STEPS_OF_TINY, _of(DOSES), ROWS, "grid={seed: [1]}"),
     *(
         _step(name, *POOL, *SHORT)
         for name in ("carry-or-shuffle", "rows-512", "rows-8192", "ladder-rate", "long", "larger")
     ),
-    _step("post", *POOL, *SHORT, keys=("trainer.init_from={output}:zero",)),
+    _step("post", *POOL, *SHORT, "arms={shuffled-post: {data.shuffle_steps: 20}}", keys=(FROM,)),
+    _step("post-leak", *TINY, *SHORT, WINDOW, ROWS, _of(AFTERS), keys=(FROM,)),
     _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", WHOLE, "throughput_rounds=4"),
 ]
 
