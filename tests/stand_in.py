@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from packmamba.data.corpus import load_corpora
 from packmamba.records import METRICS, append_record, make_record
 from packmamba.training.claims import Taken, alone
 from packmamba.training.note import Note, Outcome
@@ -33,8 +34,9 @@ def pretend(config, where, stop):
                 if config.seed == FAILS and step == 3:
                     note.say(state="failed", why="made to fail")
                     return Outcome("failed", 1.0, why="made to fail")
+            documents = load_corpora(config.data, progress=False).corpus_hash
             metrics = dict.fromkeys(METRICS["training"]) | {"val_loss": 2.0 + config.seed / 100, "steps": STEPS}
-            made = make_record("training", "test", config.name, decisive(config), config.seed, "a corpus", metrics, 1.0)
+            made = make_record("training", "test", config.name, decisive(config), config.seed, documents, metrics, 1.0)
             append_record(record_path(config), made)
             note.say(state="done", step=step)
             return Outcome("done", time.monotonic() - begun, 2.0)

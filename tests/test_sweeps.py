@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import yaml
 
 from packmamba import cli, timing
 from packmamba.config import ConfigError
+from packmamba.data.corpus import load_corpora
 from packmamba.records import METRICS, append_record, make_record, read_records
 from packmamba.report.folder import build_sections
 from packmamba.report.training import throughput_tables
@@ -60,6 +62,28 @@ def test_a_sweep_runs_its_grid_once(tmp_path):
     run_sweep(sweep, configs, progress=False)
     assert len(list((folder / "records").iterdir())) == 9
     assert all(file.read_bytes() == content for file, content in files.items()), "nothing that was done is done again"
+
+
+@pytest.mark.slow
+def test_records_of_other_documents_are_not_taken_for_done(tmp_path, capsys):
+    path = write_sweep(tmp_path, throughput_rounds=0, grid={"seed": [0, 1]})
+    sweep, configs = load_sweep(path)
+    for part in (configs[:1], configs, configs):
+        run_sweep(sweep, part, progress=False)
+    documents = Path(configs[0].data.path)
+    before = documents.read_text()
+    documents.write_text(before + '{"text": "abcd"}\n')
+    with pytest.raises(
+        ConfigError, match="documents have changed since packed, seed 0, was trained; give another output"
+    ):
+        run_sweep(sweep, configs, progress=False)
+    documents.unlink()
+    capsys.readouterr()
+    run_sweep(sweep, configs, progress=True)
+    assert "done runs are not compared with their documents: data.path" in capsys.readouterr().out
+    documents.write_text(before)
+    run_sweep(sweep, configs, progress=True)
+    assert "compared" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -254,7 +278,8 @@ def test_what_is_added_later_alone_is_run(tmp_path, monkeypatch):
     def trains(config, where, progress):
         trained.append((config.name, config.seed, config.optimizer.lr))
         metrics = dict.fromkeys(METRICS["training"]) | {"val_loss": config.optimizer.lr}
-        made = make_record("training", "x", config.name, decisive(config), config.seed, "a corpus", metrics, 1.0)
+        documents = load_corpora(config.data, progress=False).corpus_hash
+        made = make_record("training", "x", config.name, decisive(config), config.seed, documents, metrics, 1.0)
         append_record(record_path(config), made)
         return Outcome("done", 1.0)
 

@@ -321,6 +321,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
                 append_record(timings, record)
         for number in queue.outcomes:
             queue.say(number, "done before")
+        queue.check_documents()
         _say_which(sweep, every)
         try:
             if executor is not None:
