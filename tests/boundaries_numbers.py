@@ -3,7 +3,7 @@
 import functools
 import json
 
-from study_numbers import EXPERIMENTS, MAIN, cells, interval
+from study_numbers import EXPERIMENTS, MAIN, cells, interval, over_seeds
 
 PLACES = ("inside", "beyond")
 BEYOND = (2048, 65536)
@@ -111,16 +111,17 @@ def in_training(first, last, arms=("zero", "shuffled")):
     return means[0] - means[1]
 
 
-def gain_of_own(of, seeds):
-    """By how much own is below zero on the targets of the context gain at 8 T, with all context and with T of it."""
+def gain_of_own(of, last):
+    """By how much own is below zero on the targets of the context gain at 8 T, with all context and with T of it before them;
+    each with half its interval over the seeds from 1 to the last."""
     found = []
-    for seed in seeds:
+    for seed in range(1, last + 1):
         own, zero = (
             next(p for p in record_of(arm, seed)["curves"]["long_context.context_gain"] if p["windows"] == 8)
             for arm in (f"own{of}", f"zero{of}")
         )
         found.append((zero["loss"] - own["loss"], zero["loss"] + zero["gain"] - own["loss"] - own["gain"]))
-    return [sum(each) / len(found) for each in zip(*found)]
+    return [x for mean, low, high in map(over_seeds, zip(*found)) for x in (mean, (high - low) / 2)]
 
 
 def at_one_commit():

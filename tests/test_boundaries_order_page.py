@@ -122,7 +122,7 @@ SENTENCES = [
     ),
     (rf"It is so at T = 512, too: {N} \[{N}, {N}\]\.", lambda: more_gain("shuffled", setting=AT_512)),
     (
-        rf"\*Not shown\* beyond T: {N} \[{N}, {N}\]\. [^|]*? by the estimate: {N} \[{N}, {N}\]\.",
+        rf"estimate beyond T, {N}; open by the interval, \[{N}, {N}\]\. [^|]*? \*\*right\*\*: {N} \[{N}, {N}\];",
         lambda: [x for where in reversed(PLACES) for x in ordered("own, shuffled", where, AT_512["setting"])],
     ),
 ]

@@ -11,6 +11,7 @@ from boundaries_numbers import (
     PLACES,
     RATE,
     after,
+    again_at,
     at_one_commit,
     gain_of_own,
     loss_beyond,
@@ -51,7 +52,7 @@ from study_numbers import (
 )
 
 SENTENCES = [
-    (r"Differences are of (\w+) seeds of (\w+)\. Those at", seeds),
+    (r"Differences are of (\w+) seeds of (\w+), but for these", seeds),
     (rf"mean was worse, by {N} to {N}, and", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
     (
         rf"Without any one package they are {N} to {N} in size",
@@ -112,14 +113,13 @@ SENTENCES = [
     ),
     (rf"rows\. So {N}, {N} and {N} % of the tokens stand behind", doses),
     (
-        rf"gain at 8 T own is {N} below zero with all context, and {N} below when both [^|]*? numbers are {N} and {N} "
-        rf"at T = 512, {N} and {N} at a rate of 0\.004, and {N} and {N} after "
-        rf"262 million tokens\. Post-training is the exception: {N} and {N}\.",
-        lambda: [
-            x
-            for of, last in (("", 8), ("-T512", 5), ("-rate", 5), ("-long", 3), ("-post", 5))
-            for x in gain_of_own(of, range(1, last + 1))
-        ],
+        rf"8 T own is {N} ± {N} below zero with all context, and {N} ± {N} below when each [^|]*? numbers are {N} ± {N} and "
+        rf"{N} ± {N}\. [^|]*? a third: {N} ± {N} and {N} ± {N}\.",
+        lambda: [x for of, last in (("", 8), ("-T512", 5), ("-post", 5)) for x in gain_of_own(of, last)],
+    ),
+    (
+        rf"At a rate of 0\.004 \({N} and {N}\) and after 262 million tokens \({N} and {N}\) the intervals",
+        lambda: [x for of, last in (("-rate", 5), ("-long", 3)) for x in gain_of_own(of, last)[::2]],
     ),
     (
         rf"after 262 million tokens, zero's {N}: {N} \[{N}, {N}\] more, where it was {N} after",
@@ -130,16 +130,24 @@ SENTENCES = [
         lambda: [mean_loss("zero", FIVE) - mean_loss("own", FIVE), -over_again("own", FIVE)],
     ),
     (
-        rf"on seeds 1 to 5, it is at {N} beyond T, in place of {N}\. Foreign is worse than noise [^|]*? by {N} \[{N}, {N}\]",
+        rf"on seeds 1 to 5, it is at {N} beyond T, in place of {N}, and above [^|]*? worse than noise [^|]*? by {N} \[{N}, {N}\]",
         lambda: [
             over_again("noise", FIVE),
             mean_loss("noise", FIVE) - mean_loss("zero", FIVE),
             *of_noise("foreign over noise"),
         ],
     ),
+    (
+        r"in place of [^|]*? above zero in each of the (\w+)\. Foreign",
+        lambda: [sum(mean_loss("noise", [seed]) > again_at(seed) for seed in FIVE)],
+    ),
+    (
+        rf"it is a harm, {N} \[{N}, {N}\], and larger than at 2048 by the estimate alone",
+        lambda: at_512("coverage"),
+    ),
     (rf"Noise harms {N} times as much\.", lambda: [of_noise("noise")[0] / primary("coverage", "beyond")[0]]),
     (
-        rf"eight of eight seeds too, by {N} times as much",
+        rf"eight of eight seeds too, its harm is {N} of foreign's",
         lambda: [of_noise("noise")[0] / primary("coverage", "beyond")[0]],
     ),
     (
@@ -164,9 +172,10 @@ SENTENCES = [
     ),
     (
         rf"Own's context gain at 8 T is {N} \[{N}, {N}\] over zero's\. Exploratory\. "
-        rf"[^|]*? Foreign is at {N} \[{N}, {N}\] over zero beyond T, where the ladder's is at {N}\.",
+        rf"[^|]*? loss beyond T by {N}, from zero by {N}\.\*\* [^|]*? ends at {N} \[{N}, {N}\] over zero there, [^|]*?, {N}\.",
         lambda: [
             *interval("boundaries", "gain-differences", {"setting": AFTER["setting"], "arm": "own"}, "gain_8"),
+            *(-over_again(arm, FIVE) for arm in ("foreign-post", "zero-post")),
             *after("coverage"),
             primary("coverage", "beyond")[0],
         ],
@@ -230,7 +239,7 @@ SENTENCES = [
         ],
     ),
     (
-        rf"coverage is {N} \[{N}, {N}\] beyond T and {N} \[{N}, {N}\] inside\. Inside [^|]*? mean, {N} \[{N}, {N}\]",
+        rf"coverage is {N} \[{N}, {N}\] beyond T and {N} \[{N}, {N}\] inside\. Inside [^|]*? is shown, {N} \[{N}, {N}\]",
         lambda: [*at_512("coverage"), *outcomes(AT_512, "inside")[:3], *outcomes(AT_512, "inside")[6:]],
     ),
     (

@@ -275,8 +275,8 @@ SENTENCES = {
             lambda: [*(-answers("packed-equal-time")[i] for i in (0, 2, 1)), *seeds_lower()],
         ),
         (
-            rf"equal tokens the difference is {N} less \[{N}, {N}\]",
-            lambda: [-nats_over("packed-equal-time", "packed-reset")[i] for i in (0, 2, 1)],
+            rf"equal tokens it is at {N} \[{N}, {N}\]: that",
+            lambda: nats_over("packed-equal-time", "packed-reset"),
         ),
         (
             rf"eight seeds end with {N} and {N} nats and make [^|]*? The other (\w+) have {N} or less",
@@ -334,7 +334,7 @@ SENTENCES = {
         ),
         (rf"with {N}, {N} or {N} % of the tokens behind another", doses),
         (r"same order, (\w+) of (\w+) seeds", seeds),
-        (r"over zero\. (\w+) of (\w+) seeds", seeds),
+        (r"gain a little over zero: (\w+) of (\w+) seeds", seeds),
         (r"sign is likely: (\w+) of (\w+) seeds", seeds),
         (rf"gained about {N} nats beyond", lambda: [-ladder("beyond")[0]]),
         (
@@ -353,8 +353,8 @@ SENTENCES = {
             ],
         ),
         (
-            rf"own states gained {N} nats \[{N}, {N}\] beyond the row [^|]*? own minus these is {N} \[{N}, {N}\] beyond T, and "
-            rf"inside T own is worse by {N} \[{N}, {N}\]\.",
+            rf"own states gained {N} nats \[{N}, {N}\] beyond the row [^|]*? own is at {N} \[{N}, {N}\] beyond T: [^|]*? "
+            rf"Inside T it is worse by {N} \[{N}, {N}\]\.",
             lambda: [
                 *(-at_512("own over zero")[i] for i in (0, 2, 1)),
                 *(x for where in ("beyond", "inside") for x in ordered("own, shuffled", where, AT_512["setting"])),

@@ -3,7 +3,6 @@
 import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from packmamba.training.runs import decisive, record_path, run_id
 from packmamba.training.surroundings import MOST_GRAPHS
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.throughput import measure_throughput
-from runs import final_state, tiny_config, write_config
+from runs import final_state, tiny_config, write_config, write_documents
 
 
 def write_sweep(tmp_path, **changes):
@@ -66,16 +65,16 @@ def test_a_sweep_runs_its_grid_once(tmp_path):
 
 @pytest.mark.slow
 def test_records_of_other_documents_are_not_taken_for_done(tmp_path, capsys):
-    path = write_sweep(tmp_path, throughput_rounds=0, grid={"seed": [0, 1]})
+    documents = tmp_path / "others.jsonl"
+    arms = {"one": {"data.strategy": "greedy"}, "two": {"data.strategy": "greedy", "data.path": str(documents)}}
+    path = write_sweep(tmp_path, throughput_rounds=0, grid={"seed": [0, 1]}, arms=arms)
+    before = write_documents(tmp_path).read_text() + '{"text": "abcd"}\n'
+    documents.write_text(before)
     sweep, configs = load_sweep(path)
     for part in (configs[:1], configs, configs):
         run_sweep(sweep, part, progress=False)
-    documents = Path(configs[0].data.path)
-    before = documents.read_text()
-    documents.write_text(before + '{"text": "abcd"}\n')
-    with pytest.raises(
-        ConfigError, match="documents have changed since packed, seed 0, was trained; give another output"
-    ):
+    documents.write_text(2 * before)
+    with pytest.raises(ConfigError, match="documents have changed since two, seed 0, was trained; give another output"):
         run_sweep(sweep, configs, progress=False)
     documents.unlink()
     capsys.readouterr()
