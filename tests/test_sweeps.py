@@ -23,7 +23,7 @@ from packmamba.training.runs import decisive, record_path, run_id
 from packmamba.training.surroundings import MOST_GRAPHS
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.throughput import measure_throughput
-from runs import final_state, tiny_config, write_config, write_documents
+from runs import final_state, tiny_config, write_config
 
 
 def write_sweep(tmp_path, **changes):
@@ -61,28 +61,6 @@ def test_a_sweep_runs_its_grid_once(tmp_path):
     run_sweep(sweep, configs, progress=False)
     assert len(list((folder / "records").iterdir())) == 9
     assert all(file.read_bytes() == content for file, content in files.items()), "nothing that was done is done again"
-
-
-@pytest.mark.slow
-def test_records_of_other_documents_are_not_taken_for_done(tmp_path, capsys):
-    documents = tmp_path / "others.jsonl"
-    arms = {"one": {"data.strategy": "greedy"}, "two": {"data.strategy": "greedy", "data.path": str(documents)}}
-    path = write_sweep(tmp_path, throughput_rounds=0, grid={"seed": [0, 1]}, arms=arms)
-    before = write_documents(tmp_path).read_text() + '{"text": "abcd"}\n'
-    documents.write_text(before)
-    sweep, configs = load_sweep(path)
-    for part in (configs[:1], configs, configs):
-        run_sweep(sweep, part, progress=False)
-    documents.write_text(2 * before)
-    with pytest.raises(ConfigError, match="documents have changed since two, seed 0, was trained; give another output"):
-        run_sweep(sweep, configs, progress=False)
-    documents.unlink()
-    capsys.readouterr()
-    run_sweep(sweep, configs, progress=True)
-    assert "done runs are not compared with their documents: data.path" in capsys.readouterr().out
-    documents.write_text(before)
-    run_sweep(sweep, configs, progress=True)
-    assert "compared" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

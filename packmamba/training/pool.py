@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
-from packmamba.config import Config, DataConfig
+from packmamba.config import Config
 from packmamba.data.corpus import load_corpora
 from packmamba.errors import ConfigError, Unfinished
-from packmamba.records import read_records
 from packmamba.training.attempt import attempt
 from packmamba.training.callbacks import newest_step
 from packmamba.training.claims import taken
@@ -19,7 +18,7 @@ from packmamba.training.fit import fit
 from packmamba.training.note import Outcome, log_path
 from packmamba.training.places import one_of_several, several_devices
 from packmamba.training.ranks import attempt_in_ranks
-from packmamba.training.runs import names, record_path, run_folder, run_id
+from packmamba.training.runs import record_path, run_folder, training_records
 from packmamba.training.signals import Interrupted, Told, terminated_as_interrupted
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place, Worker
@@ -63,16 +62,12 @@ class Queue:
         self._taken: dict[str, list[float]] = {}
         """By arm, the seconds of the runs that this command has trained."""
         self._recorded: dict[str, list[float]] = {}
-        self._documents: dict[tuple[str, int], str] = {}
-        """By name and steps of a run that has a record, the hash of its corpus."""
         for number in range(len(self.configs)):
             if self._decide(number) and record_path(self.configs[number]).is_file():
                 self.outcomes[number] = Outcome("done")
         done = [number for number, outcome in self.outcomes.items() if outcome.state in DONE]
         for folder in {record_path(self.configs[number]).parents[1] for number in done}:
-            for record in _training_records(folder):
-                run = names(record["arm"], record["config"])[0].run
-                self._documents[run, record["config"]["trainer"]["max_steps"]] = record["corpus_hash"]
+            for record in training_records(folder):
                 if "diverged_at_step" not in record["metrics"]:
                     self._recorded.setdefault(record["arm"], []).append(record["wall_seconds"])
 
@@ -131,32 +126,6 @@ class Queue:
         if self.progress:
             config = self.configs[number]
             print(f"[{number + 1}/{len(self.configs)}] {config.name}, seed {config.seed}: {what}", flush=True)
-
-    def check_documents(self) -> None:
-        """Refuses records of documents that have changed since; says where they cannot be read here. Raises ConfigError."""
-        hashes: list[tuple[DataConfig, str | None]] = []
-        for number in sorted(self.outcomes):
-            config = self.configs[number]
-            now = next((found for data, found in hashes if data == config.data), "")
-            if now == "":
-                now = self._hash(config.data)
-                hashes.append((config.data, now))
-            then = self._documents.get((run_id(config), config.trainer.max_steps), now)
-            if now is not None and then != now:
-                raise ConfigError(
-                    f"the documents have changed since {config.name}, seed {config.seed}, was trained; give another output, or "
-                    f"remove {record_path(config)} and its run's folder to train it again"
-                )
-
-    def _hash(self, data: DataConfig) -> str | None:
-        try:
-            found = load_corpora(data, progress=self.progress).corpus_hash
-        except ConfigError as error:
-            if self.progress:
-                print(f"done runs are not compared with their documents: {error}", flush=True)
-            return None
-        self._corpora.append(data)
-        return found
 
     def prepare(self, number: int) -> None:
         """Makes the run's corpus unless it has been seen. Raises ConfigError if it cannot be made."""
@@ -285,10 +254,3 @@ def close(queue: Queue, worker: Worker, number: int) -> None:
     if outcome.state == "failed":
         worker.end(STOP_SECONDS)
     queue.close(number, outcome, worker.place.name)
-
-
-def _training_records(folder: Any) -> list[dict[str, Any]]:
-    try:
-        return [record for record in read_records(folder) if record["kind"] == "training"]
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

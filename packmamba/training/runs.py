@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from packmamba.config import CONFIGURATION, Config, to_dict
+from packmamba.errors import ConfigError
 from packmamba.records import read_records
 
 PLACES = (
@@ -174,6 +175,14 @@ def records_of(config: Config) -> dict[int, dict[str, Any]]:
         if record["kind"] == "training" and record["arm"] == config.name
         and names(config.name, record["config"])[0].run == mine
     }  # fmt: skip
+
+
+def training_records(folder: Path) -> list[dict[str, Any]]:
+    """All of a folder. Raises ConfigError naming a file that cannot be read."""
+    try:
+        return [record for record in read_records(folder) if record["kind"] == "training"]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def of_other_length(config: Config) -> tuple[Path, int] | None:

@@ -300,6 +300,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side
         from packmamba.training.surroundings import prepare_environment
         from packmamba.training.throughput import measure_throughput
+        from packmamba.training.unchanged import check_unchanged
     executor = None
     if sweep.launcher == "slurm":
         executor = slurm_executor(sweep.slurm, sweep.jobs, sweep.name or "sweep", sweep.output)
@@ -310,6 +311,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     begun = time.monotonic() if begun is None else begun
     trained, every = (some if sweep.train else [] for some in (chosen(sweep, configs), configs))
     queue = Queue(trained, progress, begun, sweep.deadline, Tuning(sweep.tune, trained))
+    check_unchanged([*queue.configs, *(c for c in every if c not in trained)], queue.configs, progress)
     on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in configs)
     where: AbstractContextManager[list[Place]] = places(sweep.jobs, on_gpu) if sweep.apart else nullcontext([])
     with where as side_by_side:
@@ -321,7 +323,6 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
                 append_record(timings, record)
         for number in queue.outcomes:
             queue.say(number, "done before")
-        queue.check_documents()
         _say_which(sweep, every)
         try:
             if executor is not None:

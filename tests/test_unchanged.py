@@ -1,0 +1,77 @@
+"""A sweep does not call runs done whose documents have changed, nor trains others beside them."""
+
+import json
+
+import pytest
+import yaml
+
+from packmamba.errors import ConfigError
+from packmamba.training.sweep import load_sweep, run_sweep
+from runs import tiny_config, write_config, write_documents
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two arms of one corpus, one of another, two seeds; trained."""
+    own, base = tmp_path / "own.jsonl", tmp_path / "base.yaml"
+    own.write_text(write_documents(tmp_path).read_text() + '{"text": "abcd"}\n')
+    write_config(base, tiny_config(tmp_path, "trainer.max_steps=1", "data.row_length=30"))
+    arms = {
+        "one": {"data.strategy": "greedy"},
+        "rows": {"data.strategy": "padded"},
+        "own": {"data.strategy": "greedy", "data.path": str(own)},
+    }
+    path = tmp_path / "sweep.yaml"
+    said = {"output": str(tmp_path / "sweep"), "base": str(base), "arms": arms, "grid": {"seed": [0, 1]}}
+    path.write_text(yaml.safe_dump(said))
+    run_sweep(*load_sweep(path), progress=False)
+    return path
+
+
+def records(sweep):
+    return {path: path.read_bytes() for path in sweep.parent.rglob("records/*.jsonl")}
+
+
+def test_done_runs_of_other_documents_are_refused_before_any_work(sweep):
+    own, before = sweep.parent / "own.jsonl", records(sweep)
+    run_sweep(*load_sweep(sweep), progress=False)
+    own.write_text(own.read_text() * 2)
+    message = (
+        r"changed since own, seed 0, was trained, and 1 more; give another output, or remove these runs' records in "
+    )
+    with pytest.raises(ConfigError, match=message):
+        run_sweep(*load_sweep(sweep, ["throughput_rounds=3"]), progress=False)
+    assert records(sweep) == before, "nothing was timed or trained"
+
+
+def test_a_part_whose_documents_changed_is_not_trained_beside_the_rest(sweep):
+    own, more = sweep.parent / "own.jsonl", "grid={seed: [0, 1, 2]}"
+    own.write_text(own.read_text() * 2)
+    before = records(sweep)
+    with pytest.raises(ConfigError, match="changed since own, seed 0, was trained, and 1 more"):
+        run_sweep(*load_sweep(sweep, [more, "only={arm: [own], seed: [2]}"]), progress=False)
+    assert records(sweep) == before
+    run_sweep(*load_sweep(sweep, [more, "only={arm: [one], seed: [2]}"]), progress=False)
+    assert len(records(sweep)) == len(before) + 1, "the other corpus is as it was"
+
+
+def test_each_corpus_is_compared_once_and_said_once(sweep, capsys):
+    (sweep.parent / "documents.jsonl").unlink()
+    capsys.readouterr()
+    run_sweep(*load_sweep(sweep), progress=True)
+    out = capsys.readouterr().out
+    assert out.count("comparing the documents with those of 6 runs that are done") == 1
+    assert out.count("whether they have changed is not known, since they cannot be read: data.path") == 1
+
+
+def test_records_of_other_programs_are_passed_over(sweep):
+    (one, *_) = records(sweep)
+    record = json.loads(one.read_text())
+    del record["checksum"]
+    strangers = [
+        record | {"config": config, "arm": arm} for arm in ("one", "old") for config in ({"lr": 1}, {"trainer": "x"})
+    ]
+    one.with_name("strangers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in strangers))
+    run_sweep(*load_sweep(sweep), progress=False)
