@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import run
-from experiments.boundaries.plots import dose_figures, starts_figures
+from experiments.boundaries.plots import _pairs, dose_figures, starts_figures
 from experiments.boundaries.report import KINDS, _primary
 from experiments.boundaries.runs import arms, by_setting, name_of
 from made_records import training
@@ -179,6 +179,24 @@ def test_orders_and_lengths_of_rows_are_compared_with_what_differs_in_them_alone
     assert [float(row[name]) for name in ("all places", "first 512", "from 8192 on")] == pytest.approx(
         [0.75] * 3, abs=2e-3
     )
+
+
+@pytest.mark.slow
+def test_runs_that_went_on_from_different_weights_are_no_pairs():
+    records = []
+    for seed in (1, 2, 3, 4):
+        for boundary, loss in (("reset", 0.0), ("carry", -0.25 if seed < 4 else 9.0)):
+            one = record(boundary, seed, effect=(loss, loss))
+            one["metrics"] |= {"started_from_checksum": seed + 10 * (seed == 4 and boundary == "carry")}
+            one["config"] = one["config"] | {"trainer": one["config"]["trainer"] | {"init_from": "any:zero"}}
+            gains = [{"windows": 8, "group": g, "documents": 2, "gain": -loss} for g in range(6)]
+            records.append(one | {"curves": one["curves"] | {"long_context.by_group": gains}})
+    (row,) = [row for row in rows(records, "ladder") if row["what"] == "own over zero"]
+    assert (float(row["beyond"]), row["beyond_pairs"]) == (pytest.approx(-0.25, abs=2e-3), "3")
+    (row,) = rows(records, "gain-differences")
+    assert (float(row["gain_8"]), row["gain_8_pairs"]) == (pytest.approx(0.125), "3")
+    (here,) = by_setting(arms(records)).values()
+    assert _pairs(here) == 3, "what the figure says"
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from experiments.boundaries.runs import (
     dose,
     gain_pairs,
     is_ladder,
+    of_one_start,
     spans,
 )
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
@@ -64,7 +65,10 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
 
 def _pairs(here: dict[str, Arm], name: str = "own") -> int:
     """Seeds that have both zero and this arm."""
-    return len(here["zero"].runs.index.intersection(here[name].runs.index)) if {"zero", name} <= here.keys() else 0
+    if not {"zero", name} <= here.keys():
+        return 0
+    zero, other = of_one_start(here["zero"], here[name])
+    return len(zero.runs.index.intersection(other.runs.index))
 
 
 def dose_figures(records: Sequence[Record]) -> list[Figure]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -174,12 +174,22 @@ def by_setting(found: Iterable[Arm]) -> dict[Setting, dict[str, Arm]]:
     return settings
 
 
+def of_one_start(*some: Arm) -> list[Arm]:
+    """Each without the seeds of which these arms' runs went on from different weights: they are no pairs."""
+    starts = [arm.runs["started_from_checksum"] for arm in some if "started_from_checksum" in arm.runs]
+    if not starts:
+        return list(some)
+    apart = pd.concat(starts, axis=1).nunique(axis=1) > 1
+    return [replace(arm, runs=arm.runs.drop(index=apart.index[apart], errors="ignore")) for arm in some]
+
+
 def paired(
     arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Nats of one arm minus the other's (seeds, packages) at places from low up to high, and targets (packages,); with ``less``
-    also minus the difference of these two. None without a seed and target of all."""
-    first, *others = (one.losses(low, high) for one in (arm, other, *reversed(less or ())))
+    also minus the difference of these two. None without a seed and target of all.
+    Runs that went on from different weights are no pair."""
+    first, *others = (one.losses(low, high) for one in of_one_start(arm, other, *reversed(less or ())))
     nats, targets, seeds = first
     both = [seed for seed in seeds if all(seed in theirs for _, _, theirs in others)]
     if not both or not targets.size or not all(np.array_equal(targets, theirs) for _, theirs, _ in others):
@@ -210,7 +220,7 @@ def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm
 
 
 def gain_pairs(arm: Arm, other: Arm, windows: int) -> tuple[np.ndarray, np.ndarray]:
-    return difference_by_group(arm, other, GAINS, "gain", "documents", {"windows": windows})
+    return difference_by_group(*of_one_start(arm, other), GAINS, "gain", "documents", {"windows": windows})
 
 
 def dose(arm: Arm) -> float | None:
