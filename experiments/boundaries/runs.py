@@ -220,7 +220,8 @@ def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm
 
 
 def gain_pairs(arm: Arm, other: Arm, windows: int) -> tuple[np.ndarray, np.ndarray]:
-    return difference_by_group(*of_one_start(arm, other), GAINS, "gain", "documents", {"windows": windows})
+    arm, other = of_one_start(arm, other)
+    return difference_by_group(arm, other, GAINS, "gain", "documents", {"windows": windows})
 
 
 def dose(arm: Arm) -> float | None:
