@@ -172,7 +172,8 @@ SENTENCES = [
     ),
     (
         rf"Own's context gain at 8 T is {N} \[{N}, {N}\] over zero's\. Exploratory\. "
-        rf"[^|]*? loss beyond T by {N}, from zero by {N}\.\*\* [^|]*? ends at {N} \[{N}, {N}\] over zero there, [^|]*?, {N}\.",
+        rf"[^|]*? loss beyond T by {N}, from zero by {N}\.\*\* [^|]*? ends at {N} \[{N}, {N}\] over zero there\. "
+        rf"After a whole run it is at {N}\.",
         lambda: [
             *interval("boundaries", "gain-differences", {"setting": AFTER["setting"], "arm": "own"}, "gain_8"),
             *(-over_again(arm, FIVE) for arm in ("foreign-post", "zero-post")),

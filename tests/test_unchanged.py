@@ -1,15 +1,20 @@
 """A sweep does not call runs done whose documents have changed, nor trains others beside them."""
 
 import json
+from dataclasses import fields, replace
 
 import pytest
 import yaml
 
+from packmamba.config import DataConfig
+from packmamba.data.corpus import load_corpora
 from packmamba.errors import ConfigError
 from packmamba.training.sweep import load_sweep, run_sweep
+from packmamba.training.unchanged import DECISIVE
 from runs import tiny_config, write_config, write_documents
 
 pytestmark = pytest.mark.slow
+TASK = ["data.source=task", "data.path=null", "data.task=mqar", "data.num_documents=60"]
 
 
 @pytest.fixture
@@ -28,6 +33,26 @@ def sweep(tmp_path):
     path.write_text(yaml.safe_dump(said))
     run_sweep(*load_sweep(path), progress=False)
     return path
+
+
+IN_ROWS = {
+    "mode": "stream", "strategy": "split", "row_length": 48, "streams": 2, "stagger": True, "shuffle_steps": 3,
+    "tokens_per_step": 96, "slots_per_batch": 96, "validation_documents": 2, "num_workers": 1,
+}  # fmt: skip
+IN_STEPS = {"overlong": "truncate", "buffer": 8, "cut_documents": 20, "cut_at_steps": True}
+
+
+@pytest.mark.parametrize(
+    "keys", [[], ["data.source=synthetic", "data.path=null"], TASK], ids=["jsonl", "synthetic", "task"]
+)
+def test_what_lays_tokens_out_decides_no_document(tmp_path, keys):
+    assert {field.name for field in fields(DataConfig)} == {*DECISIVE, *IN_ROWS, *IN_STEPS}
+    data = tiny_config(tmp_path, *keys).data
+    made = load_corpora(data, progress=False)
+    prepared = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    for layout in (IN_ROWS, IN_STEPS):
+        assert load_corpora(replace(data, **layout), progress=False).corpus_hash == made.corpus_hash
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == prepared, "none is made again"
 
 
 def records(sweep):

@@ -25,6 +25,7 @@ from packmamba.report.summary import Record
 
 COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7", "whole": "#D55E00"}
 DOSES = {"dose": False, "dose-post-training": True}
+"""Figures of leaks by name, and whether their runs went on from other runs' weights."""
 
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
@@ -105,7 +106,7 @@ def _doses(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
     legend_below(fig, columns=3)
     caption = (
         "Leak minus the same rows with reset, by the share of tokens that stand behind another document, which "
-        "grows with T; 95 % intervals."
+        f"grows with T{'; runs that went on from zero' if DOSES[name] else ''}; 95 % intervals."
     )
     return [finish(fig, name, caption)]
 

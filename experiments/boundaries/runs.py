@@ -187,8 +187,8 @@ def paired(
     arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Nats of one arm minus the other's (seeds, packages) at places from low up to high, and targets (packages,); with ``less``
-    also minus the difference of these two. None without a seed and target of all.
-    Runs that went on from different weights are no pair."""
+    also minus the difference of these two. Runs that went on from different weights are no pair. None without a seed and target
+    of all."""
     first, *others = (one.losses(low, high) for one in of_one_start(arm, other, *reversed(less or ())))
     nats, targets, seeds = first
     both = [seed for seed in seeds if all(seed in theirs for _, _, theirs in others)]

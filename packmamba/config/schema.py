@@ -98,6 +98,7 @@ class DataConfig(Streams):
         None, "Processes that read and tokenise a corpus; null for one a core.", at_least(1), at_most(PROCESSES)
     )
 
+    # From here on keys lay tokens out and decide no document: packmamba/training/unchanged.py counts on it.
     mode: str = key(
         "matched",
         "matched: the documents of a step are drawn first, then arranged; stream: the strategy fills rows as documents come.",
