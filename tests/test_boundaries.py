@@ -217,6 +217,7 @@ def test_leaks_in_post_training_have_a_figure_and_rows_of_their_own():
         for one in records
     ]
     assert [figure.name for figure in dose_figures(records)] == ["dose-post-training"]
+    assert not dose_figures([one for one in records if one["seed"] == 1]), "one seed draws nothing"
     assert [figure.name for figure in dose_figures(records + whole)] == ["dose", "dose-post-training"]
     assert "row-length" not in {table.name for table in KINDS["training"].tables(records)}
     assert {row["arm"] for row in rows(records + whole, "row-length")} == {"rows", "leak"}

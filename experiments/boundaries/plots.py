@@ -64,12 +64,12 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "starts", caption)]
 
 
-def _pairs(here: dict[str, Arm], name: str = "own") -> int:
-    """Seeds that have both zero and this arm."""
-    if not {"zero", name} <= here.keys():
+def _pairs(here: dict[str, Arm], name: str = "own", other: str = "zero") -> int:
+    """Seeds that have both arms."""
+    if not {other, name} <= here.keys():
         return 0
-    zero, other = of_one_start(here["zero"], here[name])
-    return len(zero.runs.index.intersection(other.runs.index))
+    first, second = of_one_start(here[other], here[name])
+    return len(first.runs.index.intersection(second.runs.index))
 
 
 def dose_figures(records: Sequence[Record]) -> list[Figure]:
@@ -81,7 +81,11 @@ def dose_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def _doses(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
-    known = [(dose(here["leak"]), s, here) for s, here in settings.items() if not s.tuning]
+    known = [
+        (dose(here["leak"]), s, here)
+        for s, here in settings.items()
+        if not s.tuning and _pairs(here, "leak", "rows") > 1
+    ]
     doses = sorted(((100 * share, s, here) for share, s, here in known if share is not None), key=lambda one: one[0])
     if len(doses) < 2:
         return []
