@@ -63,6 +63,13 @@ def packages_of_own(setting, *more):
     return cells("boundaries", "agreement", row, "packages", *more)
 
 
+def below_zero(setting):
+    """In how many seeds own minus zero beyond T is below zero, and of how many."""
+    row = setting | {"what": "own over zero", "places": "beyond"}
+    difference, agree, every = cells("boundaries", "agreement", row, "difference", "seeds", "of_seeds")
+    return [agree if difference < 0 else every - agree, every]
+
+
 def after(what, places="beyond"):
     """Of the runs that go on from zero's weights."""
     return interval("boundaries", "ladder", AFTER | {"what": what}, places)

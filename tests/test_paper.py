@@ -12,24 +12,43 @@ from processes import ROOT
 LINK = re.compile(r'\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^\s)]+) "(\w+): ([^"]+)"\)')
 
 
-# Sentences of the README: a number, the headline that it rounds, its unit.
-ROUNDED = [
-    (r"([\d.]+)k real tokens/s", "speedup: 1.4B: real tokens/s", 1e3),
-    (r"\*\*([\d.]+)x\*\* mamba-ssm on one document", "speedup: 1.4B: over mamba-ssm, one document at a time", 1),
-    (r"([\d.]+)x if the GPU never waited", "speedup: 1.4B: over the same, if the GPU never waited for its host", 1),
-    (r"([\d.]+)x over our own single as CUDA", "speedup: 1.4B: over our own single, both as CUDA graphs", 1),
-    (r"([\d.]+)x mamba-ssm on the same rows", "speedup: 1.4B: over mamba-ssm on the same rows, where it leaks", 1),
-    (r"four GPUs: ([\d.]+)x one", "speedup: 1.4B: four GPUs over one, DDP", 1),
-    (r"([\d.]+) % in received order", "packing: padding in rows of 2048, received order", 0.01),
-    (r"\*\*([\d.]+) %\*\* in greedy", "packing: padding in rows of 2048, greedy within 4096 documents", 0.01),
-    (r"difference \*\*(-[\d.]+)e-10", "schemes: validation loss: packed with reset minus padded", 1e-10),
-    (r"Leaking shows .*?: (-[\d.]+)", "schemes: validation loss: packed with leak minus padded", 1),
-    (r"\*\*([\d.]+)x\*\* mamba-ssm's speed", "operators: GPU: mamba-ssm, not packed, over our scan", 1),
-    (r"([\d.]+)x its speed document", "operators: GPU: mamba-ssm, document by document, over our scan", 1),
-    (r"([\d.]+)x its padded batches", "integration: patched over padded", 1),
-    (r"reaches ([\d.]+) % of the copy", "operators: GPU: our convolution forward, share of copy bandwidth", 0.01),
-    (r"forward, ([\d.]+) % backward", "operators: GPU: our convolution backward, share of copy bandwidth", 0.01),
-]
+# Sentences of pages: a number, the headline that it rounds, its unit.
+ROUNDED = {
+    "README.md": [
+        (r"\*\*([\d.]+)x\*\* mamba-ssm on one document", "speedup: 1.4B: over mamba-ssm, one document at a time", 1),
+        (r"([\d.]+)x if the GPU never waited", "speedup: 1.4B: over the same, if the GPU never waited for its host", 1),
+        (r"Where we have ([\d.]+)x, the paper", "speedup: 1.4B: over mamba-ssm, one document at a time", 1),
+        (r"([\d.]+) % in received order", "packing: padding in rows of 2048, received order", 0.01),
+        (r"\*\*([\d.]+) %\*\* in greedy", "packing: padding in rows of 2048, greedy within 4096 documents", 0.01),
+        (r"\*\*([\d.]+)x\*\* mamba-ssm's speed", "operators: GPU: mamba-ssm, not packed, over our scan", 1),
+        (r"([\d.]+)x its padded batches", "integration: patched over padded", 1),
+    ],
+    "experiments/speedup/README.md": [
+        (r"([\d.]+)k real tokens/s on one H200", "speedup: 1.4B: real tokens/s", 1e3),
+        (r"([\d.]+) times mamba-ssm on one document", "speedup: 1.4B: over mamba-ssm, one document at a time", 1),
+        (
+            r"([\d.]+) times mamba-ssm on the same rows",
+            "speedup: 1.4B: over mamba-ssm on the same rows, where it leaks",
+            1,
+        ),
+        (r"equal terms packing is [\d.]+, ([\d.]+) and", "speedup: 1.4B: over our own single, both as CUDA graphs", 1),
+        (r"on four ([\d.]+) times", "speedup: 1.4B: four GPUs over one, DDP", 1),
+    ],
+    "experiments/schemes/README.md": [
+        (r"difference, (-[\d.]+)e-10", "schemes: validation loss: packed with reset minus padded", 1e-10),
+        (r"packed with leak minus padded \| (-[\d.]+)", "schemes: validation loss: packed with leak minus padded", 1),
+    ],
+    "experiments/operators/README.md": [
+        (r"scan is ([\d.]+) times as fast as mamba-ssm's", "operators: GPU: mamba-ssm, not packed, over our scan", 1),
+        (
+            r"and ([\d.]+) times as fast as mamba-ssm's document",
+            "operators: GPU: mamba-ssm, document by document, over our scan",
+            1,
+        ),
+        (r"reaches ([\d.]+) % and", "operators: GPU: our convolution forward, share of copy bandwidth", 0.01),
+        (r"and ([\d.]+) % of the copy", "operators: GPU: our convolution backward, share of copy bandwidth", 0.01),
+    ],
+}
 
 
 @functools.cache
@@ -109,15 +128,26 @@ def test_the_answers_say_what_is_not_measured():
     assert {"parity", "boundaries", "downstream", "schemes", "speedup", "packing"} <= named
 
 
+def test_the_answers_are_short():
+    """A row that answers has one effect, or two where the answer needs both, and a few words."""
+    text = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and stated(line)]
+    for row in rows:
+        answer = LINK.sub("", row.split(" | ")[1])
+        assert len(stated(row)) <= 2 and len(answer.split()) <= 25, row
+
+
 def test_a_changed_number_is_noticed():
     text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     assert wrong(text.replace("[11.29x]", "[11.30x]")) == [("11.30x", "1.4B: over mamba-ssm, one document at a time")]
     assert wrong('[1](x.md "packing: nothing")') == [("1", "nothing")]
 
 
-@pytest.mark.parametrize(("pattern", "headline", "unit"), ROUNDED)
-def test_sentences_of_the_readme_round_the_records(pattern, headline, unit):
-    (number,) = re.findall(pattern, (ROOT / "README.md").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(
+    ("page", "pattern", "headline", "unit"), [(page, *one) for page, some in ROUNDED.items() for one in some]
+)
+def test_sentences_round_the_records(page, pattern, headline, unit):
+    (number,) = re.findall(pattern, (ROOT / page).read_text(encoding="utf-8"))
     experiment, _, name = headline.partition(": ")
     digits = len(number.partition(".")[2])
     assert f"{headlines(experiment)[name].values[0] / unit:.{digits}f}" == number

@@ -1,0 +1,99 @@
+"""Numbers in the sentences of the page of all answers are those of the committed tables and records."""
+
+import functools
+import statistics
+
+import pytest
+from boundaries_numbers import AT_8192, LONG, RATE, below_zero
+from study_numbers import (
+    AT_512,
+    LAST,
+    MAIN,
+    OURS,
+    N,
+    at_512,
+    behind_another,
+    cells,
+    doses,
+    drift,
+    gain_of_twice_the_rate,
+    ladder,
+    ordered,
+    parity,
+    rounded_as,
+    row_length,
+    said,
+    seeds,
+    slower,
+)
+
+LINKED = rf"\[{N} \[{N}, {N}\]\]\([^)]*\)"
+"""A headline with its interval."""
+
+SENTENCES = [
+    (rf"Rows of 8192 ended {LINKED} nats above", lambda: row_length(8192, "all places")),
+    (
+        rf"Such runs ended {LINKED} nats above shuffled rows beyond T",
+        lambda: ordered("plain streams, shuffled"),
+    ),
+    (rf"Likely: by {N} nats \[{N}, {N}\], three", lambda: ordered("plain streams, shuffled")),
+    (
+        rf"costs {N} nats beyond T, and own states gain {N} of it",
+        lambda: [-ordered("shuffled", setting=MAIN)[0], -ladder("beyond")[0]],
+    ),
+    (
+        rf"which start from zero: by {LINKED} nats inside T and {LINKED} beyond \(eight",
+        lambda: [x for where in ("inside", "beyond") for x in ordered("own, shuffled", where, MAIN)],
+    ),
+    (rf"may be\]\([^)]*\) up to {N} nats\. Not sure", lambda: parity(OURS, "mixture")[2:]),
+    (
+        rf"one pair of packed and padded ends {N} apart",
+        lambda: drift("packed-reset-float32", "validation"),
+    ),
+    (rf"with {N}, {N} or {N} % of the tokens behind another", doses),
+    (r"same order, (\w+) of (\w+) seeds", seeds),
+    (r"gain a little over zero: (\w+) of (\w+) seeds", seeds),
+    (r"sign is likely: (\w+) of (\w+) seeds", seeds),
+    (rf"gained about {N} nats beyond", lambda: [-ladder("beyond")[0]]),
+    (
+        rf"its size: {N} nats, where rounding moved a pair of parity's runs by up to {N} ",
+        lambda: [-ladder("beyond")[0], *cells("parity", "calibration-files", LAST, "largest")],
+    ),
+    (
+        rf"on files, where {N} % of tokens stand behind another document, and on functions, where {N} % do",
+        lambda: [behind_another(unit) for unit in ("files", "functions")],
+    ),
+    (
+        rf"About {N} % of the speed, as CUDA graphs with 64 streams; {N} to {N} % without",
+        lambda: [
+            slower("own", "zero"),
+            *(limit(slower("own, eager", "zero, eager", timing) for timing in (0, 1, 2)) for limit in (min, max)),
+        ],
+    ),
+    (
+        rf"own states gained {N} nats \[{N}, {N}\] beyond the row[^|]*? own is at {N} \[{N}, {N}\] beyond T: [^|]*? "
+        rf"Inside T it is worse by {N} \[{N}, {N}\] \(",
+        lambda: [
+            *(-at_512("own over zero")[i] for i in (0, 2, 1)),
+            *(x for where in ("beyond", "inside") for x in ordered("own, shuffled", where, AT_512["setting"])),
+        ],
+    ),
+    (
+        rf"loss of zero, foreign and own by {N} nats \(\[five seeds",
+        lambda: [statistics.fmean(map(gain_of_twice_the_rate, ("zero", "foreign", "own")))],
+    ),
+    *(
+        (rf"\| {name} \| [^|]* \| {N} of {N} \|", functools.partial(below_zero, setting))
+        for name, setting in (
+            ("T = 512", AT_512),
+            ("twice the rate", RATE),
+            ("262 million tokens", LONG),
+            ("T = 8192", AT_8192),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "numbers"), [pytest.param(*one, id=one[0][:40]) for one in SENTENCES])
+def test_a_sentence_rounds_the_records(pattern, numbers):
+    assert said("", pattern) == rounded_as(said("", pattern), numbers())
