@@ -2,8 +2,9 @@
 
 import functools
 import json
+from math import inf
 
-from study_numbers import EXPERIMENTS, MAIN, cells, interval, over_seeds
+from study_numbers import EXPERIMENTS, MAIN, again, cells, interval, over_seeds
 
 PLACES = ("inside", "beyond")
 BEYOND = (2048, 65536)
@@ -70,6 +71,40 @@ def below_zero(setting):
     return [agree if difference < 0 else every - agree, every]
 
 
+def leaked(what="leak", places="all places", T=2048, unit="files"):
+    """A leak minus the same rows with reset, in post-training."""
+    setting = f"T = {T}, 14M, 32.8M tokens, post-training"
+    return interval("boundaries", f"leak-{unit}", {"setting": setting, "what": what}, places)
+
+
+def harm_of(arm, rows, seeds, high=inf):
+    """An arm minus rows after post-training, at places below high, seed by seed."""
+    return [loss_at_places(arm, seed, 0, high) - loss_at_places(rows, seed, 0, high) for seed in seeds]
+
+
+def harms():
+    """A leak minus reset after post-training: at T = 512, 2048 and 8192, and on the mixture."""
+    seeds = {"-T512": range(1, 5), "": FIVE, "-T8192": range(1, 5), "-mixture": FIVE}
+    return [harm_of(f"leak-post{of}", f"rows-post{of}", some) for of, some in seeds.items()]
+
+
+def borne_by_the_first(unit, of):
+    """Of the targets and of a leak's harm, the per cent in the first 256 bytes."""
+    points = record_of(f"rows-post{of}", 1)["curves"]["perplexity.by_group"]
+    share = sum(p["targets"] for p in points if p["start"] < 256) / sum(p["targets"] for p in points)
+    first, every = (leaked(places=where, unit=unit)[0] for where in ("first 256", "all places"))
+    return [100 * share, 100 * share * first / every]
+
+
+def dose_of_the_mixture():
+    return cells("boundaries", "leak-mixture", {"what": "leak"}, "dose")[0]
+
+
+def over_at_twice_the_rate():
+    """Own minus shuffled inside and beyond T, seed by seed."""
+    return [*over_shuffled((0, 2048), "-rate"), *over_shuffled((2048, 65536), "-rate")]
+
+
 def after(what, places="beyond"):
     """Of the runs that go on from zero's weights."""
     return interval("boundaries", "ladder", AFTER | {"what": what}, places)
@@ -96,10 +131,20 @@ def mean_loss(arm, seeds, places=BEYOND):
 
 
 def again_at(seed, places=BEYOND):
-    """Loss of zero of this seed, made again; the latest."""
+    """Loss of zero of this seed, made again on the kind of GPU on which the others ran; the latest."""
     paths = EXPERIMENTS.glob("boundaries/again/records/*.jsonl")
-    made = [one for path in paths for one in map(json.loads, path.read_text().splitlines()) if one["seed"] == seed]
+    made = [
+        one
+        for path in paths
+        for one in map(json.loads, path.read_text().splitlines())
+        if one["seed"] == seed and "H200" in one["hardware"]["gpus"][0]
+    ]
     return _loss(max(made, key=lambda one: one["time"]), *places)
+
+
+def again_on(gpu):
+    """By how much zero, made again on such GPUs, ends above the committed runs."""
+    return [difference for *_, difference in again("boundaries", on=gpu)]
 
 
 def over_again(arm, seeds):

@@ -22,7 +22,8 @@ LAST = CONTROL | {"weights": "mean of the last"}
 
 N = r"([+-]?\d+(?:\.\d+)?)"
 """A number in a sentence."""
-WORDS = {"none": "0", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8"}
+WORDS = {"none": "0", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
+    "twelve": "12", "thirteen": "13"}  # fmt: skip
 
 
 def said(page, pattern):
@@ -44,7 +45,10 @@ def rounded_as(said, numbers):
 
 @functools.cache
 def table(experiment, name):
-    with open(EXPERIMENTS / experiment / "tables" / f"{name}.csv", newline="") as file:
+    """Of an experiment with several corpora that of its files, unless the name says which."""
+    folder = EXPERIMENTS / experiment / "tables"
+    path = folder / f"{name}.csv"
+    with open(path if path.is_file() else folder / f"{name}-files.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -189,8 +193,9 @@ def more_of_a_leak(T):
     return interval("boundaries", "gain-differences", row, "gain_4")
 
 
-def again(experiment, metric="perplexity.loss"):
-    """Of each run that was made again its loss, the committed one, and the difference; by seed, then by time."""
+def again(experiment, metric="perplexity.loss", on=""):
+    """Of each run that was made again, on GPUs of that name, its loss, the committed one, and the difference; by seed, then by
+    time."""
     paths = EXPERIMENTS.glob(f"{experiment}/again/records/*.jsonl")
     new = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     paths = EXPERIMENTS.glob(f"{experiment}/records/*.jsonl")
@@ -200,6 +205,7 @@ def again(experiment, metric="perplexity.loss"):
     pairs = [
         (one["metrics"][metric], committed[repr(run_of(one))])
         for one in sorted(new, key=lambda one: (one["seed"], one["time"]))
+        if on in one["hardware"]["gpus"][0]
     ]
     return [(loss, before, loss - before) for loss, before in pairs]
 

@@ -4,7 +4,16 @@ import functools
 import statistics
 
 import pytest
-from boundaries_numbers import AT_8192, LONG, RATE, below_zero
+from boundaries_numbers import (
+    AT_8192,
+    LONG,
+    RATE,
+    below_zero,
+    dose_of_the_mixture,
+    harms,
+    leaked,
+    over_at_twice_the_rate,
+)
 from study_numbers import (
     AT_512,
     LAST,
@@ -50,7 +59,13 @@ SENTENCES = [
         rf"one pair of packed and padded ends {N} apart",
         lambda: drift("packed-reset-float32", "validation"),
     ),
-    (rf"with {N}, {N} or {N} % of the tokens behind another", doses),
+    (
+        rf"{LINKED} nats with {N} % of tokens behind another document, [^|]*? with {N} %; four seeds",
+        lambda: [*leaked(T=512), doses()[0], doses()[2]],
+    ),
+    (rf"{LINKED} nats with {N} %, five seeds", lambda: [*leaked(unit="mixture"), 100 * dose_of_the_mixture()]),
+    (rf"worse in each of {N} pairs, over", lambda: [sum(map(len, harms()))] if min(map(min, harms())) > 0 else []),
+    (r"at twice the rate (\w+) of (\w+) at both", lambda: [sum(d > 0 for d in over_at_twice_the_rate()) / 2, 5]),
     (r"same order, (\w+) of (\w+) seeds", seeds),
     (r"gain a little over zero: (\w+) of (\w+) seeds", seeds),
     (r"sign is likely: (\w+) of (\w+) seeds", seeds),

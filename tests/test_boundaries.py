@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import run
-from experiments.boundaries.plots import _pairs, dose_figures, starts_figures
+from experiments.boundaries.plots import _pairs, leak_figures, starts_figures
 from experiments.boundaries.report import KINDS, _primary
 from experiments.boundaries.runs import arms, by_setting, name_of
 from made_records import training
@@ -216,12 +216,31 @@ def test_leaks_in_post_training_have_a_figure_and_rows_of_their_own():
         one | {"config": one["config"] | {"trainer": one["config"]["trainer"] | {"init_from": None, "max_steps": 1526}}}
         for one in records
     ]
-    assert [figure.name for figure in dose_figures(records)] == ["dose-post-training"]
-    assert not dose_figures([one for one in records if one["seed"] == 1]), "one seed draws nothing"
-    assert [figure.name for figure in dose_figures(records + whole)] == ["dose", "dose-post-training"]
+    assert [figure.name for figure in leak_figures(records)] == ["leaks-post-training", "dose-post-training"]
+    assert not leak_figures([one for one in records if one["seed"] == 1]), "one seed draws nothing"
+    assert [figure.name for figure in leak_figures(records + whole)] == [
+        "leaks", "dose", "leaks-post-training", "dose-post-training",
+    ]  # fmt: skip
     assert "row-length" not in {table.name for table in KINDS["training"].tables(records)}
     assert {row["arm"] for row in rows(records + whole, "row-length")} == {"rows", "leak"}
     assert len(rows(records + whole, "row-length")) == 4, "rows and leak at two lengths, of whole runs alone"
+
+
+def test_a_leak_is_looked_at_in_places_that_are_alike_at_every_length_of_rows():
+    records = []
+    for seed in (1, 2, 3):
+        for boundary, harm in (("reset", 0.0), ("leak", 0.25)):
+            one = in_rows(seed, 0.0, boundary, streams=1, stagger=False, shuffle_steps=500)
+            config = one["config"] | {"trainer": one["config"]["trainer"] | {"boundary": boundary}}
+            for point in one["curves"]["perplexity.by_group"]:
+                point["nats"] += harm * point["targets"] * (point["start"] < 256)
+            metrics = one["metrics"] | {"tokens_behind_another": 0.05 * one["metrics"]["real_tokens"]}
+            records.append(one | {"config": config, "metrics": metrics})
+    (row,) = rows(records, "leak")
+    assert float(row["first 256"]) == pytest.approx(0.25, abs=2e-3)
+    assert float(row["from 256 on"]) == pytest.approx(0.0, abs=2e-3)
+    assert float(row["all places"]) == pytest.approx(0.125, abs=2e-3), "half of the targets stand before place 256"
+    assert float(row["dose"]) == pytest.approx(0.05) and row["seeds"] == "3"
 
 
 @pytest.mark.slow

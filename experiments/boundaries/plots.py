@@ -17,15 +17,17 @@ from experiments.boundaries.runs import (
     gain_pairs,
     is_ladder,
     of_one_start,
-    spans,
 )
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.report.inference import bootstrap
+from packmamba.report.inference import Resampled, bootstrap
 from packmamba.report.summary import Record
 
 COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7", "whole": "#D55E00"}
-DOSES = {"dose": False, "dose-post-training": True}
-"""Figures of leaks by name, and whether their runs went on from other runs' weights."""
+AFTER_NAME = "-post-training"
+AFTER = {"": False, AFTER_NAME: True}
+"""Ends of figures' names, and whether their runs went on from other runs' weights."""
+LEAST, MOST = 5, 16
+"""Powers of two between which places are drawn: before them differences are many times larger."""
 
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
@@ -45,9 +47,8 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
                 for power in range(-4, 5)
             ]
             found = [(x * 2**0.5, one) for x, one in points if one and one.seeds > 1]
-            halves = [[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]]
             ax.errorbar(
-                [x for x, _ in found], [one.mean for _, one in found], yerr=np.maximum(np.nan_to_num(halves), 0),
+                [x for x, _ in found], [one.mean for _, one in found], yerr=_halves([one for _, one in found]),
                 color=COLORS[name], marker="o", linewidth=1.6, capsize=2, label=name,
             )  # fmt: skip
         ax.axvline(1, color="#b4b9c1", linewidth=1)
@@ -72,34 +73,64 @@ def _pairs(here: dict[str, Arm], name: str = "own", other: str = "zero") -> int:
     return len(first.runs.index.intersection(second.runs.index))
 
 
-def dose_figures(records: Sequence[Record]) -> list[Figure]:
-    """What a leak does to the loss and to the use of context, against its dose, also in post-training; nothing with fewer than
-    two doses."""
-    settings = {s: here for s, here in by_setting(arms(records)).items() if {"rows", "leak"} <= here.keys()}
-    parts = [(name, {s: here for s, here in settings.items() if s.after == after}) for name, after in DOSES.items()]
-    return [figure for name, part in parts for figure in _doses(name, part)]
+def leak_figures(records: Sequence[Record]) -> list[Figure]:
+    """What a leak does to the loss by the place in the document, and against its dose; also in post-training."""
+    settings = {
+        s: here for s, here in by_setting(arms(records)).items() if not s.tuning and _pairs(here, "leak", "rows") > 1
+    }
+    found = []
+    for end, after in AFTER.items():
+        part = {s: here for s, here in settings.items() if s.after == after}
+        found += [*_leaks_by_place(f"leaks{end}", part), *_doses(f"dose{end}", part)]
+    return found
+
+
+def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
+    if not settings:
+        return []
+    fig, (ax,) = axes(1, width=7.0)
+    for (setting, here), color in zip(settings.items(), COLORS.values()):
+        points = [
+            (2 ** (power + 0.5), contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)))
+            for power in range(LEAST, MOST)
+        ]
+        found = [(x, one) for x, one in points if one and one.seeds > 1]
+        ax.errorbar(
+            [x for x, _ in found], [one.mean for _, one in found], yerr=_halves([one for _, one in found]), color=color,
+            marker="o", linewidth=1.6, capsize=2, label=f"T = {setting.T}, {_pairs(here, 'leak', 'rows')} seeds",
+        )  # fmt: skip
+    ax.axhline(0, color=MUTED, linewidth=1.2)
+    ax.set(xscale="log", xlabel="place in the document", ylabel="loss: leak minus rows, nats")
+    ax.set_xticks([16, 64, 256, 1024, 4096, 16384], ["16", "64", "256", "1024", "4096", "16,384"])
+    ax.set_xticks([], minor=True)
+    legend_below(fig, columns=3)
+    after = "; runs that went on from zero" if name.endswith(AFTER_NAME) else ""
+    caption = (
+        f"Leak minus the same rows with reset, by the place in the document from {2**LEAST} on, each document read from "
+        f"zero{after}; bars are 95 % intervals over seeds and packages."
+    )
+    return [finish(fig, name, caption)]
+
+
+def _halves(found: Sequence[Resampled]) -> np.ndarray:
+    """Lengths of error bars; 0 without an interval."""
+    return np.maximum(np.nan_to_num([[one.mean - one.low for one in found], [one.high - one.mean for one in found]]), 0)
 
 
 def _doses(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
-    known = [
-        (dose(here["leak"]), s, here)
-        for s, here in settings.items()
-        if not s.tuning and _pairs(here, "leak", "rows") > 1
-    ]
+    known = [(dose(here["leak"]), s, here) for s, here in settings.items()]
     doses = sorted(((100 * share, s, here) for share, s, here in known if share is not None), key=lambda one: one[0])
     if len(doses) < 2:
         return []
     fig, panels = axes(2, width=9.0)
-    lines = [(0, f"{places} T", color, [contrast(here["leak"], here["rows"], *spans(s.T)[places]) for _, s, here in doses])
-             for places, color in (("inside", "#0072B2"), ("beyond", "#D55E00"))]  # fmt: skip
+    losses = [contrast(here["leak"], here["rows"], 0, np.inf) for _, _, here in doses]
     gains = [bootstrap(*gain_pairs(here["leak"], here["rows"], 4)) for _, _, here in doses]
+    lines = [(0, "loss, all places", "#0072B2", losses)]
     lines.append((1, "context gain at 4 T", "#009E73", [one if one.seeds else None for one in gains]))
     for panel, label, color, found in lines:
         points = [(share, one) for (share, *_), one in zip(doses, found) if one is not None and one.seeds > 1]
-        halves = [[one.mean - one.low for _, one in points], [one.high - one.mean for _, one in points]]
-        aside = 1.03 if label.startswith("beyond") else 1
-        x, y = [share * aside for share, _ in points], [one.mean for _, one in points]
-        errors = np.maximum(np.nan_to_num(halves), 0)
+        x, y = [share for share, _ in points], [one.mean for _, one in points]
+        errors = _halves([one for _, one in points])
         panels[panel].errorbar(x, y, yerr=errors, color=color, marker="o", linestyle="none", capsize=2, label=label)
     for ax, ylabel in zip(panels, ("loss: leak minus rows, nats", "context gain: leak minus rows, nats")):
         ax.axhline(0, color=MUTED, linewidth=1.2)
@@ -110,11 +141,11 @@ def _doses(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
     legend_below(fig, columns=3)
     caption = (
         "Leak minus the same rows with reset, by the share of tokens that stand behind another document, which "
-        f"grows with T{'; runs that went on from zero' if DOSES[name] else ''}; 95 % intervals."
+        f"grows with T{'; runs that went on from zero' if name.endswith(AFTER_NAME) else ''}; 95 % intervals."
     )
     return [finish(fig, name, caption)]
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:
     """``records`` are of one corpus."""
-    return [*starts_figures(records), *dose_figures(records)]
+    return [*starts_figures(records), *leak_figures(records)]

@@ -32,6 +32,8 @@ from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, num
 MARGIN = 0.005
 MIDDLE = 2048
 """Row length that others are compared with."""
+FIRST = 256
+"""Places at the start of a document, where a leak is felt."""
 ENDS = ("", "_low", "_high", "_pairs")
 PRIMARY = (("coverage", "foreign", "zero"), ("continuity", "own", "foreign"))
 LADDER = (
@@ -65,9 +67,7 @@ def starts_tables(records: Sequence[Record]) -> list[Table]:
         _contrasts("ladder", "The ladder: what a continuing piece starts from", settings, LADDER),
         _agreement(settings),
         _contrasts("order", "Order: pieces in other orders, all from zero unless said", _with_rows(settings), ORDER),
-        _contrasts(
-            "leak", "Leaks: documents end to end in shuffled rows, minus the same rows with reset", settings, LEAK
-        ),
+        _leaks(settings),
         _lengths(settings),
         _gains(settings),
         _gain_differences(settings),
@@ -146,6 +146,32 @@ def _contrasts(
                 found = [contrast(here[arm], here[other], *span) for span in spans(setting.T).values()]
                 table.rows.append([word(setting.label()), word(what), word(other), *map(_cell, found)])
     table.notes = ["Exploratory but for the primary outcomes; intervals are not adjusted for their number."]
+    return table
+
+
+def _leaks(settings: dict[Setting, dict[str, Arm]]) -> Table:
+    """Places alike at every T, too: inside and beyond T are others at another T."""
+    columns = [Column(name, (name,), False) for name in ("setting", "what", "minus")]
+    columns += [Column("dose", ("dose",)), Column("seeds", ("seeds",))]
+    spans_of = {"all places": (0, np.inf), f"first {FIRST}": (0, FIRST), f"from {FIRST} on": (FIRST, np.inf)}
+    columns += [
+        Column(f"{places} [95% CI]", tuple(f"{places.removesuffix(' T')}{end}" for end in ENDS))
+        for places in (*spans_of, "inside T", "beyond T")
+    ]
+    title = "Leaks: documents end to end in shuffled rows, minus the same rows with reset, nats per target"
+    table = Table("leak", title, columns)
+    for setting, here in settings.items():
+        for what, arm, other in LEAK:
+            if arm in here and other in here:
+                places = (*spans_of.values(), *spans(setting.T).values())
+                found = [contrast(here[arm], here[other], *span) for span in places]
+                seeds = number(found[0].seeds if found[0] else 0, "d")
+                head = [word(setting.label()), word(what), word(other), percent(dose(here[arm])), seeds]
+                table.rows.append([*head, *(_cell(one, digits=5) for one in found)])
+    table.notes = [
+        "Dose: the share of tokens that stand behind another document in their row. Exploratory; intervals resample seeds and "
+        "packages and are not adjusted for their number."
+    ]
     return table
 
 
@@ -308,11 +334,12 @@ def _mean(arm: Arm, span: tuple[float, float]) -> float | None:
     return float(nats.mean(axis=0).sum() / targets.sum()) if targets.size and seeds else None
 
 
-def _cell(one: Resampled | None) -> Cell:
+def _cell(one: Resampled | None, digits: int = 4) -> Cell:
     if one is None:
         return Cell("-", (None, None, None, None))
-    bounds = "(no claim)" if np.isnan(one.low) else f"[{one.low:+.4f}, {one.high:+.4f}]"
-    return Cell(f"{one.mean:+.4f} {bounds}", (one.mean, one.low, one.high, one.seeds))
+    mean, low, high = (f"{value:+.{digits}f}" for value in (one.mean, one.low, one.high))
+    bounds = "(no claim)" if np.isnan(one.low) else f"[{low}, {high}]"
+    return Cell(f"{mean} {bounds}", (one.mean, one.low, one.high, one.seeds))
 
 
 def explained(records: Sequence[Record]) -> dict[str, str]:

@@ -62,6 +62,7 @@ def _at(T: int) -> dict[str, str]:
 
 
 MAIN = _at(2048)
+AT_RATE = {"setting": f"{MAIN['setting']}, rate 0.004"}
 AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
 ORDER = {"setting": f"{MAIN['setting']}, tuning seeds"}
 HEADLINES = [
@@ -116,20 +117,18 @@ HEADLINES = [
         Headline(f"{what} beyond T{of}", "ladder-files", setting | {"what": what}, "beyond", alone="ladder")
         for of, setting in (
             (" = 512", _at(512)),
-            (", rate 0.004", {"setting": f"{MAIN['setting']}, rate 0.004"}),
+            (", rate 0.004", AT_RATE),
             (", 262M tokens", {"setting": "T = 2048, 14M, 262M tokens"}),
         )
         for what in ("coverage", "continuity", "own over zero")
     ),
     *(
-        Headline(
-            f"own minus the pool's rows shuffled, {places} T = 512",
-            "order-files",
-            _at(512) | {"what": "own, shuffled"},
-            places,
-            alone="order",
+        Headline(name, "order-files", setting | {"what": "own, shuffled"}, places, alone="order")
+        for name, setting, places in (
+            ("own minus the pool's rows shuffled, inside T = 512", _at(512), "inside"),
+            ("own minus the pool's rows shuffled, beyond T = 512", _at(512), "beyond"),
+            ("own minus the pool's rows shuffled, beyond T, rate 0.004", AT_RATE, "beyond"),
         )
-        for places in ("inside", "beyond")
     ),
     *(
         Headline(
@@ -154,6 +153,19 @@ HEADLINES = [
     *(
         Headline(f"leak minus reset inside T, T = {T}", "leak-files", _at(T) | {"what": "leak"}, "inside", alone="leak")
         for T in (512, 2048, 8192)
+    ),
+    *(
+        Headline(
+            f"leak minus reset, post-training, {name}",
+            table,
+            {"setting": f"T = {T}, 14M, 32.8M tokens, post-training", "what": "leak"},
+            "all places",
+            alone="leak",
+        )
+        for name, table, T in (
+            *((f"T = {T}", "leak-files", T) for T in (512, 2048, 8192)),
+            ("mixture", "leak-mixture", 2048),
+        )
     ),
     *(
         Headline(
