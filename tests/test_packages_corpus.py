@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -273,3 +275,16 @@ def test_losses_are_summed_by_package(site):
     (point,) = [p for p in gains.curves["by_group"] if p["group"] == 0 and p["windows"] == 4]
     own = [item["gain"] for item in gains.items if item["group"] == 0 and item["windows"] == 4]
     assert point["gain"] == pytest.approx(sum(own)) and point["documents"] == len(own) >= 1
+
+
+def test_a_script_without_a_guard_makes_a_corpus_and_runs_once(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import os\n"
+        "os.sched_getaffinity = lambda _: {0, 1}\n"
+        "from packmamba.data.python_files import ALONE, functions_of, in_parallel\n"
+        "found = list(in_parallel(functions_of, [b'def f(): pass'] * ALONE))\n"
+        "print(len(found), found[-1], __name__)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.stdout, done.returncode) == ("500 ['def f(): pass'] __main__\n", 0), done.stderr[-300:]

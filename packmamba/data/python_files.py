@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import multiprocessing
 import os
+import sys
 import tokenize
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -54,5 +57,17 @@ def in_parallel(function: Callable[[Job], Made], jobs: Iterable[Job]) -> Iterato
     if cores == 1 or len(jobs) < ALONE:
         yield from map(function, jobs)
         return
-    with multiprocessing.get_context("spawn").Pool(cores) as pool:  # forking would copy PyTorch's threads' locks
+    with _no_script():
+        pool = multiprocessing.get_context("spawn").Pool(cores)  # forking would copy PyTorch's threads' locks
+    with pool:
         yield from pool.imap(function, jobs, chunksize=16)
+
+
+@contextlib.contextmanager
+def _no_script() -> Iterator[None]:
+    """Processes that start here do not run the user's script again, which without a guard would come to this place and wait."""
+    script, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
