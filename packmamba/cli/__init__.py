@@ -113,29 +113,37 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> None:
-    """Train every run of a grid and report on them. The same command again resumes it; with status: show how far it is."""
+    """Train every run of one grid or more, and report. The same command again resumes it; with status: show how far it is."""
     begun = time.monotonic()
     with imports():
         from packmamba.errors import Unfinished
         from packmamba.training.places import speaks
-        from packmamba.training.sweep import load_sweep, run_sweep, runs_of
+        from packmamba.training.sweep import load_sweep, run_sweeps, runs_of
 
     status = "status" in arguments.overrides
-    plan, configs = load_sweep(arguments.config, [word for word in arguments.overrides if word != "status"], not status)
+    words = [word for word in arguments.overrides if word != "status"]
+    files = [arguments.config, *(word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word)]
+    overrides = [word for word in words if word not in files]
+    sweeps = [load_sweep(file, overrides, not status) for file in files]
     if status:
         from packmamba.cli.status import sweep_status
 
-        print(sweep_status(runs_of(plan, configs)).text())
+        print(sweep_status([config for plan, configs in sweeps for config in runs_of(plan, configs)]).text())
         return
-    arguments.folder = plan.output
+    folders = list(dict.fromkeys(plan.output for plan, _ in sweeps))
     try:
-        run_sweep(plan, configs, begun=begun)
+        run_sweeps(sweeps, begun=begun)
     except Unfinished as unfinished:
-        if unfinished.status == 1 and any(Path(plan.output, "records").glob("*.jsonl")) and speaks(configs[0]):
-            report(arguments)
+        if unfinished.status == 1 and speaks(sweeps[0][1][0]):
+            _report_each([folder for folder in folders if any(Path(folder, "records").glob("*.jsonl"))])
         raise
-    if speaks(configs[0]):
-        report(arguments)
+    if speaks(sweeps[0][1][0]):
+        _report_each(folders)
+
+
+def _report_each(folders: list[str]) -> None:
+    for folder in folders:
+        report(argparse.Namespace(folder=folder))
 
 
 def bench(arguments: argparse.Namespace) -> None:
@@ -300,7 +308,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 MODEL = ("model", None, "the folder of a run, or of a published checkpoint")
 ARGUMENTS: dict[str, list[tuple[str, str | None, str]]] = dict.fromkeys(COMMANDS, []) | {
     "train": [("config", "?", "a YAML file; without one, configs/train.yaml")],
-    "sweep": [("config", None, "a YAML file")],
+    "sweep": [("config", None, "a YAML file; others may follow, whose runs come after its own")],
     "bench": [("config", "?", "an experiment, <experiment>/<bench>, or a YAML file")],
     "reproduce": [("experiment", "?", "an experiment, <experiment>/<step>, or all")],
     "report": [("folder", "?", "an experiment, or a folder that holds records/")],

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from packmamba.config import Config
@@ -83,8 +84,21 @@ class Queue:
             config = self.configs[number]
             if record_path(config).is_file():
                 self.outcomes[number] = Outcome("done")
-            elif not self._too_long(config) and (one_of_several(config) or not taken(run_folder(config))):
+            elif (
+                not self._waits(config)
+                and not self._too_long(config)
+                and (one_of_several(config) or not taken(run_folder(config)))
+            ):
                 yield number
+
+    def _waits(self, config: Config) -> bool:
+        """Whether it starts from the weights of a run that is still to be trained here."""
+        folder, _, arm = str(config.trainer.init_from or "").rpartition(":")
+        return bool(folder) and any(
+            (of.name, of.seed) == (arm, config.seed) and Path(of.output or of.runs_dir) == Path(folder)
+            for number, of in enumerate(self.configs)
+            if number not in self.outcomes and not record_path(of).is_file()
+        )
 
     def _decide(self, number: int) -> bool:
         """Whether the run's values are known: it may wait for those that choose them."""

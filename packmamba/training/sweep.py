@@ -6,7 +6,7 @@ import copy
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -286,55 +286,91 @@ def runs_of(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
 
 
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
-    """Times the arms if asked, then trains each run that has no record yet. Returns the folder with the records.
+    """``run_sweeps`` of one. Returns the folder with the records."""
+    run_sweeps([(sweep, configs)], progress, begun)
+    return Path(sweep.output)
+
+
+def run_sweeps(
+    sweeps: Sequence[tuple[SweepConfig, list[Config]]], progress: bool = True, begun: float | None = None
+) -> None:
+    """Times the arms of each sweep if asked, then trains each run that has no record yet, those of all sweeps in one queue.
 
     Args:
         begun: of ``time.monotonic``, where the deadline's seconds begin; None: now.
 
     Raises:
+        ConfigError: the sweeps cannot share a queue.
         Unfinished: runs failed, or are left. Those that could be trained are.
     """
-    output = Path(sweep.output)
-    check_writable(output / "records", "output")
+    first, _ = sweeps[0]
+    _check_together([sweep for sweep, _ in sweeps])
+    for sweep, _ in sweeps:
+        check_writable(Path(sweep.output) / "records", "output")
     with imports():  # takes seconds: a wrong key has been refused
         from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side
         from packmamba.training.surroundings import prepare_environment
         from packmamba.training.throughput import measure_throughput
         from packmamba.training.unchanged import check_unchanged
     executor = None
-    if sweep.launcher == "slurm":
-        executor = slurm_executor(sweep.slurm, sweep.jobs, sweep.name or "sweep", sweep.output)
+    if first.launcher == "slurm":
+        executor = slurm_executor(first.slurm, first.jobs, first.name or "sweep", first.output)
     else:
-        for config in chosen(sweep, configs) if sweep.train else configs:
-            check_accelerator(config)
-    prepare_environment(configs)
+        for sweep, configs in sweeps:
+            for config in chosen(sweep, configs) if sweep.train else configs:
+                check_accelerator(config)
+    every = [config for _, configs in sweeps for config in configs]
+    prepare_environment(every)
     begun = time.monotonic() if begun is None else begun
-    trained, every = (some if sweep.train else [] for some in (chosen(sweep, configs), configs))
-    queue = Queue(trained, progress, begun, sweep.deadline, Tuning(sweep.tune, trained))
-    check_unchanged([*queue.configs, *(c for c in every if c not in trained)], queue.configs, progress)
-    on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in configs)
-    where: AbstractContextManager[list[Place]] = places(sweep.jobs, on_gpu) if sweep.apart else nullcontext([])
+    trained = [config for sweep, configs in sweeps if sweep.train for config in chosen(sweep, configs)]
+    queue = Queue(trained, progress, begun, first.deadline, Tuning(first.tune, trained))
+    others = [c for sweep, configs in sweeps if sweep.train for c in configs if c not in trained]
+    check_unchanged([*queue.configs, *others], queue.configs, progress)
+    on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in every)
+    where: AbstractContextManager[list[Place]] = places(first.jobs, on_gpu) if first.apart else nullcontext([])
     with where as side_by_side:
-        timings = output / "records" / f"{'throughput' if sweep.train else sweep.name}.jsonl"
-        first = configs[: len(sweep.arms)]
-        timed = not sweep.throughput_rounds or {config.name for config in first} <= _timed(timings)
-        if not timed and speaks(configs[0]):
-            for record in measure_throughput(first, sweep.throughput_rounds, sweep.output, progress):
-                append_record(timings, record)
+        for sweep, configs in sweeps:
+            timings = Path(sweep.output) / "records" / f"{'throughput' if sweep.train else sweep.name}.jsonl"
+            arms = configs[: len(sweep.arms)]
+            timed = not sweep.throughput_rounds or {config.name for config in arms} <= _timed(timings)
+            if not timed and speaks(configs[0]):
+                for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
+                    append_record(timings, record)
         for number in queue.outcomes:
             queue.say(number, "done before")
-        _say_which(sweep, every)
+        for sweep, configs in sweeps:
+            _say_which(sweep, configs if sweep.train else [])
         try:
             if executor is not None:
-                run_as_jobs(queue, executor, sweep.slurm.grace)
-            elif sweep.apart:
+                run_as_jobs(queue, executor, first.slurm.grace)
+            elif first.apart:
                 run_side_by_side(queue, side_by_side)
             else:
                 run_one_by_one(queue)
         finally:
-            _say_which(sweep, every)
+            for sweep, configs in sweeps:
+                _say_which(sweep, configs if sweep.train else [])
     queue.check()
-    return output
+
+
+def _check_together(sweeps: list[SweepConfig]) -> None:
+    """Refuses sweeps that differ in what one queue has once. Raises ConfigError naming the key."""
+    first, *others = sweeps
+    for other in others:
+        for name in ("jobs", "deadline", "launcher"):
+            one, two = getattr(first, name), getattr(other, name)
+            if one != two:
+                raise ConfigError(
+                    f"{name}: expected one value for all sweeps of a command, got {one} in {first.name} and {two} in "
+                    f"{other.name}; set it after the files, {name}=..."
+                )
+    for sweep in sweeps if others else []:
+        if sweep.launcher == "slurm":
+            raise ConfigError("launcher: slurm takes one sweep, got several files")
+        if sweep.tune.grid:
+            raise ConfigError(
+                f"tune: a sweep that chooses values is a command of its own, got {sweep.name} beside others"
+            )
 
 
 def _timed(path: Path) -> set[str]:

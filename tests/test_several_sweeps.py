@@ -1,0 +1,103 @@
+"""Several sweeps in one command: one queue, in which a run waits for the run whose weights it starts from."""
+
+import pytest
+import yaml
+from test_sweeps import write_sweep
+
+from packmamba import cli
+from packmamba.config import ConfigError
+from packmamba.records import read_records
+from packmamba.training.note import Outcome
+from packmamba.training.pool import Queue
+from packmamba.training.runs import record_path
+from packmamba.training.sweep import load_sweep, run_sweeps
+from processes import fork, statuses, sweep_with_forked_workers
+
+ONE = {"grid": {"seed": [0, 1]}, "throughput_rounds": 0}
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A sweep, and one whose runs start from the weights of the first's arm packed."""
+    first = write_sweep(tmp_path, **ONE)
+    later = yaml.safe_load(first.read_text()) | {
+        "output": str(tmp_path / "later"),
+        "arms": {"after": {"trainer.init_from": f"{tmp_path}/sweep:packed"}},
+    }
+    path = tmp_path / "later.yaml"
+    path.write_text(yaml.safe_dump(later))
+    return path, first
+
+
+def arms_of(folder):
+    return sorted((record["arm"], record["seed"]) for record in read_records(folder))
+
+
+def check_both(tmp_path):
+    assert arms_of(tmp_path / "sweep") == [(arm, seed) for arm in ("packed", "padded") for seed in (0, 1)]
+    assert arms_of(tmp_path / "later") == [("after", 0), ("after", 1)]
+    begun = {record["metrics"]["started_from_checksum"] for record in read_records(tmp_path / "later")}
+    assert len(begun) == 2, "each seed from its own run"
+    for folder in ("sweep", "later"):
+        assert (tmp_path / folder / "report.html").is_file() and (tmp_path / folder / "sweep.json").is_file()
+
+
+@pytest.mark.slow
+def test_runs_wait_for_those_that_they_start_from(two, tmp_path, capsys):
+    assert cli.main(["sweep", *map(str, two)]) == 0
+    check_both(tmp_path)
+    said = capsys.readouterr().out
+    assert said.index("packed, seed 0: done") < said.index("after, seed 0: begins")
+    assert cli.main(["sweep", *map(str, two), "status"]) == 0
+    assert "6 done." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_side_by_side_too(two, tmp_path):
+    process = fork(sweep_with_forked_workers, *map(str, two), "jobs=2", output=tmp_path / "output.txt")
+    assert statuses(process) == [0], (tmp_path / "output.txt").read_text()
+    check_both(tmp_path)
+
+
+def test_one_waits_only_for_a_run_that_is_still_to_come(two):
+    (_, after), (_, before) = (load_sweep(path) for path in two)
+
+    def ready(queue):
+        return {(queue.configs[n].name, queue.configs[n].seed) for n in queue.ready()}
+
+    later = {("after", 0), ("after", 1)}
+    assert ready(Queue(after, False)) == later, "for none that is not of this command"
+    queue = Queue([*after, *before], False)
+    assert ready(queue) == {(arm, seed) for arm in ("padded", "packed") for seed in (0, 1)}
+    (trained,) = (n for n, config in enumerate(queue.configs) if (config.name, config.seed) == ("packed", 1))
+    record_path(queue.configs[trained]).parent.mkdir(parents=True)
+    record_path(queue.configs[trained]).touch()
+    assert ready(queue) == {("padded", 0), ("padded", 1), ("packed", 0), ("after", 1)}
+    queue.outcomes |= {n: Outcome("failed") for n, config in enumerate(queue.configs) if config.name == "packed"}
+    assert ready(queue) == {("padded", 0), ("padded", 1), *later}, "one that failed is not waited for: it fails, too"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"jobs": 2},
+            "jobs: expected one value for all sweeps of a command, got 1 in later and 2 in sweep; set it after",
+        ),
+        (
+            {"tune": {"grid": {"optimizer.lr": [0.01, 0.02]}, "seeds": [8]}},
+            "tune: a sweep that chooses values is a command",
+        ),
+    ],
+)
+def test_what_one_queue_has_once_is_the_same_in_all(two, tmp_path, changes, message):
+    later = load_sweep(two[0])
+    first = load_sweep(write_sweep(tmp_path, **ONE | changes))
+    with pytest.raises(ConfigError, match=message):
+        run_sweeps([later, first], progress=False)
+    assert not (tmp_path / "later").exists() and not (tmp_path / "sweep").exists()
+
+
+def test_a_second_file_that_is_not_there_is_named(two, tmp_path, capsys):
+    assert cli.main(["sweep", str(two[0]), str(tmp_path / "nothing.yaml")]) == 2
+    assert "nothing.yaml" in capsys.readouterr().err
