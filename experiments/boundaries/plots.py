@@ -101,7 +101,7 @@ def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[
         )  # fmt: skip
     ax.axhline(0, color=MUTED, linewidth=1.2)
     ax.set(xscale="log", xlabel="place in the document", ylabel="loss: leak minus rows, nats")
-    ax.set_xticks([16, 64, 256, 1024, 4096, 16384], ["16", "64", "256", "1024", "4096", "16,384"])
+    ax.set_xticks([64, 256, 1024, 4096, 16384], ["64", "256", "1024", "4096", "16,384"])
     ax.set_xticks([], minor=True)
     legend_below(fig, columns=3)
     after = "; runs that went on from zero" if name.endswith(AFTER_NAME) else ""
