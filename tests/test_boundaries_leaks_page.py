@@ -8,6 +8,7 @@ from boundaries_numbers import (
     harms,
     leaked,
     over_at_twice_the_rate,
+    records,
 )
 from study_numbers import (
     LEAK,
@@ -21,6 +22,8 @@ from study_numbers import (
     rounded_as,
     said,
 )
+
+from experiments.boundaries.runs import arms, by_setting, contrast
 
 CI = rf"{N} \[{N}, {N}\]"
 """A number and its interval."""
@@ -147,3 +150,11 @@ SENTENCES = [
 @pytest.mark.parametrize(("pattern", "numbers"), [pytest.param(*one, id=one[0][:40]) for one in SENTENCES])
 def test_a_sentence_rounds_the_records(pattern, numbers):
     assert said("boundaries", pattern) == rounded_as(said("boundaries", pattern), numbers())
+
+
+def test_the_harm_on_the_mixture_reaches_as_far_as_the_page_says():
+    mixture = [one for one in records() if one["kind"] == "training" and one["config"]["data"]["unit"] == "mixture"]
+    (here,) = by_setting(arms(mixture)).values()
+    low = {power: contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)).low for power in range(5, 12)}
+    (said_so,) = said("boundaries", r"By place the harm on the mixture reaches to byte (\d+) ")
+    assert [power for power in low if low[power] > 0] == list(range(5, int(said_so).bit_length() - 1))
