@@ -128,7 +128,8 @@ def sweep(arguments: argparse.Namespace) -> None:
     if status:
         from packmamba.cli.status import sweep_status
 
-        print(sweep_status([config for plan, configs in sweeps for config in runs_of(plan, configs)]).text())
+        for file, (plan, configs) in zip(files, sweeps):
+            print(f"{file}\n" * (len(files) > 1) + sweep_status(runs_of(plan, configs)).text())
         return
     folders = list(dict.fromkeys(plan.output for plan, _ in sweeps))
     try:
