@@ -66,6 +66,14 @@ def build(family, dtype=torch.float32, seed=0, **config):
     return model
 
 
+def cache_names():
+    """What this transformers calls a cache that is given or comes out, and then the old name, if models take it too."""
+    import transformers
+
+    takes = inspect.signature(transformers.MambaForCausalLM.forward).parameters
+    return ["cache", "cache_params"] if "cache" in takes else ["cache_params"]
+
+
 def both(family, **options):
     """The model as it comes, and the same patched."""
     from packmamba.integrations.transformers import patch
@@ -128,3 +136,11 @@ def check_same(packed, model, logits, tokens, rows, tolerance):
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert error(found[name], gradient) < 10 * tolerance, name  # two float32 results; norms cancel most of x_proj's
+
+
+def refused(packed, **arguments):
+    """What a model says of arguments that it refuses."""
+    tokens = torch.ones(2, 6, dtype=torch.int64)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        packed(**{"input_ids": tokens} | arguments)
+    return str(caught.value)

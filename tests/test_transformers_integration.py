@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ from hugging_face import (  # noqa: E402
     error,
     modeling,
     plain_torch,  # noqa: F401
+    refused,
     wide,  # noqa: F401
 )
 from packmamba import leakcheck  # noqa: E402
-from packmamba.integrations.transformers import patch  # noqa: E402
+from packmamba.integrations.transformers import KNOWN, patch  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
 FULL = [row for row in ROWS if sum(row[0]) == 14]  # rows without padding
@@ -145,42 +147,6 @@ def test_leakcheck_passes_it_alone(family, boundaries):
 
 
 @every_family
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
-def test_generate_is_unchanged(family, options):
-    model, packed = (m.eval() for m in both(family))
-    rows = [([14], 0, 0), ([4], 10, 0), ([2], 12, 0)]
-    tokens, mask = random_tokens(rows), arguments(rows)[0]
-    asked = {
-        "max_new_tokens": 6,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "output_scores": True,
-        "return_dict_in_generate": True,
-    }
-    expected = model.generate(tokens, attention_mask=mask, **asked, **options)
-    found = packed.generate(tokens, attention_mask=mask, **asked, **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert error(torch.stack(found.scores), torch.stack(expected.scores)) < 1e-5
-    prompt = packed.generate(tokens[:1, :1], **asked, **options).sequences
-    assert torch.equal(prompt, model.generate(tokens[:1, :1], **asked, **options).sequences)
-
-
-@every_family
-def test_a_cache_holds_what_the_original_s_holds(family):
-    model, packed = (m.eval() for m in both(family))
-    rows = [([14], 0, 0), ([2], 12, 0)]
-    for mask in (None, arguments(rows)[0], arguments([([9], 0, 5), ([14], 0, 0)])[0]):
-        tokens = random_tokens(rows)
-        caches = [m(tokens, attention_mask=mask, use_cache=True).cache_params for m in (model, packed)]
-        for theirs, ours in zip(*(cache.layers for cache in caches)):
-            for kind in ("conv_states", "recurrent_states"):
-                expected, found = getattr(theirs, kind)[0], getattr(ours, kind)[0]
-                assert found.dtype == expected.dtype and error(found, expected) < 1e-5, kind
-        steps = [m(tokens[:, :1], cache_params=cache).logits for m, cache in zip((model, packed), caches)]
-        assert error(steps[1], steps[0]) < 1e-5
-
-
-@every_family
 def test_weights_and_names_stay(family, tmp_path):
     model, packed = both(family)
     assert list(packed.state_dict()) == list(model.state_dict())
@@ -205,13 +171,6 @@ def test_half_precision_and_autocast():
         mixed = packed(tokens, attention_mask=MASK, position_ids=POSITION).logits
     for logits in (mixed, half(tokens, attention_mask=MASK, position_ids=POSITION).logits):
         assert max(error(logits[b, a:e], single[0]) for single, (b, a, e) in reference) < 0.03
-
-
-def refused(packed, **arguments):
-    tokens = torch.ones(2, 6, dtype=torch.int64)
-    with pytest.raises((TypeError, ValueError)) as caught:
-        packed(**{"input_ids": tokens} | arguments)
-    return str(caught.value)
 
 
 ROW = [0, 1, 2, 0, 1, 2]
@@ -282,21 +241,6 @@ def test_refuses_what_it_cannot_honour(message):
     assert refused(patch(build("Mamba", num_hidden_layers=1)), **REFUSALS[message]) == message
 
 
-def test_rows_that_go_on_from_a_cache_have_no_boundaries():
-    packed = patch(build("Mamba", num_hidden_layers=1)).eval()
-    step = torch.ones(2, 6, dtype=torch.int64)
-    cache = packed(step).cache_params
-    tail = "beside a cache that holds states, since rows go on there"
-    for name, value, said in (
-        ("seq_idx", torch.zeros(2, 6, dtype=torch.int64), f"seq_idx: expected none {tail}"),
-        ("position_ids", torch.tensor([ROW, ROW]), f"position_ids: expected to rise by one, from above 0, {tail}"),
-        ("position_ids", torch.arange(6).expand(2, 6), f"position_ids: expected to rise by one, from above 0, {tail}"),
-        ("position_ids", [ROW, ROW], "position_ids: expected an integer tensor, got list"),
-    ):
-        assert refused(packed, cache_params=cache, **{name: value}) == said
-    packed(step, cache_params=cache, position_ids=torch.arange(6, 12).expand(2, 6))
-
-
 def patch_refuses(model):
     with pytest.raises((TypeError, ValueError)) as caught:
         patch(model)
@@ -334,6 +278,17 @@ def test_leakcheck_refuses_ids_above_the_vocabulary():
         leakcheck(model, vocab_size=999)
 
 
+def test_the_versions_that_are_known_are_those_that_are_asked_for_and_locked():
+    root = Path(__file__).parents[1]
+    first, last = KNOWN.split(" to ")
+    for file, said in (
+        ("pyproject.toml", f'"transformers>={first},<6"'),
+        (".ci/lock.txt", f"\ntransformers=={last}."),
+        ("docs/transformers.md", f"A transformers whose mixer looks different from that of {KNOWN}, by its name"),
+    ):
+        assert said in (root / file).read_text(), file
+
+
 @every_family
 def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
     """By name, and then nothing is patched."""
@@ -356,7 +311,15 @@ def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
         f"{family}Mixer: expected its own forward, got one that something has wrapped"
     )
     mixer = getattr(modeling(family), f"{family}Mixer")
-    monkeypatch.setattr(mixer, "forward", lambda self, hidden_states, cache_params, cache_position: None)
-    assert patch_refuses(build(family)).endswith("its forward takes self, hidden_states, cache_params, cache_position")
+    for forward, takes in (
+        (lambda self, hidden_states, cache_params, cache_position: None, "hidden_states, cache_params, cache_position"),
+        (lambda self, hidden_states, cache, attention_mask: None, "hidden_states, cache, attention_mask"),
+        (
+            lambda self, hidden_states, states, attention_mask, **kwargs: None,
+            "hidden_states, states, attention_mask, kwargs",
+        ),
+    ):
+        monkeypatch.setattr(mixer, "forward", forward)
+        assert patch_refuses(build(family)).endswith(f"its forward takes self, {takes}")
     monkeypatch.setattr("transformers.__version__", "6.0.1")
     assert patch_refuses(model) == "transformers: expected version 5, got 6.0.1"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-KNOWN = "5.17 to 5.23"
+KNOWN = "5.17 to 5.24"
 MIXER = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
 NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
-MIXER_TAKES = ["self", "hidden_states", "cache_params", "attention_mask", "kwargs"]
-MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "cache_params", "use_cache", "kwargs"}
+MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "kwargs"}
+
+
+def cache_names(forward: Callable) -> tuple[str, ...]:
+    """What a forward of transformers calls its cache: ``cache_params``, or ``cache``, and then it takes the old name too."""
+    old = "cache_params"
+    return (old,) if old in inspect.signature(forward).parameters else ("cache", old)
 
 
 def check_looks(module: Any) -> None:
@@ -26,14 +32,15 @@ def check_looks(module: Any) -> None:
             f"{name}: expected its own forward, got one that something has wrapped; patch the model before that"
         )
     takes = list(inspect.signature(type(module).forward).parameters)
+    cache = cache_names(type(module).forward)[0]
     if not name.endswith("Mixer"):
-        if missing := MODEL_TAKES - set(takes):
+        if missing := (MODEL_TAKES | {cache}) - set(takes):
             raise _different(name, f"its forward takes no {sorted(missing)[0]}")
         return
     norms = NORMS if name.startswith("Falcon") else set()
     children = {child for child, _ in module.named_children()} - {"act"}
     parameters = {parameter for parameter, _ in module.named_parameters(recurse=False)}
-    if takes != MIXER_TAKES:
+    if takes != ["self", "hidden_states", cache, "attention_mask", "kwargs"]:
         raise _different(name, f"its forward takes {', '.join(takes)}")
     for has, known in ((children, MIXER | norms), (parameters, {"A_log", "D"})):
         if has != known:

@@ -15,7 +15,7 @@ from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.mamba import modeling_mamba
 
 from packmamba.integrations.transformers.boundaries import BOUNDARIES, Packing, find
-from packmamba.integrations.transformers.looks import check_looks
+from packmamba.integrations.transformers.looks import cache_names, check_looks
 from packmamba.integrations.transformers.mixer import mix
 
 OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids")
@@ -34,11 +34,17 @@ def _misspelt(name: str) -> bool:
     return name not in (*BOUNDARIES, "cu_seq_lens_k") and bool(_near(name))
 
 
+def _cache(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """The cache that is given; under both names, transformers takes the first."""
+    return kwargs.get(names[0], kwargs.get(names[-1]))
+
+
 @torch.compiler.disable  # what it makes depends on values
-def _arrange(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arrange(kwargs: dict[str, Any], caches: tuple[str, ...]) -> dict[str, Any]:
     """A model's arguments with a Packing for the attention mask wherever our layers are to compute.
 
     What follows cached states, and what is padded behind its tokens and asks for a cache, stays transformers' own.
+    ``caches`` are the names of ``cache_names``.
     """
     for name, value in kwargs.items():
         if value is not None and (name in OTHER_NAMES or _misspelt(name)):
@@ -48,7 +54,7 @@ def _arrange(kwargs: dict[str, Any]) -> dict[str, Any]:
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if not isinstance(tokens, Tensor):
         return kwargs  # transformers says what is wrong
-    cache, use_cache, mask = (kwargs.get(name) for name in ("cache_params", "use_cache", "attention_mask"))
+    cache, use_cache, mask = _cache(kwargs, caches), kwargs.get("use_cache"), kwargs.get("attention_mask")
     if cache is not None and cache.has_previous_state(0):
         _check_continues(given)
         return kwargs
@@ -59,7 +65,7 @@ def _arrange(kwargs: dict[str, Any]) -> dict[str, Any]:
     if packing is None or packing.last is not None:
         return kwargs
     if packing.packed and (use_cache or cache is not None):
-        what = "use_cache: expected False or None" if use_cache else "cache_params: expected None"
+        what = "use_cache: expected False or None" if use_cache else f"{caches[0]}: expected None"
         raise ValueError(
             f"{what} beside rows of several documents, whose states one cache cannot hold; got {use_cache or 'one'}"
         )
@@ -99,7 +105,7 @@ def _packs(original: Any) -> Callable:
     """The forward of a model: as transformers', with boundary arguments."""
     signature = inspect.signature(original.forward)
     *named, others = signature.parameters.values()
-    names = [parameter.name for parameter in named[1:]]
+    names, caches = [parameter.name for parameter in named[1:]], cache_names(original.forward)
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +118,7 @@ def _packs(original: Any) -> Callable:
         if not arranged and any(
             value is not None and (name in ASKS or _misspelt(name)) for name, value in kwargs.items()
         ):
-            kwargs = _arrange(kwargs)
+            kwargs = _arrange(kwargs, caches)
         return original.forward(self, **kwargs)
 
     # What Trainer reads to know which columns of a data set the model takes.
@@ -139,15 +145,17 @@ def _generates(original: Any) -> Callable:
 
 
 def _mixes(original: Any) -> Callable:
+    names, caches = list(inspect.signature(original.forward).parameters)[2:-1], cache_names(original.forward)
+
     @force_accelerate_hooks(["conv1d"])
     @functools.wraps(original.forward)
-    def forward(
-        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **kwargs: Any
-    ) -> Tensor:
-        continues = cache_params is not None and cache_params.has_previous_state(self.layer_idx)
-        if continues or isinstance(attention_mask, Tensor):
-            return original.forward(self, hidden_states, cache_params, attention_mask, **kwargs)
-        return mix(self, hidden_states, attention_mask, cache_params)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kwargs.update(zip(names, args))
+        cache, mask = _cache(kwargs, caches), kwargs.get("attention_mask")
+        continues = cache is not None and cache.has_previous_state(self.layer_idx)
+        if continues or isinstance(mask, Tensor):
+            return original.forward(self, hidden_states, **kwargs)
+        return mix(self, hidden_states, mask, cache)
 
     return forward
 

@@ -1,0 +1,154 @@
+"""Caches of patched Hugging Face models, under each name that they have there, and generation; the oracle is the original."""
+
+import os
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+from hugging_face import (  # noqa: E402
+    FAMILIES,
+    ROWS,
+    VOCAB,
+    arguments,
+    both,
+    build,
+    cache_names,
+    error,
+    plain_torch,  # noqa: F401
+    refused,
+)
+from packmamba.integrations.transformers import patch  # noqa: E402
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+CACHE, *OLD = cache_names()
+every_name = pytest.mark.parametrize("name", [CACHE, *OLD])
+ROW = [0, 1, 2, 0, 1, 2]
+
+
+@contextmanager
+def warned_of(name):
+    """Of an old name once; of the one that this transformers has, never."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said = [str(warning.message) for warning in caught if "cache" in str(warning.message)]
+    assert len(said) == (name in OLD) and all(f"`{name}` is deprecated" in message for message in said), said
+
+
+def random_tokens(rows=ROWS, seed=1):
+    return torch.randint(1, VOCAB, (len(rows), 14), generator=torch.Generator().manual_seed(seed))
+
+
+@every_family
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+def test_generate_is_unchanged(family, options):
+    model, packed = (m.eval() for m in both(family))
+    rows = [([14], 0, 0), ([4], 10, 0), ([2], 12, 0)]
+    tokens, mask = random_tokens(rows), arguments(rows)[0]
+    asked = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    expected = model.generate(tokens, attention_mask=mask, **asked, **options)
+    with warned_of(CACHE):
+        found = packed.generate(tokens, attention_mask=mask, **asked, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert error(torch.stack(found.scores), torch.stack(expected.scores)) < 1e-5
+    prompt = packed.generate(tokens[:1, :1], **asked, **options).sequences
+    assert torch.equal(prompt, model.generate(tokens[:1, :1], **asked, **options).sequences)
+
+
+@every_family
+def test_a_cache_holds_what_the_original_s_holds(family):
+    model, packed = (m.eval() for m in both(family))
+    rows = [([14], 0, 0), ([2], 12, 0)]
+    for mask in (None, arguments(rows)[0], arguments([([9], 0, 5), ([14], 0, 0)])[0]):
+        tokens = random_tokens(rows)
+        caches = [getattr(m(tokens, attention_mask=mask, use_cache=True), CACHE) for m in (model, packed)]
+        for theirs, ours in zip(*(cache.layers for cache in caches)):
+            for kind in ("conv_states", "recurrent_states"):
+                expected, found = getattr(theirs, kind)[0], getattr(ours, kind)[0]
+                assert found.dtype == expected.dtype and error(found, expected) < 1e-5, kind
+        steps = [m(tokens[:, :1], **{CACHE: cache}).logits for m, cache in zip((model, packed), caches)]
+        assert error(steps[1], steps[0]) < 1e-5
+
+
+@every_name
+def test_rows_that_go_on_from_a_cache_have_no_boundaries(name):
+    packed = patch(build("Mamba", num_hidden_layers=1)).eval()
+    step = torch.ones(2, 6, dtype=torch.int64)
+    cache = getattr(packed(step), CACHE)
+    tail = "beside a cache that holds states, since rows go on there"
+    for boundaries, value, said in (
+        ("seq_idx", torch.zeros(2, 6, dtype=torch.int64), f"seq_idx: expected none {tail}"),
+        ("position_ids", torch.tensor([ROW, ROW]), f"position_ids: expected to rise by one, from above 0, {tail}"),
+        ("position_ids", torch.arange(6).expand(2, 6), f"position_ids: expected to rise by one, from above 0, {tail}"),
+        ("position_ids", [ROW, ROW], "position_ids: expected an integer tensor, got list"),
+    ):
+        assert refused(packed, **{name: cache, boundaries: value}) == said
+        assert refused(packed.backbone, **{name: cache, boundaries: value}) == said
+    with pytest.raises(ValueError, match="seq_idx: expected none beside a cache"):
+        packed(step, None, None, cache, seq_idx=torch.zeros(2, 6, dtype=torch.int64))
+    with warned_of(name):
+        packed(step, position_ids=torch.arange(6, 12).expand(2, 6), **{name: cache})
+
+
+@every_name
+def test_rows_of_several_documents_are_refused_beside_a_cache(name):
+    packed = patch(build("Mamba", num_hidden_layers=1)).eval()
+    cache = transformers.DynamicCache(config=packed.config)
+    said = f"{CACHE}: expected None beside rows of several documents, whose states one cache cannot hold; got one"
+    assert refused(packed, position_ids=torch.tensor([ROW, ROW]), **{name: cache}) == said
+
+
+@every_family
+@every_name
+@pytest.mark.parametrize("part", ["", "backbone", "backbone.layers.0.mixer"], ids=["model", "backbone", "mixer"])
+def test_a_cache_is_seen_under_either_name(family, name, part):
+    """It is filled, and a step goes on from it, as in the original."""
+    if part.endswith("mixer"):
+        given, options = torch.randn(2, 14, 16, generator=torch.Generator().manual_seed(2)), {}
+    else:
+        given, options = random_tokens()[:2], {"attention_mask": arguments([([14], 0, 0), ([2], 12, 0)])[0]}
+    steps = []
+    for whole in both(family):
+        module = whole.eval().get_submodule(part)
+        cache = transformers.DynamicCache(config=whole.config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module(given, **options, **{name: cache})
+        with warned_of(name):
+            step = module(given[:, :1], **{name: cache})
+        steps.append(step if part.endswith("mixer") else step[0])
+    assert error(steps[1], steps[0]) < 1e-5
+
+
+@pytest.mark.skipif(not OLD, reason="this transformers has one name")
+def test_of_two_caches_the_one_that_transformers_takes_counts():
+    packed = patch(build("Mamba", num_hidden_layers=1)).eval()
+    tokens = random_tokens()[:2, :6]
+    with_states = getattr(packed(tokens), CACHE)
+    positions = torch.tensor([ROW, ROW])
+    with pytest.warns(FutureWarning, match="Both `cache_params` and `cache` are set"):
+        found = packed(tokens, position_ids=positions, cache=None, cache_params=with_states).logits
+    assert torch.equal(found, packed(tokens, position_ids=positions).logits)
+
+
+@every_family
+@every_name
+def test_inputs_for_generation_name_the_cache_as_transformers_does(family, name):
+    model, packed = both(family)
+    cache, given = transformers.DynamicCache(config=model.config), {"use_cache": True, "is_first_iteration": False}
+    inputs = []
+    for prepare in (model.prepare_inputs_for_generation, packed.prepare_inputs_for_generation):
+        with warned_of(name):
+            inputs.append(prepare(random_tokens(), **given, **{name: cache}))
+    assert inputs[1][CACHE] is cache and list(inputs[1]) == [key for key in inputs[0] if key != "position_ids"]
