@@ -296,6 +296,16 @@ def test_speeds_that_were_not_timed_together_are_told_apart(monkeypatch):
     assert "Another timing, not compared with these: packed-leak.\n" in table_files(records)["training.md"]
 
 
+def test_speeds_come_from_the_timing_that_holds_all_arms():
+    records = [training(arm) for arm in ("padded", "packed-reset", "packed-leak")]
+    records += [throughput("padded", 50.0), throughput("packed-reset", 60.0)]
+    later = {"padded": 150.0, "packed-reset": 160.0, "packed-leak": 170.0}
+    records += [throughput(arm, rate, run="all") for arm, rate in later.items()]
+    text = table_files(records)["training.md"]
+    assert "Another timing" not in text
+    assert [rate for rate in ("50", "60", "150", "160", "170") if f"| {rate} |" in text] == ["150", "160", "170"]
+
+
 def test_speedup_needs_single_in_the_same_run():
     arms = ["single", "padded", "packed-reset"]
     records = [training(arm) for arm in arms]

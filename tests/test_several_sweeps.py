@@ -10,6 +10,7 @@ from packmamba.records import read_records
 from packmamba.training.note import Outcome
 from packmamba.training.pool import Queue
 from packmamba.training.runs import record_path
+from packmamba.training.start import weights_path
 from packmamba.training.sweep import load_sweep, run_sweeps
 from processes import fork, statuses, sweep_with_forked_workers
 
@@ -102,3 +103,37 @@ def test_what_one_queue_has_once_is_the_same_in_all(two, tmp_path, changes, mess
 def test_a_second_file_that_is_not_there_is_named(two, tmp_path, capsys):
     assert cli.main(["sweep", str(two[0]), str(tmp_path / "nothing.yaml")]) == 2
     assert "nothing.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_arm_s_section_leaves_the_other_keys_of_all_runs(tmp_path, nested):
+    keys = {"data": {"strategy": "padded"}} if nested else {"data.strategy": "padded"}
+    common = {"data": {"row_length": 37, "validation_documents": 3}}
+    _, (config, *_) = load_sweep(write_sweep(tmp_path, **ONE, arms={"one": keys}, common=common))
+    assert (config.data.strategy, config.data.row_length, config.data.validation_documents) == ("padded", 37, 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "grid", "name"),
+    [
+        ({"optimizer.lr": 0.1}, {"optimizer.lr": [0.2]}, "optimizer.lr"),
+        ({"model": {"d_state": 2}}, {"model.d_state": [4, 8]}, "model.d_state"),
+        ({"seed": 7}, {"seed": [0, 1]}, "seed"),
+    ],
+)
+def test_a_key_of_the_grid_is_no_arm_s(tmp_path, keys, grid, name):
+    path = write_sweep(tmp_path, arms={"one": keys}, grid=grid, throughput_rounds=0)
+    with pytest.raises(ConfigError, match=f"grid.{name}: expected a key that no arm sets, but one does"):
+        load_sweep(path)
+
+
+@pytest.mark.slow
+def test_weights_of_one_of_several_runs_are_refused(two, tmp_path):
+    later, first = two
+    assert cli.main(["sweep", str(first), "only.arm=[packed]", "only.seed=[0]"]) == 0
+    assert cli.main(["sweep", str(first), "only.arm=[packed]", "only.seed=[0]", "optimizer.lr=0.03"]) == 0
+    _, configs = load_sweep(later)
+    with pytest.raises(
+        ConfigError, match="has 2 runs of arm 'packed' with seed 0, expected one; name its folder, such as"
+    ):
+        weights_path(configs[0])

@@ -31,7 +31,8 @@ STREAMS = "common={data.row_length: 64, data.streams: 512}"
 POOL = (*TINY, *STEPS_OF_TINY, WINDOW, STREAMS)
 ORDERS = "arms={pool-8: {data.streams: 128}, plain: {data.streams: 16}, shuffled: {data.shuffle_steps: 80}}"
 WHOLE = "arms={whole: {data.row_length: 512}}"
-SHORT = ("grid={seed: [1]}", *(f"trainer.{key}=20" for key in ("max_steps", "validate_every", "checkpoint_every")))
+SHORT = ("grid={seed: [1]}", *(f"trainer.{key}=36" for key in ("max_steps", "validate_every", "checkpoint_every")))
+"""Enough steps for streams to have a second turn, after 32."""
 
 
 def _step(name: str, *small: str, keys: tuple[str, ...] = ()) -> Step:
@@ -51,7 +52,7 @@ STEPS = [
         _step(name, *POOL, *SHORT)
         for name in ("carry-or-shuffle", "rows-512", "rows-8192", "ladder-rate", "long", "larger")
     ),
-    _step("post", *POOL, *SHORT, "arms={shuffled-post: {data.shuffle_steps: 20}}", keys=(FROM,)),
+    _step("post", *POOL, *SHORT, "arms={shuffled-post: {data.shuffle_steps: 36}}", keys=(FROM,)),
     _step("post-leak", *TINY, *SHORT, WINDOW, ROWS, _of(AFTERS), keys=(FROM,)),
     _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", WHOLE, "throughput_rounds=4"),
 ]

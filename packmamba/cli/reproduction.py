@@ -30,6 +30,7 @@ class Plan(NamedTuple):
     headlines: Sequence[Headline]
     overrides: list[str]
     output: Path
+    small: bool = False
 
 
 def reproduce(what: str, arguments: list[str]) -> None:
@@ -83,7 +84,7 @@ def load_plans(what: str, arguments: list[str]) -> list[Plan]:
         output = Path(own["output"]) if "output" in own else OUTPUT / folder
         output = output / question if "output" in own and len(chosen) > 1 else output
         able = [s._replace(overrides=tuple(keys)) for s, keys in extra]
-        plans.append(Plan(question, able, list(lacking.values()), declared.HEADLINES, overrides, output))
+        plans.append(Plan(question, able, list(lacking.values()), declared.HEADLINES, overrides, output, small))
     if not plans:
         raise ConfigError("; ".join(dict.fromkeys(refused)))
     if refused:
@@ -167,6 +168,8 @@ def comparison(plan: Plan) -> Table:
         f"Now: {', '.join(step.file for step in plan.steps)}, with the keys that done.json has. Numbers of steps that were left "
         "out, or whose keys differ from the committed run's, are missing or differ; tables/ has all that was computed."
     ]
+    if plan.small:
+        table.notes.insert(0, "scale=small: nothing here is comparable; it shows that everything is computed.")
     (plan.output / "headlines.md").write_text(write_table(table, "md"), encoding="utf-8")
     return table
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import tokenize
 import types
@@ -58,7 +59,8 @@ def in_parallel(function: Callable[[Job], Made], jobs: Iterable[Job]) -> Iterato
         yield from map(function, jobs)
         return
     with _no_script():
-        pool = multiprocessing.get_context("spawn").Pool(cores)  # forking would copy PyTorch's threads' locks
+        # Forking would copy PyTorch's threads' locks. Ctrl-C is for this process, which ends the others.
+        pool = multiprocessing.get_context("spawn").Pool(cores, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     with pool:
         yield from pool.imap(function, jobs, chunksize=16)
 

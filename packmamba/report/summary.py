@@ -271,6 +271,19 @@ def speed_of(arm: Arm, timed: Sequence[Arm]) -> Speed:
     return Speed(real, slots, padding, speedup(chosen, timed), dict(chosen.variant)["run"])
 
 
+def speeds_of(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Speed]:
+    """Of each arm; where they hold it, from the timings that hold most of these arms, since only arms timed together compare."""
+    holds: dict[str, set[int]] = {}
+    for peer in timed:
+        found = {n for n, arm in enumerate(arms) if peer.name == arm.name and peer.has(arm.variant)}
+        holds.setdefault(dict(peer.variant)["run"], set()).update(found)
+    most = max(map(len, holds.values()), default=0)
+    together = {run for run, held in holds.items() if len(held) == most}
+    first = [peer for peer in timed if dict(peer.variant)["run"] in together]
+    inside = set().union(*(holds[run] for run in together))
+    return [speed_of(arm, first if n in inside else timed) for n, arm in enumerate(arms)]
+
+
 def timed_together(speeds: Sequence[Speed]) -> str | None:
     """The timing that most of them are of; None: none was timed."""
     return next(iter(Counter(speed.timing for speed in speeds if speed.timing).most_common(1)), (None,))[0]

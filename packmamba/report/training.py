@@ -37,7 +37,7 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     if not arms:
         return []
     timed = summary.timed_arms(records)
-    speeds = [summary.speed_of(arm, timed) for arm in arms]
+    speeds = summary.speeds_of(arms, timed)
     if chosen(arms):
         found = chosen_table(
             arms, speeds, versus(arms), lambda arm, metric, n: difference_cell(difference(arm, arms, metric), n)

@@ -21,7 +21,7 @@ def training_figures(records: Sequence[Record]) -> list[Figure]:
     """Learning curves, differences, speed and loss by position; ``records`` are of one corpus."""
     arms = summary.training_arms(records)
     timed = summary.timed_arms(records)
-    speeds = [summary.speed_of(arm, timed) for arm in arms]
+    speeds = summary.speeds_of(arms, timed)
     styled = _styled(arms)
     drawn = [
         _learning_curves(styled, speeds),

@@ -160,8 +160,8 @@ class History(Callback):
                 self.extremes[key] = choose(self.extremes.get(key, amount), amount)
         if step == 1 and not batch.num_behind and module.boundary.crosses_inside_rows and trainer.is_global_zero:
             logger.warning(
-                "In the first step no row holds two documents: what trainer.boundary=%s lets cross between them cannot; it "
-                "trains as reset.", module.boundary.name,
+                "In the first step no row holds two documents: what trainer.boundary=%s lets cross between them cannot; that "
+                "step trains as reset.", module.boundary.name,
             )  # fmt: skip
         self._recent = [*self._recent[-19:], (tokens, slots, seconds)]
         if point or not on_gpu:

@@ -70,7 +70,13 @@ def weights_path(config: Config) -> Path:
     trained = [r for r in records if r["kind"] == "training" and r["arm"] == arm and r["seed"] == config.seed]
     if not trained:
         raise ConfigError(f"trainer.init_from: {folder} has no trained run of arm '{arm}' with seed {config.seed}")
-    path = folder_of_record(Path(folder) / "runs", trained[-1])
+    paths = list(dict.fromkeys(folder_of_record(Path(folder) / "runs", record) for record in trained))
+    if len(paths) > 1:
+        raise ConfigError(
+            f"trainer.init_from: {folder} has {len(paths)} runs of arm '{arm}' with seed {config.seed}, expected one; name its "
+            f"folder, such as {paths[-1]}"
+        )
+    (path,) = paths
     if not (path / "config.json").is_file():
         raise ConfigError(f"trainer.init_from: {path} has no model; its run diverged, or its folder is elsewhere")
     return path

@@ -143,6 +143,9 @@ class SweepConfig:
                 yield f"only.{name}: expected at least one value, got none"
             elif others := [value for value in values if value not in known]:
                 yield f"only.{name}: expected some of {', '.join(map(str, known))}, got {others[0]!r}"
+        for name in self.grid:
+            if of := [arm for arm, keys in self.arms.items() if any(_meet(name, key) for key in _dotted(keys))]:
+                yield f"grid.{name}: expected a key that no arm sets, but {of[0]} does; give it in one of the two places"
         if both := [seed for seed in self.tune.seeds if seed in self.grid.get("seed", [0])]:
             yield f"tune.seeds: expected none of grid.seed, whose runs are reported, got {both[0]}"
         for name in self.tune.grid:
@@ -158,6 +161,7 @@ class SweepConfig:
 SWEEP_KEYS = (*SweepConfig.__dataclass_fields__, "experiment")
 OF_RUNS = ("name", "output", "experiment", "runs_dir")
 """Keys of a run that its sweep sets."""
+SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
 EVALUATED = ("evaluations", "evaluation_options")
 """Keys of a sweep that become those of its runs."""
 
@@ -262,7 +266,16 @@ def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
             place: dict[str, Any] = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
             place |= {"plugins": sweep.plugins} if sweep.plugins else {}
             asked = {key: value for key in EVALUATED if (value := getattr(sweep, key))}
-            yield {**asked, **sweep.common, **keys, **point, **place}
+            yield {**asked, **_dotted(sweep.common), **_dotted(keys), **point, **place}
+
+
+def _dotted(keys: dict[str, Any]) -> dict[str, Any]:
+    """With the keys of each section by their dotted names, so that an arm's replace those of all runs one by one."""
+    found: dict[str, Any] = {}
+    for name, value in keys.items():
+        inside = isinstance(value, dict) and name in SECTIONS
+        found |= {f"{name}.{key}": each for key, each in value.items()} if inside else {name: value}
+    return found
 
 
 def chosen(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
