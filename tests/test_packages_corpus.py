@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,10 @@ from packmamba.config import ConfigError, DataConfig
 from packmamba.data.corpus import load_corpora
 from packmamba.data.duplicates import clusters, shingles, signature
 from packmamba.data.manifest import Manifest, as_bits, read_manifest, which_bits
+from packmamba.data.python_files import ALONE, in_parallel
 from packmamba.data.recipe import make_manifest, validation_packages
 from packmamba.data.sources.packages import compare
+from packmamba.errors import UserError
 
 
 def runs_of_five(text):
@@ -288,3 +292,13 @@ def test_a_script_without_a_guard_makes_a_corpus_and_runs_once(tmp_path):
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (done.stdout, done.returncode) == ("500 ['def f(): pass'] __main__\n", 0), done.stderr[-300:]
+
+
+def dies(job):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_reads_packages_and_is_killed_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.raises(UserError, match="a process that reads packages was killed, perhaps because memory ran out"):
+        list(in_parallel(dies, range(ALONE)))

@@ -6,6 +6,7 @@ from test_sweeps import write_sweep
 
 from packmamba import cli
 from packmamba.config import ConfigError
+from packmamba.errors import Unfinished
 from packmamba.records import read_records
 from packmamba.training.note import Outcome
 from packmamba.training.pool import Queue
@@ -137,3 +138,31 @@ def test_weights_of_one_of_several_runs_are_refused(two, tmp_path):
         ConfigError, match="has 2 runs of arm 'packed' with seed 0, expected one; name its folder, such as"
     ):
         weights_path(configs[0])
+
+
+def test_runs_that_would_start_from_themselves_are_refused(two, tmp_path):
+    later, _ = two
+    circle = yaml.safe_load(later.read_text())
+    circle["arms"] = {"after": {"trainer.init_from": f"{tmp_path}/later:other"}, "other": circle["arms"]["after"]}
+    circle["arms"]["other"] = {"trainer.init_from": f"{tmp_path}/../{tmp_path.name}/later:after"}
+    later.write_text(yaml.safe_dump(circle))
+    with pytest.raises(ConfigError, match="trainer.init_from: after, seed 0, would start from its own weights"):
+        run_sweeps([load_sweep(later)], progress=False)
+
+
+def test_a_run_of_two_sweeps_is_one(two, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("packmamba.training.pool.run_one_by_one", lambda queue: seen.extend(queue.configs))
+    with pytest.raises(Unfinished, match="0 of 4 runs"):
+        run_sweeps([load_sweep(two[1]), load_sweep(two[1])], progress=False)
+    assert len(seen) == 4
+
+
+def test_how_long_a_run_takes_is_not_taken_from_another_sweep_s_arm(two, tmp_path):
+    (_, first), (_, other) = load_sweep(two[1]), load_sweep(two[1], [f"output={tmp_path}/other", "trainer.max_steps=9"])
+    queue = Queue([*first, *other], False)
+    queue.running[0] = 0.0
+    queue.close(0, Outcome("done", seconds=7.0))
+    queue.running[5] = 0.0
+    queue.close(5, Outcome("done", seconds=90.0))
+    assert (queue.expected(first[2]), queue.expected(other[3])) == (7.0, 90.0)

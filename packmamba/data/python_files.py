@@ -13,7 +13,11 @@ import tokenize
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
+
+from packmamba.errors import UserError
 
 Job = TypeVar("Job")
 Made = TypeVar("Made")
@@ -58,11 +62,17 @@ def in_parallel(function: Callable[[Job], Made], jobs: Iterable[Job]) -> Iterato
     if cores == 1 or len(jobs) < ALONE:
         yield from map(function, jobs)
         return
-    with _no_script():
-        # Forking would copy PyTorch's threads' locks. Ctrl-C is for this process, which ends the others.
-        pool = multiprocessing.get_context("spawn").Pool(cores, signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    with pool:
-        yield from pool.imap(function, jobs, chunksize=16)
+    spawn = multiprocessing.get_context("spawn")  # forking would copy PyTorch's threads' locks
+    # Ctrl-C is for this process, which ends the others.
+    with ProcessPoolExecutor(cores, spawn, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        with _no_script():
+            made = pool.map(function, jobs, chunksize=16)
+        try:
+            yield from made
+        except BrokenProcessPool:
+            raise UserError(
+                "a process that reads packages was killed, perhaps because memory ran out; the same command goes on"
+            ) from None
 
 
 @contextlib.contextmanager

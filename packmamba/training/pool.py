@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -60,9 +61,10 @@ class Queue:
         self.running: dict[int, float] = {}
         """Of runs that this process trains, when they began."""
         self._corpora: list[Any] = []
-        self._taken: dict[str, list[float]] = {}
+        self._check_order()
+        self._taken: dict[tuple[Path, str], list[float]] = {}
         """By arm, the seconds of the runs that this command has trained."""
-        self._recorded: dict[str, list[float]] = {}
+        self._recorded: dict[tuple[Path, str], list[float]] = {}
         for number in range(len(self.configs)):
             if self._decide(number) and record_path(self.configs[number]).is_file():
                 self.outcomes[number] = Outcome("done")
@@ -70,7 +72,7 @@ class Queue:
         for folder in {record_path(self.configs[number]).parents[1] for number in done}:
             for record in training_records(folder):
                 if "diverged_at_step" not in record["metrics"]:
-                    self._recorded.setdefault(record["arm"], []).append(record["wall_seconds"])
+                    self._recorded.setdefault((folder, record["arm"]), []).append(record["wall_seconds"])
 
     def next(self) -> int | None:
         """The first run that nobody trains and that there is time for; None: there is none."""
@@ -93,12 +95,28 @@ class Queue:
 
     def _waits(self, config: Config) -> bool:
         """Whether it starts from the weights of a run that is still to be trained here."""
+        return any(n not in self.outcomes and not record_path(self.configs[n]).is_file() for n in self._before(config))
+
+    def _before(self, config: Config) -> list[int]:
+        """The runs here from whose weights it may start."""
         folder, _, arm = str(config.trainer.init_from or "").rpartition(":")
-        return bool(folder) and any(
-            (of.name, of.seed) == (arm, config.seed) and Path(of.output or of.runs_dir) == Path(folder)
-            for number, of in enumerate(self.configs)
-            if number not in self.outcomes and not record_path(of).is_file()
-        )
+        alike = (n for n, of in enumerate(self.configs) if folder and (of.name, of.seed) == (arm, config.seed))
+        return [
+            n for n in alike if os.path.realpath(record_path(self.configs[n]).parents[1]) == os.path.realpath(folder)
+        ]
+
+    def _check_order(self) -> None:
+        """Refuses a run that would wait for itself. Raises ConfigError."""
+        for number, config in enumerate(self.configs):
+            reached, ahead = set(), self._before(config)
+            while ahead and number not in reached:
+                reached.update(ahead)
+                ahead = [n for before in ahead for n in self._before(self.configs[before]) if n not in reached]
+            if number in reached:
+                raise ConfigError(
+                    f"trainer.init_from: {config.name}, seed {config.seed}, would start from its own weights; expected those of "
+                    "a run that does not start from it"
+                )
 
     def _decide(self, number: int) -> bool:
         """Whether the run's values are known: it may wait for those that choose them."""
@@ -128,7 +146,7 @@ class Queue:
         outcome = outcome._replace(seconds=outcome.seconds or seconds)
         self.outcomes[number] = outcome
         if outcome.state == "done" and outcome.seconds:
-            self._taken.setdefault(config.name, []).append(outcome.seconds)
+            self._taken.setdefault(_arm(config), []).append(outcome.seconds)
         end = f", validation loss {outcome.loss:.4f}" if outcome.loss is not None else ""
         why = f": {outcome.why}" if outcome.why else ""
         log = f" (see {log_path(config)})" if outcome.state == "failed" and place else ""
@@ -162,7 +180,7 @@ class Queue:
     def expected(self, config: Config) -> float | None:
         """Seconds that the run still needs: as its arm took, else as all arms took; None if nothing is known. What this command
         has seen counts first: records may be of another machine, or of one that did other work, too."""
-        of_arm = self._taken.get(config.name) or self._recorded.get(config.name)
+        of_arm = self._taken.get(_arm(config)) or self._recorded.get(_arm(config))
         known = of_arm or [second for seen in (self._taken or self._recorded).values() for second in seen]
         done = newest_step(run_folder(config) / "checkpoints") / config.trainer.max_steps
         return statistics.median(known) * (1 - done) if known else None
@@ -189,6 +207,11 @@ class Queue:
             kept = f", {STOP_SECONDS:.0f} of the deadline's {self.most:g} seconds are kept for stopping"
             short = kept if self.most < 2 * STOP_SECONDS else ""
             raise Unfinished(f"{done} of {total} runs are done{elsewhere}{short}; the same command goes on", status=3)
+
+
+def _arm(config: Config) -> tuple[Path, str]:
+    """The folder of the run's sweep, and its arm there."""
+    return record_path(config).parents[1], config.name
 
 
 def run_one_by_one(queue: Queue) -> None:

@@ -38,7 +38,7 @@ from packmamba.records import append_record, check_writable, write_sweep
 from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.places import places, several_devices, speaks
 from packmamba.training.process import imports
-from packmamba.training.runs import may_be_raised
+from packmamba.training.runs import may_be_raised, record_path
 from packmamba.training.slurm import SlurmConfig, run_as_jobs, slurm_executor
 from packmamba.training.table import TableConfig, check_table, check_tuned
 from packmamba.training.tune import TuneConfig, Tuning
@@ -335,7 +335,8 @@ def run_sweeps(
     every = [config for _, configs in sweeps for config in configs]
     prepare_environment(every)
     begun = time.monotonic() if begun is None else begun
-    trained = [config for sweep, configs in sweeps if sweep.train for config in chosen(sweep, configs)]
+    wanted = (config for sweep, configs in sweeps if sweep.train for config in chosen(sweep, configs))
+    trained = list({record_path(config): config for config in wanted}.values())  # two sweeps may have the same run
     queue = Queue(trained, progress, begun, first.deadline, Tuning(first.tune, trained))
     others = [c for sweep, configs in sweeps if sweep.train for c in configs if c not in trained]
     check_unchanged([*queue.configs, *others], queue.configs, progress)
