@@ -88,6 +88,21 @@ def harms():
     return [harm_of(f"leak-post{of}", f"rows-post{of}", some) for of, some in seeds.items()]
 
 
+def in_each_of_post_training(of, seeds):
+    """Training loss of a leak minus that of reset, mean of the logged steps after the first hundred, seed by seed."""
+    found = []
+    for seed in seeds:
+        curves = [record_of(f"{arm}-post{of}", seed)["curves"]["train"] for arm in ("leak", "rows")]
+        leak, rows = ({p["step"]: p["loss"] for p in curve if p["step"] > 100} for curve in curves)
+        assert leak.keys() == rows.keys()
+        found.append(sum(leak[step] - rows[step] for step in leak) / len(leak))
+    return found
+
+
+def in_post_training(of, seeds):
+    return over_seeds(in_each_of_post_training(of, seeds))
+
+
 def borne_by_the_first(unit, of):
     """Of the targets and of a leak's harm, the per cent in the first 256 bytes."""
     points = record_of(f"rows-post{of}", 1)["curves"]["perplexity.by_group"]

@@ -10,7 +10,6 @@ from boundaries_numbers import (
     RATE,
     below_zero,
     dose_of_the_mixture,
-    harms,
     leaked,
     over_at_twice_the_rate,
 )
@@ -64,7 +63,6 @@ SENTENCES = [
         lambda: [*leaked(T=512), doses()[0], doses()[2]],
     ),
     (rf"{LINKED} nats with {N} %, five seeds", lambda: [*leaked(unit="mixture"), 100 * dose_of_the_mixture()]),
-    (rf"worse in each of {N} pairs, over", lambda: [sum(map(len, harms()))] if min(map(min, harms())) > 0 else []),
     (r"at twice the rate (\w+) of (\w+) at both", lambda: [sum(d > 0 for d in over_at_twice_the_rate()) / 2, 5]),
     (r"same order, (\w+) of (\w+) seeds", seeds),
     (r"gain a little over zero: (\w+) of (\w+) seeds", seeds),

@@ -1,13 +1,21 @@
 """Numbers in that page's sentences on leaks, and on shuffled rows at twice the rate."""
 
+import functools
+from math import inf
+
 import pytest
 from boundaries_numbers import (
+    FIVE,
     RATE,
     borne_by_the_first,
+    dose_of_the_mixture,
     harm_of,
     harms,
+    in_each_of_post_training,
+    in_post_training,
     leaked,
     over_at_twice_the_rate,
+    record_of,
     records,
 )
 from study_numbers import (
@@ -23,7 +31,7 @@ from study_numbers import (
     said,
 )
 
-from experiments.boundaries.runs import arms, by_setting, contrast
+from experiments.boundaries.runs import arms, by_setting, contrast, paired
 
 CI = rf"{N} \[{N}, {N}\]"
 """A number and its interval."""
@@ -42,42 +50,75 @@ def gains_in_post_training(T):
     )
 
 
+def row_of(T, of, unit="files"):
+    """A setting's doses, its harm read from zero and in training, each with its interval, and its seeds."""
+    tokens = dose(T) if unit == "files" else 100 * dose_of_the_mixture()
+    seeds = range(1, len(harms()[[512, 2048, 8192, "mixture"].index(T if unit == "files" else unit)]) + 1)
+    behind = [record_of(f"leak-post{of}", seed)["metrics"]["documents_behind_another"] for seed in seeds]
+    return [tokens, sum(behind) / len(behind), *leaked(T=T, unit=unit), *in_post_training(of, seeds), len(seeds)]
+
+
+def more_in_longer_rows():
+    """A leak's harm at T = 8192 minus that at 512."""
+    of = {s.T: here for s, here in of_unit("files").items() if s.after and "leak" in here}
+    long, short = ((of[T]["leak"], of[T]["rows"]) for T in (8192, 512))
+    found = contrast(*long, 0, inf, less=short)
+    return [found.mean, found.low, found.high]
+
+
+def of_unit(unit):
+    trained = (one for one in records() if one["kind"] == "training" and one["config"]["data"]["unit"] == unit)
+    return by_setting(arms(list(trained)))
+
+
+def on_the_mixture(low, high=inf):
+    (here,) = of_unit("mixture").values()
+    found = contrast(here["leak"], here["rows"], low, high)
+    return [found.mean, found.low, found.high]
+
+
+def borne_by_seven_bytes():
+    """Per cent of the mixture's targets, and of the harm."""
+    (here,) = of_unit("mixture").values()
+    differences, targets = paired(here["leak"], here["rows"], 0, inf)
+    first, some = paired(here["leak"], here["rows"], 0, 8)
+    return [100 * some.sum() / targets.sum(), 100 * first.sum() / differences.sum()]
+
+
 SENTENCES = [
-    (
-        rf"the leak adds {N} nats \[{N}, {N}\] with {N} % of the tokens behind another document, {CI} with {N} %, and "
-        rf"{CI} with {N} % ",
-        lambda: [x for T in (512, 2048, 8192) for x in (*leaked(T=T), dose(T))],
+    *(
+        (rf"\| {name}, T = {T} \| {N} % \| ([\d,]+) \| {CI} \| {CI} \| (\d) \|", functools.partial(row_of, T, of, name))
+        for name, T, of in (("files", 512, "-T512"), ("files", 2048, ""), ("files", 8192, "-T8192"))
     ),
-    (rf"the five lie between {N} and {N}\.", lambda: [limit(harms()[1]) for limit in (min, max)]),
-    (r"T = 512, 2048, 8192; (\w+), (\w+) and (\w+) seeds", lambda: [len(some) for some in harms()[:3]]),
-    (r"worse in each of these (\d+) pairs", lambda: [sum(one > 0 for some in harms()[:3] for one in some)]),
     (
-        rf"There the leak adds {N} nats \[{N}, {N}\] over all places and {CI} inside T = 2048, worse in each of (\w+) "
-        rf"seeds [^|]*? adds {CI} inside T\.",
+        rf"\| mixture, T = 2048 \| {N} % \| ([\d,]+) \| {CI} \| {CI} \| (\d) \|",
+        functools.partial(row_of, 2048, "-mixture", "mixture"),
+    ),
+    (rf"T = 8192 minus T = 512 is {CI};", more_in_longer_rows),
+    (
+        rf"{N} times as much over all places, {N} times inside T \({CI} against {CI}\), {N} times in training",
         lambda: [
-            *leaked(unit="mixture"),
+            leaked(unit="mixture")[0] / leaked()[0],
+            leaked(places="inside", unit="mixture")[0] / leaked(places="inside")[0],
             *leaked(places="inside", unit="mixture"),
-            sum(one > 0 for one in harms()[3]),
             *leaked(places="inside"),
+            in_post_training("-mixture", FIVE)[0] / in_post_training("", FIVE)[0],
         ],
     ),
     (
-        rf"256 bytes the leak adds {N} nats \[{N}, {N}\] [^|]*? after them {CI}\. On the mixture it is {CI} "
-        rf"and {CI}\.",
-        lambda: [
-            x
-            for unit in ("files", "mixture")
-            for where in ("first 256", "from 256 on")
-            for x in leaked(places=where, unit=unit)
-        ],
+        rf"256 bytes it is {N} nats \[{N}, {N}\] on files at T = 2048\. After them it is {N}:",
+        lambda: [*leaked(places="first 256"), leaked(places="from 256 on")[0]],
     ),
     (
         rf"bytes are {N} % of the targets on files and bear {N} % of the harm; on the mixture they are {N} % and bear {N} %",
         lambda: [*borne_by_the_first("files", ""), *borne_by_the_first("mixture", "-mixture")],
     ),
+    (rf"seven of each document, {N} % of the targets, bear {N} % of it", borne_by_seven_bytes),
+    (rf"From byte 8 on it is {CI}: open\.", lambda: on_the_mixture(8)),
+    (rf"Inside T it is {CI} from byte 8 on", lambda: on_the_mixture(8, 2048)),
     (
-        rf"scan alone the leak adds {N} nats \[{N}, {N}\] over all places, in the convolution alone {CI}; whole, on the "
-        rf"same three seeds, {N}\. [^|]*? lose {CI}:",
+        rf"scan alone the leak adds {N} nats \[{N}, {N}\], in the convolution alone {CI}; whole, on the "
+        rf"same three seeds, {N}\. [^|]*? lose {CI}\.",
         lambda: [
             *leaked("leak, scan"),
             *leaked("leak, convolution"),
@@ -99,7 +140,7 @@ SENTENCES = [
         lambda: gains_in_post_training(2048),
     ),
     (
-        rf"and within ±{N} at T = 512 and 8192 \(",
+        rf"and within ±{N} at T = 512 and 8192, four seeds",
         lambda: [max(abs(x) for T in (512, 8192) for x in gains_in_post_training(T))],
     ),
     (rf"\*\*Right:\*\* {CI}\. 27\.", lambda: gains_in_post_training(2048)),
@@ -112,7 +153,7 @@ SENTENCES = [
         ],
     ),
     (
-        rf"of the convolution, {CI}\. [^|]*? inside T {N} in the scan alone, {N} for foreign heads, {N} for the whole leak",
+        rf"of the convolution inside T, {CI}; [^|]*? inside T {N} in the scan alone, {N} for foreign heads, {N} for the whole ",
         lambda: [
             *leaked("leak, convolution", "inside"),
             leaked("leak, scan", "inside")[0],
@@ -152,9 +193,13 @@ def test_a_sentence_rounds_the_records(pattern, numbers):
     assert said("boundaries", pattern) == rounded_as(said("boundaries", pattern), numbers())
 
 
+def test_a_leak_is_worse_in_each_seed_of_each_setting():
+    assert min(map(min, harms())) > 0
+    seeds = {"-T512": range(1, 5), "": FIVE, "-T8192": range(1, 5), "-mixture": FIVE}
+    assert min(one for of, some in seeds.items() for one in in_each_of_post_training(of, some)) > 0
+
+
 def test_the_harm_on_the_mixture_reaches_as_far_as_the_page_says():
-    mixture = [one for one in records() if one["kind"] == "training" and one["config"]["data"]["unit"] == "mixture"]
-    (here,) = by_setting(arms(mixture)).values()
-    low = {power: contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)).low for power in range(5, 12)}
+    low = {power: on_the_mixture(2**power, 2 ** (power + 1))[1] for power in range(5, 12)}
     (said_so,) = said("boundaries", r"By place the harm on the mixture reaches to byte (\d+) ")
     assert [power for power in low if low[power] > 0] == list(range(5, int(said_so).bit_length() - 1))

@@ -306,7 +306,7 @@ SENTENCES = [
         lambda: [sum(difference > 0 for *_, difference in again("boundaries")), len(again("boundaries"))],
     ),
     (
-        rf"A run made again here differs by up to {N}, on another kind of GPU by up to {N}\.",
+        rf"A run made again here differs by up to {N}, at a later commit on another kind of GPU by up to {N}\.",
         lambda: [max(map(abs, differences)) for differences in (again_on("H200"), again_on("H100"))],
     ),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -89,7 +90,7 @@ def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[
     if not settings:
         return []
     fig, (ax,) = axes(1, width=7.0)
-    for (setting, here), color in zip(settings.items(), COLORS.values()):
+    for (setting, here), color in zip(settings.items(), itertools.cycle(COLORS.values())):
         points = [
             (2 ** (power + 0.5), contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)))
             for power in range(LEAST, MOST)
@@ -97,13 +98,13 @@ def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[
         found = [(x, one) for x, one in points if one and one.seeds > 1]
         ax.errorbar(
             [x for x, _ in found], [one.mean for _, one in found], yerr=_halves([one for _, one in found]), color=color,
-            marker="o", linewidth=1.6, capsize=2, label=f"T = {setting.T}, {_pairs(here, 'leak', 'rows')} seeds",
+            marker="o", linewidth=1.6, capsize=2, label=f"{setting.label()}, {_pairs(here, 'leak', 'rows')} seeds",
         )  # fmt: skip
     ax.axhline(0, color=MUTED, linewidth=1.2)
     ax.set(xscale="log", xlabel="place in the document", ylabel="loss: leak minus rows, nats")
     ax.set_xticks([64, 256, 1024, 4096, 16384], ["64", "256", "1024", "4096", "16,384"])
     ax.set_xticks([], minor=True)
-    legend_below(fig, columns=3)
+    legend_below(fig, columns=1)
     after = "; runs that went on from zero" if name.endswith(AFTER_NAME) else ""
     caption = (
         f"Leak minus the same rows with reset, by the place in the document from {2**LEAST} on, each document read from "
