@@ -36,6 +36,7 @@ from packmamba.config import (
 )
 from packmamba.records import append_record, check_writable, write_sweep
 from packmamba.training.checks import check_accelerator, check_run
+from packmamba.training.dotted import by_dotted_names, keys_of, meet
 from packmamba.training.places import places, several_devices, speaks
 from packmamba.training.process import imports
 from packmamba.training.runs import may_be_raised, record_path
@@ -144,7 +145,7 @@ class SweepConfig:
             elif others := [value for value in values if value not in known]:
                 yield f"only.{name}: expected some of {', '.join(map(str, known))}, got {others[0]!r}"
         for name in self.grid:
-            if of := [arm for arm, keys in self.arms.items() if any(_meet(name, key) for key in _dotted(keys))]:
+            if of := [arm for arm, keys in self.arms.items() if any(meet(name, key) for key in by_dotted_names(keys))]:
                 yield f"grid.{name}: expected a key that no arm sets, but {of[0]} does; give it in one of the two places"
         if both := [seed for seed in self.tune.seeds if seed in self.grid.get("seed", [0])]:
             yield f"tune.seeds: expected none of grid.seed, whose runs are reported, got {both[0]}"
@@ -161,7 +162,6 @@ class SweepConfig:
 SWEEP_KEYS = (*SweepConfig.__dataclass_fields__, "experiment")
 OF_RUNS = ("name", "output", "experiment", "runs_dir")
 """Keys of a run that its sweep sets."""
-SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
 EVALUATED = ("evaluations", "evaluation_options")
 """Keys of a sweep that become those of its runs."""
 
@@ -222,27 +222,16 @@ def _refuse_a_typo_of_the_sweep_s(override: str) -> None:
 def _refuse_what_is_compared(sweep: SweepConfig, last: list[tuple[DictConfig, str]]) -> None:
     """Refuses a key for all runs that the grid, or every arm, gives a value: what is compared would be one."""
     for layer, said in last:
-        for given in _keys(layer):
+        for given in keys_of(layer):
             for grid, keys in (("grid", sweep.grid), ("tune.grid", sweep.tune.grid)):
                 for name in keys:
-                    if _meet(name, given):
+                    if meet(name, given):
                         raise ConfigError(
                             f"{said}: expected {grid}.{name}=[...], which is where this sweep has its values"
                         )
-            values = [value for keys in sweep.arms.values() for name, value in keys.items() if _meet(name, given)]
+            values = [value for keys in sweep.arms.values() for name, value in keys.items() if meet(name, given)]
             if len(values) >= len(sweep.arms) > 1 and any(value != values[0] for value in values):
                 raise ConfigError(f"{said}: expected a key in which arms do not differ; set it as arms.<name>.{given}")
-
-
-def _keys(layer: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted names of the values in a layer."""
-    for name, value in ((str(name), value) for name, value in layer.items()):
-        yield from _keys(value, f"{prefix}{name}.") if isinstance(value, DictConfig) and value else [prefix + name]
-
-
-def _meet(one: str, other: str) -> bool:
-    """Whether setting one key changes the other."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _resolve(
@@ -266,16 +255,7 @@ def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
             place: dict[str, Any] = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
             place |= {"plugins": sweep.plugins} if sweep.plugins else {}
             asked = {key: value for key in EVALUATED if (value := getattr(sweep, key))}
-            yield {**asked, **_dotted(sweep.common), **_dotted(keys), **point, **place}
-
-
-def _dotted(keys: dict[str, Any]) -> dict[str, Any]:
-    """With the keys of each section by their dotted names, so that an arm's replace those of all runs one by one."""
-    found: dict[str, Any] = {}
-    for name, value in keys.items():
-        inside = isinstance(value, dict) and name in SECTIONS
-        found |= {f"{name}.{key}": each for key, each in value.items()} if inside else {name: value}
-    return found
+            yield {**asked, **by_dotted_names(sweep.common), **by_dotted_names(keys), **point, **place}
 
 
 def chosen(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
