@@ -3,10 +3,12 @@
 import functools
 from math import inf
 
+import numpy as np
 import pytest
 from boundaries_numbers import (
     FIVE,
     RATE,
+    again_on,
     borne_by_the_first,
     dose_of_the_mixture,
     harm_of,
@@ -32,6 +34,7 @@ from study_numbers import (
 )
 
 from experiments.boundaries.runs import arms, by_setting, contrast, paired
+from packmamba.report.inference import bootstrap
 
 CI = rf"{N} \[{N}, {N}\]"
 """A number and its interval."""
@@ -85,6 +88,17 @@ def borne_by_seven_bytes():
     return [100 * some.sum() / targets.sum(), 100 * first.sum() / differences.sum()]
 
 
+def without_the_longest_file():
+    """The mixture's harm from byte 8 on without the package that has most targets behind place 65,536."""
+    (here,) = of_unit("mixture").values()
+    differences, targets = paired(here["leak"], here["rows"], 8, inf)
+    points = record_of("rows-post-mixture", 1)["curves"]["perplexity.by_group"]
+    longest = max((p for p in points if p["start"] == 65536), key=lambda p: p["targets"])["group"]
+    others = np.array(sorted({p["group"] for p in points if p["start"] >= 8})) != longest
+    found = bootstrap(differences[:, others], targets[others])
+    return [found.mean, found.low, found.high]
+
+
 SENTENCES = [
     *(
         (rf"\| {name}, T = {T} \| {N} % \| ([\d,]+) \| {CI} \| {CI} \| (\d) \|", functools.partial(row_of, T, of, name))
@@ -115,6 +129,11 @@ SENTENCES = [
     ),
     (rf"seven of each document, {N} % of the targets, bear {N} % of it", borne_by_seven_bytes),
     (rf"From byte 8 on it is {CI}: open\.", lambda: on_the_mixture(8)),
+    (rf"without it, looked at afterwards, it is {CI}", without_the_longest_file),
+    (
+        rf"beside them ended {N} higher in the mean, and higher in (\w+) of (\w+)\.",
+        lambda: [sum(again_on("H100")) / 5, sum(one > 0 for one in again_on("H100")), len(again_on("H100"))],
+    ),
     (rf"Inside T it is {CI} from byte 8 on", lambda: on_the_mixture(8, 2048)),
     (
         rf"scan alone the leak adds {N} nats \[{N}, {N}\], in the convolution alone {CI}; whole, on the "
@@ -173,7 +192,7 @@ SENTENCES = [
     (rf"as large as own's, {N}, is excluded", lambda: more_gain("own", "gain_4")[:1]),
     (rf"rows\. So {N}, {N} and {N} % of the tokens stand behind", doses),
     (
-        rf"There own is at {CI} over the pool's rows shuffled beyond T and at {CI} inside, above them in each "
+        rf"There own is at {CI} over the pool's rows shuffled beyond T\. Inside it is at {CI}\. It is above them in each "
         rf"of (\w+) seeds at both\. The pool's order costs {CI} beyond T",
         lambda: [
             *(x for where in ("beyond", "inside") for x in ordered("own, shuffled", where, RATE["setting"])),

@@ -128,6 +128,15 @@ def test_a_key_of_the_grid_is_no_arm_s(tmp_path, keys, grid, name):
         load_sweep(path)
 
 
+def test_what_is_tuned_is_no_arm_s_in_a_section_either(tmp_path):
+    tune = {"grid": {"optimizer.lr": [0.01, 0.02]}, "seeds": [8]}
+    path = write_sweep(tmp_path, **ONE, arms={"one": {"optimizer": {"lr": 0.1}}}, tune=tune)
+    with pytest.raises(
+        ConfigError, match="tune.grid.optimizer.lr: expected a key that no arm and no grid sets, but one does"
+    ):
+        load_sweep(path)
+
+
 @pytest.mark.slow
 def test_weights_of_one_of_several_runs_are_refused(two, tmp_path):
     later, first = two

@@ -145,13 +145,16 @@ class SweepConfig:
             elif others := [value for value in values if value not in known]:
                 yield f"only.{name}: expected some of {', '.join(map(str, known))}, got {others[0]!r}"
         for name in self.grid:
-            if of := [arm for arm, keys in self.arms.items() if any(meet(name, key) for key in by_dotted_names(keys))]:
+            if of := self._arms_with(name):
                 yield f"grid.{name}: expected a key that no arm sets, but {of[0]} does; give it in one of the two places"
         if both := [seed for seed in self.tune.seeds if seed in self.grid.get("seed", [0])]:
             yield f"tune.seeds: expected none of grid.seed, whose runs are reported, got {both[0]}"
         for name in self.tune.grid:
-            if of := [arm for arm, keys in self.arms.items() if name in keys] or ["grid"] * (name in self.grid):
+            if of := [*self._arms_with(name), *("grid" for key in self.grid if meet(name, key))]:
                 yield f"tune.grid.{name}: expected a key that no arm and no grid sets, but {of[0]} does"
+
+    def _arms_with(self, name: str) -> list[str]:
+        return [arm for arm, keys in self.arms.items() if any(meet(name, key) for key in by_dotted_names(keys))]
 
     @property
     def apart(self) -> bool:
