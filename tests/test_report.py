@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -355,3 +356,9 @@ def test_committed_tables_are_what_the_committed_records_give(folder):
     committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.*")}
     records = with_items(folder, read_records(folder))
     assert committed == table_files(records, kinds_of(folder, records))
+
+
+def test_no_two_arms_of_a_figure_look_alike():
+    arms = [SimpleNamespace(setting=("", ""), scheme=scheme) for scheme in ("padded", "packed-reset", "own") * 4]
+    looks = [repr(style) for _, style in training_figures._styled(arms)]
+    assert len(set(looks)) == len(looks)

@@ -90,8 +90,14 @@ def house_style(narrow: bool = False) -> Iterator[None]:
 
 
 def style_of(name: str, rank: int = 0) -> dict[str, Any]:
-    """Colour and line of a scheme, the same everywhere; others get a colour by their rank."""
-    return _STYLES.get(name, {"color": _OTHERS[rank % len(_OTHERS)], "linewidth": 1.8})
+    """Colour and line of a scheme, the same everywhere; others get a colour by their rank, dotted where colours come again."""
+    again = {"linestyle": (0, (1, 1.5))} if rank >= len(_OTHERS) else {}
+    return _STYLES.get(name, {"color": _OTHERS[rank % len(_OTHERS)], "linewidth": 1.8} | again)
+
+
+def has_style(name: str) -> bool:
+    """Whether a scheme has a colour and line of its own."""
+    return name in _STYLES
 
 
 def axes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,18 @@ import numpy as np
 import pandas as pd
 
 from packmamba.report import summary
-from packmamba.report.figures import INK, MUTED, Figure, axes, engineering, finish, legend_below, name_bars, style_of
+from packmamba.report.figures import (
+    INK,
+    MUTED,
+    Figure,
+    axes,
+    engineering,
+    finish,
+    has_style,
+    legend_below,
+    name_bars,
+    style_of,
+)
 from packmamba.report.measures import arms_evaluations, title
 from packmamba.report.summary import Arm, Record, Speed, timed_together
 from packmamba.report.training import OPEN_END, by_position, difference, versus
@@ -49,14 +61,17 @@ def throughput_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def _styled(arms: Sequence[Arm]) -> Styled:
-    """Arms with their styles; further settings of an arm differ in the dashes of their lines."""
+    """Arms with their styles; further arms of a scheme have colours of their own, further settings of an arm other dashes."""
     settings = list(dict.fromkeys(arm.setting for arm in arms))
     styled: list[tuple[Arm, dict[str, Any]]] = []
-    shown: dict[tuple[tuple[str, str], str], int] = {}
+    shown: set[tuple[tuple[str, str], str]] = set()
+    further: Counter[tuple[str, str]] = Counter()
     for arm in arms:
         place = (arm.setting, arm.scheme)
-        nth = shown[place] = shown.get(place, -1) + 1
-        style = dict(style_of(arm.scheme if not nth else "", nth - 1))
+        scheme = arm.scheme if place not in shown else ""
+        style = dict(style_of(scheme, further[arm.setting]))
+        further[arm.setting] += not has_style(scheme)
+        shown.add(place)
         if rank := settings.index(arm.setting):
             style |= {"linestyle": (0, (3 * rank, 1.5)), "linewidth": 1.6}
         styled.append((arm, style))
