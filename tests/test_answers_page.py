@@ -13,17 +13,15 @@ from boundaries_numbers import (
     leaked,
     over_at_twice_the_rate,
 )
+from parity_numbers import behind_another, drift
 from study_numbers import (
     AT_512,
     LAST,
     MAIN,
-    OURS,
     N,
     at_512,
-    behind_another,
     cells,
     doses,
-    drift,
     gain_of_twice_the_rate,
     ladder,
     ordered,
@@ -35,6 +33,7 @@ from study_numbers import (
     slower,
 )
 
+LONGER = ("packed-reset", "packed-reset-long")
 LINKED = rf"\[{N} \[{N}, {N}\]\]\([^)]*\)"
 """A headline with its interval."""
 
@@ -53,7 +52,10 @@ SENTENCES = [
         rf"which start from zero: by {LINKED} nats inside T and {LINKED} beyond \(eight",
         lambda: [x for where in ("inside", "beyond") for x in ordered("own, shuffled", where, MAIN)],
     ),
-    (rf"may be\]\([^)]*\) up to {N} nats\. Not sure", lambda: parity(OURS, "mixture")[2:]),
+    (
+        rf"may be\]\([^)]*\) up to {N} nats\. Not sure",
+        lambda: [max(parity({"arm": arm}, "mixture")[2] for arm in LONGER)],
+    ),
     (
         rf"one pair of packed and padded ends {N} apart",
         lambda: drift("packed-reset-float32", "validation"),

@@ -22,6 +22,7 @@ from boundaries_numbers import (
     over_again,
     packages_of_own,
 )
+from parity_numbers import worse_means
 from study_numbers import (
     AT_512,
     MAIN,
@@ -46,7 +47,6 @@ from study_numbers import (
     speed,
     step_loss,
     trained,
-    worse_means,
 )
 
 SENTENCES = [

@@ -30,6 +30,7 @@ MARGIN = 0.005
 SEEDS = 8
 """That every arm should have; others are counted as missing."""
 LOSS = "perplexity.loss"
+BY_PACKAGE = "perplexity.by_group"
 WEIGHTS = {
     "mean of the last": LOSS,
     "mean of the last, by the trainer": "val_loss",
@@ -49,7 +50,7 @@ def parity_tables(records: Sequence[Record]) -> list[Table]:
     arms = summary.training_arms(records)
     if not any(arm[LOSS].notna().any() for arm in arms):
         return []
-    found = [_parity(records, arms)]
+    found = [_parity(records, arms), _places(records, arms)]
     by_name = {arm.name: arm for arm in arms}
     if {"packed-reset", "packed-control"} <= by_name.keys():
         found.append(_calibration(by_name["packed-reset"], by_name["packed-control"]))
@@ -94,7 +95,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
             continue
         pairs = (arm[LOSS] - baseline[LOSS]).dropna()
         over_seeds = summary.interval(pairs)
-        found = bootstrap(*difference_by_group(arm, baseline, "perplexity.by_group", "nats", "targets"))
+        found = bootstrap(*difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets"))
         main = over_seeds if math.isnan(found.low) else found  # documents without packages
         differences = [_interval(main, 3), _interval(over_seeds, 4)]
         asked = [word(within(main, MARGIN)), number(equivalence(pairs, MARGIN), ".2g")]
@@ -112,6 +113,44 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
     trained = [arm["targets"][arm[LOSS].notna()] for arm in arms]  # who diverged had fewer
     if len({round(targets.mean()) for targets in trained if targets.notna().any()}) > 1:
         table.notes.append("Arms were trained on different numbers of targets: they are not compared token for token.")
+    return table
+
+
+def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
+    """Of arms of as many steps as their baseline: at places that a run saw, and at those that only the evaluation has."""
+    table = Table(
+        "places",
+        f"{unit(records)}: paired differences at places that training has, and beyond, nats per target",
+        [
+            Column("arm", ("arm",), False),
+            Column("minus", ("minus",), False),
+            Column("pairs", ("pairs",)),
+            Column("trained to place", ("cut",)),
+            *(
+                Column(f"{places} [95 %]", tuple(f"{places}{end}" for end in ("", "_low", "_high")))
+                for places in ("inside", "beyond")
+            ),
+            Column("targets beyond", ("share",)),
+        ],
+    )
+    for arm, baseline in _pairs(arms):
+        if pd.isna(cut := arm.runs.iloc[0].get("config.data.cut_documents")):
+            continue
+        both = [
+            difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets", {"start": span})
+            for span in ((0, cut), (cut, math.inf))
+        ]
+        targets = [weights.sum() for _, weights in both]
+        if len(both[0][0]) > 1:
+            table.rows.append([
+                word(arm.name), word(baseline.name), number(len(both[0][0]), "d"), number(cut, ",d"),
+                *(_interval(bootstrap(*one), 3) for one in both),
+                percent(targets[1] / sum(targets)),
+            ])  # fmt: skip
+    table.notes = [
+        "Documents are cut for training and evaluated whole. Exploratory; intervals resample seeds and packages and are not "
+        "adjusted for their number."
+    ]
     return table
 
 

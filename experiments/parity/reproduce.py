@@ -88,14 +88,24 @@ def _gradients(name: str, precision: str, arm: str = "packed-reset") -> Headline
     return Headline(f"files: gradients of a step, largest difference: {name}", "gradients", row, "relative_difference")
 
 
+def _inside(unit: str, arm: str = "packed-reset", said: str = "") -> Headline:
+    name = f"{unit}: packed with reset minus padded{said}, inside the first 2048 bytes"
+    return Headline(name, f"places-{unit}", {"arm": arm}, "inside")
+
+
+LONG, LONGER = "packed-reset-long", ", 100 million bytes"
 HEADLINES = [
     *(_trained(unit, "packed with reset minus padded", "packed-reset", "difference") for unit in UNITS),
+    *(_inside(unit) for unit in UNITS),
+    _trained("mixture", f"packed with reset minus padded{LONGER}", LONG, "difference"),
+    _inside("mixture", LONG, LONGER),
     _trained("files", "one document at a time minus padded", "single", "difference"),
     *(_trained(u, "sums in another order, minus packed with reset", "packed-control", "difference") for u in UNITS),
     *(_apart(unit, "packed and padded", "packed-reset") for unit in UNITS),
     *(_apart(unit, "sums in another order", "packed-control") for unit in UNITS),
     _apart("files", "packed and padded in float32, one pair", "packed-reset-float32"),
     _gradients("packed and padded in float32", "32-true"),
+    _gradients("one document at a time, mamba-ssm's kernels, and padded in float32", "32-true", "single-mamba-ssm"),
     _gradients("packed and padded in bfloat16", "bf16-mixed"),
     _gradients("padded in bfloat16 and in float32", "bf16-mixed", "padded"),
     *(_speed(unit) for unit in UNITS),

@@ -89,11 +89,17 @@ class BySeed(Protocol):
 
 
 def difference_by_group(
-    arm: BySeed, baseline: BySeed, curve: str, value: str, weight: str, where: Mapping[str, float] | None = None
+    arm: BySeed,
+    baseline: BySeed,
+    curve: str,
+    value: str,
+    weight: str,
+    where: Mapping[str, float | tuple[float, float]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
 
-    Only seeds that both have; points are summed over all keys but the group. ``where``: only points with these values.
+    Only seeds that both have; points are summed over all keys but the group. ``where``: only points with these values,
+    or, where two are given, from the first up to the second.
     """
     sides = []
     for side in (arm, baseline):
@@ -101,7 +107,8 @@ def difference_by_group(
         rows = [{**point, "seed": seed} for seed, some in points.items() for point in some]
         table = pd.DataFrame(rows, columns=["seed", "group", value, weight, *(where or ())])
         for key, wanted in (where or {}).items():
-            table = table[table[key] == wanted]
+            low, high = wanted if isinstance(wanted, tuple) else (wanted, np.nextafter(wanted, np.inf))
+            table = table[table[key].between(low, high, inclusive="left")]
         sides.append(table.groupby(["seed", "group"])[[value, weight]].sum())
     ours, theirs = (side[value].unstack("group") for side in sides)
     both = (ours - theirs).dropna(how="all").dropna(axis=1)
