@@ -30,6 +30,11 @@ class Outcome(NamedTuple):
     step: int = 0
     """Of the checkpoint with which it stopped."""
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it failed because its GPU had no memory left."""
+        return self.state == "failed" and any(word in self.why for word in ("OutOfMemoryError", "ALLOC_FAILED"))
+
 
 class Note:
     """What a run's folder says of the last attempt at it."""

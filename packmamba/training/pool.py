@@ -17,7 +17,7 @@ from packmamba.training.attempt import attempt
 from packmamba.training.callbacks import newest_step
 from packmamba.training.claims import taken
 from packmamba.training.fit import fit
-from packmamba.training.note import Outcome, log_path
+from packmamba.training.note import NOTE, Outcome, log_path, read_note, write_note
 from packmamba.training.places import one_of_several, several_devices
 from packmamba.training.ranks import attempt_in_ranks
 from packmamba.training.runs import record_path, run_folder, training_records
@@ -154,6 +154,12 @@ class Queue:
             number, f"{outcome.state} after {outcome.seconds:.0f} s{f' on {place}' if place else ''}{end}{why}{log}"
         )
 
+    def put_back(self, number: int, where: str) -> None:
+        """A run that found no memory beside others: it begins again, or goes on, when a place is free."""
+        config, seconds = self.configs[number], time.monotonic() - self.running.pop(number)
+        write_note(run_folder(config) / NOTE, read_note(config) | {"state": "stopped"})
+        self.say(number, f"out of memory after {seconds:.0f} s {where}")
+
     def say(self, number: int, what: str) -> None:
         if self.progress:
             config = self.configs[number]
@@ -245,13 +251,14 @@ def run_side_by_side(queue: Queue, places: list[Place]) -> None:
     """A worker in each place takes the next run whenever it is free."""
     workers = [Worker(place) for place in places[: len(queue.open())]]
     busy: dict[int, int] = {}  # of workers, the run that each trains
+    closed: set[int] = set()  # of workers, those whose runs would find no memory
     heard = time.monotonic()
     with terminated_as_interrupted():
         try:
             if (first := queue.next()) is not None:
                 queue.prepare(first)  # one that cannot be made is refused before any work
             while True:
-                for which in set(range(len(workers))) - busy.keys():
+                for which in set(range(len(workers))) - busy.keys() - closed:
                     if (number := queue.next()) is not None:
                         queue.take(number, workers[which].place.name)
                         if workers[which].ended:
@@ -266,7 +273,10 @@ def run_side_by_side(queue: Queue, places: list[Place]) -> None:
                 ready = ready or wait(pipes, min(NEWS_SECONDS, max(0.0, queue.deadline - time.monotonic())))
                 for pipe in ready:
                     which = pipes[pipe]  # type: ignore[index]
-                    close(queue, workers[which], busy.pop(which))
+                    number, name = busy.pop(which), workers[which].place.name
+                    beside = sum(workers[other].place.name == name for other in busy)
+                    if not close(queue, workers[which], number, beside):
+                        closed.add(which)
                     heard = time.monotonic()
                 if time.monotonic() >= queue.deadline:
                     for which, number in busy.items():
@@ -283,11 +293,23 @@ def run_side_by_side(queue: Queue, places: list[Place]) -> None:
                 worker.end(STOP_SECONDS if which in busy else 0)
 
 
-def close(queue: Queue, worker: Worker, number: int) -> None:
-    """Takes the outcome of a worker's run. After a failure the process ends: the next run gets a fresh one."""
+def close(queue: Queue, worker: Worker, number: int, beside: int = 0) -> bool:
+    """Takes the outcome of a worker's run. After a failure the process ends: the next run gets a fresh one.
+
+    Args:
+        beside: how many other runs are trained in places of the same name.
+
+    Returns:
+        False if the run found no memory beside them, and waits: there is room for no more than these.
+    """
     outcome = worker.outcome()
     if outcome is None:
         outcome = Outcome("failed", why=f"its process ended with {worker.end()}")
     if outcome.state == "failed":
         worker.end(STOP_SECONDS)
+    if outcome.out_of_memory and beside:
+        others = f"{beside} other{'s' * (beside > 1)}"
+        queue.put_back(number, f"on {worker.place.name} beside {others}: {beside} at a time there from now on")
+        return False
     queue.close(number, outcome, worker.place.name)
+    return True
