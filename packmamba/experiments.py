@@ -76,7 +76,9 @@ class Headline(NamedTuple):
     paper: str = ""
     """What the paper has."""
     alone: str = ""
-    """The table's name where the records are of one corpus, as in a small version."""
+    """The table's name where the records are of one corpus, as in a small version; of several, what their names begin with."""
+    small: Mapping[str, Any] = {}
+    """What of the row's values a small version has others of."""
 
 
 class LoadedBench(NamedTuple):

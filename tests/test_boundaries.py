@@ -13,6 +13,7 @@ from experiments.boundaries.plots import _pairs, leak_figures, starts_figures
 from experiments.boundaries.report import KINDS, _primary
 from experiments.boundaries.runs import arms, by_setting, name_of
 from made_records import training
+from packmamba import experiments
 from packmamba.config import load_config, to_dict
 from packmamba.records import read_records
 from packmamba.report.summary import flatten
@@ -295,3 +296,23 @@ def test_texts_that_are_not_compared_have_names():
     assert KINDS["training"].label([one]) == "mixture"
     data |= {"unit": None, "begin_token": None}
     assert KINDS["training"].label([one]) == "packages-unmarked"
+
+
+@pytest.mark.slow
+def test_a_small_version_has_the_settings_and_arms_that_headlines_name(tmp_path):
+    reproduce = experiments.module(FOLDER, "reproduce")
+    records = []
+    for step in reproduce.STEPS:
+        _, configs = load_sweep(FOLDER / step.file, [*step.keys(tmp_path), *step.small])
+        for config in configs:
+            made = training("single", config.seed, config=to_dict(config))
+            records.append(made | {"arm": config.name})
+    found = {(arm.setting.label(), arm.name) for arm in arms(records)}
+    named = [headline for headline in reproduce.HEADLINES if headline.small]
+    assert len(named) > 30
+    for headline in named:
+        one = {"coverage": "foreign", "continuity": "own", "noise": "noise", "shuffled": "shuffled", "leak": "leak"}
+        row = headline.row
+        arm = row.get("arm") or one.get(row.get("what") or row["outcome"], "own")
+        if "plain" not in headline.name:
+            assert (headline.small["setting"], arm) in found, headline.name

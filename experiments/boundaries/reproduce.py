@@ -62,60 +62,54 @@ def _at(T: int) -> dict[str, str]:
     return {"setting": f"T = {T}, 14M, 100M tokens"}
 
 
+def _small(steps: int = 80, T: int = 64, after: str = "rate 0.005") -> dict[str, str]:
+    """What the tables of a small version call the setting."""
+    return {"setting": f"T = {T}, width 64, {1024 * steps / 1e6:.3g}M tokens, {after}"}
+
+
+def _small_after(T: int = 64) -> dict[str, str]:
+    return _small(36, T, "post-training")
+
+
+SMALL, BRIEF = _small(), _small(36)
 MAIN = _at(2048)
 AT_RATE = {"setting": f"{MAIN['setting']}, rate 0.004"}
 AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
 ORDER = {"setting": f"{MAIN['setting']}, tuning seeds"}
+
+
+def _headline(
+    name: str,
+    table: str,
+    setting: dict[str, str],
+    what: str | dict[str, object],
+    column: str,
+    small: dict[str, str] = SMALL,
+    unit: str = "files",
+) -> Headline:
+    row = {"what": what} if isinstance(what, str) else what
+    return Headline(name, f"{table}-{unit}", setting | row, column, alone=table, small=small)
+
+
+INSIDE_AND_BEYOND = ("inside", "beyond")
+SHUFFLED = "own minus the pool's rows shuffled"
 HEADLINES = [
     *(
-        Headline(
-            f"{outcome} {places} T",
-            "primary-files",
-            MAIN | {"outcome": outcome, "places": places},
-            "difference",
-            alone="primary",
-        )
+        _headline(f"{outcome} {places} T", "primary", MAIN, {"outcome": outcome, "places": places}, "difference")
         for outcome in ("coverage", "continuity")
-        for places in ("inside", "beyond")
+        for places in INSIDE_AND_BEYOND
     ),
+    *(_headline(f"own over zero {places} T", "ladder", MAIN, "own over zero", places) for places in INSIDE_AND_BEYOND),
+    _headline("plain streams minus the pool, beyond T", "order", ORDER, "plain streams", "beyond"),
+    _headline("the pool's rows shuffled minus the pool, beyond T", "order", MAIN, "shuffled", "beyond"),
+    _headline(
+        "plain streams minus the pool's rows shuffled, beyond T", "order", ORDER, "plain streams, shuffled", "beyond"
+    ),
+    _headline("own minus other shuffled rows, beyond T", "order", MAIN, "own, other rows", "beyond"),
+    *(_headline(f"{SHUFFLED}, {places} T", "order", MAIN, "own, shuffled", places) for places in INSIDE_AND_BEYOND),
+    _headline("noise over zero beyond T", "ladder", MAIN, "noise", "beyond"),
     *(
-        Headline(f"own over zero {places} T", "ladder-files", MAIN | {"what": "own over zero"}, places, alone="ladder")
-        for places in ("inside", "beyond")
-    ),
-    *(
-        Headline(f"{name} minus the pool, beyond T", "order-files", where | {"what": what}, "beyond", alone="order")
-        for name, what, where in (
-            ("plain streams", "plain streams", ORDER),
-            ("the pool's rows shuffled", "shuffled", MAIN),
-        )
-    ),
-    Headline(
-        "plain streams minus the pool's rows shuffled, beyond T",
-        "order-files",
-        ORDER | {"what": "plain streams, shuffled"},
-        "beyond",
-        alone="order",
-    ),
-    Headline(
-        "own minus other shuffled rows, beyond T",
-        "order-files",
-        MAIN | {"what": "own, other rows"},
-        "beyond",
-        alone="order",
-    ),
-    *(
-        Headline(
-            f"own minus the pool's rows shuffled, {places} T",
-            "order-files",
-            MAIN | {"what": "own, shuffled"},
-            places,
-            alone="order",
-        )
-        for places in ("inside", "beyond")
-    ),
-    Headline("noise over zero beyond T", "ladder-files", MAIN | {"what": "noise"}, "beyond", alone="ladder"),
-    *(
-        Headline(f"{what} beyond T{of}", "ladder-files", setting | {"what": what}, "beyond", alone="ladder")
+        _headline(f"{what} beyond T{of}", "ladder", setting, what, "beyond", BRIEF)
         for of, setting in (
             (" = 512", _at(512)),
             (", rate 0.004", AT_RATE),
@@ -124,54 +118,44 @@ HEADLINES = [
         for what in ("coverage", "continuity", "own over zero")
     ),
     *(
-        Headline(name, "order-files", setting | {"what": "own, shuffled"}, places, alone="order")
+        _headline(f"{SHUFFLED}, {name}", "order", setting, "own, shuffled", places, BRIEF)
         for name, setting, places in (
-            ("own minus the pool's rows shuffled, inside T = 512", _at(512), "inside"),
-            ("own minus the pool's rows shuffled, beyond T = 512", _at(512), "beyond"),
-            ("own minus the pool's rows shuffled, beyond T, rate 0.004", AT_RATE, "beyond"),
+            ("inside T = 512", _at(512), "inside"),
+            ("beyond T = 512", _at(512), "beyond"),
+            ("beyond T, rate 0.004", AT_RATE, "beyond"),
         )
     ),
     *(
-        Headline(
-            f"{name} over zero beyond T, post-training",
-            "ladder-files",
-            AFTER | {"what": what},
-            "beyond",
-            alone="ladder",
-        )
+        _headline(f"{name} over zero beyond T, post-training", "ladder", AFTER, what, "beyond", _small_after())
         for name, what in (("foreign", "coverage"), ("own", "own over zero"))
     ),
     *(
-        Headline(
-            f"rows of {T} minus rows of 2048",
-            "row-length-files",
-            {"arm": "rows", "rows": T},
-            "all places",
-            alone="row-length",
-        )
+        _headline(f"rows of {T} minus rows of 2048", "row-length", {}, {"arm": "rows", "rows": T}, "all places", {})
         for T in (512, 8192)
     ),
     *(
-        Headline(f"leak minus reset inside T, T = {T}", "leak-files", _at(T) | {"what": "leak"}, "inside", alone="leak")
-        for T in (512, 2048, 8192)
+        _headline(f"leak minus reset inside T, T = {T}", "leak", _at(T), "leak", "inside", _small(T=small))
+        for T, small in ((512, 64), (2048, 64), (8192, 256))
     ),
     *(
-        Headline(
+        _headline(
             f"leak minus reset, post-training, {name}",
-            table,
-            {"setting": f"T = {T}, 14M, 32.8M tokens, post-training", "what": "leak"},
+            "leak",
+            AFTER | {"setting": AFTER["setting"].replace("2048", str(T))},
+            "leak",
             "all places",
-            alone="leak",
+            _small_after(small),
+            unit,
         )
-        for name, table, T in (
-            *((f"T = {T}", "leak-files", T) for T in (512, 2048, 8192)),
-            ("mixture", "leak-mixture", 2048),
+        for name, unit, T, small in (
+            ("T = 512", "files", 512, 64),
+            ("T = 2048", "files", 2048, 64),
+            ("T = 8192", "files", 8192, 256),
+            ("mixture", "mixture", 2048, 128),
         )
     ),
     *(
-        Headline(
-            f"context gain at 8 T, {arm}", "context-gain-files", MAIN | {"arm": arm}, "gain_8", alone="context-gain"
-        )
+        _headline(f"context gain at 8 T, {arm}", "context-gain", MAIN, {"arm": arm}, "gain_8")
         for arm in ("zero", "foreign", "own")
     ),
     *(

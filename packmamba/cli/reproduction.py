@@ -158,12 +158,12 @@ def comparison(plan: Plan) -> Table:
             Column("now over committed", ("comparison",)),
         ],
     )
-    then, now = (
-        cells(plan.headlines, folder, find(plan.experiment)) for folder in (find(plan.experiment), plan.output)
-    )
+    experiment = find(plan.experiment)
+    then, now = cells(plan.headlines, experiment), cells(plan.headlines, plan.output, experiment, plan.small)
     for headline in plan.headlines:
         a, b = then[headline.name], now[headline.name]
-        table.rows.append([word(headline.name), word(headline.paper or "-"), a, b, _compared(a, b)])
+        compared = word("-") if plan.small else _compared(a, b)
+        table.rows.append([word(headline.name), word(headline.paper or "-"), a, b, compared])
     table.notes = [
         f"Now: {', '.join(step.file for step in plan.steps)}, with the keys that done.json has. Numbers of steps that were left "
         "out, or whose keys differ from the committed run's, are missing or differ; tables/ has all that was computed."
@@ -174,18 +174,23 @@ def comparison(plan: Plan) -> Table:
     return table
 
 
-def cells(headlines: Sequence[Headline], folder: Path, experiment: Path | None = None) -> dict[str, Cell]:
+def cells(
+    headlines: Sequence[Headline], folder: Path, experiment: Path | None = None, small: bool = False
+) -> dict[str, Cell]:
     """The number behind each headline, from a folder's records; a dash where they have none. ``experiment``: whose tables, if not
-    the folder's own."""
+    the folder's own. ``small``: they are of a small version."""
     records = read_records(folder) if any((folder / "records").glob("*.jsonl")) else []
     sections = build_sections(records, figures=False, kinds=kinds_of(experiment or folder, records))
     tables = {table.name: table for section in sections for table in section.tables}
-    return {headline.name: _cell(headline, tables) for headline in headlines}
+    return {headline.name: _cell(headline, tables, small) for headline in headlines}
 
 
-def _cell(headline: Headline, tables: Mapping[str, Table]) -> Cell:
-    if table := tables.get(headline.table) or tables.get(headline.alone):
-        for row in _rows(table, headline.row):
+def _cell(headline: Headline, tables: Mapping[str, Table], small: bool) -> Cell:
+    found = [table for name, table in tables.items() if name in (headline.table, headline.alone)]
+    if small and headline.alone:
+        found += [table for name, table in tables.items() if name.startswith(f"{headline.alone}-")]
+    for table in found:
+        for row in _rows(table, {**headline.row, **(headline.small if small else {})}):
             if headline.over is None:
                 return row[headline.column]
             together = {"run": row["run"].values[0]} if "run" in row else {}  # times of two runs are not compared
