@@ -78,6 +78,16 @@ def test_an_arm_without_a_value_that_does_not_diverge_fails_alone(tmp_path):
         Queue(configs, False, tuning=Tuning(sweep.tune, configs))
 
 
+def test_a_number_that_runs_do_not_have_is_refused_when_the_first_has_ended(tmp_path):
+    sweep, configs = sweep_of(tmp_path)
+    sweep.tune.metric = "parity.acuracy"
+    queue = Queue(configs, False, tuning=Tuning(sweep.tune, configs))
+    queue.take(0)
+    done(queue.configs[0], **{"parity.accuracy": 0.5})
+    with pytest.raises(ConfigError, match="^tune.metric: expected one of .*parity.accuracy.*, got 'parity.acuracy'"):
+        queue.close(0, Outcome("done", 1.0))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -127,3 +137,19 @@ def test_a_sweep_tunes_and_reports_only_the_other_seeds(tmp_path):
             "arms": {"packed": [0, 1], "padded": [0, 1]},
         }
     }
+
+
+def test_a_key_of_a_grid_is_named_on_the_command_line_as_messages_name_it(tmp_path):
+    path = write_sweep(tmp_path, throughput_rounds=0, grid={"seed": [0], "optimizer.lr": [0.1, 0.2]})
+    with pytest.raises(
+        ConfigError, match=r"expected grid.optimizer.lr=\[...\], which is where this sweep has its values"
+    ):
+        load_sweep(path, ["optimizer.lr=0.3"])
+    _, configs = load_sweep(path, ["grid.optimizer.lr=[0.3]", "grid.seed=[4]"])
+    assert [(c.name, c.optimizer.lr, c.seed) for c in configs] == [("packed lr=0.3", 0.3, 4), ("padded lr=0.3", 0.3, 4)]
+    path = write_sweep(tmp_path, throughput_rounds=0, grid={"seed": [0]})
+    sweep, _ = load_sweep(path, ["tune.grid.optimizer.lr=[0.3, 0.4]", "tune.seeds=[9]"])
+    assert sweep.tune.grid == {"optimizer.lr": [0.3, 0.4]}
+    for nothing in ("grid={}", "tune.grid={}"):
+        with pytest.raises(ConfigError, match=f"^'{nothing}': expected keys with their values; these are added to"):
+            load_sweep(path, [nothing])

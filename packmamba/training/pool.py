@@ -145,6 +145,8 @@ class Queue:
             return
         outcome = outcome._replace(seconds=outcome.seconds or seconds)
         self.outcomes[number] = outcome
+        if outcome.state == "done":
+            self.tuning.check(config)
         if outcome.state == "done" and outcome.seconds:
             self._taken.setdefault(_arm(config), []).append(outcome.seconds)
         end = f", validation loss {outcome.loss:.4f}" if outcome.loss is not None else ""

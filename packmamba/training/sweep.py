@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -178,7 +179,7 @@ def load_sweep(
     machine must be able to train them, if it is the one that would.
     """
     own = [override for override in overrides or [] if override.partition("=")[0].partition(".")[0] in SWEEP_KEYS]
-    sweep = load(SweepConfig, path, own, "sweep")
+    sweep = load(SweepConfig, path, map(_of_a_grid, own), "sweep")
     sweep.name = sweep.name or Path(path).stem
     layers = []
     if sweep.base is not None:
@@ -212,6 +213,14 @@ def load_sweep(
     if sweep.tune.grid:
         check_tuned(sweep.tune.metric, configs)
     return sweep, configs
+
+
+def _of_a_grid(override: str) -> str:
+    """``grid.optimizer.lr=[...]`` as what it means: the grid's key is the whole name. Raises ConfigError for an empty mapping."""
+    if re.fullmatch(r"(tune\.)?grid=\s*\{\s*\}", override):
+        raise ConfigError(f"'{override}': expected keys with their values; these are added to the file's, key by key")
+    found = re.fullmatch(r"((?:tune\.)?grid)\.([\w.]+)=(.*)", override, re.DOTALL)
+    return "{}={{{}: {}}}".format(*found.groups()) if found else override
 
 
 def _refuse_a_typo_of_the_sweep_s(override: str) -> None:

@@ -74,6 +74,11 @@ class Tuning:
         """Whether all runs that choose for this one have their records."""
         return all(record_path(run).is_file() for point in self.points.get(config.name, []) for run in point.runs)
 
+    def check(self, run: Config) -> None:
+        """Raises ConfigError if a run that is done, and helps to choose, has no such number: the others would have none."""
+        if any(run is one for points in self.points.values() for point in points for one in point.runs):
+            _number(run, self.tune.metric)
+
     def choose(self, config: Config) -> Config:
         """The run with its best values: of those whose runs all have a finite number, the best in the mean.
 
