@@ -372,3 +372,12 @@ def test_two_processes_train_as_one(tmp_path):
     halves = [rank["positions"].tolist() for rank in a["carry"]]
     together = [*halves[0][:ROWS], *halves[1][:ROWS], *halves[0][ROWS:], *halves[1][ROWS:]]
     assert together == b["carry"][0]["positions"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "heard"), [(2, True), (4, False)])
+def test_a_run_too_short_for_a_stream_s_second_turn_says_that_nothing_was_carried(tmp_path, caplog, steps, heard):
+    keys = ["trainer.boundary=carry", f"data.tokens_per_step={2 * ROWS * LENGTH}", f"trainer.max_steps={steps}"]
+    record = fit(tiny_config(tmp_path, *POOL, *keys), progress=False)
+    assert ("state_age_steps" not in record["metrics"]) == heard
+    assert ("trainer.boundary=carry: no row went on from a state in these 2 steps" in caplog.text) == heard

@@ -164,6 +164,12 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
                 record["metrics"] |= _say_origin(config, folder, history.diverged)
             check_claim(folder)
             append_record(path, record)
+            if "state_bytes" in record["metrics"] and "state_age_steps" not in record["metrics"]:
+                logger.warning(
+                    "trainer.boundary=%s: no row went on from a state in these %d steps, since no stream had a second turn; "
+                    "expected more trainer.max_steps, or fewer data.streams",
+                    options.boundary, record["metrics"]["steps"],
+                )  # fmt: skip
             keep_newest(folder / "checkpoints", 1)
     return record
 
