@@ -4,8 +4,8 @@ import functools
 import json
 
 import numpy as np
-from scipy.special import chdtri, stdtrit
-from study_numbers import EXPERIMENTS, GREEDY, LAST, OURS, cells, interval, parity, table
+from scipy.special import chdtri
+from study_numbers import EXPERIMENTS, GREEDY, LAST, cells, interval, parity, table
 
 from packmamba.report.inference import bootstrap
 
@@ -16,11 +16,6 @@ def equal_time(unit):
     (ratio,) = cells("parity", f"equal-time-{unit}", {"arm": arm}, "ratio")
     mean, low, high = parity({"arm": "packed-equal-time"}, unit)
     return [ratio, -mean, -high, -low]
-
-
-def spread_of_pairs(unit):
-    low, high, n = cells("parity", f"parity-{unit}", OURS, "over_seeds_low", "over_seeds_high", "pairs")
-    return (high - low) / 2 * n**0.5 / stdtrit(n - 1, 0.975)
 
 
 def drift(arm, *columns, unit="files"):
@@ -36,20 +31,20 @@ def float32_to(step):
     return max(abs(a["loss"] - b["loss"]) for a, b in both if a["step"] <= step)
 
 
-def pairs(arm, other, unit="files"):
-    """An arm's loss minus another's, of each seed that both have."""
-    losses = {
-        (one["arm"], one["seed"]): one["metrics"]["perplexity.loss"]
-        for one in runs()
-        if one["config"]["data"]["unit"] == unit
-    }
+def pairs(arm, other, unit="files", place=0):
+    """An arm's loss minus another's, of each seed that both have, at places from this one on."""
+    losses = {}
+    for one in runs():
+        if one["config"]["data"]["unit"] == unit and one["arm"] in (arm, other):
+            far = [point for point in one["curves"]["perplexity.by_group"] if point["start"] >= place]
+            losses[one["arm"], one["seed"]] = sum(p["nats"] for p in far) / sum(p["targets"] for p in far)
     both = sorted(seed for name, seed in losses if name == arm and (other, seed) in losses)
     return [losses[arm, seed] - losses[other, seed] for seed in both]
 
 
-def above_zero(arm, other, unit="files"):
+def above_zero(arm, other, unit="files", place=0):
     """Of how many pairs, how many are above zero."""
-    found = pairs(arm, other, unit)
+    found = pairs(arm, other, unit, place)
     return [len(found), sum(difference > 0 for difference in found)]
 
 
@@ -68,8 +63,8 @@ def resampled(arm, other, unit="files"):
     return [found.mean, found.low, found.high]
 
 
-def inside(arm, unit="files", places="inside"):
-    return interval("parity", f"places-{unit}", {"arm": arm}, places)
+def placed(row, places="inside", unit="mixture"):
+    return interval("parity", f"places-{unit}", row, places)
 
 
 def tuned_pairs(rate):
@@ -149,7 +144,13 @@ def by_place():
 
 
 def elsewhere_by_place():
-    tables = [table("parity", f"loss-by-position-{unit}") for unit in ("functions", "mixture")]
-    arms = ("packed-reset", "packed-control")
-    rows = [one for some in tables for one in some if one["arm"] in arms and one["difference_low"]]
+    found = [
+        excluding_zero(unit, arm) for unit in ("functions", "mixture") for arm in ("packed-reset", "packed-control")
+    ]
+    return [sum(counts) for counts in zip(*found)]
+
+
+def excluding_zero(unit, arm):
+    """How many of the arm's intervals by place exclude zero, and how many there are."""
+    rows = [one for one in table("parity", f"loss-by-position-{unit}") if one["arm"] == arm and one["difference_low"]]
     return [sum(float(one["difference_low"]) > 0 or float(one["difference_high"]) < 0 for one in rows), len(rows)]

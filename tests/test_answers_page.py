@@ -53,7 +53,7 @@ SENTENCES = [
         lambda: [x for where in ("inside", "beyond") for x in ordered("own, shuffled", where, MAIN)],
     ),
     (
-        rf"may be\]\([^)]*\) up to {N} nats\. Not sure",
+        rf"may be\]\([^)]*\) up to {N} nats\. One long",
         lambda: [max(parity({"arm": arm}, "mixture")[2] for arm in LONGER)],
     ),
     (

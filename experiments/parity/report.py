@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -117,41 +119,54 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
 
 
 def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
-    """Of arms of as many steps as their baseline: at places that a run saw, and at those that only the evaluation has."""
+    """Of arms of as many steps as their baseline: as far as pieces reach, farther on, and all without one package."""
+    titles = {"inside": "as far as pieces reach", "beyond": "farther on", "others": "all, without one package"}
     table = Table(
         "places",
-        f"{unit(records)}: paired differences at places that training has, and beyond, nats per target",
+        f"{unit(records)}: paired differences by place in the document, nats per target",
         [
             Column("arm", ("arm",), False),
             Column("minus", ("minus",), False),
             Column("pairs", ("pairs",)),
-            Column("trained to place", ("cut",)),
-            *(
-                Column(f"{places} [95 %]", tuple(f"{places}{end}" for end in ("", "_low", "_high")))
-                for places in ("inside", "beyond")
-            ),
-            Column("targets beyond", ("share",)),
+            Column("longest piece in training", ("cut",)),
+            *(Column(f"{title} [95 %]", (name, f"{name}_low", f"{name}_high")) for name, title in titles.items()),
+            Column("targets farther on", ("share",)),
+            Column("of them in that package", ("largest",)),
         ],
     )
     for arm, baseline in _pairs(arms):
         if pd.isna(cut := arm.runs.iloc[0].get("config.data.cut_documents")):
             continue
-        both = [
-            difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets", {"start": span})
-            for span in ((0, cut), (cut, math.inf))
-        ]
-        targets = [weights.sum() for _, weights in both]
-        if len(both[0][0]) > 1:
+        targets = _targets(arm, cut)
+        if targets.empty:
+            continue
+        inside, beyond, others = (
+            difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets", where)
+            for where in (
+                {"start": functools.partial(operator.gt, cut)},
+                {"start": functools.partial(operator.le, cut)},
+                {"group": functools.partial(operator.ne, targets.idxmax())},
+            )
+        )
+        if len(inside[0]) > 1:
             table.rows.append([
-                word(arm.name), word(baseline.name), number(len(both[0][0]), "d"), number(cut, ",d"),
-                *(_interval(bootstrap(*one), 3) for one in both),
-                percent(targets[1] / sum(targets)),
+                word(arm.name), word(baseline.name), number(len(inside[0]), "d"), number(cut, ",d"),
+                *(_interval(bootstrap(*one), 3) for one in (inside, beyond, others)),
+                percent(beyond[1].sum() / (inside[1].sum() + beyond[1].sum())), percent(targets.max() / targets.sum()),
             ])  # fmt: skip
     table.notes = [
-        "Documents are cut for training and evaluated whole. Exploratory; intervals resample seeds and packages and are not "
+        "Training cuts documents into pieces and reads each from zero; evaluation reads documents whole. The package left out is "
+        "the one with most targets farther on than pieces reach. Exploratory; intervals resample seeds and packages and are not "
         "adjusted for their number."
     ]
     return table
+
+
+def _targets(arm: Arm, place: float) -> pd.Series:
+    """By package, of places from this one on."""
+    points = arm.runs.get(f"curves.{BY_PACKAGE}", pd.Series(dtype=object)).dropna()
+    found = pd.DataFrame(points.iloc[0] if len(points) else [], columns=["group", "start", "targets"])
+    return found[found["start"] >= place].groupby("group")["targets"].sum()
 
 
 def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:

@@ -7,7 +7,7 @@ another sample of packages would give other numbers, as other seeds would.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,21 +94,20 @@ def difference_by_group(
     curve: str,
     value: str,
     weight: str,
-    where: Mapping[str, float | tuple[float, float]] | None = None,
+    where: Mapping[str, float | Callable[[pd.Series], pd.Series]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
 
     Only seeds that both have; points are summed over all keys but the group. ``where``: only points with these values,
-    or, where two are given, from the first up to the second.
+    or of whose values a function says so.
     """
     sides = []
     for side in (arm, baseline):
         points = side.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
         rows = [{**point, "seed": seed} for seed, some in points.items() for point in some]
-        table = pd.DataFrame(rows, columns=["seed", "group", value, weight, *(where or ())])
+        table = pd.DataFrame(rows, columns=[*dict.fromkeys(["seed", "group", value, weight, *(where or ())])])
         for key, wanted in (where or {}).items():
-            low, high = wanted if isinstance(wanted, tuple) else (wanted, np.nextafter(wanted, np.inf))
-            table = table[table[key].between(low, high, inclusive="left")]
+            table = table[wanted(table[key]) if callable(wanted) else table[key] == wanted]
         sides.append(table.groupby(["seed", "group"])[[value, weight]].sum())
     ours, theirs = (side[value].unstack("group") for side in sides)
     both = (ours - theirs).dropna(how="all").dropna(axis=1)
