@@ -57,30 +57,26 @@ METRICS: dict[str, tuple[str, ...]] = {
     # Losses are nats per real target; validation runs one document at a time from zero state. val_loss_start is over
     # the first 32 tokens of a document; val_loss_as_trained is null unless the arm trains with leak or carry.
     "training": (
-        "steps",
-        "real_tokens",
-        "targets",
-        "val_loss",
-        "val_loss_start",
-        "val_loss_as_trained",
-        "real_tokens_per_second",
-        "slots_per_second",
-        "padding_fraction",
-        "train_seconds",
-        "parameters",
-        "peak_memory_bytes",
+        "steps", "real_tokens", "targets", "val_loss", "val_loss_start", "val_loss_as_trained", "real_tokens_per_second",
+        "slots_per_second", "padding_fraction", "train_seconds", "parameters", "peak_memory_bytes",
     ),
     # Interleaved timings of optimizer steps; only arms that share config["run"] were timed together. The spread is the
     # interquartile range; cores_of_others, where there is one, how many cores other programs kept busy meanwhile.
     "throughput": (
-        "seconds_per_step_median",
-        "seconds_per_step_spread",
-        "real_tokens_per_second",
-        "slots_per_second",
-        "padding_fraction",
-        "rounds",
+        "seconds_per_step_median", "seconds_per_step_spread", "real_tokens_per_second", "slots_per_second",
+        "padding_fraction", "rounds",
     ),
-}
+}  # fmt: skip
+LATER_KEYS: dict[str, Any] = {
+    "data.task": None, "data.task_options": {}, "data.unit": None, "data.cut_documents": None, "data.cut_at_steps": False,
+    "data.stagger": False, "data.shuffle_steps": None, "data.subset": None, "data.split": "train", "data.streaming": False,
+    "trainer.cuda_graphs": False, "trainer.deterministic": False, "trainer.init_from": None, "trainer.evaluate_every": None,
+    "trainer.average_snapshots": 1, "trainer.average_share": 0.1, "trainer.boundary_options": {},
+    "trainer.mean_over": "targets", "model.mixer": "mamba1", "model.mixer_options": {}, "optimizer.name": "adamw",
+    "optimizer.options": {}, "optimizer.schedule_steps": None, "plugins": [], "evaluations": [], "evaluation_options": {},
+    "evaluation_examples": 200,
+}  # fmt: skip
+"""Keys that came after runs were named, and the value that stands for their absence: with it a run's name is what it was."""
 """The metrics that a record of the library's own kinds must have. Those of an experiment are in its report.py."""
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -84,6 +84,19 @@ def test_arms_are_compared_whatever_else_differs(tmp_path):
         compare_runs([one, other, "baseline=padded"])
 
 
+def test_columns_show_keys_that_records_leave_out(tmp_path):
+    """With the value that their absence stands for, as files of configurations have it."""
+    said = {"data": {"row_length": None, "stagger": True}}
+    one, other = run_of(tmp_path, "padded"), run_of(tmp_path, "packed-reset", config=said)
+    text = compare_runs([one, other, "columns=[data.stagger,trainer.init_from,data.row_length]"])
+    cells = {line.split()[0]: line.split()[-3:] for line in text.splitlines() if line.startswith(("padded", "packed"))}
+    assert cells == {"padded": ["false", "null", "null"], "packed-reset": ["true", "null", "null"]}
+    with pytest.raises(
+        ConfigError, match="^columns: expected numbers of the records and keys, got 'data.staggr'; did you mean"
+    ):
+        compare_runs([one, other, "columns=[data.staggr]"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -111,7 +124,7 @@ def test_runs_that_are_of_something_else_are_refused(tmp_path, changes, message,
         (["RUN", "runs"], "^runs has no record of a run that has ended"),
         (["RUN", "OTHER", "baseline=leak"], "^baseline: expected one of padded; packed-reset, got 'leak', which is none of them"),
         (["RUN", "OTHER", "metrics=[val_los]"], "^metrics: expected some of .*val_loss.*, got 'val_los'"),
-        (["RUN", "OTHER", "columns=[optimizer.l]"], "^columns: expected some of .*, got 'optimizer.l'"),
+        (["RUN", "OTHER", "columns=[optimizer.l]"], "^columns: .* keys, got 'optimizer.l'; did you mean 'optimizer.lr'"),
         (["RUN", "OTHER", "metric=[val_loss]"], "^unknown key 'metric'.*did you mean 'metrics'"),
         (["RUN", "OTHER", "output=mine"], "^output: mine holds records of its own, such as .*; name another folder"),
     ],

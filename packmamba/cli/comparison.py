@@ -9,11 +9,11 @@ from typing import Any, Optional, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import CONFIGURATION, Config, ConfigError, key, load, to_dict
+from packmamba.config import CONFIGURATION, Config, ConfigError, key, load, suggest, to_dict
 from packmamba.evaluation.subject import check_configuration
 from packmamba.records import append_record, check_writable, read_records, write_sweep
 from packmamba.report import summary
-from packmamba.report.chosen import known
+from packmamba.report.chosen import keys_of, known
 from packmamba.report.folder import build_sections, write_report
 from packmamba.training.runs import names
 from packmamba.training.table import TableConfig
@@ -101,11 +101,16 @@ def _records(folder: str) -> list[dict[str, Any]]:
 
 def _check_columns(config: CompareConfig, arms: Sequence[summary.Arm]) -> None:
     has = known(arms)
-    keys = {column for arm in arms for column in arm.runs if column.startswith("config.")}
-    for name in ("metrics", "columns"):
-        for column in getattr(config, name) or ():
-            if column not in has and (name == "metrics" or (column != "speedup" and f"config.{column}" not in keys)):
-                raise ConfigError(f"{name}: expected some of {', '.join(has)}, got '{column}'")
+    for column in config.metrics:
+        if column not in has:
+            raise ConfigError(f"metrics: expected some of {', '.join(has)}, got '{column}'")
+    others = {"speedup", *has, *keys_of(arms)}
+    for column in config.columns or ():
+        if column not in others:
+            raise ConfigError(
+                f"columns: expected numbers of the records and keys, got '{column}'{suggest(column, others)}; the numbers are "
+                f"{', '.join(has)}"
+            )
 
 
 def _once(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from scipy.special import stdtrit
 
+from packmamba.records import LATER_KEYS
 from packmamba.report import summary
 from packmamba.report.measures import title
 from packmamba.report.summary import Arm, Interval, Speed
@@ -63,16 +65,29 @@ def cell(arm: Arm, speed: Speed, expected: int, column: str) -> Cell:
         return number(speed.speedup, ".2f", "x")
     if column == "peak_memory_bytes":
         return gibibytes(arm[column].mean())
-    if f"config.{column}" in arm.runs:
-        return word(str(arm.runs.iloc[0][f"config.{column}"]))
+    if column in keys_of([arm]):
+        value = arm.runs.iloc[0].get(f"config.{column}")
+        return word(as_yaml(LATER_KEYS.get(column) if value is None or value is pd.NA else value))
     return mean_sd(arm[column], expected)
 
 
 def columns_of(names: Sequence[str], arms: Sequence[Arm]) -> list[Column]:
     """Those of ``cell``."""
     plain = {"real_tokens", "real_tokens_per_second", "padding_fraction", "speedup", "peak_memory_bytes"}
-    plain |= {name for name in names if any(f"config.{name}" in arm.runs for arm in arms)}
+    plain |= keys_of(arms)
     return [Column(title_of(name), (name,) if name in plain else (name, f"{name}_sd")) for name in names]
+
+
+def keys_of(arms: Sequence[Arm]) -> set[str]:
+    """The keys of the arms' configurations, those that records leave out too."""
+    said = {column for arm in arms for column in arm.runs if column.startswith("config.")}
+    return {column.removeprefix("config.") for column in said} | set(LATER_KEYS)
+
+
+def as_yaml(value: Any) -> str:
+    """A key's value as files of configurations have it."""
+    plain = {None: "null", True: "true", False: "false"}
+    return plain[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def known(arms: Sequence[Arm]) -> list[str]:

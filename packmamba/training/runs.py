@@ -16,45 +16,13 @@ from omegaconf import OmegaConf
 
 from packmamba.config import CONFIGURATION, Config, to_dict
 from packmamba.errors import ConfigError
-from packmamba.records import read_records
+from packmamba.records import LATER_KEYS, read_records
 
 PLACES = (
     *("runs_dir", "output", "data.cache_dir", "data.num_proc"),
     *("trainer.leakcheck_every", "trainer.loggers", "trainer.checkpoint_async"),
 )
 """Keys that decide where files are kept, who makes them and what is looked at, not what is trained."""
-
-LATER_KEYS: dict[str, Any] = {
-    "data.task": None,
-    "data.task_options": {},
-    "data.unit": None,
-    "data.cut_documents": None,
-    "data.cut_at_steps": False,
-    "data.stagger": False,
-    "data.shuffle_steps": None,
-    "data.subset": None,
-    "data.split": "train",
-    "data.streaming": False,
-    "trainer.cuda_graphs": False,
-    "trainer.deterministic": False,
-    "trainer.init_from": None,
-    "trainer.evaluate_every": None,
-    "trainer.average_snapshots": 1,
-    "trainer.average_share": 0.1,
-    "model.mixer": "mamba1",
-    "model.mixer_options": {},
-    "optimizer.name": "adamw",
-    "optimizer.options": {},
-    "optimizer.schedule_steps": None,
-    "trainer.boundary_options": {},
-    "trainer.mean_over": "targets",
-    "plugins": [],
-    "evaluations": [],
-    "evaluation_options": {},
-    "evaluation_examples": 200,
-}
-"""Keys that came after runs were named, and the value that stands for their absence: with it a run's name is what it was."""
-
 
 NEUTRAL: dict[str, Any] = {
     "data.num_workers": 0,
