@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,8 @@ if TYPE_CHECKING:  # its libraries take a second
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
+DONE = "done.json"
+"""In a folder that ``reproduce`` fills: its steps so far."""
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +142,8 @@ def module(folder: Path, part: str) -> ModuleType | None:
 
 
 def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Kind]:
-    """What is made of records: by the folder's own report.py, else by those of the experiments that the records name.
+    """What is made of records: by the folder's own report.py, else by those of the experiments that the records name, or whose
+    steps were taken here.
 
     Plugins of the runs are imported first, so that their tables and figures are made too; one that is gone is left out.
     """
@@ -152,8 +156,15 @@ def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Ki
     known = set(names())
     modules = [module(folder, "report")]
     if modules == [None]:
-        modules = [module(find(name), "report") for name in sorted({r["experiment"] for r in records}) if name in known]
+        asked = {r["experiment"] for r in records} | {title.partition("/")[0] for title in done_steps(folder)}
+        modules = [module(find(name), "report") for name in sorted(asked & known)]
     return {kind: made for found in modules if found is not None for kind, made in found.KINDS.items()}
+
+
+def done_steps(folder: Path) -> list[str]:
+    """The steps that ``reproduce`` has taken in a folder of its own, each beginning ``<experiment>/<file>``."""
+    marks = folder / DONE
+    return json.loads(marks.read_text()) if marks.is_file() else []
 
 
 def _plugins(config: Mapping[str, Any]) -> list[str]:

@@ -53,6 +53,11 @@ def test_packing_from_nothing(tmp_path, monkeypatch, capsys):
     assert "over committed" not in " ".join(lines), "a small version compares nothing"
     assert run.main(["reproduce", "packing", "scale=small", *TINY]) == 0
     assert "done before" in capsys.readouterr().out and len(read_records(folder)) == 2
+    tables = {path.name: path.read_text() for path in (folder / "tables").iterdir()}
+    for path in (folder / "tables").iterdir():
+        path.unlink()
+    assert run.main(["report", str(folder)]) == 0 and tables
+    assert {path.name: path.read_text() for path in (folder / "tables").iterdir()} == tables, "the experiment's own"
     assert run.main(["reproduce", "packing", "scale=small", *TINY[1:]]) == 2
     assert "holds results of 'packing/packing.yaml" in capsys.readouterr().err
     assert committed() == before

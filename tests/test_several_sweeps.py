@@ -175,3 +175,12 @@ def test_how_long_a_run_takes_is_not_taken_from_another_sweep_s_arm(two, tmp_pat
     queue.running[5] = 0.0
     queue.close(5, Outcome("done", seconds=90.0))
     assert (queue.expected(first[2]), queue.expected(other[3])) == (7.0, 90.0)
+
+
+def test_a_refusal_says_which_of_several_sweeps_it_is_of(two, capsys):
+    first, later = map(str, two)
+    assert cli.main(["sweep", later, first, "only.arm=[packed]", "status"]) == 2
+    said = capsys.readouterr().err
+    assert f"{first}: only.arm: expected some of after, got 'packed'" in said
+    assert cli.main(["sweep", first, "only.arm=[packed]", "status"]) == 2
+    assert ": error: only.arm: expected" in capsys.readouterr().err, "there is one"

@@ -116,20 +116,20 @@ def sweep(arguments: argparse.Namespace) -> None:
     """Train every run of one grid or more, and report. The same command again resumes it; with status: show how far it is."""
     begun = time.monotonic()
     with imports():
+        from packmamba.cli.sweeps import load_sweeps
         from packmamba.errors import Unfinished
         from packmamba.training.places import speaks
-        from packmamba.training.sweep import load_sweep, run_sweeps, runs_of
+        from packmamba.training.sweep import run_sweeps, runs_of
 
     status = "status" in arguments.overrides
     words = [word for word in arguments.overrides if word != "status"]
-    files = [arguments.config, *(word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word)]
-    overrides = [word for word in words if word not in files]
-    sweeps = [load_sweep(file, overrides, not status) for file in files]
+    named = load_sweeps(arguments.config, words, not status)
+    sweeps = list(named.values())
     if status:
         from packmamba.cli.status import sweep_status
 
-        for file, (plan, configs) in zip(files, sweeps):
-            print(f"{file}\n" * (len(files) > 1) + sweep_status(runs_of(plan, configs)).text())
+        for file, (plan, configs) in named.items():
+            print(f"{file}\n" * (len(named) > 1) + sweep_status(runs_of(plan, configs)).text())
         return
     folders = list(dict.fromkeys(plan.output for plan, _ in sweeps))
     try:

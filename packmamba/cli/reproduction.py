@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from packmamba.config import read_yaml
 from packmamba.config.rules import problem_of_type
 from packmamba.errors import ConfigError
-from packmamba.experiments import Headline, Step, find, kinds_of, module, names, run_bench
+from packmamba.experiments import DONE, Headline, Step, done_steps, find, kinds_of, module, names, run_bench
 from packmamba.records import check_writable, read_records
 from packmamba.report.folder import build_sections, write_report
 from packmamba.report.tables import Cell, Column, Table, number, word, write_table
@@ -120,8 +120,7 @@ def lacks(step: Step, question: str) -> str | None:
 def run(plan: Plan) -> None:
     """Runs the steps that this folder has no results of yet and writes its tables and figures."""
     check_writable(plan.output, "output")
-    marks = plan.output / "done.json"
-    done: list[str] = json.loads(marks.read_text()) if marks.is_file() else []
+    marks, done = plan.output / DONE, done_steps(plan.output)
     titles = [" ".join([f"{plan.experiment}/{step.file}", *step.overrides]) for step in plan.steps]
     files = {title.partition(" ")[0] for title in titles}
     if others := [title for title in done if title not in titles and title.partition(" ")[0] in files]:
