@@ -3,6 +3,7 @@
 import dataclasses
 
 import lightning
+import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -10,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from packmamba import SequenceLayout
 from packmamba.config import ConfigError
 from packmamba.data.batching import PackedBatch
+from packmamba.data.corpus import Corpus
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.training.boundary import BOUNDARIES, Carry, Leak, Reset
 from packmamba.training.metrics import LossByPosition
@@ -309,3 +311,21 @@ def test_batches_move_whole(tmp_path):
     assert fields == {"tokens", "targets", "loss_mask", "layout", "turn"}
     assert dataclasses.replace(batches[0], turn=2).to("meta").turn == 2
     assert isinstance(batches[0].layout, SequenceLayout)
+
+
+def test_documents_of_which_nothing_can_be_predicted_are_refused(tmp_path, monkeypatch):
+    """Else the loss would be that of no target: not finite, which reads as a run that diverged."""
+    path = tmp_path / "documents.jsonl"
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    path.write_text("".join(f'{{"text": "{letter}"}}\n' for letter in letters))
+    keys = ["data.source=jsonl", "data.begin_token=null", "data.end_token=null", "data.validation_fraction=0.3"]
+    config = tiny_config(tmp_path, f"data.path={path}", *keys)
+    with pytest.raises(ConfigError, match="^data: expected documents of train with something to predict, got none"):
+        PackingDataModule(config, progress=False).setup()
+    path.write_text("".join(f'{{"text": "a{letter}"}}\n' for letter in letters))
+    data = PackingDataModule(config, progress=False)
+    data.setup()
+    assert data.corpora.train.has_target() and data.corpora.validation.has_target(np.array([0]))
+    monkeypatch.setattr(Corpus, "has_target", lambda _, documents=None: documents is None)
+    with pytest.raises(ConfigError, match="^data: expected documents of validation with something to predict"):
+        data.setup()

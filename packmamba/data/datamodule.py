@@ -74,6 +74,11 @@ class PackingDataModule(lightning.LightningDataModule):
                 "raise it"
             )
         documents = evaluation_documents(corpus, data)
+        for split, found in (("train", self.corpora.train.has_target()), ("validation", corpus.has_target(documents))):
+            if not found:
+                raise ConfigError(
+                    f"data: expected documents of {split} with something to predict, got none: each has one token, or marks none"
+                )
         longest = int(corpus.lengths[documents].max())
         row_length = max(longest, data.slots_per_batch)
         alone = replace(data, strategy="best_fit", row_length=row_length, overlong="error", streams=1, stagger=False)
