@@ -184,3 +184,12 @@ def test_a_refusal_says_which_of_several_sweeps_it_is_of(two, capsys):
     assert f"{first}: only.arm: expected some of after, got 'packed'" in said
     assert cli.main(["sweep", first, "only.arm=[packed]", "status"]) == 2
     assert ": error: only.arm: expected" in capsys.readouterr().err, "there is one"
+
+
+def test_documents_that_are_not_there_are_refused_before_any_run(tmp_path, capsys):
+    arms = {"one": {}, "two": {"data.source": "text", "data.path": str(tmp_path / "nowhere")}}
+    path = str(write_sweep(tmp_path, **ONE, arms=arms))
+    for jobs in (1, 2):
+        assert cli.main(["sweep", path, f"jobs={jobs}"]) == 2
+        said = capsys.readouterr()
+        assert f"data.path '{tmp_path}/nowhere' does not exist" in said.err and "begins" not in said.out

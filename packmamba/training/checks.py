@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,12 @@ def check_documents(config: Config) -> None:
         size = load_tokenizer(config.data).vocab_size
     if isinstance(size, int):  # else it is known once documents are read
         check_vocabulary(config, size)
+
+
+def check_all_documents(configs: Iterable[Config]) -> None:
+    """The same once for all runs of the same documents."""
+    for config in {repr((config.data, config.model.vocab_size)): config for config in configs}.values():
+        check_documents(config)
 
 
 def check_vocabulary(config: Config, corpus: int) -> None:

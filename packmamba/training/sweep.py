@@ -36,7 +36,7 @@ from packmamba.config import (
     unique,
 )
 from packmamba.records import append_record, check_writable, write_sweep
-from packmamba.training.checks import check_accelerator, check_run
+from packmamba.training.checks import check_accelerator, check_all_documents, check_run
 from packmamba.training.dotted import by_dotted_names, keys_of, meet
 from packmamba.training.places import places, several_devices, speaks
 from packmamba.training.process import imports
@@ -331,6 +331,7 @@ def run_sweeps(
     trained = list({record_path(config): config for config in wanted}.values())  # two sweeps may have the same run
     queue = Queue(trained, progress, begun, first.deadline, Tuning(first.tune, trained))
     others = [c for sweep, configs in sweeps if sweep.train for c in configs if c not in trained]
+    check_all_documents(queue.configs[number] for number in queue.open())
     check_unchanged([*queue.configs, *others], queue.configs, progress)
     on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in every)
     where: AbstractContextManager[list[Place]] = places(first.jobs, on_gpu) if first.apart else nullcontext([])
