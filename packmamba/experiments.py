@@ -79,9 +79,9 @@ class Headline(NamedTuple):
     paper: str = ""
     """What the paper has."""
     alone: str = ""
-    """The table's name where the records are of one corpus, as in a small version; of several, what their names begin with."""
+    """The table's name where the records are of one corpus, as in a small version."""
     small: Mapping[str, Any] = {}
-    """What of the row's values a small version has others of."""
+    """What of the row's values a small version has others of; it may be in any of the tables whose names begin with ``alone``."""
 
 
 class LoadedBench(NamedTuple):
@@ -156,15 +156,27 @@ def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Ki
     known = set(names())
     modules = [module(folder, "report")]
     if modules == [None]:
-        asked = {r["experiment"] for r in records} | {title.partition("/")[0] for title in done_steps(folder)}
+        asked = {r["experiment"] for r in records}
+        try:
+            asked |= {title.partition("/")[0] for title in done_steps(folder)}
+        except ConfigError as error:  # it may be a file of the user's
+            logger.warning("%s", error)
         modules = [module(find(name), "report") for name in sorted(asked & known)]
     return {kind: made for found in modules if found is not None for kind, made in found.KINDS.items()}
 
 
 def done_steps(folder: Path) -> list[str]:
-    """The steps that ``reproduce`` has taken in a folder of its own, each beginning ``<experiment>/<file>``."""
+    """The steps that ``reproduce`` has taken in a folder of its own, each beginning ``<experiment>/``. Raises ConfigError."""
     marks = folder / DONE
-    return json.loads(marks.read_text()) if marks.is_file() else []
+    if not marks.is_file():
+        return []
+    try:
+        steps = json.loads(marks.read_text())
+    except ValueError:
+        steps = None
+    if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
+        raise ConfigError(f"{marks}: expected a list of the steps that reproduce has taken there; remove the file")
+    return steps
 
 
 def _plugins(config: Mapping[str, Any]) -> list[str]:

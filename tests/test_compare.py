@@ -91,6 +91,10 @@ def test_columns_show_keys_that_records_leave_out(tmp_path):
     text = compare_runs([one, other, "columns=[data.stagger,trainer.init_from,data.row_length]"])
     cells = {line.split()[0]: line.split()[-3:] for line in text.splitlines() if line.startswith(("padded", "packed"))}
     assert cells == {"padded": ["false", "null", "null"], "packed-reset": ["true", "null", "null"]}
+    third = run_of(tmp_path, "packed-leak", config={"trainer": {"boundary_options": {"memory": 0.5}, "max_steps": 10}})
+    text = compare_runs([one, third, "columns=[trainer.boundary_options,trainer.boundary_options.memory]"])
+    cells = [line.split() for line in text.splitlines() if line.startswith(("padded", "packed"))]
+    assert cells[0][-2:] == ["{}", "-"] and cells[1][-3:] == ["{memory:", "0.5}", "0.5"]
     with pytest.raises(
         ConfigError, match="^columns: expected numbers of the records and keys, got 'data.staggr'; did you mean"
     ):

@@ -1,6 +1,5 @@
 """Sweeps of several runs at a time: killed, stopped, failing, shared; and where runs go."""
 
-import contextlib
 import os
 import signal
 import time
@@ -22,7 +21,7 @@ from packmamba.training.note import Outcome, read_note
 from packmamba.training.pool import Queue
 from packmamba.training.runs import record_path, run_folder
 from packmamba.training.sweep import load_sweep, run_sweep
-from packmamba.training.worker import Place, Worker
+from packmamba.training.worker import Worker
 from processes import fork, statuses, sweep_with_forked_workers
 from runs import losses_of
 
@@ -110,64 +109,6 @@ def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path, monkeypatch
     _, (_, raised, died) = load_sweep(path)
     assert "Traceback" in note.log_path(raised).read_text() and read_note(raised)["state"] == "failed"
     assert read_note(died)["state"] == "running" and not taken(run_folder(died))
-
-
-FULL = """
-import os
-import torch
-from pathlib import Path
-from packmamba.training.boundary import BOUNDARIES, Reset
-
-class Crowded(Reset):
-    \"\"\"Has no memory left while the other run is not done, as on a GPU that both share.\"\"\"
-
-    def __init__(self, folder="", alone=False):
-        self.full = alone or not any(Path(folder, "records").glob("*.jsonl"))
-
-    def layouts(self, layout):
-        if self.full:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().layouts(layout)
-
-BOUNDARIES["crowded"] = Crowded
-"""
-
-
-@pytest.mark.slow
-def test_a_run_without_memory_beside_others_waits_until_one_of_them_has_ended(tmp_path, monkeypatch):
-    (tmp_path / "crowding.py").write_text(FULL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    crowded = {"trainer.boundary": "crowded", "trainer.boundary_options": {"folder": str(tmp_path / "sweep")}}
-    arms = {"a": crowded, "b": {"data.strategy": "greedy"}, "c": {"data.strategy": "padded", "data.row_length": None}}
-    path = write_sweep(tmp_path, arms=arms, plugins=["crowding"], throughput_rounds=0, grid={})
-    sweep, configs = load_sweep(path)
-    output = tmp_path / "out"
-    with open(output, "w") as file, contextlib.redirect_stdout(file):
-        queue = Queue(configs, True)
-        pool.run_side_by_side(queue, [Place("GPU 7", {})] * 3)
-        queue.check()
-    assert {record["arm"] for record in read_records(tmp_path / "sweep")} == {"a", "b", "c"}
-    said = [line for line in output.read_text().splitlines() if "a, seed 0" in line]
-    assert "out of memory after" in said[1] and said[1].endswith(
-        "on GPU 7 beside 2 others: 2 at a time there from now on"
-    )
-    assert [line.partition("seed 0: ")[2][:5] for line in said] == ["begin", "out o", "begin", "done "]
-    assert "OutOfMemoryError" in note.log_path(configs[0]).read_text()
-
-
-@pytest.mark.slow
-def test_a_run_without_memory_that_is_alone_has_failed(tmp_path, monkeypatch, capfd):
-    (tmp_path / "crowding.py").write_text(FULL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    crowded = {"trainer.boundary": "crowded", "trainer.boundary_options": {"alone": True}}
-    arms = {"a": crowded, "b": {"data.strategy": "greedy"}}
-    _, configs = load_sweep(write_sweep(tmp_path, arms=arms, plugins=["crowding"], throughput_rounds=0, grid={}))
-    queue = Queue(configs, True)
-    pool.run_side_by_side(queue, [Place("GPU 7", {}), Place("GPU 8", {})])
-    with pytest.raises(Unfinished, match="1 of 2 runs failed, 1 are done"):
-        queue.check()
 
 
 @pytest.mark.slow

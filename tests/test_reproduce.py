@@ -195,3 +195,13 @@ def test_the_keys_of_every_step_are_its_file_s(tmp_path):
                 assert {c.trainer.init_from for c in configs} <= {None, f"{mine}:zero"}
                 windows = {c.evaluation_options.get("long_context", {}).get("window", 64) for c in configs}
                 assert windows == {64} or not step.small_on_cpu, "the standard library's functions are short"
+
+
+def test_a_folder_s_own_done_json_is_no_mark(tmp_path, caplog):
+    (tmp_path / "done.json").write_text("[1, 2]")
+    assert (
+        experiments.kinds_of(tmp_path, []) == {}
+        and "expected a list of the steps that reproduce has taken" in caplog.text
+    )
+    with pytest.raises(ConfigError, match="done.json: expected a list of the steps"):
+        experiments.done_steps(tmp_path)

@@ -14,7 +14,7 @@ from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
 from packmamba.evaluation.as_trained import AsTrained
 from packmamba.evaluation.perplexity import token_losses
-from packmamba.training.boundary import BOUNDARIES, Reset
+from packmamba.training.boundary import BOUNDARIES, Carry, Reset
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from processes import fork_ranks, statuses
@@ -381,3 +381,11 @@ def test_a_run_too_short_for_a_stream_s_second_turn_says_that_nothing_was_carrie
     record = fit(tiny_config(tmp_path, *POOL, *keys), progress=False)
     assert ("state_age_steps" not in record["metrics"]) == heard
     assert ("trainer.boundary=carry: no row went on from a state in these 2 steps" in caplog.text) == heard
+
+
+def test_the_age_of_states_is_kept_with_them():
+    """Else a run that is stopped in its last evaluation would say that nothing was carried."""
+    one, other = Carry(), Carry()
+    one.age = 3
+    other.load_state_dict(one.state_dict(), torch.device("cpu"))
+    assert other.age == 3 and "age" not in Carry().state_dict()

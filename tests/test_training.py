@@ -14,6 +14,7 @@ from packmamba.data.batching import PackedBatch
 from packmamba.data.corpus import Corpus
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.training.boundary import BOUNDARIES, Carry, Leak, Reset
+from packmamba.training.fit import fit
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.module import MambaLitModule
 from runs import CARRY, SCHEMES, tiny_config
@@ -311,6 +312,17 @@ def test_batches_move_whole(tmp_path):
     assert fields == {"tokens", "targets", "loss_mask", "layout", "turn"}
     assert dataclasses.replace(batches[0], turn=2).to("meta").turn == 2
     assert isinstance(batches[0].layout, SequenceLayout)
+
+
+def test_rows_that_cut_off_all_answers_are_refused(tmp_path):
+    """Prompts fill them: each step would train on nothing, without a word."""
+    keys = ["data.path=null", "data.source=task", "data.task=mqar", "data.num_documents=100", "data.row_length=8"]
+    keys += ["data.overlong=truncate", "data.strategy=greedy", "trainer.max_steps=3"]
+    config = tiny_config(tmp_path, *keys)
+    with pytest.raises(
+        ConfigError, match="^data: expected something to predict, got none in 3 steps: rows may cut it off"
+    ):
+        fit(config, progress=False)
 
 
 def test_documents_of_which_nothing_can_be_predicted_are_refused(tmp_path, monkeypatch):

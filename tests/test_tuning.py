@@ -86,6 +86,13 @@ def test_a_number_that_runs_do_not_have_is_refused_when_the_first_has_ended(tmp_
     done(queue.configs[0], **{"parity.accuracy": 0.5})
     with pytest.raises(ConfigError, match="^tune.metric: expected one of .*parity.accuracy.*, got 'parity.acuracy'"):
         queue.close(0, Outcome("done", 1.0))
+    with pytest.raises(ConfigError, match="^tune.metric: expected one of"):
+        Queue(configs, False, tuning=Tuning(sweep.tune, configs))  # the same command again trains no other
+    sweep.tune.metric = "val_loss_as_trained"
+    with pytest.raises(
+        ConfigError, match="^tune.metric: expected a number .*, got 'val_loss_as_trained', which is null in"
+    ):
+        Queue(configs, False, tuning=Tuning(sweep.tune, configs))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from packmamba.config import read_yaml
 from packmamba.config.rules import problem_of_type
 from packmamba.errors import ConfigError
 from packmamba.experiments import DONE, Headline, Step, done_steps, find, kinds_of, module, names, run_bench
-from packmamba.records import check_writable, read_records
+from packmamba.records import check_writable, read_records, write_whole
 from packmamba.report.folder import build_sections, write_report
 from packmamba.report.tables import Cell, Column, Table, number, word, write_table
 
@@ -120,11 +120,13 @@ def lacks(step: Step, question: str) -> str | None:
 def run(plan: Plan) -> None:
     """Runs the steps that this folder has no results of yet and writes its tables and figures."""
     check_writable(plan.output, "output")
-    marks, done = plan.output / DONE, done_steps(plan.output)
+    done = done_steps(plan.output) or [f"{plan.experiment}/"]
     titles = [" ".join([f"{plan.experiment}/{step.file}", *step.overrides]) for step in plan.steps]
     files = {title.partition(" ")[0] for title in titles}
     if others := [title for title in done if title not in titles and title.partition(" ")[0] in files]:
         raise ConfigError(f"output: {plan.output} holds results of '{others[0]}'; remove it or name another")
+    plan.output.mkdir(parents=True, exist_ok=True)
+    write_whole(plan.output / DONE, json.dumps(done, indent=1).encode())  # whose it is, also if it is interrupted
     for count, (step, title) in enumerate(zip(plan.steps, titles), start=1):
         print(f"[{count}/{len(plan.steps)}] {title}{': done before' if title in done else ''}", flush=True)
         if title in done:
@@ -140,7 +142,7 @@ def run(plan: Plan) -> None:
 
             run_sweep(*load_sweep(path, keys))
         done.append(title)
-        marks.write_text(json.dumps(done, indent=1))
+        write_whole(plan.output / DONE, json.dumps(done, indent=1).encode())
     write_report(plan.output, kinds_of(find(plan.experiment), read_records(plan.output)))
 
 
@@ -186,7 +188,7 @@ def cells(
 
 def _cell(headline: Headline, tables: Mapping[str, Table], small: bool) -> Cell:
     found = [table for name, table in tables.items() if name in (headline.table, headline.alone)]
-    if small and headline.alone:
+    if small and headline.small:
         found += [table for name, table in tables.items() if name.startswith(f"{headline.alone}-")]
     for table in found:
         for row in _rows(table, {**headline.row, **(headline.small if small else {})}):

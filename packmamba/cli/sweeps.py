@@ -21,7 +21,7 @@ def load_sweeps(first: str, words: Sequence[str], runs_here: bool) -> dict[str, 
         try:
             found[file] = load_sweep(file, overrides, runs_here)
         except ConfigError as error:
-            if len(files) == 1 or file in str(error):
+            if len(files) == 1 or file in str(error) or any(f"'{override}'" in str(error) for override in overrides):
                 raise
             raise ConfigError(f"{file}: {error}") from None
     return found

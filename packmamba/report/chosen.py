@@ -66,8 +66,7 @@ def cell(arm: Arm, speed: Speed, expected: int, column: str) -> Cell:
     if column == "peak_memory_bytes":
         return gibibytes(arm[column].mean())
     if column in keys_of([arm]):
-        value = arm.runs.iloc[0].get(f"config.{column}")
-        return word(as_yaml(LATER_KEYS.get(column) if value is None or value is pd.NA else value))
+        return word(_said(arm, column))
     return mean_sd(arm[column], expected)
 
 
@@ -84,8 +83,21 @@ def keys_of(arms: Sequence[Arm]) -> set[str]:
     return {column.removeprefix("config.") for column in said} | set(LATER_KEYS)
 
 
-def as_yaml(value: Any) -> str:
-    """A key's value as files of configurations have it."""
+def _said(arm: Arm, key: str) -> str:
+    """A key's value as files of configurations have it; of a section all that is set in it."""
+    run = arm.runs.iloc[0]
+    inside = run.filter(like=f"config.{key}.").dropna()
+    inside = inside[inside.index.str.startswith(f"config.{key}.")]
+    if len(inside):
+        values = (f"{name.removeprefix(f'config.{key}.')}: {_as_yaml(value)}" for name, value in inside.items())
+        return f"{{{', '.join(values)}}}"
+    value = run.get(f"config.{key}")
+    if value is not None and value is not pd.NA:
+        return _as_yaml(value)
+    return _as_yaml(LATER_KEYS.get(key)) if key.count(".") < 2 else "-"
+
+
+def _as_yaml(value: Any) -> str:
     plain = {None: "null", True: "true", False: "false"}
     return plain[value] if value is None or isinstance(value, bool) else str(value)
 

@@ -29,7 +29,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "packed-leak-scan": {"color": "#7A4B9A", "linewidth": 1.8, "linestyle": (0, (4, 1.5))},
     "packed-carry": {"color": "#009E73", "linewidth": 1.8, "linestyle": (0, (7, 1.5, 1, 1.5))},
 }
-_OTHERS = ("#56B4E9", "#7A4B9A", "#8C6D1F", "#B2182B", "#1B7837", "#4D4D4D")
+_OTHERS = ("#56B4E9", "#882255", "#8C6D1F", "#B2182B", "#1B7837", "#4D4D4D")
 _SETTINGS: Any = {
     "font.family": "DejaVu Sans",  # ships with matplotlib
     "font.size": 10,

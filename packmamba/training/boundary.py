@@ -215,10 +215,11 @@ class Carry(Keeping):
         self.carrier.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.carrier.state_dict()
+        return self.carrier.state_dict() | ({} if self.age is None else {"age": self.age})
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         self.carrier.load_state_dict(state_dict, device)
+        self.age = state_dict.get("age")
 
 
 class CarryScan(Carry):

@@ -17,12 +17,15 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from torch.distributed.tensor import DTensor
 
 from packmamba.data.batching import StepBatch
+from packmamba.errors import ConfigError
 from packmamba.training.curves import go_on_from, tell
 from packmamba.training.metrics import POSITION_EDGES
 from packmamba.training.optimizer import whole
 
 logger = logging.getLogger(__name__)
 
+STEPS_TO_A_TARGET = 10
+"""After as many steps without one a run is refused."""
 CHECKPOINT_NAME = re.compile(r"step=(\d+)\.ckpt")
 
 
@@ -154,6 +157,11 @@ class History(Callback):
         self.totals["targets"] += batch.num_targets
         self.totals["documents_behind"] += batch.num_behind
         self.totals["tokens_behind"] += batch.tokens_behind
+        if step in (STEPS_TO_A_TARGET, trainer.max_steps) and not self.totals["targets"]:
+            raise ConfigError(
+                f"data: expected something to predict, got none in {step} steps: rows may cut it off; see data.row_length, "
+                "data.overlong and data.cut_documents"
+            )
         for name, amount in (("tokens", tokens), ("targets", batch.num_targets)):
             for which, choose in (("least", min), ("most", max)):
                 key = f"{name}_per_step_{which}"

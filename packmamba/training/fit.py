@@ -164,10 +164,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
                 record["metrics"] |= _say_origin(config, folder, history.diverged)
             check_claim(folder)
             append_record(path, record)
-            if "state_bytes" in record["metrics"] and "state_age_steps" not in record["metrics"]:
+            carried = "state_bytes" not in record["metrics"] or "state_age_steps" in record["metrics"]
+            if not carried and history.diverged is None:
                 logger.warning(
-                    "trainer.boundary=%s: no row went on from a state in these %d steps, since no stream had a second turn; "
-                    "expected more trainer.max_steps, or fewer data.streams",
+                    "trainer.boundary=%s: no row went on from a state in these %d steps; that takes more of them "
+                    "(trainer.max_steps), fewer data.streams, or rows that do not hold all of a step (data.row_length)",
                     options.boundary, record["metrics"]["steps"],
                 )  # fmt: skip
             keep_newest(folder / "checkpoints", 1)

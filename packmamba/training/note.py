@@ -32,8 +32,12 @@ class Outcome(NamedTuple):
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it failed because its GPU had no memory left."""
-        return self.state == "failed" and any(word in self.why for word in ("OutOfMemoryError", "ALLOC_FAILED"))
+        """Whether it failed because its GPU had no memory left: what PyTorch, CUDA, Triton or cuBLAS say then."""
+        said = self.why.lower()
+        return self.state == "failed" and (
+            any(word in said for word in ("outofmemory", "out of memory", "alloc_failed"))
+            or ("not_initialized" in said and "create" in said)
+        )
 
 
 class Note:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class Queue:
         for number in range(len(self.configs)):
             if self._decide(number) and record_path(self.configs[number]).is_file():
                 self.outcomes[number] = Outcome("done")
+                self.tuning.check(self.configs[number])
         done = [number for number, outcome in self.outcomes.items() if outcome.state in DONE]
         for folder in {record_path(self.configs[number]).parents[1] for number in done}:
             for record in training_records(folder):
@@ -253,15 +254,16 @@ def run_side_by_side(queue: Queue, places: list[Place]) -> None:
     """A worker in each place takes the next run whenever it is free."""
     workers = [Worker(place) for place in places[: len(queue.open())]]
     busy: dict[int, int] = {}  # of workers, the run that each trains
-    closed: set[int] = set()  # of workers, those whose runs would find no memory
+    room = Room([worker.place.name for worker in workers])
     heard = time.monotonic()
     with terminated_as_interrupted():
         try:
             if (first := queue.next()) is not None:
                 queue.prepare(first)  # one that cannot be made is refused before any work
             while True:
-                for which in set(range(len(workers))) - busy.keys() - closed:
+                for which in room.open - busy.keys():
                     if (number := queue.next()) is not None:
+                        room.take(which, busy.keys())
                         queue.take(number, workers[which].place.name)
                         if workers[which].ended:
                             workers[which] = Worker(workers[which].place)
@@ -275,10 +277,7 @@ def run_side_by_side(queue: Queue, places: list[Place]) -> None:
                 ready = ready or wait(pipes, min(NEWS_SECONDS, max(0.0, queue.deadline - time.monotonic())))
                 for pipe in ready:
                     which = pipes[pipe]  # type: ignore[index]
-                    number, name = busy.pop(which), workers[which].place.name
-                    beside = sum(workers[other].place.name == name for other in busy)
-                    if not close(queue, workers[which], number, beside):
-                        closed.add(which)
+                    close(queue, workers[which], busy.pop(which), room, which)
                     heard = time.monotonic()
                 if time.monotonic() >= queue.deadline:
                     for which, number in busy.items():
@@ -295,23 +294,46 @@ def run_side_by_side(queue: Queue, places: list[Place]) -> None:
                 worker.end(STOP_SECONDS if which in busy else 0)
 
 
-def close(queue: Queue, worker: Worker, number: int, beside: int = 0) -> bool:
-    """Takes the outcome of a worker's run. After a failure the process ends: the next run gets a fresh one.
+class Room:
+    """How many runs go side by side in places of the same name, such as one GPU: fewer, once one found no memory there.
 
     Args:
-        beside: how many other runs are trained in places of the same name.
-
-    Returns:
-        False if the run found no memory beside them, and waits: there is room for no more than these.
+        names: of the places.
     """
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.open = set(range(len(names)))
+        self._accompanied: set[int] = set()
+        """Of places, those whose run has had others beside it."""
+
+    def take(self, which: int, busy: Iterable[int]) -> None:
+        """A run begins in a place, beside those in others."""
+        beside = [other for other in busy if self.names[other] == self.names[which]]
+        self._accompanied.discard(which)
+        self._accompanied.update([which, *beside] if beside else [])
+
+    def leave(self, which: int) -> int:
+        """A run found no memory: its place is closed if it had others beside it. Returns how many are left open there; 0: it was
+        alone, which says nothing of other runs, so that all open again."""
+        alike = {other for other, name in enumerate(self.names) if name == self.names[which]}
+        if which not in self._accompanied:
+            self.open |= alike
+            return 0
+        if len(self.open & alike) > 1:
+            self.open.discard(which)
+        return len(self.open & alike)
+
+
+def close(queue: Queue, worker: Worker, number: int, room: Room, which: int) -> None:
+    """Takes the outcome of a worker's run. After a failure the process ends: the next run gets a fresh one. A run that found no
+    memory beside others waits for its next turn."""
     outcome = worker.outcome()
     if outcome is None:
         outcome = Outcome("failed", why=f"its process ended with {worker.end()}")
     if outcome.state == "failed":
         worker.end(STOP_SECONDS)
-    if outcome.out_of_memory and beside:
-        others = f"{beside} other{'s' * (beside > 1)}"
-        queue.put_back(number, f"on {worker.place.name} beside {others}: {beside} at a time there from now on")
-        return False
-    queue.close(number, outcome, worker.place.name)
-    return True
+    if outcome.out_of_memory and (left := room.leave(which)):
+        queue.put_back(number, f"on {worker.place.name} beside others: {left} at a time there from now on")
+    else:
+        queue.close(number, outcome, worker.place.name)

@@ -219,7 +219,7 @@ def _of_a_grid(override: str) -> str:
     """``grid.optimizer.lr=[...]`` as what it means: the grid's key is the whole name. Raises ConfigError for an empty mapping."""
     if re.fullmatch(r"(tune\.)?grid=\s*\{\s*\}", override):
         raise ConfigError(f"'{override}': expected keys with their values; these are added to the file's, key by key")
-    found = re.fullmatch(r"((?:tune\.)?grid)\.([\w.]+)=(.*)", override, re.DOTALL)
+    found = re.fullmatch(r"((?:tune\.)?grid|only)\.([\w.-]+)=(.*)", override, re.DOTALL)
     return "{}={{{}: {}}}".format(*found.groups()) if found else override
 
 

@@ -55,6 +55,7 @@ class Tuning:
         self.tune = tune
         of_arms = {config.name: config for config in configs} if tune.grid else {}
         self.points = {name: self._points(config) for name, config in of_arms.items()}
+        self._checked = False
 
     def _points(self, config: Config) -> list[Point]:
         found = []
@@ -75,8 +76,9 @@ class Tuning:
         return all(record_path(run).is_file() for point in self.points.get(config.name, []) for run in point.runs)
 
     def check(self, run: Config) -> None:
-        """Raises ConfigError if a run that is done, and helps to choose, has no such number: the others would have none."""
-        if any(run is one for points in self.points.values() for point in points for one in point.runs):
+        """Raises ConfigError if the first run that has helped to choose has no such number: the others would have none."""
+        if not self._checked and any(run is one for one in self.runs):
+            self._checked = True
             _number(run, self.tune.metric)
 
     def choose(self, config: Config) -> Config:
@@ -115,4 +117,8 @@ def _number(run: Config, metric: str) -> float:
     if metric not in metrics and "diverged_at_step" not in metrics:
         raise ConfigError(f"tune.metric: expected one of {', '.join(metrics)}, got '{metric}'")
     value = metrics.get(metric)
+    if value is None and "diverged_at_step" not in metrics:
+        raise ConfigError(
+            f"tune.metric: expected a number of the records, got '{metric}', which is null in that of {run.name}"
+        )
     return math.nan if value is None else value
