@@ -171,7 +171,8 @@ def validate_record(record: Any) -> None:
 def check_writable(folder: str | Path, key: str) -> None:
     """Raises ConfigError naming the key if the folder cannot be made or written: before work, not after it. Leaves nothing."""
     try:
-        places = (Path(folder), *Path(folder).absolute().parents)
+        # Of a relative one none above the current folder: these may be closed to this user.
+        places = (Path(folder), *Path(folder).parents)
         there = next(path for path in places if path.exists() or path.is_symlink())
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:

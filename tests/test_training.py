@@ -3,15 +3,14 @@
 import dataclasses
 
 import lightning
-import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from packmamba import SequenceLayout
 from packmamba.config import ConfigError
+from packmamba.data import datamodule
 from packmamba.data.batching import PackedBatch
-from packmamba.data.corpus import Corpus
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.training.boundary import BOUNDARIES, Carry, Leak, Reset
 from packmamba.training.fit import fit
@@ -333,11 +332,10 @@ def test_documents_of_which_nothing_can_be_predicted_are_refused(tmp_path, monke
     keys = ["data.source=jsonl", "data.begin_token=null", "data.end_token=null", "data.validation_fraction=0.3"]
     config = tiny_config(tmp_path, f"data.path={path}", *keys)
     with pytest.raises(ConfigError, match="^data: expected documents of train with something to predict, got none"):
-        PackingDataModule(config, progress=False).setup()
+        fit(config, progress=False)
     path.write_text("".join(f'{{"text": "a{letter}"}}\n' for letter in letters))
     data = PackingDataModule(config, progress=False)
-    data.setup()
-    assert data.corpora.train.has_target() and data.corpora.validation.has_target(np.array([0]))
-    monkeypatch.setattr(Corpus, "has_target", lambda _, documents=None: documents is None)
+    data.check_targets()
+    monkeypatch.setattr(datamodule, "has_target", lambda corpus, _: corpus.split == "train")
     with pytest.raises(ConfigError, match="^data: expected documents of validation with something to predict"):
-        data.setup()
+        data.check_targets()

@@ -103,13 +103,6 @@ class Corpus:
                 mapped.base.madvise(mmap.MADV_DONTNEED)
         self._held = 0
 
-    def has_target(self, documents: np.ndarray | None = None) -> bool:
-        """Whether any of the documents, or of these, has a token after which something is to be said."""
-        if self.targets is None:
-            return bool((self.lengths if documents is None else self.lengths[documents]).max(initial=0) > 1)
-        each = range(self.num_documents) if documents is None else documents.tolist()
-        return any(answers is not None and (answers >= 0).any() for answers in map(self.answers, each))
-
     def answers(self, index: int) -> np.ndarray | None:
         """Targets of a document where the corpus has targets of its own, (lengths[index],); else None."""
         if self._plain_targets is None:
@@ -183,8 +176,11 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
 
 def _open(folder: Path) -> Corpora | None:
     """None if there is no such corpus or it is damaged, which is logged."""
-    if not folder.exists():
-        return None
+    try:
+        if not folder.exists():
+            return None
+    except OSError:
+        return None  # who makes it says why it cannot be
     try:
         train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
         check_opened(folder)

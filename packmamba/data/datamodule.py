@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packmamba.config import Config, ConfigError, check, chosen
-from packmamba.data.corpus import Corpora, evaluation_documents, load_corpora
+from packmamba.data.corpus import Corpora, Corpus, evaluation_documents, load_corpora
 from packmamba.data.schedule import Schedule, arrange, arrange_as_trained, group
 from packmamba.data.steps import EvaluationDataset, StepDataset, StepSampler, start_worker
 
@@ -62,6 +62,16 @@ class PackingDataModule(lightning.LightningDataModule):
         self.steps = StepDataset(self.schedule(world_size), rank)
         self.evaluations = self._evaluations(world_size, rank)
 
+    def check_targets(self) -> None:
+        """Refuses to train on, or to be judged by, documents with nothing to predict. Raises ConfigError."""
+        train, validation = self.corpora.train, self.corpora.validation
+        documents = np.arange(train.num_documents), evaluation_documents(validation, self.config.data)
+        for split, corpus, some in zip(("train", "validation"), (train, validation), documents):
+            if len(some) and not has_target(corpus, some):
+                raise ConfigError(
+                    f"data: expected documents of {split} with something to predict, got none: each has one token, or marks none"
+                )
+
     def schedule(self, world_size: int = 1) -> Schedule:
         """What each step consumes."""
         return Schedule(self.corpora.train, self.config.data, self.config.seed, self.boundary.continues, world_size)
@@ -74,11 +84,6 @@ class PackingDataModule(lightning.LightningDataModule):
                 "raise it"
             )
         documents = evaluation_documents(corpus, data)
-        for split, found in (("train", self.corpora.train.has_target()), ("validation", corpus.has_target(documents))):
-            if not found:
-                raise ConfigError(
-                    f"data: expected documents of {split} with something to predict, got none: each has one token, or marks none"
-                )
         longest = int(corpus.lengths[documents].max())
         row_length = max(longest, data.slots_per_batch)
         alone = replace(data, strategy="best_fit", row_length=row_length, overlong="error", streams=1, stagger=False)
@@ -113,3 +118,10 @@ class PackingDataModule(lightning.LightningDataModule):
             generator=torch.Generator(),
             worker_init_fn=partial(start_worker, self.config.plugins),
         )
+
+
+def has_target(corpus: Corpus, documents: np.ndarray) -> bool:
+    """Whether any of these documents has a token after which something is to be said."""
+    if corpus.targets is None:
+        return bool(corpus.lengths[documents].max(initial=0) > 1)
+    return any((answers >= 0).any() for answers in map(corpus.answers, documents.tolist()) if answers is not None)

@@ -122,6 +122,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
     data = PackingDataModule(config, progress=progress)
+    data.check_targets()
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     module = MambaLitModule(config, data.corpora.train.vocab_size)
     check_evaluations(config, len(module.model.lm_head.weight))
