@@ -62,6 +62,18 @@ def longest_document():
     return last["start"] + last["targets"]
 
 
+@pytest.mark.parametrize(
+    "arms", [("packed-reset", "padded", "mixture"), ("packed-reset-long", "padded-long", "mixture")]
+)
+def test_the_table_by_place_has_what_the_records_say(arms):
+    """Means are made here by another way than the table's."""
+    (whole,), (far,) = ([statistics.fmean(pairs(*arms, place=place))] for place in (0, 2048))
+    (share,) = cells("parity", "places-mixture", {"arm": arms[0]}, "share")
+    near, beyond = (placed({"arm": arms[0]}, places)[0] for places in ("inside", "beyond"))
+    assert beyond == pytest.approx(far, abs=1e-8)
+    assert (1 - share) * near + share * beyond == pytest.approx(whole, abs=1e-8)
+
+
 def test_the_longest_file_has_a_quarter_of_the_later_targets_and_more_than_twice_the_loss():
     far = [point for point in padded_long() if point["start"] >= 2048]
     package = max(far, key=lambda point: point["start"])["group"]

@@ -157,3 +157,22 @@ def test_a_commit_can_be_named(monkeypatch):
     monkeypatch.setenv("PACKMAMBA_COMMIT", "0123abc-dirty")
     assert (provenance()["commit"], provenance()["dirty"]) == ("0123abc", True)
     provenance.cache_clear()
+
+
+def test_a_relative_folder_is_writable_below_one_that_is_closed(tmp_path, monkeypatch):
+    """By its absolute name nothing is found there: the user came in before it was closed, or was put there."""
+    here = tmp_path / "closed" / "here"
+    here.mkdir(parents=True)
+    here.chmod(0o777)
+    monkeypatch.chdir(here)
+    was = os.geteuid()
+    try:
+        here.parent.chmod(0)
+        if was == 0:
+            os.seteuid(65534)
+        with pytest.raises(PermissionError):
+            (here / "runs").stat()
+        records_module.check_writable("runs/mine", "runs_dir")
+    finally:
+        os.seteuid(was)
+        here.parent.chmod(0o755)

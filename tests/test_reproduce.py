@@ -14,7 +14,7 @@ from packmamba.cli import reproduction as reproduce
 from packmamba.config import ConfigError
 from packmamba.experiments import Headline, Step
 from packmamba.records import read_records
-from packmamba.report.tables import Cell, number
+from packmamba.report.tables import Cell, Column, Table, number, word
 from processes import ROOT
 
 TINY = ["num_documents=400", "strategies=[in_order,greedy]", "row_lengths=[2048]", "buffers=[4096]"]
@@ -205,3 +205,14 @@ def test_a_folder_s_own_done_json_is_no_mark(tmp_path, caplog):
     )
     with pytest.raises(ConfigError, match="done.json: expected a list of the steps"):
         experiments.done_steps(tmp_path)
+
+
+def test_a_small_version_never_shows_a_number_of_another_corpus():
+    """Where it has no table of the headline's, another's begins with the same word; its row is one that only it has."""
+    tables = {"parity-functions": Table("parity-functions", "", [Column("arm", ("arm",)), Column("x", ("x",))])}
+    tables["parity-functions"].rows.append([word("a"), number(1.0, ".1f")])
+    headline = experiments.Headline("n", "parity-files", {"arm": "a"}, "x", alone="parity")
+    assert reproduce._cell(headline, tables, True).text == "-"
+    assert reproduce._cell(headline._replace(small={"arm": "b"}), tables, True).text == "-"
+    assert reproduce._cell(headline._replace(row={"arm": "c"}, small={"arm": "a"}), tables, True).text == "1.0"
+    assert reproduce._cell(headline._replace(small={"arm": "a"}), tables, False).text == "-", "only a small version's"

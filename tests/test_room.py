@@ -10,6 +10,7 @@ from packmamba.records import read_records
 from packmamba.training import note, pool
 from packmamba.training.note import Outcome
 from packmamba.training.pool import Queue, Room
+from packmamba.training.runs import run_folder
 from packmamba.training.sweep import load_sweep
 from packmamba.training.worker import Place
 
@@ -96,3 +97,13 @@ def test_a_run_without_memory_that_is_alone_has_failed(tmp_path, monkeypatch, ca
     pool.run_side_by_side(queue, [Place("GPU 7", {}), Place("GPU 8", {})])
     with pytest.raises(Unfinished, match="1 of 2 runs failed, 1 are done"):
         queue.check()
+
+
+def test_a_run_that_was_put_back_waits_and_is_not_called_failed(tmp_path):
+    _, configs = load_sweep(write_sweep(tmp_path, throughput_rounds=0, grid={}))
+    queue = Queue(configs, False)
+    queue.take(0)
+    run_folder(configs[0]).mkdir(parents=True)
+    note.Note(configs[0], "GPU 7").say(state="failed", why="OutOfMemoryError")
+    queue.put_back(0, "on GPU 7")
+    assert note.state_of(configs[0])["state"] == "stopped" and queue.next() == 0

@@ -170,7 +170,10 @@ def comparison(plan: Plan) -> Table:
         "out, or whose keys differ from the committed run's, are missing or differ; tables/ has all that was computed."
     ]
     if plan.small:
-        table.notes.insert(0, "scale=small: nothing here is comparable; it shows that everything is computed.")
+        table.notes.insert(
+            0,
+            "scale=small: nothing here is comparable; it shows what is computed. A dash: a small version has no such number.",
+        )
     (plan.output / "headlines.md").write_text(write_table(table, "md"), encoding="utf-8")
     return table
 
