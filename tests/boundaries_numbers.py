@@ -191,6 +191,33 @@ def gain_of_own(of, last):
     return [x for mean, low, high in map(over_seeds, zip(*found)) for x in (mean, (high - low) / 2)]
 
 
+def over_zero(arm, seeds, T=2048):
+    """An arm minus its zero beyond T, seed by seed."""
+    of = arm.partition("-")[2]
+    zero = f"zero-{of}" if of else "zero"
+    return [loss_beyond(arm, seed, T) - loss_beyond(zero, seed, T) for seed in seeds]
+
+
+def over_own(what):
+    """An arm of the ladder minus own, inside and beyond T."""
+    return [cells("boundaries", "ladder", {"setting": MAIN, "what": what}, where)[0] for where in PLACES]
+
+
+def growth_in_loss():
+    """By how much own minus zero beyond T changed from 100 to 262 million tokens, seed by seed."""
+    return [late - early for late, early in zip(over_zero("own-long", FIVE), over_zero("own", FIVE))]
+
+
+def growth_of_the_gain():
+    """By how much own's context gain at 8 T over zero's changed from 100 to 262 million tokens, seed by seed."""
+
+    def more(of, seed):
+        own, zero = (record_of(f"{arm}{of}", seed)["curves"]["long_context.context_gain"] for arm in ("own", "zero"))
+        return sum(p["gain"] for p in own if p["windows"] == 8) - sum(p["gain"] for p in zero if p["windows"] == 8)
+
+    return [more("-long", seed) - more("", seed) for seed in FIVE]
+
+
 def at_one_commit():
     """Seeds of the ladder, and of how many its three arms ran at one commit."""
     commits = [{record_of(arm, seed)["commit"] for arm in ("zero", "foreign", "own")} for seed in range(1, 9)]

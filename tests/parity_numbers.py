@@ -22,11 +22,10 @@ def drift(arm, *columns, unit="files"):
     return cells("parity", f"drift-{unit}", {"arm": arm}, *columns)
 
 
-def float32_to(step):
+def float32_to(step, seed=1, unit="files"):
     """Largest difference of the pair's losses of a step, up to this one."""
-    found = {
-        one["arm"]: one["curves"]["train"] for one in runs() if one["arm"].endswith("float32") and one["seed"] == 1
-    }
+    alike = [one for one in runs() if (one["seed"], one["config"]["data"]["unit"]) == (seed, unit)]
+    found = {one["arm"]: one["curves"]["train"] for one in alike}
     both = zip(found["padded-float32"], found["packed-reset-float32"])
     return max(abs(a["loss"] - b["loss"]) for a, b in both if a["step"] <= step)
 
@@ -77,18 +76,20 @@ def tuned_pairs(rate):
     return [*pairs, *interval("parity/tuning", "differences", {"arm": f"packed-reset lr={rate}"}, "val_loss")]
 
 
-def gradients(arm, precision, *columns):
-    return cells("parity", "gradients", {"arm": arm, "precision": precision}, *columns)
+def gradients(arm, precision, *columns, unit="files"):
+    return cells("parity", f"gradients-{unit}", {"arm": arm, "precision": precision}, *columns)
 
 
-def at_places(arm="packed-reset", precision="32-true"):
+def at_places(arm="packed-reset", precision="32-true", unit="files"):
     """Of the gradient's norm, at four places along a run."""
-    return gradients(arm, precision, *(f"step_{place}" for place in (0, 100, 200, 499)))
+    return gradients(arm, precision, *(f"step_{place}" for place in (0, 100, 200, 499)), unit=unit)
 
 
-def times_less():
+def times_less(unit="files"):
     """How much less packed differs from padded than padded from its own gradient in float32, in bfloat16, at four places."""
-    return [own / other for other, own in zip(*(at_places(arm, "bf16-mixed") for arm in ("packed-reset", "padded")))]
+    return [
+        own / other for other, own in zip(*(at_places(arm, "bf16-mixed", unit) for arm in ("packed-reset", "padded")))
+    ]
 
 
 def at_higher_rate(arm):

@@ -12,6 +12,7 @@ from boundaries_numbers import (
     dose_of_the_mixture,
     leaked,
     over_at_twice_the_rate,
+    packages_of_own,
 )
 from parity_numbers import behind_another, drift
 from study_numbers import (
@@ -57,8 +58,8 @@ SENTENCES = [
         lambda: [max(parity({"arm": arm}, "mixture")[2] for arm in LONGER)],
     ),
     (
-        rf"one pair of packed and padded ends {N} apart",
-        lambda: drift("packed-reset-float32", "validation"),
+        rf"In float32 {N} in one pair of files, {N} in one of three",
+        lambda: [drift("packed-reset-float32", "validation", unit=unit)[0] for unit in ("files", "mixture")],
     ),
     (
         rf"{LINKED} nats with {N} % of tokens behind another document, [^|]*? with {N} %; four seeds",
@@ -68,7 +69,11 @@ SENTENCES = [
     (r"at twice the rate (\w+) of (\w+) at both", lambda: [sum(d > 0 for d in over_at_twice_the_rate()) / 2, 5]),
     (r"same order, (\w+) of (\w+) seeds", seeds),
     (r"gain a little over zero: (\w+) of (\w+) seeds", seeds),
-    (r"sign is likely: (\w+) of (\w+) seeds", seeds),
+    (r"Quite sure at T = 2048: (\w+) of (\w+) seeds", seeds),
+    (
+        r"after 262 million tokens (\w+) of (\w+), and (\d+) of (\d+)\.",
+        lambda: [*below_zero(LONG), *packages_of_own(LONG, "of_packages")],
+    ),
     (rf"gained about {N} nats beyond", lambda: [-ladder("beyond")[0]]),
     (
         rf"its size: {N} nats, where rounding moved a pair of parity's runs by up to {N} ",

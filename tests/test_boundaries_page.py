@@ -14,12 +14,16 @@ from boundaries_numbers import (
     again_at,
     again_on,
     at_one_commit,
+    below_zero,
     gain_of_own,
-    loss_beyond,
+    growth_in_loss,
+    growth_of_the_gain,
     mean_loss,
     of_noise,
     outcomes,
     over_again,
+    over_own,
+    over_zero,
     packages_of_own,
 )
 from parity_numbers import worse_means
@@ -39,6 +43,7 @@ from study_numbers import (
     lower_at_the_end,
     more_gain,
     of_tuning,
+    over_seeds,
     primary,
     rounded_as,
     said,
@@ -106,7 +111,7 @@ SENTENCES = [
     ),
     (
         rf"At a rate of 0\.004 \({N} and {N}\) and after 262 million tokens \({N} and {N}\) the intervals",
-        lambda: [x for of, last in (("-rate", 5), ("-long", 3)) for x in gain_of_own(of, last)[::2]],
+        lambda: [x for of, last in (("-rate", 5), ("-long", 5)) for x in gain_of_own(of, last)[::2]],
     ),
     (
         rf"after 262 million tokens, zero's {N}: {N} \[{N}, {N}\] more, where it was {N} after",
@@ -181,14 +186,40 @@ SENTENCES = [
         ],
     ),
     (
-        rf"own gains {N}\. That is a little less than the mean of eight seeds after 100 million, {N}, "
-        rf"and than these three seeds' then, {N}\.",
-        lambda: [-outcomes(LONG)[6], -ladder("beyond")[0], mean_loss("zero", (1, 2, 3)) - mean_loss("own", (1, 2, 3))],
+        rf"own gains {N}, and after 100 million\s+tokens {N} in the mean of eight seeds, {N} of these five",
+        lambda: [-outcomes(LONG)[6], -ladder("beyond")[0], mean_loss("zero", FIVE) - mean_loss("own", FIVE)],
     ),
     (
-        rf"own minus zero is {N} in one \(",
-        lambda: [loss_beyond("own-long", 2, 2048) - loss_beyond("zero-long", 2, 2048)],
+        rf"below zero in (\w+) of (\w+) seeds and in {N} of {N} packages; in one seed by {N} alone",
+        lambda: [*below_zero(LONG), *packages_of_own(LONG, "of_packages"), -max(over_zero("own-long", FIVE))],
     ),
+    (
+        rf"this difference grew by {N} \[{N}, {N}\], in each [^|]*? changed by {N} \[{N}, {N}\]",
+        lambda: [*over_seeds(growth_of_the_gain()), *over_seeds(growth_in_loss())],
+    ),
+    (
+        rf"Beyond T coverage is {N} \[{N}, {N}\], with five seeds\. Continuity is {N} \[{N}, {N}\] and own minus zero "
+        rf"{N} \[{N}, {N}\], with four: {N}, {N}, {N} and {N}\. Foreign and own stray from zero together, by up to {N}",
+        lambda: [
+            *outcomes(AT_8192),
+            *over_zero("own-T8192", range(1, 5), 8192),
+            max(map(abs, over_zero("foreign-T8192", FIVE, 8192))),
+        ],
+    ),
+    (
+        rf"Few files reach that far: {N} packages,\s+which weigh like {N}\.",
+        lambda: cells(
+            "boundaries", "agreement", AT_8192 | {"what": "coverage", "places": "beyond"}, "of_packages", "like"
+        ),
+    ),
+    (
+        rf"In the pool zero shows the same: {N} \[{N}, {N}\]",
+        lambda: interval("boundaries", "row-length", {"arm": "zero", "rows": "8192"}, "all places"),
+    ),
+    (rf"Whole is {N} above own inside T and {N} beyond", lambda: over_own("whole")),
+    (rf"It is {N} above own inside T and beyond", lambda: over_own("own scan")[:1]),
+    (rf"by the estimate of one seed, {N}\.", lambda: over_own("own scan")[:1]),
+    (rf"by one seed, far: worse by {N}\.", lambda: over_own("whole")[1:]),
     (
         rf"Beyond T it is worse by {N} to {N} at 0\.001, 0\.002 and 0\.004",
         lambda: [limit(of_tuning("coverage")[:3]) for limit in (min, max)],
@@ -231,11 +262,7 @@ SENTENCES = [
         lambda: [*at_512("coverage"), *outcomes(AT_512, "inside")[:3], *outcomes(AT_512, "inside")[6:]],
     ),
     (
-        rf"Own minus zero is {N} in one and {N} in the other",
-        lambda: [loss_beyond("own-T8192", seed) - loss_beyond("zero-T8192", seed) for seed in (1, 2)],
-    ),
-    (
-        rf"At 8192 continuity beyond T is {N}, two seeds: at the edge of ±0\.005\. Its interval is \[{N}, {N}\]",
+        rf"beyond T is right by the estimate, {N}; open by its interval, \[{N}, {N}\]",
         lambda: interval("boundaries", "ladder", AT_8192 | {"what": "continuity"}, "beyond"),
     ),
     (
@@ -247,9 +274,15 @@ SENTENCES = [
         lambda: [loss_at(power, "zero-long") for power in (0, 1, 2)],
     ),
     (
-        rf"Beyond T coverage is {N} \[{N}, {N}\], continuity {N} \[{N}, {N}\] and own minus zero {N} \[{N}, {N}\]: by .*? "
-        rf"Inside T own is at {N} \[{N}, {N}\] over zero: open\. .*? Its context gain at 8 T is {N} after",
-        lambda: [*outcomes(LONG), *outcomes(LONG, "inside")[6:], *gain("own", setting=LONG["setting"])],
+        rf"Own minus zero is {N} \[{N}, {N}\] beyond T, below [^|]*? Coverage is {N} \[{N}, {N}\] and continuity {N} "
+        rf"\[{N}, {N}\] there, [^|]*? Inside T own is at {N} \[{N}, {N}\] over zero: open\. [^|]*? Its context gain at 8 T "
+        rf"is {N} after",
+        lambda: [
+            *outcomes(LONG)[6:],
+            *outcomes(LONG)[:6],
+            *outcomes(LONG, "inside")[6:],
+            *gain("own", setting=LONG["setting"]),
+        ],
     ),
     (
         rf"gain at 8 T is {N}, zero's {N} \(\[table\]",

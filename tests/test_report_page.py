@@ -76,8 +76,12 @@ def test_time_in_learning_curves_is_that_of_arms_timed_in_turns(monkeypatch):
     assert x == [[5.0, 10.0], [2.5, 5.0]] and "timed in turns" in caption
     x, caption = seconds(trained + [throughput("single", 100.0)])
     assert x == [[5 / 7, 10 / 7]] * 2 and "which is no comparison" in caption
-    for record in trained:
-        record["curves"]["validation"] = [record["curves"]["validation"][-1]]
+    padded = trained[1]["curves"]
+    padded["validation"] = padded["validation"][-1:]
+    seconds(trained)
+    markers = [line.get_marker() for line in drawn["learning-curves"][0].axes[1].lines if len(line.get_xdata()) == 1]
+    assert "o" in markers, "a line through one point would not be seen"
+    trained[0]["curves"]["validation"] = trained[0]["curves"]["validation"][-1:]
     drawn.clear()
     training_figures.training_figures(trained)
     assert drawn and "learning-curves" not in drawn, "who evaluates at the end alone has no curve"

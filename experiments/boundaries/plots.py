@@ -41,8 +41,9 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
     fig, panels = axes(len(settings), width=max(6.0, 4.4 * min(3, len(settings))), height=3.8, columns=3)
     for ax, (setting, here) in zip(panels, settings.items()):
         ax.axhline(0, color=MUTED, linewidth=1.2, label="zero")
-        drawn = [name for name in (*STARTS.values(), "whole") if name in here and name != "zero" and is_ladder(name)]
-        for name in drawn:
+        rungs = [name for name in (*STARTS.values(), "whole") if name != "zero" and is_ladder(name)]
+        seeds = {name: count for name in rungs if (count := _pairs(here, name)) > 1}
+        for name in seeds:
             points = [
                 (2**power, contrast(here[name], here["zero"], 2**power * setting.T, 2 ** (power + 1) * setting.T))
                 for power in range(-4, 5)
@@ -53,7 +54,6 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
                 color=COLORS[name], marker="o", linewidth=1.6, capsize=2, label=name,
             )  # fmt: skip
         ax.axvline(1, color="#b4b9c1", linewidth=1)
-        seeds = {name: _pairs(here, name) for name in drawn if _pairs(here, name) > 1}
         fewer = "".join(f", {name}: {count}" for name, count in seeds.items() if count < max(seeds.values()))
         title = f"{setting.label()}\n{max(seeds.values())} seeds{fewer}"
         ax.set(title=title, xscale="log", xlabel="place in the document / T", ylabel="nats minus zero's")

@@ -73,6 +73,8 @@ def _small_after(T: int = 64) -> dict[str, str]:
 
 SMALL, BRIEF = _small(), _small(36)
 MAIN = _at(2048)
+LONG = {"setting": "T = 2048, 14M, 262M tokens"}
+OUTCOMES = ("coverage", "continuity", "own over zero")
 AT_RATE = {"setting": f"{MAIN['setting']}, rate 0.004"}
 AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
 ORDER = {"setting": f"{MAIN['setting']}, tuning seeds"}
@@ -100,6 +102,11 @@ HEADLINES = [
         for places in INSIDE_AND_BEYOND
     ),
     *(_headline(f"own over zero {places} T", "ladder", MAIN, "own over zero", places) for places in INSIDE_AND_BEYOND),
+    *(
+        _headline(f"{what} {places} T, 262M tokens", "ladder", LONG, what, places, BRIEF)
+        for what in OUTCOMES
+        for places in INSIDE_AND_BEYOND
+    ),
     _headline("plain streams minus the pool, beyond T", "order", ORDER, "plain streams", "beyond"),
     _headline("the pool's rows shuffled minus the pool, beyond T", "order", MAIN, "shuffled", "beyond"),
     _headline(
@@ -113,9 +120,9 @@ HEADLINES = [
         for of, setting in (
             (" = 512", _at(512)),
             (", rate 0.004", AT_RATE),
-            (", 262M tokens", {"setting": "T = 2048, 14M, 262M tokens"}),
+            (" = 8192", _at(8192)),
         )
-        for what in ("coverage", "continuity", "own over zero")
+        for what in OUTCOMES
     ),
     *(
         _headline(f"{SHUFFLED}, {name}", "order", setting, "own, shuffled", places, BRIEF)

@@ -33,8 +33,14 @@ def precision(arm: Arm) -> str:
     )
 
 
-def rate(arm: Arm) -> float:
-    return float(arm.runs.iloc[0]["config.optimizer.lr"])
+def line(arm: Arm, first: Arm) -> Any:
+    """Of a figure whose first arm is drawn solid."""
+    own, its = (one.runs.iloc[0] for one in (arm, first))
+    if own["config.optimizer.lr"] != its["config.optimizer.lr"]:
+        return ":"
+    if precision(arm) == "float32":
+        return (0, (4, 1.5))
+    return "-." if own["config.trainer.max_steps"] != its["config.trainer.max_steps"] else "-"
 
 
 def drift_table(pairs: Sequence[Pair]) -> Table:
@@ -83,11 +89,10 @@ def drift_figure(pairs: Sequence[Pair]) -> list[Figure]:
             continue
         by_step = steps.groupby("step")
         low, mean, high = by_step.min(), by_step.mean(), by_step.max()
-        line = ":" if rate(arm) != rate(pairs[0][0]) else (0, (4, 1.5)) if precision(arm) == "float32" else "-"
         name = next((name for name in LINES if arm.name.startswith(name)), "")
         style: dict[str, Any] = {
             "color": LINES.get(name, "#5b616b"),
-            "linestyle": line,
+            "linestyle": line(arm, pairs[0][0]),
             "linewidth": 1.8,
         }
         ax.plot(mean.index, mean, marker="o", markersize=3, label=f"{arm.name} minus {other.name}", **style)
@@ -97,6 +102,6 @@ def drift_figure(pairs: Sequence[Pair]) -> list[Figure]:
     legend_below(fig, columns=2)
     caption = (
         "Size of the difference between two arms' losses of the same documents, by step: mean over seeds, and from the least to "
-        "the largest. Dashed: float32; dotted: another learning rate."
+        "the largest. Dashed: float32; dotted: another learning rate; dash-dotted: more steps."
     )
     return [finish(fig, "drift", caption)]

@@ -59,7 +59,7 @@ STEPS = [
 
 
 def _trained(unit: str, name: str, arm: str, column: str) -> Headline:
-    small = unit == "files" and arm not in ("packed-equal-time", "single")
+    small = unit == "files" and arm not in ("packed-equal-time", "single", "packed-reset-rate")
     return Headline(f"{unit}: {name}", f"parity-{unit}", {"arm": arm}, column, alone="parity" if small else "")
 
 
@@ -84,9 +84,10 @@ def _apart(unit: str, name: str, arm: str) -> Headline:
     return Headline(f"{unit}: difference of a step's loss: {name}", f"drift-{unit}", {"arm": arm}, "later", alone=alone)
 
 
-def _gradients(name: str, precision: str, arm: str = "packed-reset") -> Headline:
+def _gradients(unit: str, name: str, precision: str, arm: str = "packed-reset") -> Headline:
     row = {"arm": arm, "precision": precision}
-    return Headline(f"files: gradients of a step, largest difference: {name}", "gradients", row, "relative_difference")
+    name = f"{unit}: gradients of a step, largest difference: {name}"
+    return Headline(name, f"gradients-{unit}", row, "relative_difference", alone="gradients" if unit == "files" else "")
 
 
 def _inside(unit: str, arm: str = "packed-reset", said: str = "") -> Headline:
@@ -100,15 +101,26 @@ HEADLINES = [
     *(_inside(unit) for unit in UNITS),
     _trained("mixture", f"packed with reset minus padded{LONGER}", LONG, "difference"),
     _inside("mixture", LONG, LONGER),
+    _trained("files", "packed with reset minus padded, twice the rate", "packed-reset-rate", "difference"),
+    _trained("mixture", "packed with reset minus padded, in float32", "packed-reset-float32", "difference"),
     _trained("files", "one document at a time minus padded", "single", "difference"),
     *(_trained(u, "sums in another order, minus packed with reset", "packed-control", "difference") for u in UNITS),
     *(_apart(unit, "packed and padded", "packed-reset") for unit in UNITS),
     *(_apart(unit, "sums in another order", "packed-control") for unit in UNITS),
-    _apart("files", "packed and padded in float32, one pair", "packed-reset-float32"),
-    _gradients("packed and padded in float32", "32-true"),
-    _gradients("one document at a time, mamba-ssm's kernels, and padded in float32", "32-true", "single-mamba-ssm"),
-    _gradients("packed and padded in bfloat16", "bf16-mixed"),
-    _gradients("padded in bfloat16 and in float32", "bf16-mixed", "padded"),
+    *(_apart(unit, "packed and padded in float32", "packed-reset-float32") for unit in ("files", "mixture")),
+    _gradients(
+        "files", "one document at a time, mamba-ssm's kernels, and padded in float32", "32-true", "single-mamba-ssm"
+    ),
+    *(
+        _gradients(unit, *which)
+        for unit in ("files", "functions")
+        for which in (
+            ("packed and padded in float32", "32-true"),
+            ("one document at a time, our kernels, and padded in float32", "32-true", "single"),
+            ("packed and padded in bfloat16", "bf16-mixed"),
+            ("padded in bfloat16 and in float32", "bf16-mixed", "padded"),
+        )
+    ),
     *(_speed(unit) for unit in UNITS),
     *(_over_single(name, arm) for name, arm in (("as CUDA graphs", "single"), ("without graphs", "single, eager"))),
     *(_trained(unit, "packed in padded's GPU time, minus padded", "packed-equal-time", "difference") for unit in UNITS),

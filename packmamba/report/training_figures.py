@@ -95,6 +95,10 @@ def _learning_curves(styled: Styled, speeds: Sequence[Speed]) -> Figure | None:
         loss = steps["loss"].agg(["mean", "min", "max", "count"])
         for ax, key in zip(panels, ("real_tokens", "seconds")):
             x = steps[key].mean()
+            if len(x) == 1:  # a line through it would not be seen
+                ends = np.abs(loss[["min", "max"]].to_numpy() - loss[["mean"]].to_numpy()).T
+                ax.errorbar(x, loss["mean"], yerr=ends, fmt="o", color=style["color"], label=arm.label)
+                continue
             ax.plot(x, loss["mean"], label=arm.label, **style)
             if loss["count"].max() > 1:
                 ax.fill_between(x, loss["min"], loss["max"], color=style["color"], alpha=0.15)
@@ -105,7 +109,11 @@ def _learning_curves(styled: Styled, speeds: Sequence[Speed]) -> Figure | None:
         ax.set_ylabel("validation loss (nats per target)")
         ax.xaxis.set_major_formatter(engineering())
     legend_below(fig)
-    band = " Lines are means over seeds, bands their range." if any(len(arm.runs) > 1 for arm, _ in styled) else ""
+    band = (
+        " Lines and dots are means over seeds, bands and bars their range."
+        if any(len(arm.runs) > 1 for arm, _ in styled)
+        else ""
+    )
     return finish(
         fig,
         "learning-curves",
