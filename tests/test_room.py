@@ -51,10 +51,9 @@ def test_a_run_without_memory_beside_others_waits_until_one_of_them_has_ended(tm
         queue.check()
     assert {record["arm"] for record in read_records(tmp_path / "sweep")} == {"a", "b", "c"}
     said = [line for line in output.read_text().splitlines() if "a, seed 0" in line]
-    assert "out of memory after" in said[1] and said[1].endswith(
-        "on GPU 7 beside others: 2 at a time there from now on"
-    )
+    assert "out of memory after" in said[1] and said[1].endswith("on GPU 7 beside others: 2 at a time there for now")
     assert [line.partition("seed 0: ")[2][:5] for line in said] == ["begin", "out o", "begin", "done "]
+    assert "GPU 7: 3 at a time again" in output.read_text().splitlines()
     assert "OutOfMemoryError" in note.log_path(configs[0]).read_text()
 
 
@@ -68,6 +67,21 @@ def test_room_for_runs_side_by_side():
     assert room.leave(1) == 0, "what is on another GPU is not beside it"
     room.take(0, [1])
     assert room.leave(0) == 0 and room.open == {0, 1, 2, 3}, "alone it found none: that is its own fault"
+
+
+def test_a_closed_place_opens_again_after_as_many_runs_as_went_side_by_side():
+    room = Room(["GPU 0"] * 3)
+
+    def full():
+        for which in sorted(room.open):
+            room.take(which, room.open - {which})
+        return room.leave(max(room.open))
+
+    assert full() == 2 and full() == 1
+    assert [room.end(0), room.end(0)] == [0, 2] and room.open == {0, 1}
+    assert full() == 1 and [room.end(0) for _ in range(4)] == [0, 0, 0, 2], "too many again: twice as many"
+    assert [room.end(which) for which in (0, 1, 0, 1)] == [0, 0, 0, 3] and room.open == {0, 1, 2}
+    assert room.end(0) == 0, "all are open"
 
 
 @pytest.mark.parametrize(

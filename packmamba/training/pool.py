@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -295,7 +296,8 @@ def run_side_by_side(queue: Queue, places: list[Place]) -> None:
 
 
 class Room:
-    """How many runs go side by side in places of the same name, such as one GPU: fewer, once one found no memory there.
+    """How many runs go side by side in places of the same name, such as one GPU: fewer, once one found no memory there, until as
+    many have ended as went side by side; twice as many whenever one more was too many again.
 
     Args:
         names: of the places.
@@ -304,6 +306,11 @@ class Room:
     def __init__(self, names: list[str]) -> None:
         self.names = names
         self.open = set(range(len(names)))
+        self._patience: Counter[str] = Counter()
+        """Of names, after how many ended runs one more place opens there."""
+        self._ended: Counter[str] = Counter()
+        self._tried: set[str] = set()
+        """Names where a place has been opened again since one was closed."""
         self._accompanied: set[int] = set()
         """Of places, those whose run has had others beside it."""
 
@@ -316,13 +323,32 @@ class Room:
     def leave(self, which: int) -> int:
         """A run found no memory: its place is closed if it had others beside it. Returns how many are left open there; 0: it was
         alone, which says nothing of other runs, so that all open again."""
-        alike = {other for other, name in enumerate(self.names) if name == self.names[which]}
+        name, alike = self.names[which], self._alike(which)
         if which not in self._accompanied:
             self.open |= alike
             return 0
         if len(self.open & alike) > 1:
             self.open.discard(which)
+        left = len(self.open & alike)
+        self._patience[name] = max(left, self._patience[name] * (2 if name in self._tried else 1))
+        self._tried.discard(name)
+        self._ended[name] = 0
+        return left
+
+    def end(self, which: int) -> int:
+        """A run ended otherwise. Returns how many places are open there if one of them opened now, otherwise 0."""
+        name, alike = self.names[which], self._alike(which)
+        self._ended[name] += 1
+        if alike <= self.open or self._ended[name] < self._patience[name]:
+            return 0
+        self._ended[name] = 0
+        self._tried.add(name)
+        self.open.add(min(alike - self.open))
         return len(self.open & alike)
+
+    def _alike(self, which: int) -> set[int]:
+        """Places of its name."""
+        return {other for other, name in enumerate(self.names) if name == self.names[which]}
 
 
 def close(queue: Queue, worker: Worker, number: int, room: Room, which: int) -> None:
@@ -334,6 +360,8 @@ def close(queue: Queue, worker: Worker, number: int, room: Room, which: int) -> 
     if outcome.state == "failed":
         worker.end(STOP_SECONDS)
     if outcome.out_of_memory and (left := room.leave(which)):
-        queue.put_back(number, f"on {worker.place.name} beside others: {left} at a time there from now on")
-    else:
-        queue.close(number, outcome, worker.place.name)
+        queue.put_back(number, f"on {worker.place.name} beside others: {left} at a time there for now")
+        return
+    queue.close(number, outcome, worker.place.name)
+    if outcome.state in DONE and (more := room.end(which)) and queue.progress:
+        print(f"{worker.place.name}: {more} at a time again", flush=True)
