@@ -1,8 +1,10 @@
 """Sweeps of several runs at a time: killed, stopped, failing, shared; and where runs go."""
 
+import logging
 import os
 import signal
 import time
+import warnings
 
 import pytest
 from test_sweeps import write_sweep
@@ -12,7 +14,7 @@ from packmamba.cli.status import sweep_status
 from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
 from packmamba.records import append_record, read_records
-from packmamba.training import note, places, pool
+from packmamba.training import note, places, pool, worker
 from packmamba.training.attempt import attempt
 from packmamba.training.callbacks import checkpoints, newest_step
 from packmamba.training.claims import alone, taken
@@ -21,7 +23,7 @@ from packmamba.training.note import Outcome, read_note
 from packmamba.training.pool import Queue
 from packmamba.training.runs import record_path, run_folder
 from packmamba.training.sweep import load_sweep, run_sweep
-from packmamba.training.worker import Worker
+from packmamba.training.worker import Place, Worker
 from processes import fork, statuses, sweep_with_forked_workers
 from runs import losses_of
 
@@ -316,3 +318,34 @@ def test_status_says_how_fast_a_run_is_and_how_long_it_needs(tmp_path, monkeypat
         assert (cells["state"], cells["step"], cells["tokens/s"], cells["left"]) == ("running", "11", "500", "0:00:10")
         assert cells["where"] == "GPU 1"
     assert sweep_status([config]).rows[0][-4].text == "-", "it runs no more"
+
+
+@pytest.mark.slow
+def test_what_a_worker_warns_of_is_said_once_where_it_is_seen(tmp_path, capfd):
+    """Its own output goes to a file."""
+    rows, length = 3, 8
+    short = {
+        "data.strategy": "split", "data.mode": "stream", "data.streams": 12, "data.stagger": True, "data.row_length": length,
+        "data.tokens_per_step": 2 * rows * length, "data.slots_per_batch": rows * length, "trainer.max_steps": 2,
+        "trainer.boundary": "carry",
+    }  # fmt: skip
+    path = write_sweep(tmp_path, arms={"own": short}, grid={"seed": [0, 1]}, throughput_rounds=0, common={})
+    _, configs = load_sweep(path)
+    queue = Queue(configs, True)
+    pool.run_side_by_side(queue, [Place("CPU 0", {}), Place("CPU 1", {})])
+    said = [line for line in capfd.readouterr().out.splitlines() if "no row went on from a state" in line]
+    assert len(said) == 1 and "own, seed " in said[0] and ": warns, trainer.boundary=carry" in said[0]
+    assert all("no row went on from a state" in note.log_path(config).read_text() for config in configs)
+
+
+def test_a_worker_hears_what_this_package_warns_of_and_nothing_else(capsys):
+    with pytest.warns(UserWarning), worker.heard() as said:
+        logging.getLogger("packmamba.training.fit").warning("a run of %d steps", 2)
+        logging.getLogger("packmamba.training.fit").info("small talk")
+        logging.getLogger("another").warning("of another package")
+        here = str(worker.ROOT / "packmamba" / "ops" / "build.py")
+        warnings.warn_explicit("the slower reference runs", UserWarning, here, 1)
+        warnings.warn_explicit("an old name", UserWarning, "elsewhere.py", 1)
+    assert said == ["a run of 2 steps", "the slower reference runs"]
+    logging.getLogger("packmamba").warning("afterwards")
+    assert len(said) == 2 and "a run of 2 steps" in capsys.readouterr().err

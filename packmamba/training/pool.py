@@ -62,6 +62,7 @@ class Queue:
         self.running: dict[int, float] = {}
         """Of runs that this process trains, when they began."""
         self._corpora: list[Any] = []
+        self._warned: set[str] = set()
         self._check_order()
         self._taken: dict[tuple[Path, str], list[float]] = {}
         """By arm, the seconds of the runs that this command has trained."""
@@ -154,6 +155,10 @@ class Queue:
         end = f", validation loss {outcome.loss:.4f}" if outcome.loss is not None else ""
         why = f": {outcome.why}" if outcome.why else ""
         log = f" (see {log_path(config)})" if outcome.state == "failed" and place else ""
+        for warning in outcome.warnings:
+            if warning not in self._warned and warning not in outcome.why:
+                self._warned.add(warning)
+                self.say(number, f"warns, {warning}")
         self.say(
             number, f"{outcome.state} after {outcome.seconds:.0f} s{f' on {place}' if place else ''}{end}{why}{log}"
         )

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packmamba.training.process import die_with_parent, imports, keep_freed_memory
 
@@ -95,14 +97,52 @@ def main(pipe: Connection) -> None:
             return
         # What poll finds is the pipe's end: nothing comes while a run is trained.
         stop = functools.partial(lambda deadline: time.monotonic() > deadline or pipe.poll(), deadline)
-        with printing_to(log_path(config)):
-            outcome = attempt(config, where, False, stop)
+        with printing_to(log_path(config)), heard() as said:
+            outcome = attempt(config, where, False, stop)._replace(warnings=tuple(dict.fromkeys(said)))
         state = outcome.state
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(pickle.dumps(outcome))
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What this package warns of meanwhile, in words; it is printed, too."""
+    handler, logger, show = _Heard(logging.WARNING), logging.getLogger("packmamba"), warnings.showwarning
+
+    def note(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
+        if Path(filename).is_relative_to(ROOT / "packmamba"):
+            handler.said.append(str(message))
+        show(message, category, filename, lineno, file, line)
+
+    logger.addHandler(handler)
+    warnings.showwarning = note
+    try:
+        yield handler.said
+    finally:
+        warnings.showwarning = show
+        logger.removeHandler(handler)
+
+
+class _Heard(logging.Handler):
+    """Prints what comes, and keeps it."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        print(self.said[-1], file=sys.stderr)
 
 
 @contextlib.contextmanager
