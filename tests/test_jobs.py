@@ -138,8 +138,12 @@ def test_what_still_runs_at_the_deadline_is_cut(tmp_path, capsys, monkeypatch):
 
 def test_a_deadline_that_is_too_short_says_why(tmp_path):
     _, configs = load_sweep(sweep_of(tmp_path))
-    for seconds, said in ((12.0, ", 10 of the deadline's 12 seconds are kept for stopping"), (300.0, "")):
-        with pytest.raises(Unfinished, match=f"^0 of 4 runs are done{said}; the same command goes on$"):
+    kept = ", 10 of the deadline's {} seconds are kept for stopping; "
+    goes_on = "the same command goes on"
+    for seconds, said in (
+        (9.0, kept.format(9) + "give a longer one"), (12.0, kept.format(12) + goes_on), (300.0, "; " + goes_on)
+    ):  # fmt: skip
+        with pytest.raises(Unfinished, match=f"^0 of 4 runs are done{said}$"):
             Queue(configs, False, seconds=seconds).check()
 
 

@@ -221,7 +221,8 @@ class Queue:
             elsewhere = f", {others} are trained by other processes" if others else ""
             kept = f", {STOP_SECONDS:.0f} of the deadline's {self.most:g} seconds are kept for stopping"
             short = kept if self.most < 2 * STOP_SECONDS else ""
-            raise Unfinished(f"{done} of {total} runs are done{elsewhere}{short}; the same command goes on", status=3)
+            next_time = "the same command goes on" if self.most > STOP_SECONDS else "give a longer one"
+            raise Unfinished(f"{done} of {total} runs are done{elsewhere}{short}; {next_time}", status=3)
 
 
 def _arm(config: Config) -> tuple[Path, str]:
