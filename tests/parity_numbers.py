@@ -9,6 +9,9 @@ from study_numbers import EXPERIMENTS, GREEDY, LAST, cells, interval, parity, ta
 
 from packmamba.report.inference import bootstrap
 
+FLOAT32 = ("packed-reset-float32", "padded-float32", "mixture")
+"""Of the mixture."""
+
 
 def equal_time(unit):
     """Steps as many times as padded's, and what they gain."""
@@ -39,6 +42,10 @@ def pairs(arm, other, unit="files", place=0):
             losses[one["arm"], one["seed"]] = sum(p["nats"] for p in far) / sum(p["targets"] for p in far)
     both = sorted(seed for name, seed in losses if name == arm and (other, seed) in losses)
     return [losses[arm, seed] - losses[other, seed] for seed in both]
+
+
+def below_zero(arms):
+    return sum(difference < 0 for difference in pairs(*arms))
 
 
 def above_zero(arm, other, unit="files", place=0):

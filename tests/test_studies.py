@@ -26,7 +26,8 @@ def test_small_computes_everything(study, steps, tmp_path, monkeypatch, capsys):
     table = comparison(plan._replace(steps=kept))
     if study == "parity":  # the other's headlines name the tables of four tasks
         assert len(table.rows) == len(plan.headlines)
-        found = [row[3].text for row, headline in zip(table.rows, plan.headlines) if headline.alone]
+        later = ("gradients",)  # of steps that are left out here
+        found = [row[3].text for row, h in zip(table.rows, plan.headlines) if h.alone and h.alone not in later]
         assert len(found) >= 8 and "-" not in found
     tables = {path.stem for path in (tmp_path / "out" / "tables").glob("*.md")}
     assert {"parity": {"parity", "calibration", "training"}, "downstream": {"answers", "training"}}[study] <= tables

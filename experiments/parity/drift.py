@@ -40,7 +40,7 @@ def line(arm: Arm, first: Arm) -> Any:
         return ":"
     if precision(arm) == "float32":
         return (0, (4, 1.5))
-    return "-." if own["config.trainer.max_steps"] != its["config.trainer.max_steps"] else "-"
+    return "-." if own["steps"] != its["steps"] else "-"
 
 
 def drift_table(pairs: Sequence[Pair]) -> Table:

@@ -310,8 +310,18 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
     return [table] if table.rows else []
 
 
+SINGLE = {"single": "one document at a time"}
+"""The legend where no training run has this arm."""
+
+
+def _trained(records: Sequence[Record]) -> bool:
+    return any(record["kind"] == "training" and record["arm"] in SINGLE for record in records)
+
+
 KINDS = {
     "training": replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit),
     "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
-    "gradients": Kind(gradient_tables, label=unit, metrics=GRADIENT_METRICS),
+    "gradients": Kind(
+        gradient_tables, label=unit, metrics=GRADIENT_METRICS, arms=lambda records: {} if _trained(records) else SINGLE
+    ),
 }

@@ -29,8 +29,6 @@ class Outcome(NamedTuple):
     why: str = ""
     step: int = 0
     """Of the checkpoint with which it stopped."""
-    warnings: tuple[str, ...] = ()
-    """What this package warned of meanwhile, in a process whose output nobody watches."""
 
     @property
     def out_of_memory(self) -> bool:

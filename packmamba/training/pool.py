@@ -155,13 +155,16 @@ class Queue:
         end = f", validation loss {outcome.loss:.4f}" if outcome.loss is not None else ""
         why = f": {outcome.why}" if outcome.why else ""
         log = f" (see {log_path(config)})" if outcome.state == "failed" and place else ""
-        for warning in outcome.warnings:
-            if warning not in self._warned and warning not in outcome.why:
-                self._warned.add(warning)
-                self.say(number, f"warns, {warning}")
         self.say(
             number, f"{outcome.state} after {outcome.seconds:.0f} s{f' on {place}' if place else ''}{end}{why}{log}"
         )
+
+    def warn(self, number: int, warnings: Iterable[str]) -> None:
+        """Says what a run, whose own output nobody watches, warned of; of equal ones the first."""
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                self.say(number, f"warns, {warning}")
 
     def put_back(self, number: int, where: str) -> None:
         """A run that found no memory beside others: it begins again, or goes on, when a place is free."""
@@ -361,6 +364,7 @@ def close(queue: Queue, worker: Worker, number: int, room: Room, which: int) -> 
     """Takes the outcome of a worker's run. After a failure the process ends: the next run gets a fresh one. A run that found no
     memory beside others waits for its next turn."""
     outcome = worker.outcome()
+    queue.warn(number, worker.warnings)
     if outcome is None:
         outcome = Outcome("failed", why=f"its process ended with {worker.end()}")
     if outcome.state == "failed":

@@ -40,6 +40,8 @@ class Worker:
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        self.warnings: list[str] = []
+        """What this package warned of in the last run whose outcome came."""
         self.pipe, other = Pipe()
         search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with other:
@@ -60,7 +62,8 @@ class Worker:
     def outcome(self) -> Outcome | None:
         """What became of the run; waits for it. None if the process is gone."""
         with contextlib.suppress(EOFError, OSError):
-            return pickle.loads(self.pipe.recv_bytes())
+            outcome, self.warnings = pickle.loads(self.pipe.recv_bytes())
+            return outcome
         return None
 
     def stop(self) -> None:
@@ -98,13 +101,13 @@ def main(pipe: Connection) -> None:
         # What poll finds is the pipe's end: nothing comes while a run is trained.
         stop = functools.partial(lambda deadline: time.monotonic() > deadline or pipe.poll(), deadline)
         with printing_to(log_path(config)), heard() as said:
-            outcome = attempt(config, where, False, stop)._replace(warnings=tuple(dict.fromkeys(said)))
+            outcome = attempt(config, where, False, stop)
         state = outcome.state
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         with contextlib.suppress(BrokenPipeError):
-            pipe.send_bytes(pickle.dumps(outcome))
+            pipe.send_bytes(pickle.dumps((outcome, said)))
 
 
 @contextlib.contextmanager
