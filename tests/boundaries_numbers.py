@@ -208,14 +208,19 @@ def growth_in_loss():
     return [late - early for late, early in zip(over_zero("own-long", FIVE), over_zero("own", FIVE))]
 
 
-def growth_of_the_gain():
-    """By how much own's context gain at 8 T over zero's changed from 100 to 262 million tokens, seed by seed."""
+def growth_of_gain_of(arm, of="-long"):
+    """By how much an arm's context gain at 8 T differs there from that after 100 million tokens, seed by seed."""
 
-    def more(of, seed):
-        own, zero = (record_of(f"{arm}{of}", seed)["curves"]["long_context.context_gain"] for arm in ("own", "zero"))
-        return sum(p["gain"] for p in own if p["windows"] == 8) - sum(p["gain"] for p in zero if p["windows"] == 8)
+    def gain(name, seed):
+        points = record_of(name, seed)["curves"]["long_context.context_gain"]
+        return sum(point["gain"] for point in points if point["windows"] == 8)
 
-    return [more("-long", seed) - more("", seed) for seed in FIVE]
+    return [gain(f"{arm}{of}", seed) - gain(arm, seed) for seed in FIVE]
+
+
+def growth_of_the_gain(of):
+    """The same of own's over zero's."""
+    return [own - zero for own, zero in zip(growth_of_gain_of("own", of), growth_of_gain_of("zero", of))]
 
 
 def at_one_commit():

@@ -8,20 +8,20 @@ from boundaries_numbers import (
     AT_8192,
     LONG,
     RATE,
+    again_on,
     below_zero,
     dose_of_the_mixture,
     leaked,
+    outcomes,
     over_at_twice_the_rate,
     packages_of_own,
 )
 from parity_numbers import behind_another, drift
 from study_numbers import (
     AT_512,
-    LAST,
     MAIN,
     N,
     at_512,
-    cells,
     doses,
     gain_of_twice_the_rate,
     ladder,
@@ -58,7 +58,7 @@ SENTENCES = [
         lambda: [max(parity({"arm": arm}, "mixture")[2] for arm in LONGER)],
     ),
     (
-        rf"In float32 {N} in one pair of files, {N} in one of three",
+        rf"packed and padded: {N} on files, up to {N} on",
         lambda: [drift("packed-reset-float32", "validation", unit=unit)[0] for unit in ("files", "mixture")],
     ),
     (
@@ -67,7 +67,7 @@ SENTENCES = [
     ),
     (rf"{LINKED} nats with {N} %, five seeds", lambda: [*leaked(unit="mixture"), 100 * dose_of_the_mixture()]),
     (r"at twice the rate (\w+) of (\w+) at both", lambda: [sum(d > 0 for d in over_at_twice_the_rate()) / 2, 5]),
-    (r"same order, (\w+) of (\w+) seeds", seeds),
+    (r"same order: (\w+) of (\w+) seeds", seeds),
     (r"gain a little over zero: (\w+) of (\w+) seeds", seeds),
     (r"Quite sure at T = 2048: (\w+) of (\w+) seeds", seeds),
     (
@@ -75,9 +75,10 @@ SENTENCES = [
         lambda: [*below_zero(LONG), *packages_of_own(LONG, "of_packages")],
     ),
     (rf"gained about {N} nats beyond", lambda: [-ladder("beyond")[0]]),
+    (rf"After 262 million tokens they gained {N} \[{N}, {N}\]", lambda: [-outcomes(LONG)[i] for i in (6, 8, 7)]),
     (
-        rf"its size: {N} nats, where rounding moved a pair of parity's runs by up to {N} ",
-        lambda: [-ladder("beyond")[0], *cells("parity", "calibration-files", LAST, "largest")],
+        rf"its size: {N} nats, where a run made again moved by up to {N};",
+        lambda: [-ladder("beyond")[0], max(map(abs, (*again_on("H100"), *again_on("H200"))))],
     ),
     (
         rf"on files, where {N} % of tokens stand behind another document, and on functions, where {N} % do",

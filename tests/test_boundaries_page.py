@@ -1,6 +1,7 @@
 """Numbers in the sentences of the page of boundaries are those of the committed tables and records."""
 
 import functools
+from math import inf
 
 import pytest
 from boundaries_numbers import (
@@ -14,9 +15,11 @@ from boundaries_numbers import (
     again_at,
     again_on,
     at_one_commit,
+    begun,
     below_zero,
     gain_of_own,
     growth_in_loss,
+    growth_of_gain_of,
     growth_of_the_gain,
     mean_loss,
     of_noise,
@@ -110,12 +113,16 @@ SENTENCES = [
         lambda: [x for of, last in (("", 8), ("-T512", 5), ("-post", 5)) for x in gain_of_own(of, last)],
     ),
     (
-        rf"At a rate of 0\.004 \({N} and {N}\) and after 262 million tokens \({N} and {N}\) the intervals",
-        lambda: [x for of, last in (("-rate", 5), ("-long", 5)) for x in gain_of_own(of, last)[::2]],
+        rf"After 262 million tokens they are {N} and {N}: most [^|]*? At a rate of 0\.004 they are {N} and {N}\.",
+        lambda: [x for of in ("-long", "-rate") for x in gain_of_own(of, 5)[::2]],
     ),
     (
-        rf"after 262 million tokens, zero's {N}: {N} \[{N}, {N}\] more, where it was {N} after",
-        lambda: [*gain("zero", setting=LONG["setting"]), *more_gain("own", setting=LONG), *more_gain("own")[:1]],
+        rf"At 8 T it is {N} after 262 million tokens, zero's {N}: {N} \[{N}, {N}\] more, where it was {N} after",
+        lambda: [
+            *(gain(arm, setting=LONG["setting"])[0] for arm in ("own", "zero")),
+            *more_gain("own", setting=LONG),
+            *more_gain("own")[:1],
+        ],
     ),
     (
         rf"ladder's own is {N} below its zero, and {N} below the zero made again",
@@ -194,8 +201,14 @@ SENTENCES = [
         lambda: [*below_zero(LONG), *packages_of_own(LONG, "of_packages"), -max(over_zero("own-long", FIVE))],
     ),
     (
-        rf"this difference grew by {N} \[{N}, {N}\], in each [^|]*? changed by {N} \[{N}, {N}\]",
-        lambda: [*over_seeds(growth_of_the_gain()), *over_seeds(growth_in_loss())],
+        rf"this difference grew by {N} \[{N}, {N}\], in each [^|]*? own gain grew by {N} \[{N}, {N}\], too\. [^|]*? have "
+        rf"{N} \[{N}, {N}\] more than [^|]*? changed by {N} \[{N}, {N}\]",
+        lambda: [
+            *over_seeds(growth_of_the_gain("-long")),
+            *over_seeds(growth_of_gain_of("zero")),
+            *over_seeds(growth_of_the_gain("-rate")),
+            *over_seeds(growth_in_loss()),
+        ],
     ),
     (
         rf"Beyond T coverage is {N} \[{N}, {N}\], with five seeds\. Continuity is {N} \[{N}, {N}\] and own minus zero "
@@ -217,8 +230,17 @@ SENTENCES = [
         lambda: interval("boundaries", "row-length", {"arm": "zero", "rows": "8192"}, "all places"),
     ),
     (rf"Whole is {N} above own inside T and {N} beyond", lambda: over_own("whole")),
-    (rf"It is {N} above own inside T and beyond", lambda: over_own("own scan")[:1]),
-    (rf"by the estimate of one seed, {N}\.", lambda: over_own("own scan")[:1]),
+    (
+        rf"\(one seed of eight\): {N}, and {N} in the mean of own's eight\. Its loss is {N} above",
+        lambda: [gain("own scan")[0], gain("own")[0], *over_own("own scan")[1:]],
+    ),
+    (rf"on an H200; a run made again so moved by up to {N}\.", lambda: [max(map(abs, again_on("H100")))]),
+    (rf"one seed, {N} above own, on another kind", lambda: over_own("own scan")[:1]),
+    (
+        r"the run begins ([\d,]+) of them in place of ([\d,]+)\.",
+        lambda: [100 * round(begun(arm, 1) / 100) for arm in ("whole", "own")],
+    ),
+    (rf"\(their loss is {N}\)", lambda: [mean_loss(f"{arm}-T8192", range(1, 5), (0, inf)) for arm in ("own",)]),
     (rf"by one seed, far: worse by {N}\.", lambda: over_own("whole")[1:]),
     (
         rf"Beyond T it is worse by {N} to {N} at 0\.001, 0\.002 and 0\.004",
@@ -275,13 +297,11 @@ SENTENCES = [
     ),
     (
         rf"Own minus zero is {N} \[{N}, {N}\] beyond T, below [^|]*? Coverage is {N} \[{N}, {N}\] and continuity {N} "
-        rf"\[{N}, {N}\] there, [^|]*? Inside T own is at {N} \[{N}, {N}\] over zero: open\. [^|]*? Its context gain at 8 T "
-        rf"is {N} after",
+        rf"\[{N}, {N}\] there, [^|]*? Inside T own is at {N} \[{N}, {N}\] over zero: open\.",
         lambda: [
             *outcomes(LONG)[6:],
             *outcomes(LONG)[:6],
             *outcomes(LONG, "inside")[6:],
-            *gain("own", setting=LONG["setting"]),
         ],
     ),
     (

@@ -10,6 +10,8 @@ from experiments.parity.gradients import _apart
 from experiments.parity.reproduce import GRADIENTS
 from packmamba.records import read_records
 
+KEYS = GRADIENTS[0].partition("[")[2].rstrip("]")
+
 
 def bench(tmp_path, *keys):
     return run.main(["bench", "parity/gradients", *GRADIENTS, f"output={tmp_path}", *keys])
@@ -35,6 +37,28 @@ def test_packed_and_padded_have_one_gradient_along_a_run(tmp_path, monkeypatch):
         assert float(rows["packed-reset", "bf16-mixed"][step]) < rounded
     assert rows["padded", "bf16-mixed"]["minus"] == "padded, 32-true"
     assert rows["packed-reset", "bf16-mixed"]["minus"] == "padded, bf16-mixed"
+
+
+@pytest.mark.slow
+def test_a_run_of_many_places_has_a_table_that_says_where_a_difference_is_largest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    places = list(range(3, 10))
+    assert bench(tmp_path, "precisions=[32-true]") == 0
+    assert bench(tmp_path, "precisions=[32-true]", f"at={places}", f"keys=[{KEYS}, seed=2]") == 0
+    tables = {}
+    for name in ("gradients", "gradients-seed-2"):
+        with open(tmp_path / "tables" / f"{name}.csv") as file:
+            tables[name] = {row["arm"]: row for row in csv.DictReader(file)}
+    assert {"step_0", "step_20", "step_39"} <= tables["gradients"]["single"].keys(), (
+        "the other run has not taken its place"
+    )
+    row = tables["gradients-seed-2"]["packed-reset"]
+    (curve,) = (
+        r["curves"]["gradients"] for r in read_records(tmp_path) if (r["arm"], r["seed"]) == ("packed-reset", 2)
+    )
+    largest = max(curve, key=lambda point: point["relative_difference"])
+    assert [int(row["steps"]), int(row["largest_at"])] == [7, largest["step"]]
+    assert float(row["relative_difference"]) == pytest.approx(largest["relative_difference"], rel=1e-6)
 
 
 @pytest.mark.slow

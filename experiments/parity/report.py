@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -246,21 +246,33 @@ def _calibration(reset: Arm, control: Arm) -> Table:
     return table
 
 
+MOST_PLACES = 6
+"""As many have columns of their own."""
 GRADIENT_METRICS = ("relative_difference", "largest_of_a_tensor", "loss_difference")
 
 
 def gradient_tables(records: Sequence[Record]) -> list[Table]:
-    """How far an arm's gradients are from another's, at places along one run; ``records`` are of one corpus."""
-    latest = {(r["arm"], r["config"]["computed_in"]): r for r in summary.of_kind(records, "gradients")}
+    """How far an arm's gradients are from another's, at places along one run, a table for each; ``records`` are of one corpus."""
+    of_seeds: dict[int, dict[tuple[str, str], Record]] = {}
+    for record in summary.of_kind(records, "gradients"):
+        of_seeds.setdefault(record["seed"], {})[record["arm"], record["config"]["computed_in"]] = record
+    tables = [_gradient_table(seed, latest) for seed, latest in sorted(of_seeds.items())]
+    return [table for table in tables if table.rows]
+
+
+def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Table:
+    """Of one run: every place has a column, or with many only the place where a difference is largest."""
     places = sorted({point["step"] for r in latest.values() for point in r["curves"]["gradients"]})
+    shown = places if len(places) <= MOST_PLACES else []
     table = Table(
-        "gradients",
-        f"{unit(records)}: gradients of the same step from the same weights, relative difference",
+        f"gradients-seed-{seed}" if seed else "gradients",
+        f"{unit(list(latest.values()))}: gradients of the same step from the same weights, relative difference",
         [
             Column("arm", ("arm",), False),
             Column("precision", ("precision",), False),
             Column("minus", ("minus",), False),
-            *(Column(f"step {place}", (f"step_{place}",)) for place in places),
+            *(Column(f"step {place}", (f"step_{place}",)) for place in shown),
+            *([] if shown else [Column("steps", ("steps",)), Column("largest at step", ("largest_at",))]),
             Column("at most", ("relative_difference",)),
             Column("of a parameter, at most", ("largest_of_a_tensor",)),
             Column("loss, nats", ("loss_difference",)),
@@ -271,13 +283,15 @@ def gradient_tables(records: Sequence[Record]) -> list[Table]:
             continue
         found = {point["step"]: point["relative_difference"] for point in record["curves"]["gradients"]}
         largest = (record["metrics"][name] for name in GRADIENT_METRICS)
-        sizes = [number(size, ".1e") for size in (*(found.get(place) for place in places), *largest)]
-        table.rows.append([word(arm), word(precision), word(other), *sizes])
+        sizes = [number(size, ".1e") for size in (*(found.get(place) for place in shown), *largest)]
+        where = [] if shown else [number(len(found), "d"), number(max(found, key=found.__getitem__), "d")]
+        table.rows.append([word(arm), word(precision), word(other), *where, *sizes])
     table.notes = [
         "The norm of the difference over the norm, all parameters together, and of the parameter where it is largest. One model "
         "trains in the first precision; every arm computes the gradient of the same documents from its weights."
+        + ("" if shown else f" Steps are from {places[0]} to {places[-1]}, seed {seed}.")
     ]
-    return [table] if table.rows else []
+    return table
 
 
 def speed_tables(records: Sequence[Record]) -> list[Table]:

@@ -33,7 +33,7 @@ STEPS = [
     _step("calibration", f"arms={{{PACKED}, {CONTROL}}}"),
     _step("files", f"arms={{{PADDED}, {PACKED}, {CONTROL}}}"),
     Step("gradients.yaml", small=GRADIENTS, gpus=1, packages=PEERS, small_on_cpu=True),
-    *(Step(f"gradients-{unit}.yaml", small=("at=[0]",), gpus=1) for unit in ("functions", "mixture")),
+    *(Step(f"gradients-{name}.yaml", small=("at=[0]",), gpus=1) for name in ("functions", "mixture", "parting")),
     Step("functions.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("mixture.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     Step("single.yaml", ("jobs=auto",), small=("trainer.max_steps=40", "trainer.cuda_graphs=false"), gpus=1),
