@@ -48,7 +48,7 @@ STEPS = [
     Step("mixture-control.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1),
     *(
         Step(f"{name}.yaml", ("jobs=auto",), small=("trainer.max_steps=40",), gpus=1)
-        for name in ("float32", "float32-mixture", "files-rate", "mixture-long", "tokenizer")
+        for name in ("float32", "float32-mixture", "files-rate", "mixture-long", "mixture-more", "tokenizer")
     ),
     *(
         Step(f"{name}.yaml", (), small=("throughput_rounds=3", "trainer.cuda_graphs=false"), gpus=1)
