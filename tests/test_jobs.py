@@ -338,7 +338,7 @@ def test_what_a_worker_warns_of_is_said_once_where_it_is_seen(tmp_path, capfd):
     queue = Queue(configs, True)
     pool.run_side_by_side(queue, [Place("CPU 0", {}), Place("CPU 1", {})])
     said = [line for line in capfd.readouterr().out.splitlines() if "no row went on from a state" in line]
-    assert len(said) == 1 and "own, seed " in said[0] and ": warns, trainer.boundary=carry" in said[0]
+    assert len(said) == 1 and "own, seed " in said[0] and ": warning: trainer.boundary=carry" in said[0]
     assert all("no row went on from a state" in note.log_path(config).read_text() for config in configs)
 
 

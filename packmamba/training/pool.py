@@ -164,7 +164,7 @@ class Queue:
         for warning in warnings:
             if warning not in self._warned:
                 self._warned.add(warning)
-                self.say(number, f"warns, {warning}")
+                self.say(number, f"warning: {warning}")
 
     def put_back(self, number: int, where: str) -> None:
         """A run that found no memory beside others: it begins again, or goes on, when a place is free."""
