@@ -58,6 +58,17 @@ from study_numbers import (
 )
 
 SENTENCES = [
+    (
+        rf"a foreign state harms \({N} beyond T; primary, (\w+) of (\w+) seeds",
+        lambda: [*primary("coverage", "beyond")[:1], *seeds()],
+    ),
+    (
+        rf"the own state gains {N} \[{N}, {N}\] beyond T after 100 million tokens and {N} \[{N}, {N}\] after 262 [^|]*? "
+        rf"At T = 512 it gains {N} \[{N}, {N}\]",
+        lambda: [
+            -gained[i] for gained in (ladder("beyond"), outcomes(LONG)[6:], at_512("own over zero")) for i in (0, 2, 1)
+        ],
+    ),
     (r"Differences are of (\w+) seeds of (\w+), but for these", seeds),
     (rf"mean was worse, by {N} to {N}, and", lambda: [min(worse_means()[:6]), max(worse_means()[:6])]),
     (

@@ -46,6 +46,15 @@ CONTROLS_AT_004 = ("packed-control-rate", "padded-rate")
 LONGER = {"arm": "packed-reset-long"}
 
 
+def loss_of(arm):
+    """On files, of every seed."""
+    return [
+        one["metrics"]["perplexity.loss"]
+        for one in runs()
+        if (one["arm"], one["config"]["data"]["unit"], one["metrics"]["steps"]) == (arm, "files", 500)
+    ]
+
+
 def spreads():
     """Standard deviation of pairs on the mixture: control, packed minus padded, the same in longer runs."""
     return [statistics.stdev(pairs(*some)) for some in (("packed-control", *OURS.values(), "mixture"), MIXTURE, LONG)]
@@ -108,6 +117,21 @@ def test_in_the_first_2048_bytes_packed_and_padded_are_equivalent(unit):
 
 
 SENTENCES = [
+    (
+        rf"On the mixture that is open: {N} \[{N}, {N}\], above padded in (\w+) of (\w+) seeds; [^|]*? in (\w+) of (\w+)\.",
+        lambda: [*parity(OURS, "mixture"), *above_zero(*MIXTURE)[::-1], *above_zero(*LONG)[::-1]],
+    ),
+    (
+        rf"the control ends up to {N} from packed on files, up to {N} on the mixture",
+        lambda: [cells("parity", f"calibration-{unit}", LAST, "largest")[0] for unit in ("files", "mixture")],
+    ),
+    (
+        rf"lowers both losses by {N} to {N} nats, far more",
+        lambda: sorted(
+            statistics.fmean(loss_of(arm)) - statistics.fmean(loss_of(f"{arm}-rate"))
+            for arm in ("padded", "packed-reset")
+        ),
+    ),
     (
         rf"trains {N} million tokens a second, [^|]*? has {N} million with CUDA graphs, and {N} million without\. "
         rf"That is {N} and {N} times",
