@@ -136,6 +136,18 @@ def test_what_still_runs_at_the_deadline_is_cut(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.count("stopped after 1 s on CPU") == 2
 
 
+def test_what_is_done_is_a_line_for_each_arm(tmp_path, capsys):
+    _, configs = load_sweep(sweep_of(tmp_path))
+    queue = Queue(configs, True)
+    queue.outcomes |= {
+        n: Outcome("done") for n, config in enumerate(configs) if config.name == "packed" or not config.seed
+    }
+    queue.say_what_is_done()
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "done before: packed, seeds 0, 1", "done before: padded, seed 0"
+    ]  # fmt: skip
+
+
 def test_a_deadline_that_is_too_short_says_why(tmp_path):
     _, configs = load_sweep(sweep_of(tmp_path))
     kept = ", 10 of the deadline's {} seconds are kept for stopping; "

@@ -177,6 +177,14 @@ class Queue:
             config = self.configs[number]
             print(f"[{number + 1}/{len(self.configs)}] {config.name}, seed {config.seed}: {what}", flush=True)
 
+    def say_what_is_done(self) -> None:
+        """Before the first run begins: a line for each arm."""
+        seeds: dict[str, list[str]] = {}
+        for number in self.outcomes:
+            seeds.setdefault(self.configs[number].name, []).append(str(self.configs[number].seed))
+        for arm, done in seeds.items() if self.progress else ():
+            print(f"done before: {arm}, seed{'s' * (len(done) > 1)} {', '.join(done)}", flush=True)
+
     def prepare(self, number: int) -> None:
         """Makes the run's corpus unless it has been seen. Raises ConfigError if it cannot be made."""
         data = self.configs[number].data

@@ -343,8 +343,7 @@ def run_sweeps(
             if not timed and speaks(configs[0]):
                 for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
                     append_record(timings, record)
-        for number in queue.outcomes:
-            queue.say(number, "done before")
+        queue.say_what_is_done()
         for sweep, configs in sweeps:
             _say_which(sweep, configs if sweep.train else [])
         try:
