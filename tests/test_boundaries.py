@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import run
+from experiments.boundaries import plots
 from experiments.boundaries.plots import _pairs, leak_figures, starts_figures
 from experiments.boundaries.report import KINDS, _primary
 from experiments.boundaries.runs import arms, by_setting, name_of
@@ -269,6 +270,14 @@ def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
         found = [name_of({f"config.{key}": value for key, value in config.items()}) for config in configs]
         assert list(dict.fromkeys(found)) == names, sweep
     assert [figure.name for figure in starts_figures(ladder)] == ["starts"]
+
+
+def test_the_figure_of_starts_names_what_it_draws_and_nothing_else(ladder, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "finish", lambda fig, *_: drawn.append(fig))
+    starts_figures([one for one in ladder if one["config"]["trainer"]["boundary"] != "noise" or one["seed"] == 1])
+    (legend,) = drawn[0].legends
+    assert {text.get_text() for text in legend.get_texts()} == {"zero", "foreign", "own", "own scan"}, "noise: one seed"
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from boundaries_numbers import (
     over_own,
     over_zero,
     packages_of_own,
+    record_of,
 )
 from parity_numbers import worse_means
 from study_numbers import (
@@ -307,8 +308,8 @@ SENTENCES = [
         lambda: [loss_at(power, "zero-long") for power in (0, 1, 2)],
     ),
     (
-        rf"Own minus zero is {N} \[{N}, {N}\] beyond T, below [^|]*? Coverage is {N} \[{N}, {N}\] and continuity {N} "
-        rf"\[{N}, {N}\] there, [^|]*? Inside T own is at {N} \[{N}, {N}\] over zero: open\.",
+        rf"Own minus zero is {N} \[{N}, {N}\] beyond T\. It is below [^|]*? Coverage is {N} \[{N}, {N}\] and continuity {N} "
+        rf"\[{N}, {N}\] there\. [^|]*? Inside T own is at {N} \[{N}, {N}\] over zero: open\.",
         lambda: [
             *outcomes(LONG)[6:],
             *outcomes(LONG)[:6],
@@ -385,6 +386,13 @@ SENTENCES = [
         lambda: packages_of_own({"setting": MAIN}, "of_packages"),
     ),
 ]
+
+
+@pytest.mark.parametrize("seed", FIVE)
+def test_the_long_runs_of_a_seed_have_one_commit_and_one_kind_of_gpu(seed):
+    arms = [record_of(f"{arm}-long", seed) for arm in ("zero", "foreign", "own")]
+    (gpu,) = {gpu for one in arms for gpu in one["hardware"]["gpus"]}
+    assert len({one["commit"] for one in arms}) == 1 and ("H200" if seed <= 3 else "H100") in gpu
 
 
 @pytest.mark.parametrize(("pattern", "numbers"), [pytest.param(*one, id=one[0][:40]) for one in SENTENCES])

@@ -7,6 +7,7 @@ import torch
 
 import run
 from experiments.parity.gradients import _apart
+from experiments.parity.report import gradient_legend
 from experiments.parity.reproduce import GRADIENTS
 from packmamba.records import read_records
 
@@ -59,6 +60,13 @@ def test_a_run_of_many_places_has_a_table_that_says_where_a_difference_is_larges
     largest = max(curve, key=lambda point: point["relative_difference"])
     assert [int(row["steps"]), int(row["largest_at"])] == [7, largest["step"]]
     assert float(row["relative_difference"]) == pytest.approx(largest["relative_difference"], rel=1e-6)
+
+
+def test_only_what_no_run_trains_is_explained_with_the_gradients():
+    compared = [{"kind": "gradients", "arm": arm} for arm in ("padded", "single", "single-mamba-ssm")]
+    trained = {"kind": "training", "arm": "single"}
+    assert gradient_legend(compared).keys() == {"single", "single-mamba-ssm"}
+    assert gradient_legend([*compared, trained]).keys() == {"single-mamba-ssm"}, "its runs say more of it"
 
 
 @pytest.mark.slow

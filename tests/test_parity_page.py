@@ -106,6 +106,13 @@ def mean_of_the_last():
     return [len(worse) - len(better), len(worse), max(worse), len(better)]
 
 
+def test_where_and_at_which_commits_the_runs_at_twice_the_rate_ran():
+    at = {(one["arm"], one["seed"]): one for one in runs() if one["arm"] in AT_004}
+    other = [seed for seed in range(1, 9) if len({at[arm, seed]["commit"] for arm in AT_004}) == 2]
+    on_h200 = {key for key, one in at.items() if "H200" in one["hardware"]["gpus"][0]}
+    assert other == [2, 3, 6] and on_h200 == {("padded-rate", 3), *((arm, seed) for arm in AT_004 for seed in (1, 2))}
+
+
 def test_the_control_at_twice_the_rate_is_equivalent_to_padded():
     assert all(abs(end) < 0.005 for end in resampled(*CONTROLS_AT_004))
 

@@ -3,6 +3,7 @@
 import pytest
 
 from experiments.downstream.report import answers_tables
+from experiments.parity import drift
 from experiments.parity.report import parity_figures, parity_tables, speed_tables
 from made_records import throughput, training
 
@@ -78,6 +79,18 @@ def test_the_control_is_compared_with_its_own_arm():
     assert rows["mine"]["minus"].text == "padded" and rows["mine"]["difference"].values[0] == pytest.approx(-0.2)
 
 
+def test_an_arm_is_held_against_the_one_with_as_many_validation_documents():
+    records = []
+    for of, documents, seeds in (("", 400, range(8)), ("-more", 4000, range(8, 16))):
+        for name in ("padded", "packed-reset", "packed-leak"):
+            one = {"data": {"strategy": "padded" if name == "padded" else "greedy", "validation_documents": documents}}
+            records += [parity_record(name, seed, 1.0, one) | {"arm": f"{name}{of}"} for seed in seeds]
+    rows = rows_of(records, "parity")
+    assert rows["packed-reset-more"]["minus"].text == rows["packed-leak-more"]["minus"].text == "padded-more"
+    assert rows["packed-reset"]["minus"].text == "padded" and rows["padded-more"]["minus"].text == "-"
+    assert rows["packed-reset-more"]["within"].text == "yes", "of eight pairs"
+
+
 def with_steps(record, losses, precision):
     record["curves"]["train"] = [{"step": step, "loss": loss, "real_tokens": step} for step, loss in losses.items()]
     record["curves"]["validation"] = [
@@ -111,6 +124,27 @@ def test_how_far_runs_of_the_same_documents_drift_apart():
     assert (row["minus"].text, row["precision"].text) == ("padded-float32", "float32"), "of its own precision"
     assert row["largest"].values == (0,)
     assert [figure.name for figure in parity_figures(of_unit(records))] == ["drift"]
+
+
+def test_lines_of_drift_differ_by_what_their_runs_are(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(drift, "finish", lambda fig, *_: drawn.append(fig))
+    records = []
+    for of, precision, changed in (
+        ("", "bf16-mixed", {}), ("-float32", "32-true", {}), ("-rate", "bf16-mixed", {"lr": 4e-3}),
+        ("-long", "bf16-mixed", {"steps": 900}),
+    ):  # fmt: skip
+        for name in ("padded", "packed-reset"):
+            one = with_steps(parity_record(name, 1, 1.0) | {"arm": f"{name}{of}"}, {1: 5.0, 200: 2.0}, precision)
+            one["config"]["optimizer"]["lr"] = changed.get("lr", 2e-3)
+            one["config"]["trainer"]["max_steps"] = changed.get("steps", 500)
+            records.append(one)
+    parity_figures(of_unit(records))
+    lines = {line.get_label(): line.get_linestyle() for line in drawn[0].axes[0].lines}
+    assert lines == {
+        "packed-reset minus padded": "-", "packed-reset-float32 minus padded-float32": "--",
+        "packed-reset-rate minus padded-rate": ":", "packed-reset-long minus padded-long": "-.",
+    }  # fmt: skip
 
 
 def test_steps_of_equal_time():

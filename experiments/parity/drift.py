@@ -35,12 +35,14 @@ def precision(arm: Arm) -> str:
 
 def line(arm: Arm, first: Arm) -> Any:
     """Of a figure whose first arm is drawn solid."""
-    own, its = (one.runs.iloc[0] for one in (arm, first))
-    if own["config.optimizer.lr"] != its["config.optimizer.lr"]:
+    (rate, steps), its = (
+        [one.runs.iloc[0].get(f"config.{key}") for key in ("optimizer.lr", "trainer.max_steps")] for one in (arm, first)
+    )
+    if rate != its[0]:
         return ":"
     if precision(arm) == "float32":
         return (0, (4, 1.5))
-    return "-." if own["steps"] != its["steps"] else "-"
+    return "-." if steps != its[1] else "-"
 
 
 def drift_table(pairs: Sequence[Pair]) -> Table:

@@ -170,7 +170,8 @@ def _targets(arm: Arm, place: float) -> pd.Series:
 
 
 def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
-    """Padded, else packed with reset; of the control packed with reset, else padded. Of the arm's own precision and rate."""
+    """Padded, else packed with reset; of the control packed with reset, else padded. Of the arm's own precision, rate and
+    validation documents."""
 
     def says(peer: Arm, key: str) -> object:
         return peer.runs.iloc[0].get(f"config.{key}")
@@ -178,7 +179,7 @@ def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     wanted = ["padded", "greedy"]
     if says(arm, "data.strategy") == "in_order":
         wanted.reverse()
-    own = ("trainer.precision", "optimizer.lr")
+    own = ("trainer.precision", "optimizer.lr", "data.validation_documents")
     alike = [peer for peer in arms if all(says(peer, key) == says(arm, key) for key in own)]
     alike.sort(key=lambda peer: _steps(peer) != _steps(arm))  # else of equal compute
     found = next((peer for name in wanted for peer in alike if says(peer, "data.strategy") == name), None)
@@ -248,6 +249,10 @@ def _calibration(reset: Arm, control: Arm) -> Table:
 
 MOST_PLACES = 6
 """As many have columns of their own."""
+SINGLE = {
+    "single": "one document at a time",
+    "single-mamba-ssm": "one document at a time, with mamba-ssm's kernels",
+}
 GRADIENT_METRICS = ("relative_difference", "largest_of_a_tensor", "loss_difference")
 
 
@@ -294,6 +299,12 @@ def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Tabl
     return table
 
 
+def gradient_legend(records: Sequence[Record]) -> dict[str, str]:
+    """Of arms that no run here trains: the others are explained with their runs."""
+    compared, trained = ({r["arm"] for r in summary.of_kind(records, kind)} for kind in ("gradients", "training"))
+    return {arm: what for arm, what in SINGLE.items() if arm in compared - trained}
+
+
 def speed_tables(records: Sequence[Record]) -> list[Table]:
     """How many steps of each arm take as long as one of padded; ``records`` are of one corpus."""
     timed = summary.timed_arms(records)
@@ -324,18 +335,8 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
     return [table] if table.rows else []
 
 
-SINGLE = {"single": "one document at a time"}
-"""The legend where no training run has this arm."""
-
-
-def _trained(records: Sequence[Record]) -> bool:
-    return any(record["kind"] == "training" and record["arm"] in SINGLE for record in records)
-
-
 KINDS = {
     "training": replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit),
     "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
-    "gradients": Kind(
-        gradient_tables, label=unit, metrics=GRADIENT_METRICS, arms=lambda records: {} if _trained(records) else SINGLE
-    ),
+    "gradients": Kind(gradient_tables, label=unit, metrics=GRADIENT_METRICS, arms=gradient_legend),
 }

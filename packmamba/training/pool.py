@@ -313,8 +313,8 @@ def run_side_by_side(queue: Queue, places: list[Place]) -> None:
 
 
 class Room:
-    """How many runs go side by side in places of the same name, such as one GPU: fewer, once one found no memory there, until as
-    many have ended as went side by side; twice as many whenever one more was too many again.
+    """How many runs go side by side in places of the same name, such as one GPU: one fewer, once one found no memory there.
+    One more goes again after as many runs have ended as go side by side, after twice as many if that was too many.
 
     Args:
         names: of the places.
