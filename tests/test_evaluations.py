@@ -138,6 +138,13 @@ def test_the_main_number_of_a_table_and_seeds_without_it():
     # The same run before it had evaluations is no other arm.
     before = training("padded", 2, config={"evaluations": []})
     assert len(table([*choices, before], "evaluation-next_line")) == 2
+    # An arm that was not asked lacks nothing; one that was, and has no number, does.
+    others = [
+        training("packed-leak", 0, config={"evaluations": []}),
+        training("single", 0, config={"evaluations": ["next_line"]}),
+    ]
+    rows = table([*choices, *others], "evaluation-next_line")
+    assert {row["arm"]: row["seeds_without"] for row in rows} == {"padded": "1", "packed-reset": "0", "single": "3"}
     # Without a known main number the first.
     (first, second) = table([training(arm, **{"long_context.gain_2": 0.5, "long_context.documents": 3.0})
                              for arm in ("padded", "packed-leak")], "evaluation-long_context")  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Sequence
 
+import pandas as pd
+
 from packmamba.report import summary
 from packmamba.report.inference import Resampled
 from packmamba.report.items import minus
@@ -74,8 +76,9 @@ def arms_evaluation_tables(records: Sequence[Record]) -> list[Table]:
     return [_arms_table(name, metrics, arms) for name, metrics in arms_evaluations(arms).items()]
 
 
-def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
+def _arms_table(name: str, present: list[str], trained: Sequence[Arm]) -> Table:
     main, counts = present[0], [count for count in COUNTS if count in present]
+    arms = [arm for arm in trained if _answers(arm, name, main)]
     others = [m for m in measures(present) if m not in (main, "chance")]
     chance = ["chance"] * ("chance" in present)
     table = Table(
@@ -114,6 +117,12 @@ def _arms_table(name: str, present: list[str], arms: Sequence[Arm]) -> Table:
             "A run that diverged answers nothing; one that is missing has no record, or no such number. Means are over the rest."
         )
     return table
+
+
+def _answers(arm: Arm, name: str, main: str) -> bool:
+    """Whether the arm's runs were to answer this evaluation, or have."""
+    wanted = arm.runs.get("config.evaluations", pd.Series(dtype=object)).dropna()
+    return any(name in asked for asked in wanted) or arm[f"{name}.{main}"].notna().any()
 
 
 def _column(metric: str, present: Collection[str]) -> Column:
