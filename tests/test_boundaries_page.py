@@ -169,7 +169,7 @@ SENTENCES = [
         ],
     ),
     (
-        rf"has run: {N} inside and {N} beyond\.",
+        rf"of the mean: {N} \[[^]]*\] inside and {N} \[",
         lambda: [cells("boundaries", "ladder", {"setting": MAIN, "what": "control"}, where)[0] for where in PLACES],
     ),
     (r"in (\w+) of (\w+) seeds zero, foreign and own ran at one commit", at_one_commit),
@@ -224,10 +224,10 @@ SENTENCES = [
     ),
     (
         rf"Beyond T coverage is {N} \[{N}, {N}\], with five seeds\. Continuity is {N} \[{N}, {N}\] and own minus zero "
-        rf"{N} \[{N}, {N}\], with four: {N}, {N}, {N} and {N}\. Foreign and own stray from zero together, by up to {N}",
+        rf"{N} \[{N}, {N}\], with five: {N}, {N}, {N}, {N} and {N}\. Foreign and own stray from zero together, by up to {N}",
         lambda: [
             *outcomes(AT_8192),
-            *over_zero("own-T8192", range(1, 5), 8192),
+            *over_zero("own-T8192", FIVE, 8192),
             max(map(abs, over_zero("foreign-T8192", FIVE, 8192))),
         ],
     ),

@@ -101,6 +101,8 @@ HEADLINES = [
     *(_inside(unit) for unit in UNITS),
     _trained("mixture", f"packed with reset minus padded{LONGER}", LONG, "difference"),
     _inside("mixture", LONG, LONGER),
+    _trained("mixture", "packed with reset minus padded, more documents", "packed-reset-more", "difference"),
+    _trained("mixture", "packed with a leak minus padded, more documents", "packed-leak-more", "difference"),
     _trained("files", "packed with reset minus padded, twice the rate", "packed-reset-rate", "difference"),
     _trained("mixture", "packed with reset minus padded, in float32", "packed-reset-float32", "difference"),
     _trained("files", "one document at a time minus padded", "single", "difference"),
@@ -113,7 +115,7 @@ HEADLINES = [
     ),
     *(
         _gradients(unit, *which)
-        for unit in ("files", "functions")
+        for unit in UNITS
         for which in (
             ("packed and padded in float32", "32-true"),
             ("one document at a time, our kernels, and padded in float32", "32-true", "single"),
