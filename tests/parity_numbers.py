@@ -25,11 +25,11 @@ def drift(arm, *columns, unit="files"):
     return cells("parity", f"drift-{unit}", {"arm": arm}, *columns)
 
 
-def float32_to(step, seed=1, unit="files"):
+def float32_to(step, seed=1, unit="files", pair=("padded-float32", "packed-reset-float32")):
     """Largest difference of the pair's losses of a step, up to this one."""
     alike = [one for one in runs() if (one["seed"], one["config"]["data"]["unit"]) == (seed, unit)]
     found = {one["arm"]: one["curves"]["train"] for one in alike}
-    both = zip(found["padded-float32"], found["packed-reset-float32"])
+    both = zip(*(found[arm] for arm in pair))
     return max(abs(a["loss"] - b["loss"]) for a, b in both if a["step"] <= step)
 
 

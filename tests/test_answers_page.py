@@ -54,7 +54,7 @@ SENTENCES = [
         lambda: [x for where in ("inside", "beyond") for x in ordered("own, shuffled", where, MAIN)],
     ),
     (
-        rf"may be\]\([^)]*\) up to {N} nats\. Without one",
+        rf"may be\]\([^)]*\) up to {N} nats\. With other",
         lambda: [max(parity({"arm": arm}, "mixture")[2] for arm in LONGER)],
     ),
     (

@@ -168,10 +168,6 @@ SENTENCES = [
             for what in ("foreign over noise", "own over noise")
         ],
     ),
-    (
-        rf"of the mean: {N} \[[^]]*\] inside and {N} \[",
-        lambda: [cells("boundaries", "ladder", {"setting": MAIN, "what": "control"}, where)[0] for where in PLACES],
-    ),
     (r"in (\w+) of (\w+) seeds zero, foreign and own ran at one commit", at_one_commit),
     (
         rf"Own ends at {N} \[{N}, {N}\] over zero beyond T and at {N} \[{N}, {N}\] inside\. [^|]*? five seeds and {N} of {N} ",

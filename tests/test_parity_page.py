@@ -29,6 +29,7 @@ from study_numbers import (
     N,
     again,
     cells,
+    interval,
     over_seeds,
     parity,
     rounded_as,
@@ -44,6 +45,26 @@ CONTROLS = ("packed-control", "padded", "mixture")
 AT_004 = ("packed-reset-rate", "padded-rate")
 CONTROLS_AT_004 = ("packed-control-rate", "padded-rate")
 LONGER = {"arm": "packed-reset-long"}
+MORE, LEAK = {"arm": "packed-reset-more"}, {"arm": "packed-leak-more"}
+
+
+def points(arm):
+    """Of next_line: an arm minus padded, in points, with its interval over seeds."""
+    return [100 * x for x in interval("parity", "evaluation-next_line-mixture", {"arm": arm}, "difference")]
+
+
+def chosen(arm):
+    """Per cent of next_line's questions."""
+    return 100 * cells("parity", "evaluation-next_line-mixture", {"arm": arm}, "choice_accuracy")[0]
+
+
+def test_the_mixture_once_more_has_seeds_and_documents_that_no_other_run_has():
+    again = [one for one in runs() if one["arm"].endswith("-more")]
+    others = {one["seed"] for one in runs() if not one["arm"].endswith("-more")}
+    assert len(again) == 24 and not {one["seed"] for one in again} & others
+    assert {one["metrics"]["perplexity.documents"] for one in again} == {4000}
+    packages = [{point["group"] for point in one["curves"]["perplexity.by_group"]} for one in again]
+    assert all(one == packages[0] for one in packages) and len({one["commit"] for one in again}) == 1
 
 
 def loss_of(arm):
@@ -124,6 +145,40 @@ def test_in_the_first_2048_bytes_packed_and_padded_are_equivalent(unit):
 
 
 SENTENCES = [
+    (
+        rf"it is equivalent: {N} \[{N}, {N}\] \(exploratory, predicted\)",
+        lambda: parity(MORE, "mixture"),
+    ),
+    (
+        rf"Packed minus padded is {N} \[{N}, {N}\], eight pairs, p = {N}\. It is {N} \[{N}, {N}\] in the first 2048 bytes "
+        rf"and {N} \[{N}, {N}\] farther on [^|]*? Pairs have a standard deviation of {N}\.",
+        lambda: [
+            *parity(MORE, "mixture"),
+            *cells("parity", "parity-mixture", MORE, "p"),
+            *placed(MORE),
+            *placed(MORE, "beyond"),
+            statistics.stdev(pairs("packed-reset-more", "padded-more", "mixture")),
+        ],
+    ),
+    (
+        rf"packed is right in {N} %, padded in {N} %: {N} points \[{N}, {N}\]",
+        lambda: [chosen("packed-reset-more"), chosen("padded-more"), *points("packed-reset-more")],
+    ),
+    (
+        rf"is at {N} \[{N}, {N}\] over padded; over seeds alone at \[{N}, {N}\]\. On `next_line` it is at {N} "
+        rf"points \[{N}, {N}\]",
+        lambda: [
+            *parity(LEAK, "mixture"),
+            *over_seeds(pairs("packed-leak-more", "padded-more", "mixture"))[1:],
+            *points("packed-leak-more"),
+        ],
+    ),
+    (rf"by its whole interval\. \*\*Right:\*\* {N} \[{N}, {N}\]\.", lambda: parity(MORE, "mixture")),
+    (rf"\*\*Right\*\*, over seeds: {N} points \[{N}, {N}\]", lambda: points("packed-reset-more")),
+    (
+        rf"\*Right by the estimate, {N}; its interval just holds zero\.\* \*\*Right\*\* of `next_line`: {N} points \[{N}, {N}\]",
+        lambda: [parity(LEAK, "mixture")[0], *points("packed-leak-more")],
+    ),
     (
         rf"On the mixture that is open: {N} \[{N}, {N}\], above padded in (\w+) of (\w+) seeds; [^|]*? in (\w+) of (\w+)\.",
         lambda: [*parity(OURS, "mixture"), *above_zero(*MIXTURE)[::-1], *above_zero(*LONG)[::-1]],
@@ -297,7 +352,10 @@ SENTENCES = [
             *(limit(seeds_for_equivalence(one, 0.005) for one in spreads()) for limit in (min, max)),
         ],
     ),
-    (rf"help most: {N} are read, and (\w+) of them reach beyond 32,768 bytes", lambda: [400, documents_beyond(32768)]),
+    (
+        rf"help most: {N} are read here, and (\w+) of them reach beyond 32,768 bytes",
+        lambda: [400, documents_beyond(32768)],
+    ),
     (
         rf"Control minus padded is {N} \[{N}, {N}\]\s+\((\w+) pairs\), inside",
         lambda: [*resampled(*CONTROLS_AT_004), len(pairs(*CONTROLS_AT_004))],

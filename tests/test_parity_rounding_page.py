@@ -12,7 +12,7 @@ from parity_numbers import (
     parity,
     times_less,
 )
-from study_numbers import N, rounded_as, said
+from study_numbers import N, rounded_as, said, table
 
 
 def test_float32_keeps_its_margin_for_the_end_on_the_mixture_and_not_that_for_the_first_steps():
@@ -30,6 +30,26 @@ def test_where_float32_s_runs_part():
     assert max(float32_to(50, seed, "mixture") for seed in (1, 2, 3)) < 2e-6 < 1e-4 < min(early)
     assert float32_to(150, 1, "mixture") < 1e-5 < 1e-4 < float32_to(200, 1, "mixture")
     assert all(1.5 < float32_to(step + 50) / float32_to(step) < 3 for step in (100, 150, 200)), "files"
+
+
+CONTROL = ("packed-control-float32", "packed-reset-float32")
+
+
+def control_in_float32():
+    """Of three pairs on the mixture: the largest difference of a step's loss up to step 200, then the validation losses'."""
+    early = [float32_to(200, seed, "mixture", CONTROL) for seed in (1, 2, 3)]
+    return [*early, *map(abs, pairs(*CONTROL, "mixture"))]
+
+
+def parting():
+    """How many steps between which float32's runs part were looked at, and their largest difference of a gradient."""
+    (steps,) = {int(row["steps"]) for row in table("parity", "gradients-seed-2-mixture")}
+    return [steps, max(float(row["relative_difference"]) for row in table("parity", "gradients-seed-2-mixture"))]
+
+
+def test_the_control_in_float32_parts_as_predicted():
+    *steps, one, two, three = control_in_float32()
+    assert min(steps) > 1e-4 and sorted((one, two, three))[1] > 5e-4
 
 
 SENTENCES = [
@@ -121,6 +141,26 @@ SENTENCES = [
     (
         rf"\*\*Right\*\* on functions: {N} and {N} at most",
         lambda: [max(at_places(arm, unit="functions")) for arm in ("packed-reset", "single")],
+    ),
+    (
+        rf"In float32 packed is within {N} of padded's norm, one document at a time within {N}, and sums in another "
+        rf"order within {N} ",
+        lambda: [max(at_places(arm, unit="mixture")) for arm in ("packed-reset", "single", "packed-control")],
+    ),
+    (
+        rf"; and on the mixture, {N} and {N}\.",
+        lambda: [max(at_places(arm, unit="mixture")) for arm in ("packed-reset", "single")],
+    ),
+    (rf"at each of the {N} steps from 50 to 100 the gradients of packed and of its control are within {N} of", parting),
+    (rf"no gradient of the steps between differs by more than {N} \(one", lambda: parting()[1:]),
+    (rf"in this stretch has another gradient\. \*\*Right:\*\* {N} at most", lambda: parting()[1:]),
+    (
+        rf"packed and its control differ by up to {N}, {N} and {N} up to step 200\. At the end they differ by {N}, {N} and {N} ",
+        control_in_float32,
+    ),
+    (
+        rf"\*\*Right:\*\* {N}, {N} and {N}; {N} and {N}\.",
+        lambda: [*control_in_float32()[:3], *control_in_float32()[4:]],
     ),
     (
         rf"bfloat16 itself does \({N} to {N}\)\. In one parameter mamba-ssm's is {N} of its norm away in float32 and {N} in",

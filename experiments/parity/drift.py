@@ -35,14 +35,14 @@ def precision(arm: Arm) -> str:
 
 def line(arm: Arm, first: Arm) -> Any:
     """Of a figure whose first arm is drawn solid."""
-    (rate, steps), its = (
-        [one.runs.iloc[0].get(f"config.{key}") for key in ("optimizer.lr", "trainer.max_steps")] for one in (arm, first)
-    )
-    if rate != its[0]:
+    keys = ("optimizer.lr", "trainer.max_steps", "data.validation_documents")
+    own, its = ([one.runs.iloc[0].get(f"config.{key}") for key in keys] for one in (arm, first))
+    rate, steps, documents = (one != other for one, other in zip(own, its))
+    if rate:
         return ":"
     if precision(arm) == "float32":
         return (0, (4, 1.5))
-    return "-." if steps != its[1] else "-"
+    return "-." if steps else (0, (6, 1, 1, 1, 1, 1)) if documents else "-"
 
 
 def drift_table(pairs: Sequence[Pair]) -> Table:
@@ -104,6 +104,7 @@ def drift_figure(pairs: Sequence[Pair]) -> list[Figure]:
     legend_below(fig, columns=2)
     caption = (
         "Size of the difference between two arms' losses of the same documents, by step: mean over seeds, and from the least to "
-        "the largest. Dashed: float32; dotted: another learning rate; dash-dotted: more steps."
+        "the largest. Dashed: float32; dotted: another learning rate; dash-dotted: more steps; with two dots: other "
+        "validation documents."
     )
     return [finish(fig, "drift", caption)]
