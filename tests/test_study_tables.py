@@ -132,7 +132,7 @@ def test_lines_of_drift_differ_by_what_their_runs_are(monkeypatch):
     records = []
     for of, precision, changed in (
         ("", "bf16-mixed", {}), ("-float32", "32-true", {}), ("-rate", "bf16-mixed", {"lr": 4e-3}),
-        ("-long", "bf16-mixed", {"steps": 900}),
+        ("-long", "bf16-mixed", {"steps": 900}), ("-more", "bf16-mixed", {"documents": 4000}),
     ):  # fmt: skip
         for name in ("padded", "packed-reset"):
             one = with_steps(
@@ -142,9 +142,12 @@ def test_lines_of_drift_differ_by_what_their_runs_are(monkeypatch):
             )
             one["config"]["optimizer"]["lr"] = changed.get("lr", 2e-3)
             one["config"]["trainer"]["max_steps"] = changed.get("steps", 500)
+            one["config"]["data"]["validation_documents"] = changed.get("documents", 400)
             records.append(one)
     parity_figures(of_unit(records))
     lines = {line.get_label(): line.get_linestyle() for line in drawn[0].axes[0].lines}
+    dashes = {tuple(line._unscaled_dash_pattern[1] or ()) for line in drawn[0].axes[0].lines}
+    assert len(dashes) == len(lines) == 5 and lines.pop("packed-reset-more minus padded-more") == "--"
     assert lines == {
         "packed-reset minus padded": "-", "packed-reset-float32 minus padded-float32": "--",
         "packed-reset-rate minus padded-rate": ":", "packed-reset-long minus padded-long": "-.",
