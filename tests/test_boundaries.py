@@ -261,7 +261,8 @@ def test_arms_are_what_their_configuration_says(ladder, monkeypatch):
         "carry-or-shuffle": ["shuffled"],
         "ladder-rate": ["zero", "foreign", "own", "shuffled"],
         "larger": ["zero", "own"],
-        "post": ["zero", "foreign", "own", "noise", "shuffled"],
+        "post": ["zero", "foreign", "own"],
+        "post-more": ["noise", "shuffled"],
         "post-leak": ["rows", "leak", "foreign heads", "leak, scan", "leak, convolution"],
     }
     for sweep, names in expected.items():

@@ -52,7 +52,8 @@ STEPS = [
         _step(name, *POOL, *SHORT)
         for name in ("carry-or-shuffle", "rows-512", "rows-8192", "ladder-rate", "long", "larger")
     ),
-    _step("post", *POOL, *SHORT, "arms={shuffled-post: {data.shuffle_steps: 36}}", keys=(FROM,)),
+    _step("post", *POOL, *SHORT, keys=(FROM,)),
+    _step("post-more", *POOL, *SHORT, "arms={shuffled-post: {data.shuffle_steps: 36}}", keys=(FROM,)),
     _step("post-leak", *TINY, *SHORT, WINDOW, ROWS, _of(AFTERS), keys=(FROM,)),
     _step("speed", *TINY, "common={data.row_length: 64, data.streams: 32}", WHOLE, "throughput_rounds=4"),
 ]
