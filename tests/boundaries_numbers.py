@@ -11,6 +11,7 @@ BEYOND = (2048, 65536)
 FIVE = range(1, 6)
 AT_8192 = {"setting": "T = 8192, 14M, 100M tokens"}
 LONG = {"setting": "T = 2048, 14M, 262M tokens"}
+LARGER = {"setting": "T = 2048, 47M, 100M tokens"}
 RATE = {"setting": "T = 2048, 14M, 100M tokens, rate 0.004"}
 AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
 
@@ -145,21 +146,23 @@ def mean_loss(arm, seeds, places=BEYOND):
     return sum(loss_at_places(arm, seed, *places) for seed in seeds) / len(seeds)
 
 
-def again_at(seed, places=BEYOND):
-    """Loss of zero of this seed, made again on the kind of GPU on which the others ran; the latest."""
-    paths = EXPERIMENTS.glob("boundaries/again/records/*.jsonl")
-    made = [
-        one
-        for path in paths
-        for one in map(json.loads, path.read_text().splitlines())
-        if one["seed"] == seed and "H200" in one["hardware"]["gpus"][0]
-    ]
-    return _loss(max(made, key=lambda one: one["time"]), *places)
+@functools.cache
+def made_again(arm, on):
+    """Runs of an arm that were made again on such GPUs, by seed; of one seed the latest."""
+    paths = EXPERIMENTS.glob(f"boundaries/again/records/{arm}-*.jsonl")
+    runs = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    here = [one for one in runs if on in one["hardware"]["gpus"][0]]
+    return {one["seed"]: one for one in sorted(here, key=lambda one: one["time"])}
 
 
-def again_on(gpu):
-    """By how much zero, made again on such GPUs, ends above the committed runs."""
-    return [difference for *_, difference in again("boundaries", on=gpu)]
+def again_at(seed, places=BEYOND, arm="zero", on="H200"):
+    """Loss of an arm of this seed, made again: zero on the kind of GPU on which the others ran."""
+    return _loss(made_again(arm, on)[seed], *places)
+
+
+def again_on(gpu, arm="zero"):
+    """By how much an arm, made again on such GPUs, ends above the committed runs."""
+    return [difference for *_, difference in again("boundaries", on=gpu, arm=arm)]
 
 
 def over_again(arm, seeds):

@@ -23,7 +23,7 @@ LAST = CONTROL | {"weights": "mean of the last"}
 N = r"([+-]?\d+(?:\.\d+)?)"
 """A number in a sentence."""
 WORDS = {"none": "0", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
-    "twelve": "12", "thirteen": "13"}  # fmt: skip
+    "eleven": "11", "twelve": "12", "thirteen": "13", "fifteen": "15"}  # fmt: skip
 
 
 def said(page, pattern):
@@ -124,9 +124,9 @@ def more_of_a_leak(T):
     return interval("boundaries", "gain-differences", row, "gain_4")
 
 
-def again(experiment, metric="perplexity.loss", on=""):
-    """Of each run that was made again, on GPUs of that name, its loss, the committed one, and the difference; by seed, then by
-    time."""
+def again(experiment, metric="perplexity.loss", on="", arm=None):
+    """Of each run that was made again, of that arm and on GPUs of that name, its loss, the committed one, and the difference; by
+    seed, then by time."""
     paths = EXPERIMENTS.glob(f"{experiment}/again/records/*.jsonl")
     new = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     paths = EXPERIMENTS.glob(f"{experiment}/records/*.jsonl")
@@ -136,7 +136,7 @@ def again(experiment, metric="perplexity.loss", on=""):
     pairs = [
         (one["metrics"][metric], committed[repr(run_of(one))])
         for one in sorted(new, key=lambda one: (one["seed"], one["time"]))
-        if on in one["hardware"]["gpus"][0]
+        if on in one["hardware"]["gpus"][0] and arm in (None, one["arm"])
     ]
     return [(loss, before, loss - before) for loss, before in pairs]
 

@@ -5,13 +5,17 @@ import statistics
 
 import pytest
 from boundaries_numbers import (
+    AFTER,
     AT_8192,
+    LARGER,
     LONG,
     RATE,
+    again_at,
     again_on,
     below_zero,
     dose_of_the_mixture,
     leaked,
+    made_again,
     outcomes,
     over_at_twice_the_rate,
     packages_of_own,
@@ -19,11 +23,13 @@ from boundaries_numbers import (
 from parity_numbers import behind_another, drift
 from study_numbers import (
     AT_512,
+    LEAK,
     MAIN,
     N,
     at_512,
     doses,
     gain_of_twice_the_rate,
+    interval,
     ladder,
     ordered,
     parity,
@@ -77,6 +83,25 @@ SENTENCES = [
     (rf"gained about {N} nats beyond", lambda: [-ladder("beyond")[0]]),
     (rf"After 262 million tokens they gained {N} \[{N}, {N}\]", lambda: [-outcomes(LONG)[i] for i in (6, 8, 7)]),
     (
+        rf"At 47 million parameters they gained {N} \[{N}, {N}\]\.",
+        lambda: [-interval("boundaries", "ladder", LARGER | {"what": "own over zero"}, "beyond")[i] for i in (0, 2, 1)],
+    ),
+    (
+        rf"from models trained in the pool they ended {N} \[{N}, {N}\] below shuffled rows",
+        lambda: [-ordered("own, shuffled", setting=AFTER["setting"])[i] for i in (0, 2, 1)],
+    ),
+    (
+        r"Made again on other GPUs, (\w+) of (\w+) have this sign",
+        lambda: [
+            sum(again_at(s, arm="own", on="H100") < again_at(s, on="H100") for s in made_again("own", "H100")),
+            len(made_again("own", "H100")),
+        ],
+    ),
+    (
+        rf"In a whole run by less than {N} nats inside",
+        lambda: [0.01] if interval("boundaries", "leak", LEAK, "inside")[2] < 0.01 else [],
+    ),
+    (
         rf"its size: {N} nats, where a run made again moved by up to {N};",
         lambda: [-ladder("beyond")[0], max(map(abs, (*again_on("H100"), *again_on("H200"))))],
     ),
@@ -109,6 +134,7 @@ SENTENCES = [
             ("T = 512", AT_512),
             ("twice the rate", RATE),
             ("262 million tokens", LONG),
+            ("47 million parameters", LARGER),
             ("T = 8192", AT_8192),
         )
     ),

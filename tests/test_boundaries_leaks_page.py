@@ -131,8 +131,8 @@ SENTENCES = [
     (rf"From byte 8 on it is {CI}: open\.", lambda: on_the_mixture(8)),
     (rf"without it, looked at afterwards, it is {CI}", without_the_longest_file),
     (
-        rf"beside them ended {N} higher in the mean, and higher in (\w+) of (\w+)\.",
-        lambda: [sum(again_on("H100")) / 5, sum(one > 0 for one in again_on("H100")), len(again_on("H100"))],
+        rf"beside them, ended {N} higher in the mean, and higher in (\w+) of (\w+)\.",
+        lambda: [sum(again_on("H100")[:5]) / 5, sum(one > 0 for one in again_on("H100")[:5]), 5],
     ),
     (rf"Inside T it is {CI} from byte 8 on", lambda: on_the_mixture(8, 2048)),
     (
@@ -185,8 +185,14 @@ SENTENCES = [
         lambda: [*leaked(places="inside", unit="mixture"), *leaked(places="inside")],
     ),
     (
-        rf"Leak minus the same rows with reset is {CI} inside T and {CI} beyond at 2048",
-        lambda: [x for places in ("inside", "beyond") for x in interval("boundaries", "leak", LEAK, places)],
+        rf"Leak minus the same rows with reset is {CI} inside T and {CI} beyond at 2048 [^|]*? Over all places it is at {CI}\.",
+        lambda: [
+            x for places in ("inside", "beyond", "all places") for x in interval("boundaries", "leak", LEAK, places)
+        ],
+    ),
+    (
+        rf"harm is shown in whole runs, too:\*\* {CI} at T = 2048",
+        lambda: interval("boundaries", "leak", LEAK, "first 256"),
     ),
     (rf"Leak minus reset is {CI} at 4 T of 2048", lambda: more_of_a_leak(2048)),
     (rf"as large as own's, {N}, is excluded", lambda: more_gain("own", "gain_4")[:1]),

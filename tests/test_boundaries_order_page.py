@@ -21,7 +21,7 @@ SENTENCES = [
         lambda: [*ordered("plain streams, shuffled"), *ordered("plain streams")],
     ),
     (
-        rf"two sets of shuffled rows, [^|]*? differ by {N} \[{N}, {N}\]\.",
+        rf"two sets of shuffled rows, [^|]*? differ by {N} \[{N}, {N}\] \(five seeds\)",
         lambda: ordered("rows, shuffled", setting=MAIN),
     ),
     (

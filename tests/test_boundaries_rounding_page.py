@@ -1,10 +1,11 @@
 """Numbers in the sentences of the page of boundaries on sums in another order, and on a larger model."""
 
 import pytest
-from boundaries_numbers import loss_at_places, record_of
-from study_numbers import MAIN, N, gain, interval, rounded_as, said
+from boundaries_numbers import FIVE, below_zero, loss_at_places, packages_of_own, record_of
+from study_numbers import MAIN, N, gain, interval, more_gain, rounded_as, said
 
 LARGER = "T = 2048, 47M, 100M tokens"
+SETTING = {"setting": LARGER}
 PLACES = ("inside", "beyond")
 RANGES = {"inside": (0, 2048), "beyond": (2048, 32 * 2048)}
 
@@ -42,12 +43,16 @@ SENTENCES = [
         ],
     ),
     (
-        rf"Own minus zero is {N} \[{N}, {N}\] inside T and {N} \[{N}, {N}\] beyond, below zero in both\. At 8 T own's context "
-        rf"gain is {N} and zero's {N} ",
-        lambda: [*ladder("own over zero", LARGER), *(gain(arm, setting=LARGER)[0] for arm in ("own", "zero"))],
+        rf"Own minus zero is {N} \[{N}, {N}\] inside T and {N} \[{N}, {N}\] beyond\. Beyond T it is below zero in (\w+) of "
+        rf"(\w+) seeds and in {N} of {N} packages; [^|]*? At 8 T own's context gain is {N} and zero's {N} "
+        rf"\(\[table\]\([^)]*\)\): {N} \[{N}, {N}\] more\.",
+        lambda: [
+            *ladder("own over zero", LARGER), *below_zero(SETTING), *packages_of_own(SETTING, "of_packages"),
+            *(gain(arm, setting=LARGER)[0] for arm in ("own", "zero")), *more_gain("own", setting=SETTING),
+        ],
     ),
     (
-        rf"estimate of two seeds: {N} \[{N}, {N}\], and at 14 million {N}\.",
+        rf"\*Wrong by the estimate: {N} \[{N}, {N}\], and at 14 million {N}\.",
         lambda: [*ladder("own over zero", LARGER)[3:], ladder("own over zero")[3]],
     ),
 ]  # fmt: skip
@@ -59,9 +64,13 @@ def test_where_the_controls_ran():
     assert all("H200" in record_of("zero", seed)["hardware"]["gpus"][0] for seed in range(1, 9))
 
 
-def test_the_larger_models_are_below_zero_beyond_in_both_seeds():
-    assert all(x < 0 for x in minus_zero("beyond", "own", "-47M", (1, 2)))
-    assert len({record_of(f"{arm}-47M", seed)["commit"] for arm in ("own", "zero") for seed in (1, 2)}) == 1
+def test_the_larger_models_have_one_sign_and_a_commit_for_each_seed():
+    assert all(x < 0 for x in minus_zero("beyond", "own", "-47M", FIVE))
+    assert all(x > 0 for x in minus_zero("inside", "own", "-47M", FIVE))
+    for seed in FIVE:
+        arms = [record_of(f"{arm}-47M", seed) for arm in ("own", "zero")]
+        assert len({one["commit"] for one in arms}) == 1
+        assert all("H100" in one["hardware"]["gpus"][0] for one in arms)
 
 
 @pytest.mark.parametrize(("pattern", "numbers"), [pytest.param(*one, id=one[0][:40]) for one in SENTENCES])

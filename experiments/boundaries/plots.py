@@ -16,14 +16,13 @@ from experiments.boundaries.runs import (
     contrast,
     dose,
     gain_pairs,
-    is_ladder,
     of_one_start,
 )
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.inference import Resampled, bootstrap
 from packmamba.report.summary import Record
 
-COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7", "whole": "#D55E00"}
+COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7"}
 AFTER_NAME = "-post-training"
 AFTER = {"": False, AFTER_NAME: True}
 """Ends of figures' names, and whether their runs went on from other runs' weights."""
@@ -32,16 +31,19 @@ LEAST, MOST = 5, 16
 
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
-    """Difference from zero against the place in the document over T; a panel for each setting, most seeds first."""
+    """Difference from zero against the place in the document over T; a panel for each setting, most seeds first.
+
+    Whole is in tables alone: it is ten times as far from zero as the others, and would flatten them.
+    """
     every = by_setting(arms(records))
     shown = [(s, here) for s, here in every.items() if not s.tuning and _pairs(here) > 1]
-    settings = dict(sorted(shown, key=lambda one: -_pairs(one[1])))
+    settings = dict(sorted(shown, key=lambda one: (-_pairs(one[1]), one[0].after)))
     if not settings:
         return []
     fig, panels = axes(len(settings), width=max(6.0, 4.4 * min(3, len(settings))), height=3.8, columns=3)
     for ax, (setting, here) in zip(panels, settings.items()):
         ax.axhline(0, color=MUTED, linewidth=1.2, label="zero")
-        rungs = [name for name in (*STARTS.values(), "whole") if name != "zero" and is_ladder(name)]
+        rungs = [name for name in STARTS.values() if name != "zero"]
         seeds = {name: count for name in rungs if (count := _pairs(here, name)) > 1}
         for name in seeds:
             points = [

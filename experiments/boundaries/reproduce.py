@@ -75,6 +75,7 @@ def _small_after(T: int = 64) -> dict[str, str]:
 SMALL, BRIEF = _small(), _small(36)
 MAIN = _at(2048)
 LONG = {"setting": "T = 2048, 14M, 262M tokens"}
+LARGER = {"setting": "T = 2048, 47M, 100M tokens"}
 OUTCOMES = ("coverage", "continuity", "own over zero")
 AT_RATE = {"setting": f"{MAIN['setting']}, rate 0.004"}
 AFTER = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
@@ -116,6 +117,11 @@ HEADLINES = [
     _headline("own minus other shuffled rows, beyond T", "order", MAIN, "own, other rows", "beyond"),
     *(_headline(f"{SHUFFLED}, {places} T", "order", MAIN, "own, shuffled", places) for places in INSIDE_AND_BEYOND),
     _headline("noise over zero beyond T", "ladder", MAIN, "noise", "beyond"),
+    *(_headline(f"{what} minus own, beyond T", "ladder", MAIN, what, "beyond") for what in ("own scan", "whole")),
+    *(
+        _headline(f"own over zero {places} T, 47M parameters", "ladder", LARGER, "own over zero", places, BRIEF)
+        for places in INSIDE_AND_BEYOND
+    ),
     *(
         _headline(f"{what} beyond T{of}", "ladder", setting, what, "beyond", BRIEF)
         for of, setting in (
@@ -135,8 +141,9 @@ HEADLINES = [
     ),
     *(
         _headline(f"{name} over zero beyond T, post-training", "ladder", AFTER, what, "beyond", _small_after())
-        for name, what in (("foreign", "coverage"), ("own", "own over zero"))
+        for name, what in (("foreign", "coverage"), ("noise", "noise"), ("own", "own over zero"))
     ),
+    _headline(f"{SHUFFLED}, beyond T, post-training", "order", AFTER, "own, shuffled", "beyond", _small_after()),
     *(
         _headline(f"rows of {T} minus rows of 2048", "row-length", {}, {"arm": "rows", "rows": T}, "all places", {})
         for T in (512, 8192)
