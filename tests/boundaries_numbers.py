@@ -6,6 +6,8 @@ from math import inf
 
 from study_numbers import EXPERIMENTS, MAIN, again, cells, interval, over_seeds
 
+from experiments.boundaries.runs import arms, by_setting, contrast
+
 PLACES = ("inside", "beyond")
 BEYOND = (2048, 65536)
 FIVE = range(1, 6)
@@ -192,6 +194,20 @@ def gain_of_own(of, last):
         )
         found.append((zero["loss"] - own["loss"], zero["loss"] + zero["gain"] - own["loss"] - own["gain"]))
     return [x for mean, low, high in map(over_seeds, zip(*found)) for x in (mean, (high - low) / 2)]
+
+
+@functools.cache
+def _at_2048():
+    """Arms on files with rows of 2048, by the label of their setting."""
+    of_files = [one for one in records() if one["kind"] == "training" and one["config"]["data"]["unit"] == "files"]
+    return {setting.label(): here for setting, here in by_setting(arms(of_files)).items() if setting.stagger}
+
+
+def of_arms(arm, other, places=BEYOND, setting=MAIN):
+    """One arm minus another with its interval, at places of which no table tells."""
+    here = _at_2048()[setting]
+    found = contrast(here[arm], here[other], *places)
+    return [found.mean, found.low, found.high]
 
 
 def over_zero(arm, seeds, T=2048):

@@ -83,7 +83,7 @@ SENTENCES = [
     (rf"gained about {N} nats beyond", lambda: [-ladder("beyond")[0]]),
     (rf"After 262 million tokens they gained {N} \[{N}, {N}\]", lambda: [-outcomes(LONG)[i] for i in (6, 8, 7)]),
     (
-        rf"At 47 million parameters they gained {N} \[{N}, {N}\]\.",
+        rf"At 47 million parameters they gained {N} \[{N}, {N}\]; inside",
         lambda: [-interval("boundaries", "ladder", LARGER | {"what": "own over zero"}, "beyond")[i] for i in (0, 2, 1)],
     ),
     (

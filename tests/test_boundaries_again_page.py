@@ -8,6 +8,8 @@ from boundaries_numbers import (
     loss_at_places,
     made_again,
     mean_loss,
+    of_arms,
+    over_zero,
     record_of,
 )
 from study_numbers import MAIN, N, again, gain, interval, more_gain, over_seeds, rounded_as, said
@@ -30,6 +32,11 @@ def own_minus_zero(places=BEYOND):
 
 def of_zero():
     return [difference for *_, difference in again("boundaries", arm="zero")]
+
+
+def gain_at_8(arm, seed):
+    points = record_of(arm, seed)["curves"]["long_context.context_gain"]
+    return next(point["gain"] for point in points if point["windows"] == 8)
 
 
 def of_the_ladder(what):
@@ -58,12 +65,33 @@ SENTENCES = [
     (r"(\w+) runs of zero were made again", lambda: [len(of_zero())]),
     (r"(\w+) of (\w+) are higher: a small", lambda: [sum(one > 0 for one in of_zero()), len(of_zero())]),
     (
-        rf"(\w+) of (\w+) of these were higher, so [^|]*? own minus zero is at {CI} beyond T there, over (\w+) seeds",
+        rf"Own scan's minus own's is {CI} \(over",
+        lambda: over_seeds([gain_at_8("own-scan", seed) - gain_at_8("own", seed) for seed in range(1, 9)]),
+    ),
+    (
+        rf"Over zero it is at {CI} beyond: open\. [^|]*? it is at {CI}, below it in (\w+) of (\w+) \(this",
+        lambda: [
+            *of_arms("own scan", "zero"),
+            *over_seeds(over("own-scan")),
+            sum(one < 0 for one in over("own-scan")),
+            len(over("own-scan")),
+        ],
+    ),
+    (
+        rf"the change is {CI}\.",
+        lambda: over_seeds([late - first for late, first in zip(own_minus_zero(), over_zero("own", SEEDS))]),
+    ),
+    (
+        rf"made again: own is below zero beyond T in the mean again, by {N} \[{N}, {N}\]",
+        lambda: [-over_seeds(own_minus_zero())[i] for i in (0, 2, 1)],
+    ),
+    (
+        rf"(\w+) of (\w+) of these were higher, so [^|]*? own minus zero is at {CI} beyond T there, over (\w+) seeds, three",
         lambda: [sum(one > 0 for one in of_zero()), len(of_zero()), *over_seeds(own_minus_zero()), len(SEEDS)],
     ),
     (
-        rf"Own minus zero is {CI} beyond T, below zero in (\w+) of (\w+)\. The first time it was {N} on these seeds\. "
-        rf"Inside T it is at {CI} \(all over",
+        rf"Own minus zero is {CI} beyond T, just below zero, and below it in (\w+) of (\w+)\. The first time it was {N} on these "
+        rf"seeds; [^|]*? Inside T it is at {CI} \(all over",
         lambda: [
             *over_seeds(own_minus_zero()),
             sum(one < 0 for one in own_minus_zero()),
@@ -73,7 +101,7 @@ SENTENCES = [
         ],
     ),
     (
-        rf"beyond T by the estimate: {CI}\. Own ran [^|]*? at two; (\w+) of (\w+) are below zero\. [^|]*? did not run\.\* "
+        rf"beyond T by the estimate: {CI}; (\w+) of (\w+) are below zero, [^|]*? did not run\.\* "
         rf"\*\*Right\*\* inside T: {CI}, over",
         lambda: [
             *over_seeds(own_minus_zero()),
@@ -102,13 +130,11 @@ SENTENCES = [
         lambda: [*of_the_ladder("own scan"), 6],
     ),
     (
-        rf"Over own made again on H100s it is at {CI} beyond, above it in (\w+) of (\w+)\. Over zero made again there it is "
-        rf"at {CI} beyond",
+        rf"Over own made again on H100s it is at {CI} beyond, above it in (\w+) of (\w+)\.",
         lambda: [
             *over_seeds(over("own-scan", SEEDS, other="own")),
             sum(one > 0 for one in over("own-scan", SEEDS, other="own")),
             len(SEEDS),
-            *over_seeds(over("own-scan")),
         ],
     ),
     (
@@ -132,6 +158,8 @@ def test_own_scan_is_above_own_in_as_many_seeds_as_the_page_says():
 def test_where_and_at_which_commits_they_ran():
     assert set(made_again("own", "H100")) == set(SEEDS) and set(made_again("zero", "H100")) == set(range(1, 9))
     assert len({one["commit"] for one in made_again("own", "H100").values()}) == 1
-    assert len({one["commit"] for one in made_again("zero", "H100").values()}) == 2
+    (ours,) = {one["commit"] for one in made_again("own", "H100").values()}
+    zeros = {seed: one["commit"] for seed, one in made_again("zero", "H100").items()}
+    assert len(set(zeros.values())) == 2 and {seed for seed in zeros if zeros[seed] == ours} == {6, 7, 8}
     for arm, gpu in (("own-scan", "H100"), ("own", "H200"), ("noise", "H200")):
         assert all(gpu in record_of(arm, seed)["hardware"]["gpus"][0] for seed in range(1, 9)), arm

@@ -16,6 +16,7 @@ from boundaries_numbers import (
     in_each_of_post_training,
     in_post_training,
     leaked,
+    mean_loss,
     over_at_twice_the_rate,
     record_of,
     records,
@@ -189,6 +190,10 @@ SENTENCES = [
         lambda: [
             x for places in ("inside", "beyond", "all places") for x in interval("boundaries", "leak", LEAK, places)
         ],
+    ),
+    (
+        rf"made on H100s at one commit, have {N} there, seeds 1 to 3 of H200s {N}\.",
+        lambda: [mean_loss("leak", some, (0, inf)) - mean_loss("rows", some, (0, inf)) for some in ((4, 5), (1, 2, 3))],
     ),
     (
         rf"harm is shown in whole runs, too:\*\* {CI} at T = 2048",

@@ -1,5 +1,7 @@
 """Numbers in the sentences of the page of boundaries on post-training with each start, and with shuffled rows."""
 
+from math import inf
+
 import pytest
 from boundaries_numbers import (
     AFTER,
@@ -8,6 +10,7 @@ from boundaries_numbers import (
     after,
     loss_at_places,
     mean_loss,
+    of_arms,
     over_again,
     packages_of_own,
     record_of,
@@ -62,16 +65,19 @@ SENTENCES = [
         lambda: [*after("noise"), *after("noise", "inside"), len(LAST), *after("foreign over noise")],
     ),
     (
-        rf"Own minus shuffled is {CI} there, in each of (\w+) seeds\. Inside T it is at {CI}: open\. "
-        rf"Shuffled rows are at {CI} over zero in the pool beyond T\.",
+        rf"Own minus shuffled is {CI} there, in each of (\w+) seeds\. Inside T it is at {CI}: open, above in "
+        rf"all (\w+)\. Over all places it is at {CI}, just below zero\. [^|]*? Shuffled rows "
+        rf"are at {CI} over zero in the pool beyond T\.",
         lambda: [
             *shuffled("own, shuffled"),
             sum(one < 0 for one in seed_by_seed("own", "shuffled")),
             *shuffled("own, shuffled", "inside"),
+            sum(one > 0 for one in seed_by_seed("own", "shuffled", (0, 2048))),
+            *of_arms("own", "shuffled", (0, inf), AFTER["setting"]),
             *shuffled("shuffled"),
         ],
     ),
-    (rf"there own ends below shuffled rows beyond T, by {N}\.", lambda: [-shuffled("own, shuffled")[0]]),
+    (rf"own ends {N} \[{N}, {N}\] below shuffled", lambda: [-shuffled("own, shuffled")[i] for i in (0, 2, 1)]),
     (
         rf"of noise, {CI}\. \*Right of the rest by the estimates of three seeds: shuffled rows at {CI} over zero, own minus "
         rf"shuffled at {CI}\.",

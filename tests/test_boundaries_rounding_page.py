@@ -1,8 +1,10 @@
 """Numbers in the sentences of the page of boundaries on sums in another order, and on a larger model."""
 
+from math import inf
+
 import pytest
-from boundaries_numbers import FIVE, below_zero, loss_at_places, packages_of_own, record_of
-from study_numbers import MAIN, N, gain, interval, more_gain, rounded_as, said
+from boundaries_numbers import FIVE, below_zero, loss_at_places, of_arms, packages_of_own, record_of
+from study_numbers import MAIN, N, gain, interval, more_gain, over_seeds, rounded_as, said
 
 LARGER = "T = 2048, 47M, 100M tokens"
 SETTING = {"setting": LARGER}
@@ -52,8 +54,22 @@ SENTENCES = [
         ],
     ),
     (
-        rf"\*Wrong by the estimate: {N} \[{N}, {N}\], and at 14 million {N}\.",
-        lambda: [*ladder("own over zero", LARGER)[3:], ladder("own over zero")[3]],
+        rf"\*Open; wrong by the estimate: {N} \[{N}, {N}\], and at 14 million {N}\. [^|]*? smaller by {N} \[{N}, {N}\], over",
+        lambda: [
+            *ladder("own over zero", LARGER)[3:], ladder("own over zero")[3],
+            *over_seeds([
+                late - first
+                for late, first in zip(minus_zero("beyond", "own", "-47M", FIVE), minus_zero("beyond", "own", "", FIVE))
+            ]),
+        ],
+    ),
+    (
+        rf"Over all places it is at {N} \[{N}, {N}\]: open by a hair\. The arms",
+        lambda: of_arms("own", "zero", (0, inf), LARGER),
+    ),
+    (
+        rf"At 47 million parameters it gains {N} \[{N}, {N}\]; inside T",
+        lambda: [-ladder("own over zero", LARGER)[i] for i in (3, 5, 4)],
     ),
 ]  # fmt: skip
 
