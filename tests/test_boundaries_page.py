@@ -121,8 +121,8 @@ SENTENCES = [
         lambda: [x for of, last in (("", 8), ("-T512", 5), ("-post", 8)) for x in gain_of_own(of, last)],
     ),
     (
-        rf"After 262 million tokens they are {N} and {N}: most [^|]*? At a rate of 0\.004 they are {N} and {N}\.",
-        lambda: [x for of in ("-long", "-rate") for x in gain_of_own(of, 5)[::2]],
+        rf"After 262 million tokens they are {N} ± {N} and {N} ± {N}: most [^|]*? 0\.004 they are {N} ± {N} and {N} ± {N}\.",
+        lambda: [x for of in ("-long", "-rate") for x in gain_of_own(of, 5)],
     ),
     (
         rf"At 8 T it is {N} after 262 million tokens, zero's {N}: {N} \[{N}, {N}\] more, where it was {N} after",
@@ -220,7 +220,7 @@ SENTENCES = [
         lambda: of_tuning("own over zero"),
     ),
     (
-        rf"Zero has a loss of {N}, {N}, {N} and {N}\.",
+        rf"Over all places zero has a loss of {N}, {N}, {N} and {N}\.",
         lambda: [trained(f"zero lr={rate}", 101)[0] for rate in (0.001, 0.002, 0.004, 0.008)],
     ),
     (rf"the last tried, by {N} and {N}\.", lambda: [lower_at_the_end(arm) for arm in ("zero", "own")]),

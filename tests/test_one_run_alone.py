@@ -81,7 +81,7 @@ def test_each_seed_of_a_sweep_starts_from_its_own_run_of_another_sweep(tmp_path)
             "missing",
             "^trainer.init_from: expected a run's or published checkpoint's folder, a .ckpt file, or .* got 'missing'",
         ),
-        ("{}:none", "^trainer.init_from: .* has no trained run of arm 'none' with seed 0$"),
+        ("{}:none", "^trainer.init_from: .* has no trained run of arm 'none' with seed 0; train it there first$"),
         ("{}", "^trainer.init_from: expected a run's or published checkpoint's folder, .* which holds no model$"),
         ("{}/broken.ckpt", "^trainer.init_from: .*broken.ckpt is cut short, or no checkpoint$"),
         (

@@ -289,7 +289,6 @@ def _gain_differences(settings: dict[Setting, dict[str, Arm]]) -> Table:
 
 
 def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
-    expected = {setting: set().union(*(arm.expected for arm in here.values())) for setting, here in settings.items()}
     table = Table(
         "arms",
         "Every arm: losses and cost",
@@ -311,7 +310,7 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
     )
     for setting, here in settings.items():
         for arm in here.values():
-            runs, missing = arm.runs, len(expected[setting]) - len(arm.runs)
+            runs, missing = arm.runs, len(arm.expected) - len(arm.runs)
             seeds = Seeds(len(runs) - len(arm.diverged), len(arm.diverged), missing)
             table.rows.append([
                 word(setting.label()), word(arm.name), Cell(str(seeds), tuple(seeds)), number(setting.lr, "g"),
@@ -324,7 +323,7 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
     table.notes = [
         "Means are over the seeds that each arm has; the other tables pair them. Tokens/s are of training runs, several at a "
         "time on a GPU: speed.yaml compares arms in turns. Dose: the share of tokens that stand behind another document in "
-        "their row."
+        "their row, of the runs whose records have it."
     ]
     return table
 

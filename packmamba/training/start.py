@@ -64,12 +64,14 @@ def weights_path(config: Config) -> Path:
     if not folder or not Path(folder).is_dir():
         raise ConfigError(f"trainer.init_from: {HELP}, got '{said}', which is not there")
     try:
-        records = read_records(folder)
+        records = read_records(folder) if any(Path(folder, "records").glob("*.jsonl")) else []
     except ValueError as error:
         raise ConfigError(f"trainer.init_from: {error}") from None
     trained = [r for r in records if r["kind"] == "training" and r["arm"] == arm and r["seed"] == config.seed]
     if not trained:
-        raise ConfigError(f"trainer.init_from: {folder} has no trained run of arm '{arm}' with seed {config.seed}")
+        raise ConfigError(
+            f"trainer.init_from: {folder} has no trained run of arm '{arm}' with seed {config.seed}; train it there first"
+        )
     paths = list(dict.fromkeys(folder_of_record(Path(folder) / "runs", record) for record in trained))
     if len(paths) > 1:
         raise ConfigError(
