@@ -217,11 +217,6 @@ def over_zero(arm, seeds, T=2048):
     return [loss_beyond(arm, seed, T) - loss_beyond(zero, seed, T) for seed in seeds]
 
 
-def over_own(what):
-    """An arm of the ladder minus own, inside and beyond T."""
-    return [cells("boundaries", "ladder", {"setting": MAIN, "what": what}, where)[0] for where in PLACES]
-
-
 def growth_in_loss():
     """By how much own minus zero beyond T changed from 100 to 262 million tokens, seed by seed."""
     return [late - early for late, early in zip(over_zero("own-long", FIVE), over_zero("own", FIVE))]

@@ -69,7 +69,7 @@ SENTENCES = [
         lambda: over_seeds([gain_at_8("own-scan", seed) - gain_at_8("own", seed) for seed in range(1, 9)]),
     ),
     (
-        rf"Over zero it is at {CI} beyond: open\. [^|]*? it is at {CI}, below it in (\w+) of (\w+) \(this",
+        rf"Over zero it is at {CI} beyond: open\. [^|]*? it is at {CI}, below it in (\w+) of (\w+)\. That",
         lambda: [
             *of_arms("own scan", "zero"),
             *over_seeds(over("own-scan")),

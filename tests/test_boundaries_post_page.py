@@ -107,5 +107,5 @@ def test_arms_of_a_seed_begin_with_the_same_weights_at_one_commit():
         assert len({one["commit"] for one in arms}) == 1
 
 
-def test_a_whole_run_in_the_pool_costs_three_times_what_own_states_gain_and_these_steps_less():
+def test_these_steps_in_the_pool_cost_less_than_own_states_gain():
     assert -shuffled("shuffled")[0] < -after("own over zero")[0]

@@ -70,10 +70,6 @@ def name_of(run: Any) -> str:
     return "learned" if _config(run, "model.learned_initial_state", False) else LEAKS.get(boundary, boundary)
 
 
-def is_ladder(name: str) -> bool:
-    return name in (*STARTS.values(), "zero, control", "whole")
-
-
 @dataclass(frozen=True)
 class Setting:
     """What arms that are compared have in common; T is the length of rows, or of the rows that whole is compared with."""
