@@ -326,3 +326,14 @@ def test_a_small_version_has_the_settings_and_arms_that_headlines_name(tmp_path)
         arm = row.get("arm") or one.get(row.get("what") or row["outcome"], "own")
         if "plain" not in headline.name:
             assert (headline.small["setting"], arm) in found, headline.name
+
+
+def test_an_arm_misses_the_seeds_that_it_was_to_have_and_not_those_of_its_neighbours(ladder):
+    seeds = {"noise": [1, 2], "reset": [1, 2, 3, 4]}
+    records = [
+        one | {"sweep": {"seeds": seeds[boundary]}}
+        for one in ladder
+        if (boundary := one["config"]["trainer"]["boundary"]) in seeds and one["seed"] <= 2
+    ]
+    found = {row["arm"]: (row["seeds"], row["missing"]) for row in rows(records, "arms")}
+    assert found == {"zero": ("2", "2"), "noise": ("2", "0")}
