@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-faults test-extras test-gpu test-asan sanitize-gpu lint format
+.PHONY: help demo test test-extras test-gpu test-asan sanitize-gpu lint format
 
 # An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
@@ -11,8 +11,6 @@ WORKERS ?= 2
 help:
 	@echo "make demo      train one small model under every scheme and report (CPU, minutes)"
 	@echo "make test      run every test (minutes)"
-	@echo "make quick     run the tests that take no more than a second or two each (a minute)"
-	@echo "make test-faults run two minutes of each fault campaign: kills, full disks, damage, wrong inputs"
 	@echo "make test-extras  install the extras eval and integrations, run the tests that need them"
 	@echo "make test-gpu  run the tests that need a GPU; make test leaves them out, and uses no GPU where one is"
 	@echo "make test-asan run the CPU kernels' tests under address and undefined-behaviour sanitizers"
@@ -29,19 +27,9 @@ test:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal
 
-quick:
-	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
-	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
-
-test-faults:
-	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
-	"$(PYTHON)" tests/faults/campaign.py seconds=120
-	"$(PYTHON)" tests/faults/cluster.py
-	"$(PYTHON)" tests/faults/inputs.py seconds=120
-
 test-extras:
 	@.ci/setup "$(PREFIX)" test,eval,integrations "$(ACTIVE)"
-	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m extras $$(grep -l mark.extras tests/*.py)
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m extras $$(grep -rl mark.extras tests --include='test_*.py')
 
 test-gpu:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
@@ -52,19 +40,19 @@ test-asan:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
-	"$(PYTHON)" -m pytest -q -n $(WORKERS) tests/test_operator_parity.py tests/test_cpu_kernels.py -k "not reference"
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) $$(find tests -name test_operator_parity.py -o -name test_cpu_kernels.py) -k "not reference"
 	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
-	"$(PYTHON)" tests/faults/fuzz.py cpu 2000
+	"$(PYTHON)" tests/fuzz.py cpu 2000
 
 # Built first: under a sanitizer the compiler would run there too.
 sanitize-gpu:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" run.py kernels build
 	set -o pipefail; for tool in memcheck racecheck initcheck; do PACKMAMBA_TEST_GPU=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-		"$(PYTHON)" -m pytest -q -p no:cacheprovider tests/test_cuda_kernels.py -k test_every_kernel_once | \
+		"$(PYTHON)" -m pytest -q -p no:cacheprovider $$(find tests -name test_cuda_kernels.py) -k test_every_kernel_once | \
 		tee experiments/operators/logs/$$tool.log || exit 1; done
-	compute-sanitizer --tool memcheck --error-exitcode 1 "$(PYTHON)" tests/faults/fuzz.py cuda 60
+	compute-sanitizer --tool memcheck --error-exitcode 1 "$(PYTHON)" tests/fuzz.py cuda 60
 
 lint:
 	@.ci/setup "$(PREFIX)" dev "$(ACTIVE)"

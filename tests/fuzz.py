@@ -1,6 +1,6 @@
-"""The operators under sanitizers: calls of random right shapes, forward and backward, and calls with one wrong argument.
+"""Operators under sanitizers: forward and backward of random shapes, strides and optional arguments.
 
-python tests/faults/fuzz.py cpu 400 [seed]     # backend, how many of each
+python tests/fuzz.py cpu 400 [seed]     # backend, number of calls
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import random
 import sys
 from typing import Any
 
-import constructors
 import torch
 
 from packmamba import SequenceLayout, ops
@@ -72,30 +71,9 @@ def right_call(draw: random.Random, backend: str) -> None:
     torch.autograd.grad(outputs, inputs, [torch.ones_like(part) for part in outputs], allow_unused=True)
 
 
-def main(backend: str, count: int, seed: int = 0) -> None:
-    draw = random.Random(seed)
-    for _ in range(count):
-        right_call(draw, backend)
-    targets = constructors.targets((backend,))
-    calls = [
-        (name, *call)
-        for name in targets
-        if name.endswith(f"pack {backend}")
-        for call in constructors.every(targets[name])
-    ]
-    wrong = draw.sample(calls, min(count, len(calls)))
-    problems = [
-        f"{name}({argument}): {found}"
-        for name, argument, value in wrong
-        if (found := constructors.problem(targets[name], {argument: value}))
-    ]
-    print(
-        "\n".join(problems),
-        f"\n{count} right calls, {len(wrong)} wrong ones, {len(problems)} not refused by name",
-        flush=True,
-    )
-    sys.exit(bool(problems))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    backend, count, *seed = sys.argv[1:]
+    draw = random.Random(*map(int, seed or [0]))
+    for _ in range(int(count)):
+        right_call(draw, backend)
+    print(f"{count} calls of {backend}")

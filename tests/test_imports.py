@@ -1,0 +1,78 @@
+"""Import directions between the package's parts, and circles."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# Each part imports only from those before it. A module belongs to the longest name that begins its own.
+ORDER = (
+    *("errors", "registry", "layout", "records", "timing", "config", "ops", "nn", "evaluation.tasks", "data"),
+    *("isolation", "testing", "evaluation", "training", "integrations", "report", "experiments", "reproduce", "cli"),
+)
+NEVER = {
+    "ops": {"config", "records"},
+    "nn": {"config", "records"},
+    "data": {"ops", "nn"},
+    "report": {"ops", "nn", "data", "training", "evaluation"},
+}
+ONLY_IN = {"pandas": {"report"}, "scipy": {"report"}, "jinja2": {"report"}, "experiments": set()}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted((ROOT / "packmamba").rglob("*.py"))}
+
+
+def imported(module: str) -> set[str]:
+    """Names of the modules that ``module`` imports anywhere, relative and local imports included."""
+    package = MODULES[module].relative_to(ROOT).parts[:-1]
+    names = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *filter(None, [node.module])])
+            names |= {name if (name := f"{base}.{alias.name}") in MODULES else base for alias in node.names}
+    return names
+
+
+def part(module: str) -> str:
+    name = module.removeprefix("packmamba.")
+    return max((each for each in ORDER if f"{name}.".startswith(f"{each}.")), key=len, default="")
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"packmamba"}))
+def test_a_part_imports_only_from_those_before_it(module):
+    own = part(module)
+    assert own, f"{module}: give it a place in ORDER"
+    for name in imported(module) - {"packmamba"}:
+        if name.startswith("packmamba."):
+            assert ORDER.index(part(name)) <= ORDER.index(own) and part(name) not in NEVER.get(own, ()), name
+        else:
+            assert own in ONLY_IN.get(name.partition(".")[0], {own}), name
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    graph = {module: imported(module) & MODULES.keys() - {module, "packmamba"} for module in MODULES}
+    assert sum(map(len, graph.values())) > len(MODULES)
+    list(TopologicalSorter(graph).static_order())  # CycleError names the circle
+
+
+def test_layer_operators_and_leakcheck_need_torch_numpy_and_safetensors_alone():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('lightning', 'omegaconf', 'torchmetrics', 'pandas', 'scipy', "
+        "'matplotlib', 'transformers')));"
+        "from packmamba import MambaLM, PackedMamba, SequenceLayout, leakcheck, ops; ops.conv1d_pack, ops.ssm_pack"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
