@@ -394,4 +394,6 @@ def _say_which(sweep: SweepConfig, configs: list[Config]) -> None:
         tuned: dict[str, list[Any]] | None = (
             {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
         )
-        write_sweep(sweep.output, sweep.name or "sweep", arms, sweep.baseline, tuned, steps, sweep.table.said)
+        write_sweep(
+            sweep.output, sweep.name or "sweep", arms, sweep.baseline, tuned=tuned, steps=steps, table=sweep.table.said
+        )
