@@ -40,7 +40,7 @@ test-asan:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
-	"$(PYTHON)" -m pytest -q -n $(WORKERS) $$(find tests -name test_operator_parity.py -o -name test_cpu_kernels.py) -k "not reference"
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) tests/ops/test_parity.py tests/ops/test_cpu_kernels.py -k "not reference"
 	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
 	"$(PYTHON)" tests/fuzz.py cpu 2000
@@ -50,7 +50,7 @@ sanitize-gpu:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" run.py kernels build
 	set -o pipefail; for tool in memcheck racecheck initcheck; do PACKMAMBA_TEST_GPU=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-		"$(PYTHON)" -m pytest -q -p no:cacheprovider $$(find tests -name test_cuda_kernels.py) -k test_every_kernel_once | \
+		"$(PYTHON)" -m pytest -q -p no:cacheprovider tests/ops/test_cuda_kernels.py -k test_every_kernel_once | \
 		tee experiments/operators/logs/$$tool.log || exit 1; done
 	compute-sanitizer --tool memcheck --error-exitcode 1 "$(PYTHON)" tests/fuzz.py cuda 60
 

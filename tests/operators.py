@@ -12,10 +12,9 @@ from torch import Tensor
 
 from packmamba import SequenceLayout, ops
 from packmamba.ops.checks import accumulation_dtype
-from packmamba.ops.conv.arguments import ConvArguments
-from packmamba.ops.conv.reference import conv1d_pack_loops
-from packmamba.ops.scan.arguments import ScanArguments
-from packmamba.ops.scan.reference import ssm_pack_loops
+from packmamba.ops.conv import ConvArguments
+from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
+from packmamba.ops.scan import ScanArguments
 
 SPECIFICATIONS = {"conv1d_pack": (ConvArguments, conv1d_pack_loops), "ssm_pack": (ScanArguments, ssm_pack_loops)}
 # mamba_ssm is a baseline: it takes one document a row.

@@ -11,7 +11,7 @@ from experiments.operators import host_time
 from experiments.operators.arms import CPU_ARMS
 from experiments.operators.report import KINDS
 from packmamba.errors import ConfigError
-from packmamba.ops import kernels
+from packmamba.ops import custom_op
 from packmamba.records import read_records
 from packmamba.report.folder import build_sections
 
@@ -52,13 +52,13 @@ def test_every_arm_is_recorded_and_tabulated(tmp_path, monkeypatch):
 
 
 def test_a_wrong_arm_prints_no_timing(tmp_path, monkeypatch):
-    real = kernels.KERNELS["cpu"]["ssm_forward"]
+    real = custom_op.KERNELS["cpu"]["ssm_forward"]
 
     def wrong(*arguments):
         real(*arguments)
         arguments[-3].mul_(1.001)  # y
 
-    monkeypatch.setitem(kernels.KERNELS["cpu"], "ssm_forward", wrong)
+    monkeypatch.setitem(custom_op.KERNELS["cpu"], "ssm_forward", wrong)
     with pytest.raises(RuntimeError, match="scan, cpu: y is off by 1.0e-03"):
         bench.run(configured(bench.Config, TINY, arms=["cpu"]), tmp_path / "records.jsonl", progress=False)
     assert not (tmp_path / "records.jsonl").exists()

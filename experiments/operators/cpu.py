@@ -17,8 +17,8 @@ from experiments.operators.arms import CPU_ARMS, CpuArm
 from packmamba import SequenceLayout, ops, timing
 from packmamba.config import ConfigError, at_least, each, key, one_of, some, unique
 from packmamba.ops import build
-from packmamba.ops.registered import room_like
-from packmamba.ops.scan.compiled import scan_room
+from packmamba.ops.custom_op import empty_grad_like
+from packmamba.ops.scan import allocate_scan
 from packmamba.records import append_record, make_record, provenance
 
 # ||a - b|| / ||b|| against float64, of outputs and of gradients.
@@ -244,8 +244,8 @@ def _scan(c: Config) -> Operator:
     def kernels() -> Call:
         t, options = leaves, (True, layout.starts, layout.ends, None)
         inputs = (*(t[n] for n in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")), *options)
-        y, _, kept = scan_room(t["u"], t["A"], layout.starts, False, True)
-        gradients = [room_like(tensor) for tensor in inputs[:8]]
+        y, _, kept = allocate_scan(t["u"], t["A"], layout.starts, False, True)
+        gradients = [empty_grad_like(tensor) for tensor in inputs[:8]]
 
         def call() -> dict[str, Tensor]:
             torch.ops.packmamba_cpu.ssm_forward(*inputs, y, None, kept)
@@ -275,7 +275,7 @@ def _convolution(c: Config) -> Operator:
         weight, bias = (leaves[n].to(torch.promote_types(x.dtype, torch.float32)) for n in ("weight", "bias"))
         inputs = (x, weight, bias, layout.starts, layout.ends, None, True)
         y = torch.empty_like(x)
-        gradients = [room_like(tensor) for tensor in inputs[:3]]
+        gradients = [empty_grad_like(tensor) for tensor in inputs[:3]]
 
         def call() -> dict[str, Tensor]:
             torch.ops.packmamba_cpu.conv1d_forward(*inputs, y, None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from experiments.operators.arms import GpuArm
 from experiments.operators.gpu_inputs import STATES, Call, Inputs, Reference, references
 from packmamba import SequenceLayout, ops
-from packmamba.ops.cuda.schedule import schedule
+from packmamba.ops.cuda import schedule
 from packmamba.ops.mamba_ssm import _peer as find_peer
 from packmamba.timing import Phases
 

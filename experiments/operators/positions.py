@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from experiments.operators.arms import GpuArm
 from packmamba import SequenceLayout
-from packmamba.ops.cuda.schedule import CUT_SHARE, schedule
+from packmamba.ops.cuda import CUT_SHARE, schedule
 
 INDEX = 4
 # scan16: per warp of 16 channels and item its two ends, per segment its entry (16) and its document's start; tiles of 8 tokens.

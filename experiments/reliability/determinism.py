@@ -22,7 +22,7 @@ from packmamba.config import Config as Run
 from packmamba.config import ConfigError, at_least, key, load_config, some, to_dict
 from packmamba.errors import Unfinished
 from packmamba.experiments import CHECKOUT
-from packmamba.nn.checkpoint import read_pretrained
+from packmamba.nn.pretrained import read_pretrained
 from packmamba.records import append_record, make_record, provenance, read_records
 from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.runs import run_folder

@@ -18,7 +18,7 @@ from experiments.speedup.config import GROWTH, TOLERANCES
 from experiments.speedup.model import Model
 from packmamba import timing
 from packmamba.data.batching import PackedBatch
-from packmamba.ops.cuda.schedule import schedule_bytes
+from packmamba.ops.cuda import schedule_bytes
 from packmamba.training.boundary import Leak
 from packmamba.training.graphs import BatchGraphs
 

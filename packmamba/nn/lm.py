@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
-from packmamba.nn.checkpoint import load_weights, read_pretrained, write_pretrained
 from packmamba.nn.mixers import MIXERS, State
+from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.checks import check_flag, check_layout, check_size
 
 

@@ -1,7 +1,8 @@
-"""The backends, and which of them runs: chosen by name, or by the device of the tensors."""
+"""The operators' backends: chosen by name, or by the device of the tensors."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -10,25 +11,24 @@ from dataclasses import dataclass, field
 import torch
 
 from packmamba.ops import build
-from packmamba.registry import Registry
 
 COMPILED = {
-    "conv1d_pack": "packmamba.ops.conv.compiled:conv1d_pack",
-    "ssm_pack": "packmamba.ops.scan.compiled:ssm_pack",
-    "inner_pack": "packmamba.ops.inner.compiled:inner_pack",
+    "conv1d_pack": "packmamba.ops.conv:compiled",
+    "ssm_pack": "packmamba.ops.scan:compiled",
+    "inner_pack": "packmamba.ops.inner:compiled",
 }
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Where a backend's implementations lie, and what they need.
+    """Implementations of the operators, and what they need.
 
     Attributes:
-        implementations: by operator, ``module:function``, imported with the package. A function takes the operator's arguments
-            (``ConvArguments``, ``ScanArguments``, ``InnerArguments``).
-        device: the type of the device whose tensors it takes; None: any.
-        kernels: the kind of compiled kernels that it runs; see ``packmamba.ops.build``.
-        packages: what must be installed.
+        implementations: by operator, ``module:function``. A function takes the operator's arguments (``ConvArguments``,
+            ``ScanArguments``, ``InnerArguments``).
+        device: device type of the tensors it takes; None: any.
+        kernels: kind of compiled kernels that it runs; see ``packmamba.ops.build``.
+        packages: packages that must be installed.
     """
 
     implementations: dict[str, str] = field(default_factory=dict)
@@ -38,48 +38,45 @@ class Backend:
 
     @property
     def missing(self) -> list[str]:
-        """Those of its packages that are not installed."""
+        """List its packages that are not installed."""
         return [name for name in self.packages if not _is_installed(name)]
 
 
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # of a package that is not there; of a module that somebody put in its place
+    except (ImportError, ValueError):  # a parent package is missing; a module without a spec stands in its place
         return package in sys.modules
 
 
-BACKENDS: Registry[Backend] = Registry(
-    "backend",
-    {
-        "auto": Backend(),  # the compiled kernels of the tensors' device
-        "reference": Backend(
-            {
-                "conv1d_pack": "packmamba.ops.conv.reference:conv1d_pack_vectorised",
-                "ssm_pack": "packmamba.ops.scan.reference:ssm_pack_vectorised",
-                "inner_pack": "packmamba.ops.inner.composed:inner_pack",
-            }
-        ),
-        "cpu": Backend(COMPILED, device="cpu", kernels="cpu"),
-        "cuda": Backend(COMPILED, device="cuda", kernels="cuda"),
-        "mamba_ssm": Backend(
-            {
-                "conv1d_pack": "packmamba.ops.mamba_ssm:conv1d_pack",
-                "ssm_pack": "packmamba.ops.mamba_ssm:ssm_pack",
-                "inner_pack": "packmamba.ops.mamba_ssm:inner_pack",
-            },
-            device="cuda",
-            packages=("mamba_ssm", "causal_conv1d"),
-        ),
-    },
-)
+BACKENDS = {
+    "auto": Backend(),  # the compiled kernels of the tensors' device
+    "reference": Backend(
+        {
+            "conv1d_pack": "packmamba.ops.reference:conv1d_pack_vectorised",
+            "ssm_pack": "packmamba.ops.reference:ssm_pack_vectorised",
+            "inner_pack": "packmamba.ops.reference:inner_pack_composed",
+        }
+    ),
+    "cpu": Backend(COMPILED, device="cpu", kernels="cpu"),
+    "cuda": Backend(COMPILED, device="cuda", kernels="cuda"),
+    "mamba_ssm": Backend(
+        {
+            "conv1d_pack": "packmamba.ops.mamba_ssm:conv1d_pack",
+            "ssm_pack": "packmamba.ops.mamba_ssm:ssm_pack",
+            "inner_pack": "packmamba.ops.mamba_ssm:inner_pack",
+        },
+        device="cuda",
+        packages=("mamba_ssm", "causal_conv1d"),
+    ),
+}
 
 _implementations: dict[tuple[str, str], Callable] = {}
 _chosen: dict[tuple, Callable] = {}
 
 
 def load() -> None:
-    """Imports the implementations: once, with the package, so that torch.compile finds the same table at every call."""
+    """Import all implementations: once, with the package, so that torch.compile finds the same table at every call."""
     for name, backend in BACKENDS.items():
         for operator, place in backend.implementations.items():
             module, function = place.split(":")
@@ -87,27 +84,27 @@ def load() -> None:
 
 
 def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> Callable:
-    """The operator's implementation for ``backend`` on ``device``.
+    """Return the operator's implementation for ``backend`` on ``device``.
 
-    ``auto`` (and None) takes the compiled kernels of the device. A CPU that cannot build them runs the reference,
-    which is as exact, and says so once; a GPU never falls back.
+    ``auto`` (and None) takes the compiled kernels of the device. A CPU that cannot build them runs the reference, which is as
+    exact, with one warning; a GPU never falls back.
 
     Raises:
         KernelError: the compiled kernels can be neither found nor built.
         ValueError: an unknown backend, or one that does not run here.
     """
-    if torch.compiler.is_compiling():  # whose graph must not depend on what was asked before
-        return _implementations[found_name(backend, device, operator), operator]
+    if torch.compiler.is_compiling():  # a graph must not depend on the cache
+        return _implementations[backend_name(backend, device, operator), operator]
     key = (backend, device, operator)
     try:
         return _chosen[key]
     except (KeyError, TypeError):
-        found = _chosen[key] = _implementations[found_name(backend, device, operator), operator]
-        return found
+        chosen = _chosen[key] = _implementations[backend_name(backend, device, operator), operator]
+        return chosen
 
 
-def found_name(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> str:
-    """The name of the backend that ``choose`` takes. Raises what it raises."""
+def backend_name(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> str:
+    """Return the name of the backend that ``choose`` takes. Raises as ``choose`` does."""
     name = "auto" if backend is None else backend
     if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
@@ -120,5 +117,5 @@ def found_name(backend: str | None, device: torch.device, operator: str = "ssm_p
         load()  # a plugin's
     if (name, operator) not in _implementations:
         available = ", ".join(sorted(of for of, implemented in _implementations if implemented == operator))
-        raise ValueError(f"backend: no compiled '{name}' kernels in this version for {device}; available: {available}")
+        raise ValueError(f"backend: no compiled '{name}' kernels for {device}; available: {available}")
     return name

@@ -1,9 +1,8 @@
-"""Finds, builds and loads the compiled kernels; says what to do when it cannot.
+"""Build and load the compiled kernels.
 
-A kind of kernels (``cpu``, ``cuda``) is the folders ``kernels/common`` and ``kernels/<kind>``: one shared library,
-registered through PyTorch's stable ABI, without Python and without ATen. It is compiled on first use or by
-``python run.py kernels build``, and kept in a cache folder under a hash of all that it is made of, so that machines and
-environments may share the folder.
+A kind of kernels (``cpu``, ``cuda``) is the folders ``kernels/common`` and ``kernels/<kind>``: one shared library, registered
+through PyTorch's stable ABI, without Python and without ATen. It is compiled on first use or by ``python run.py kernels build``
+into a cache folder, named by a hash of its sources, compiler and flags, so that machines and environments may share the folder.
 
 ``CXX`` and ``PACKMAMBA_NVCC`` name compilers, ``PACKMAMBA_MARCH`` an instruction set other than this machine's,
 ``PACKMAMBA_CUDA_ARCHS`` architectures other than those of the GPUs that are here.
@@ -11,7 +10,6 @@ environments may share the folder.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import os
@@ -21,21 +19,20 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from packmamba.errors import COMMAND
 from packmamba.errors import KernelError as KernelError
 
 KINDS = ("cpu", "cuda")
 BUILD_COMMAND = f"{COMMAND} kernels build"
-_DIGEST_BYTES = hashlib.sha256().digest_size
 # Libraries built for this version of the stable ABI load on it and on later ones.
 TORCH_TARGET_VERSION = 0x020B000000000000
 OLDEST_ARCHITECTURE = 80
@@ -80,12 +77,7 @@ class Build:
 
     @property
     def built(self) -> bool:
-        """Whether the library is there, and whole: one that a full disk cut short would kill the process that loads it."""
-        try:
-            content = self.path.read_bytes()
-        except OSError:
-            return False
-        return len(content) > _DIGEST_BYTES and content[-_DIGEST_BYTES:] == _digest(content[:-_DIGEST_BYTES])
+        return self.path.is_file()
 
 
 def cache_folder() -> Path:
@@ -121,7 +113,8 @@ def build(kind: str, verbose: bool = False) -> Path:
     if recipe.built:
         return recipe.path
     try:
-        with _lock(recipe.path.with_suffix(".lock")):
+        recipe.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(recipe.path.with_suffix(".lock")):
             if not recipe.built:
                 _compile(recipe, verbose)
     except OSError as error:
@@ -300,10 +293,7 @@ def _cuda_architectures() -> list[str]:
 
 def _compile(recipe: Build, verbose: bool) -> None:
     print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: up to a minute or two", file=sys.stderr)
-    prefix = f"build-{recipe.path.stem}-"
-    for killed in recipe.path.parent.glob(f"{prefix}*"):
-        shutil.rmtree(killed)
-    with tempfile.TemporaryDirectory(dir=recipe.path.parent, prefix=prefix) as scratch:
+    with tempfile.TemporaryDirectory(dir=recipe.path.parent) as scratch:
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in recipe.sources]
         commands = [
             [recipe.compiler, *recipe.flags, "-c", str(source), "-o", made]
@@ -313,14 +303,7 @@ def _compile(recipe: Build, verbose: bool) -> None:
             list(pool.map(functools.partial(_run, recipe.kind, verbose=verbose), commands))
         library = Path(scratch) / recipe.path.name
         _run(recipe.kind, [recipe.compiler, *objects, *recipe.link_flags, "-o", str(library)], verbose)
-        with open(library, "r+b") as file:
-            content = file.read()
-            file.write(_digest(content))  # after the end, where the loader of libraries does not look
-            file.flush()
-            os.fsync(file.fileno())
-        whole = recipe.path.with_suffix(".tmp")
-        os.replace(library, whole)
-    os.replace(whole, recipe.path)  # last: readers see the new library or the old one, and no scratch folder stays
+        os.replace(library, recipe.path)
 
 
 def _run(kind: str, command: list[str], verbose: bool) -> None:
@@ -331,18 +314,6 @@ def _run(kind: str, command: list[str], verbose: bool) -> None:
         print(done.stdout, flush=True)
     if done.returncode:
         raise KernelError(f"compiling the '{kind}' kernels failed:\n{' '.join(command)}\n{done.stdout[-4000:]}")
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
 
 
 def _output(*command: str) -> str:

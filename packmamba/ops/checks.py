@@ -100,7 +100,7 @@ def check_size(name: str, size: object, most: int) -> None:
         raise ValueError(f"{name}: expected at most {most}, got {size if size < 2**63 else 'more than 2**63'}")
 
 
-def seen_by_tracing() -> bool:
+def is_tracing() -> bool:
     """Whether something else than autograd looks at what is called: a compiler, a transform, a mode."""
     return (
         torch.compiler.is_compiling()
@@ -111,7 +111,7 @@ def seen_by_tracing() -> bool:
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
     """Each row as one document, made once: by stream, since another's work might come before the layout's values are there."""
-    if seen_by_tracing() or (like.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
+    if is_tracing() or (like.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return SequenceLayout.from_rows(rows, row_length, like.device)
     stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
     key = (rows, row_length, like.device, stream)

@@ -1,4 +1,4 @@
-"""The peers' operators under our signatures, as baselines: mamba-ssm's selective scan and causal-conv1d.
+"""Baselines under our signatures: mamba-ssm's selective scan and causal-conv1d's convolution.
 
 They know no documents: a layout may hold one per row, at its start. They take channels first, so tensors are transposed
 on the way in and out, as Mamba's own block does. Shapes: B rows, L slots, D channels, N states.
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops.conv.arguments import ConvArguments
-from packmamba.ops.inner.arguments import InnerArguments
-from packmamba.ops.inner.composed import composed
-from packmamba.ops.scan.arguments import ScanArguments
+from packmamba.ops.conv import ConvArguments
+from packmamba.ops.inner import InnerArguments
+from packmamba.ops.reference import composed
+from packmamba.ops.scan import ScanArguments
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import lightning
 
 from packmamba.config import Config, ConfigError
 from packmamba.data.datamodule import PackingDataModule
-from packmamba.ops.backends import found_name
+from packmamba.ops.backends import backend_name
 from packmamba.records import append_record, check_writable, make_record, provenance
 from packmamba.training.asking import check_evaluations
 from packmamba.training.average import Average, snapshot_steps
@@ -118,7 +118,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
             "rate, give optimizer.schedule_steps=%d.", *other, other[1],
         )  # fmt: skip
     try:
-        backend = found_name(config.ops.backend, trainer.strategy.root_device)
+        backend = backend_name(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
     data = PackingDataModule(config, progress=progress)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from packmamba.data.batching import PackedBatch
 from packmamba.layout import SequenceLayout
-from packmamba.ops.cuda.schedule import one_capture
+from packmamba.ops.cuda import one_capture
 
 ROW_MULTIPLE = 128
 """Rows are filled up with padding to a multiple of this: fewer shapes, each of which is captured once."""

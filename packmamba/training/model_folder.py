@@ -17,7 +17,7 @@ from packmamba.config import CONFIGURATION, Config, to_dict
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer_files import write_tokenizer
 from packmamba.evaluation.subject import sealed
-from packmamba.nn.checkpoint import write_pretrained
+from packmamba.nn.pretrained import write_pretrained
 from packmamba.records import write_whole
 from packmamba.training.checkpoint_file import sync
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from packmamba.config import Config, ConfigError
 from packmamba.nn import MambaLM
-from packmamba.nn.checkpoint import load_weights, read_pretrained
+from packmamba.nn.pretrained import load_weights, read_pretrained
 from packmamba.records import read_records
 from packmamba.training.checkpoint_file import check_whole, read_checkpoint
 from packmamba.training.model_folder import PREFIX

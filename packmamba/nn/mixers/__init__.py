@@ -39,9 +39,8 @@ from typing import Any
 from torch import Tensor
 
 from packmamba.nn.mixers.mamba1 import PackedMamba
-from packmamba.registry import Registry
 
 State = tuple[Tensor, ...]
 """What documents leave to their continuations: tensors whose first dimension counts documents."""
 
-MIXERS: Registry[Any] = Registry("mixer", {"mamba1": PackedMamba})
+MIXERS: dict[str, Any] = {"mamba1": PackedMamba}

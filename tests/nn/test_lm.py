@@ -22,10 +22,9 @@ from models import (
     summed_loss,
 )
 from packmamba import SequenceLayout
-from packmamba.ops.conv.arguments import ConvArguments
-from packmamba.ops.conv.reference import conv1d_pack_loops
-from packmamba.ops.scan.arguments import ScanArguments
-from packmamba.ops.scan.reference import ssm_pack_loops
+from packmamba.ops.conv import ConvArguments
+from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
+from packmamba.ops.scan import ScanArguments
 
 
 @every_config

@@ -7,7 +7,7 @@ import torch
 
 from packmamba.layout import SequenceLayout
 from packmamba.ops import BACKENDS, mamba_ssm
-from packmamba.ops.conv.arguments import ConvArguments
+from packmamba.ops.conv import ConvArguments
 
 
 class Picky(torch.autograd.Function):

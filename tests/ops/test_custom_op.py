@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from arrangements import AWKWARD
 from operators import SPECIFICATIONS, random_case
 from packmamba import MambaLM, PackedMamba, SequenceLayout, ops
-from packmamba.ops import build, kernels
+from packmamba.ops import build, custom_op
 
 OPERATORS = ["conv1d_pack", "ssm_pack"]
 both = pytest.mark.parametrize("operator", OPERATORS)
@@ -89,8 +89,8 @@ def test_compiled_blocks_hand_a_layout_s_schedules_to_their_kernels(monkeypatch)
         return run
 
     places = {"conv1d_forward": 3, "conv1d_backward": 5, "ssm_forward": 9, "ssm_backward": 11}
-    real = kernels.KERNELS["cpu"]
-    monkeypatch.setitem(kernels.KERNELS, "cpu", {name: record(name, at, real[name]) for name, at in places.items()})
+    real = custom_op.KERNELS["cpu"]
+    monkeypatch.setitem(custom_op.KERNELS, "cpu", {name: record(name, at, real[name]) for name, at in places.items()})
     for layout in layouts * 2:
         found.clear()
         leaking = layout.flow()

@@ -9,7 +9,7 @@ import torch
 from arrangements import AWKWARD, LONG
 from operators import TOLERANCES, Case, random_case, relative_error
 from packmamba import SequenceLayout, ops
-from packmamba.ops.cuda import schedule
+from packmamba.ops import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -45,8 +45,8 @@ def assert_parity(case, dtype):
 
 @pytest.fixture
 def cut_early(monkeypatch):
-    monkeypatch.setattr(schedule, "MIN_CUT_ABOVE", 96)
-    monkeypatch.setattr(schedule, "CUT_LENGTHS", (64, 64))
+    monkeypatch.setattr(cuda, "MIN_CUT_ABOVE", 96)
+    monkeypatch.setattr(cuda, "CUT_LENGTHS", (64, 64))
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
@@ -69,8 +69,8 @@ def test_tensor_cores_on_awkward_lengths(states):
 @pytest.mark.parametrize("layout", [*TUNED.values(), LONG], ids=[*TUNED.keys(), "long"])
 def test_cut_documents(layout, states, cut_early):
     case = tuned_case(layout, states=states)
-    for direction in schedule.CUT_SHARE:
-        cut_length = schedule.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"), direction)[1]
+    for direction in cuda.CUT_SHARE:
+        cut_length = cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"), direction)[1]
         assert cut_length < layout.shape[1] or layout is not LONG
     assert_parity(case, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""An operator of compiled kernels as PyTorch sees it: a functional custom operator, its fake and its autograd.
+"""Register an operator of compiled kernels with PyTorch: a functional custom operator, its fake and its autograd.
 
 ``torch.ops.packmamba.<name>`` takes each layout as its two tensors, so that a traced graph holds for every layout; absent
 outputs are empty there. It is for what traces: an eager call goes around the dispatcher, whose part of it takes longer than the
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import seen_by_tracing
+from packmamba.ops.build import operator
+from packmamba.ops.checks import is_tracing
 
 Arguments = TypeVar("Arguments", bound=tuple)
 SCHEMA = {
@@ -30,7 +31,38 @@ SCHEMA = {
 PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool}
 """Types of arguments that nobody overloads."""
 
+KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {}, "cuda": {}}
+"""By device type: what runs, with the schemas of kernels/cpu, outputs last."""
+OUTPUTS: dict[str, int] = {}
+"""How many outputs end a kernel's arguments."""
+
 _library = torch.library.Library("packmamba", "FRAGMENT")
+
+
+def declare(name: str, outputs: int, cuda: Callable[..., None]) -> None:
+    """``torch.ops.packmamba_cpu.<name>``, and what launches the CUDA kernels. Outputs are allocated by whoever calls."""
+    OUTPUTS[name] = outputs
+    KERNELS["cpu"][name] = _cpu(name, -outputs)
+    KERNELS["cuda"][name] = cuda
+
+
+def _cpu(name: str, first: int) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        outputs = arguments[first:]
+        for t in outputs:
+            if t is not None and not t.is_contiguous():
+                break
+        else:
+            operator("cpu", name)(*arguments)
+            return
+        # Slices (dx, dz, dB and dC may be): written elsewhere first.
+        written = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in outputs]
+        operator("cpu", name)(*arguments[:first], *written)
+        for t, made in zip(outputs, written):
+            if made is not t:
+                t.copy_(made)
+
+    return run
 
 
 class Documents(NamedTuple):
@@ -86,18 +118,18 @@ def register(
         return arguments(*values[:tensors], *documents, *values[flat:])
 
     def run(*given: Any) -> tuple[Tensor, ...]:
-        return filled(forward(gather(given[:-1]), given[-1]), given[0])
+        return none_to_empty(forward(gather(given[:-1]), given[-1]), given[0])
 
     def run_fake(*given: Any) -> tuple[Tensor, ...]:
-        return filled(fake(gather(given[:-1]), given[-1]), given[0])
+        return none_to_empty(fake(gather(given[:-1]), given[-1]), given[0])
 
     def run_backward(*given: Any) -> tuple[Tensor, ...]:
         grads, of, saved = given[:outputs], given[outputs : outputs + values], given[outputs + values :]
-        return filled(backward(gather(of), saved, grads), of[0])
+        return none_to_empty(backward(gather(of), saved, grads), of[0])
 
     def run_backward_fake(*given: Any) -> tuple[Tensor, ...]:
         of = given[outputs : outputs + gradients]
-        return filled(map(room_like, of), of[0])
+        return none_to_empty(map(empty_grad_like, of), of[0])
 
     grads = "".join(f"Tensor? grad_{i}, " for i in range(outputs))
     saved = "".join(f", Tensor kept_{i}" for i in range(kept))
@@ -148,7 +180,7 @@ def register(
             else:
                 given = (*grads[:outputs], *saved[:flat], *others[layouts:])
                 with torch.no_grad():
-                    found = operator_backward(*given, *filled(saved[flat:], saved[0]))
+                    found = operator_backward(*given, *none_to_empty(saved[flat:], saved[0]))
                 found = tuple(None if t is None else grad for t, grad in zip(saved, found))
                 if torch.is_grad_enabled():
                     found = Gradients.apply(found, *grads, *saved[:tensors])
@@ -171,7 +203,7 @@ def register(
             raise RuntimeError(
                 f"packmamba::{name}: compiled kernels have no forward-mode derivatives; take backend='reference'"
             )
-        if seen_by_tracing() or not PLAIN.issuperset(map(type, a)):
+        if is_tracing() or not PLAIN.issuperset(map(type, a)):
             return operator(*flatten(a), keep)[:outputs]
         if keep:
             return apply((None, True, a[tensors:]), *a[:tensors])
@@ -187,7 +219,7 @@ def _define(name: str, arguments: str, results: int, run: Callable, fake: Callab
     torch.library.register_fake(f"packmamba::{name}", fake, lib=_library)
 
 
-def filled(values: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+def none_to_empty(values: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
     """Empty tensors for absent ones."""
     return tuple(like.new_empty(0) if value is None else value for value in values)
 
@@ -199,7 +231,7 @@ def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
     return False
 
 
-def room_like(tensor: Any) -> Any:
+def empty_grad_like(tensor: Any) -> Any:
     """Contiguous room for a tensor's gradient; None for none."""
     return None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 

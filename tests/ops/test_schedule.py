@@ -9,8 +9,7 @@ import torch
 
 from operators import random_case
 from packmamba import MambaLM, SequenceLayout
-from packmamba.ops import kernels
-from packmamba.ops.cuda import launch, schedule
+from packmamba.ops import cuda, custom_op
 
 LAYOUT = SequenceLayout.from_lengths([[3, 5], [2, 4]], row_length=8)
 
@@ -38,28 +37,28 @@ class Device:
             *arguments, y = arguments
             assert y is None
         *arguments, memory, _, _, window, stream = arguments
-        assert window == schedule.MIN_WINDOW and stream == self.stream
+        assert window == cuda.MIN_WINDOW and stream == self.stream
         self.launched.append((name, int(memory[0])))
         real[name](*arguments)
 
 
-real = dict(kernels.KERNELS["cpu"])
+real = dict(custom_op.KERNELS["cpu"])
 
 
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    for module in (launch, schedule):
+    for module in (cuda,):
         monkeypatch.setattr(module, "operator", device.operator)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: device.stream, raising=False)
-    monkeypatch.setattr(launch, "current_device", lambda: -1)  # not torch's own, which the compiler asks too
+    monkeypatch.setattr(cuda, "current_device", lambda: -1)  # not torch's own, which the compiler asks too
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: device.capturing, raising=False)
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=1 << 20)
     real = torch.cuda.get_device_properties  # the compiler asks for a GPU's, where there is one, and keeps them
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda of=None: properties if str(of) == "cpu" else real(of)
     )
-    monkeypatch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cuda"])
+    monkeypatch.setitem(custom_op.KERNELS, "cpu", custom_op.KERNELS["cuda"])
     return device
 
 
@@ -79,7 +78,7 @@ def test_a_layout_s_schedule_is_made_once(device):
         assert len(device.made) == 1, "documents are short: no plan cuts them"
         names = ["conv1d_forward", "conv1d_backward", "ssm_forward", "ssm_backward"]
         assert device.launched == [(name, 0) for name in names * 2]
-        assert schedule.schedule_bytes(layout.starts) == 40
+        assert cuda.schedule_bytes(layout.starts) == 40
 
 
 def test_starts_are_saved_without_their_schedules(device, tmp_path):
@@ -87,7 +86,7 @@ def test_starts_are_saved_without_their_schedules(device, tmp_path):
     run(layout)
     torch.save(layout.starts, tmp_path / "starts.pt")
     starts = torch.load(tmp_path / "starts.pt", weights_only=True)
-    assert torch.equal(starts, layout.starts) and schedule.schedule_bytes(starts) == 0
+    assert torch.equal(starts, layout.starts) and cuda.schedule_bytes(starts) == 0
 
 
 def test_results_are_those_of_the_kernels(device):
@@ -119,7 +118,7 @@ def test_it_is_made_again_after_a_write(device):
         tensor.copy_(tensor.clone())
         run(layout)
         assert len(device.made) == count
-    assert schedule.schedule_bytes(layout.starts) == 40, "the old one is gone"
+    assert cuda.schedule_bytes(layout.starts) == 40, "the old one is gone"
 
 
 def test_each_stream_has_its_own(device):
@@ -138,7 +137,7 @@ def test_a_graph_under_capture_makes_its_own(device):
     run(layout)
     assert len(device.made) == 1 + 4, "at every call, since anything may be written between them"
     for count in (6, 7):
-        with schedule.one_capture():
+        with cuda.one_capture():
             run(layout)
             run(layout)
         assert len(device.made) == count, "at the first call of each capture"
@@ -148,13 +147,13 @@ def test_a_graph_under_capture_makes_its_own(device):
 
 
 def test_the_host_knows_of_a_copy_how_long_its_documents_are(device, monkeypatch):
-    asked, plan = set(), schedule.plan
+    asked, plan = set(), cuda.plan
 
     def ask(slots, longest, *others):
         asked.add(longest)
         return plan(slots, longest, *others)
 
-    monkeypatch.setattr(schedule, "plan", ask)
+    monkeypatch.setattr(cuda, "plan", ask)
     for layout in (LAYOUT.to("cpu"), copy.deepcopy(LAYOUT), pickle.loads(pickle.dumps(LAYOUT))):
         run(layout)
     assert asked == {5}

@@ -7,7 +7,7 @@ import torch
 from arrangements import AWKWARD, LONG
 from operators import random_case
 from packmamba import SequenceLayout, ops
-from packmamba.ops import build, kernels
+from packmamba.ops import build, custom_op
 
 BUSY = SequenceLayout.from_lengths([[300, 17, 900, 1, 64], [513], list(range(1, 40))], row_length=1300)
 
@@ -110,9 +110,9 @@ def test_softplus_and_sigmoid(function, expected, dtype, bound):
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 def test_auto_runs_the_compiled_kernels(operator, monkeypatch):
     called = []
-    real = dict(kernels.KERNELS["cpu"])
+    real = dict(custom_op.KERNELS["cpu"])
     counting = {name: lambda *a, name=name: (called.append(name), real[name](*a)) for name in real}
-    monkeypatch.setitem(kernels.KERNELS, "cpu", counting)
+    monkeypatch.setitem(custom_op.KERNELS, "cpu", counting)
     case = random_case(operator, AWKWARD["splits"], torch.float32)
     case.run("auto")
     prefix = operator.removesuffix("_pack")
@@ -123,7 +123,7 @@ def test_auto_runs_the_compiled_kernels(operator, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_are_written_wherever_they_are_read(operator, dtype, monkeypatch):
     """Every output arrives full of NaN, and none is left."""
-    real = dict(kernels.KERNELS["cpu"])
+    real = dict(custom_op.KERNELS["cpu"])
 
     def poisoned(name):
         schema = getattr(torch.ops.packmamba_cpu, name).default._schema
@@ -139,7 +139,7 @@ def test_outputs_are_written_wherever_they_are_read(operator, dtype, monkeypatch
 
     case = random_case(operator, AWKWARD["chunk-edges"], dtype, channels=21)
     expected = case.run("cpu")
-    monkeypatch.setitem(kernels.KERNELS, "cpu", {name: poisoned(name) for name in real})
+    monkeypatch.setitem(custom_op.KERNELS, "cpu", {name: poisoned(name) for name in real})
     for name, value in case.run("cpu").items():
         assert torch.equal(value, expected[name]), name
 

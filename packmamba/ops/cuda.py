@@ -1,4 +1,4 @@
-"""A layout as work for the CUDA kernels: its schedule, made on the device once and shared by every operator of every layer."""
+"""CUDA launches, and the schedule they take: a layout as work items, made on the device once and shared by every layer."""
 
 from __future__ import annotations
 
@@ -111,6 +111,34 @@ def one_capture() -> Iterator[None]:
         yield
     finally:
         _capture = None
+
+
+def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
+    """Whether the scan's kernels may cut long documents; those for any dtype and number of states do not."""
+    return states == 16 and u.dtype == torch.bfloat16 and u.shape[2] % 2 == 0
+
+
+def launch(
+    name: str, direction: str, arguments: tuple, u: Tensor, documents: tuple, cuts: bool, last: tuple = ()
+) -> None:
+    """``torch.ops.packmamba_cuda.<name>`` of the arguments, then the schedule and its plan, the stream, and ``last``.
+
+    Args:
+        direction: forward or backward.
+        u: (B, L, D), any of the activations; documents: its layout's starts and ends; cuts: whether long ones may be cut.
+    """
+    if u.dtype == torch.float64:
+        raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
+    device = u.get_device()
+    if device != current_device():
+        with torch.cuda.device(device):
+            launch(name, direction, arguments, u, documents, cuts, last)
+        return
+    rows, row_length, channels = u.shape
+    starts, ends = documents
+    stream = current_stream(device)
+    found = schedule(starts, ends, rows, row_length, channels, cuts, direction, stream)
+    operator("cuda", name)(*arguments, *found, stream, *last)
 
 
 # torch.cuda's functions, without what each does first: operators are called often, and some are short.

@@ -1,4 +1,4 @@
-"""Published Mamba checkpoints <-> MambaLM: a folder with config.json and weights, state-spaces' or Hugging Face's."""
+"""Read and write published checkpoints: a folder with config.json and weights, state-spaces' or Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from packmamba.nn.mixers import MIXERS
-from packmamba.nn.sealed import is_damaged, save_sealed, save_sealed_safetensors
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 FIRST_LAYER = "Mamba1"
@@ -21,7 +20,7 @@ FIRST_LAYER = "Mamba1"
 
 
 def read_pretrained(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A checkpoint folder's arguments of MambaLM and its weights by our names. Errors: ``MambaLM.from_pretrained``'s."""
+    """Read MambaLM's arguments and its weights, by our names, from a folder. Raises as ``MambaLM.from_pretrained``."""
     folder = Path(directory)
     path = folder / "config.json"
     if not path.is_file():
@@ -29,7 +28,10 @@ def read_pretrained(directory: str | Path) -> tuple[dict[str, Any], dict[str, Te
     published = _read_json(path)
     translate = _from_hugging_face if "hidden_size" in published else _from_state_spaces
     arguments = translate(published, path)
-    weights = {_our_name(name): tensor for name, tensor in _read_weights(folder).items()}
+    weights = {
+        name.replace("backbone.embeddings.", "backbone.embedding."): tensor
+        for name, tensor in _read_weights(folder).items()
+    }
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
@@ -45,7 +47,7 @@ def read_pretrained(directory: str | Path) -> tuple[dict[str, Any], dict[str, Te
 def load_weights(
     model: nn.Module, weights: dict[str, Tensor], directory: str | Path, described: str = "config.json"
 ) -> None:
-    """Raises ValueError naming the first that the model lacks or has in another shape; ``described``: what says its shapes."""
+    """Load weights strictly. Raises ValueError naming the first missing, unknown or misshapen one."""
     expected = model.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights or name not in expected:
@@ -60,7 +62,7 @@ def load_weights(
 def write_pretrained(
     directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor], format: str = "state_spaces"
 ) -> None:
-    """Writes a folder in one of ``FORMATS``; ``config`` is a MambaLM's. Raises ValueError for what the format cannot hold."""
+    """Write a folder in one of ``FORMATS``; ``config`` is ``MambaLM.config``. Raises ValueError for what it cannot hold."""
     if format not in FORMATS:
         raise ValueError(f"format: expected {' or '.join(FORMATS)}, got {format!r}")
     FORMATS[format](Path(directory), config, weights)
@@ -87,10 +89,13 @@ def _write_hugging_face(folder: Path, config: dict[str, Any], weights: dict[str,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
-    named = {_their_name(name): tensor.contiguous() for name, tensor in weights.items()}
+    named = {
+        name.replace("backbone.embedding.", "backbone.embeddings."): tensor.contiguous()
+        for name, tensor in weights.items()
+    }
     if tied:
         del named["lm_head.weight"]  # one tensor under two names is no safetensors file
-    save_sealed_safetensors(named, folder / "model.safetensors")
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_state_spaces(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
@@ -109,15 +114,14 @@ def _write_state_spaces(folder: Path, config: dict[str, Any], weights: dict[str,
     if config["norm_epsilon"] != 1e-5:
         published["norm_epsilon"] = config["norm_epsilon"]
     (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
-    with open(folder / "pytorch_model.bin", "wb") as file:
-        save_sealed(weights, file)
+    torch.save(weights, folder / "pytorch_model.bin")
 
 
 FORMATS = {"state_spaces": _write_state_spaces, "huggingface": _write_hugging_face}
 
 
 def _layer(mixer: str) -> str:
-    """What ssm_cfg.layer calls it."""
+    """Name a mixer as ssm_cfg.layer does."""
     return getattr(MIXERS[mixer], "PUBLISHED", {}).get("state_spaces", mixer)
 
 
@@ -192,14 +196,6 @@ def _integer(published: dict[str, Any], key: str, path: Path, default: int | Non
     return value
 
 
-def _our_name(name: str) -> str:
-    return name.replace("backbone.embeddings.", "backbone.embedding.")
-
-
-def _their_name(name: str) -> str:
-    return name.replace("backbone.embedding.", "backbone.embeddings.")
-
-
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
@@ -217,9 +213,6 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    with open(path, "rb") as file:
-        if is_damaged(file):
-            raise ValueError(f"{path}: it has other bytes than were written")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

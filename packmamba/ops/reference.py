@@ -1,22 +1,93 @@
-"""Two plain implementations of the packed scan.
+"""Plain implementations of the packed operators: the specification, and a vectorised path that computes the same.
 
-The loops are the specification: every token of every document in turn. The vectorised path computes the same with a
-Python loop that is as long as a chunk: all chunks of all documents step together. Autograd differentiates both. Sums
-and states are float32, or float64 for float64 activations.
+The loops are the specification: every token of every document in turn. The vectorised convolution takes all tokens at once, tap
+by tap; the vectorised scan is a Python loop as long as a chunk: all chunks of all documents step together. Autograd
+differentiates each. Sums and the scan's states are float32, or float64 for float64 activations.
 
-Shapes: B rows, L slots, S documents, T real tokens, K chunks, D channels, N states.
+Shapes: B rows, L slots, S documents, T real tokens, K chunks, D channels, N states, W taps.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from packmamba.ops.checks import accumulation_dtype
-from packmamba.ops.scan.arguments import ScanArguments
+from packmamba.ops.conv import ConvArguments
+from packmamba.ops.inner import InnerArguments
+from packmamba.ops.scan import ScanArguments
 
 CHUNK_LENGTH = 64
+
+
+def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
+    """The convolution, token by token."""
+    x, weight, bias, initial_state, layout, activation, return_final_state = a
+    dtype = accumulation_dtype(x.dtype)
+    width = weight.shape[1]
+    slots = x.flatten(0, 1)
+    y = [torch.zeros_like(slots[0], dtype=dtype)] * layout.num_slots
+    finals = []
+    for s, (start, end) in enumerate(zip(layout.starts.tolist(), layout.ends.tolist())):
+        if initial_state is None:
+            window = [torch.zeros_like(slots[0], dtype=dtype)] * (width - 1)
+        else:
+            window = list(initial_state[s].to(dtype).unbind(-1))
+        for t in range(start, end):
+            window.append(slots[t].to(dtype))
+            total = sum(weight[:, k].to(dtype) * window[-width + k] for k in range(width))
+            assert isinstance(total, Tensor)
+            y[t] = total if bias is None else total + bias.to(dtype)
+            if activation == "silu":
+                y[t] = F.silu(y[t])
+        finals.append(torch.stack(window[1 - width :], dim=-1))
+    final_state = None
+    if return_final_state:
+        state_dtype = x.dtype if initial_state is None else initial_state.dtype
+        empty = slots.new_zeros(0, x.shape[2], width - 1, dtype=state_dtype)
+        final_state = torch.stack(finals).to(state_dtype) if finals else empty
+    return torch.stack(y).view(x.shape).to(x.dtype), final_state
+
+
+def conv1d_pack_vectorised(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
+    """The convolution, all tokens at once, tap by tap."""
+    x, weight, bias, initial_state, layout, activation, return_final_state = a
+    dtype = accumulation_dtype(x.dtype)
+    width = weight.shape[1]
+    slots = x.flatten(0, 1).to(dtype)
+    taps = weight.to(dtype)
+    before = None if initial_state is None else initial_state.to(dtype)
+    token = (layout.documents.flatten() >= 0).nonzero().flatten()
+    document = layout.documents.flatten()[token].long()
+    place = token - layout.starts[document]
+    y = slots.index_select(0, token) * taps[:, -1]
+    for lag in range(1, width):
+        inside = place >= lag
+        # An earlier token of the same document, never another's: its slot is not even read.
+        source = torch.where(inside, token - lag, token - place)
+        tap = torch.where(inside[:, None], slots.index_select(0, source), 0)
+        if before is not None:
+            early = (~inside).nonzero().flatten()
+            tap = tap.index_copy(0, early, before[document[early], :, width - 1 + place[early] - lag])
+        y = y + tap * taps[:, -1 - lag]
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if activation == "silu":
+        y = F.silu(y)
+    output = torch.zeros_like(slots).index_copy(0, token, y).view(x.shape).to(x.dtype)
+    if not return_final_state:
+        return output, None
+    place = layout.lengths[:, None].long() + torch.arange(1 - width, 0, device=x.device)
+    last = slots[layout.starts[:, None] + place.clamp(min=0)]
+    last = torch.where((place >= 0)[..., None], last, 0).transpose(1, 2)
+    if before is not None:
+        kept = (place + width - 1).clamp(max=width - 2)
+        kept = before.gather(2, kept[:, None].expand(-1, x.shape[2], -1))
+        last = torch.where((place >= 0)[:, None], last, kept)
+    return output, last.to(x.dtype if initial_state is None else initial_state.dtype).contiguous()
 
 
 def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
@@ -133,3 +204,35 @@ def _start_states(first: Tensor, ends: Tensor, decays: Tensor, per_document: Ten
     document = torch.repeat_interleave(per_document)
     index = torch.arange(document.numel(), device=first.device) - (per_document.cumsum(0) - per_document)[document]
     return torch.cat(levels)[torch.argsort(torch.argsort(index, stable=True))]
+
+
+def composed(a: InnerArguments, conv1d_pack: Callable, ssm_pack: Callable) -> tuple[Tensor | None, ...]:
+    """By two implementations of the operators."""
+    x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
+    x, z = a.xz.chunk(2, dim=-1)
+    x, conv_final = conv1d_pack(
+        ConvArguments(x, a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, "silu", a.return_state)
+    )
+    delta, B, C = a.parts(F.linear(x, x_weight))
+    y, ssm_final = ssm_pack(
+        ScanArguments(
+            x,
+            F.linear(delta, dt_weight),
+            a.A,
+            B,
+            C,
+            a.D,
+            z,
+            a.delta_bias,
+            a.ssm_state,
+            a.ssm_layout,
+            True,
+            a.return_state,
+        )
+    )
+    return F.linear(y, out_weight), conv_final, ssm_final
+
+
+def inner_pack_composed(a: InnerArguments) -> tuple[Tensor | None, ...]:
+    """By the references."""
+    return composed(a, conv1d_pack_vectorised, ssm_pack_vectorised)

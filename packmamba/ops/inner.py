@@ -1,0 +1,285 @@
+"""The Mamba block after its first projection as one operator (mamba-ssm's ``mamba_inner_fn``), packed.
+
+Convolution, the projections to delta, B and C, scan, last projection. The compiled backward is explicit: gradients of the
+convolution's input and of the gate land in the two halves of one tensor, those of delta, B and C in the three parts of another,
+nothing is copied or concatenated, and it may keep less than autograd would (``recompute``).
+
+Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packmamba.layout import SequenceLayout
+from packmamba.ops.backends import choose
+from packmamba.ops.checks import (
+    ACTIVATION_DTYPES,
+    accumulation_dtype,
+    check_activations,
+    check_is_tensor,
+    check_layout,
+    check_tensor,
+)
+from packmamba.ops.custom_op import KERNELS, dense, empty_grad_like, register
+from packmamba.ops.scan import allocate_scan
+
+MAKE_Y = ("cuda",)
+"""Devices whose ``ssm_backward`` also writes y if asked to."""
+
+
+def inner_pack(
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    x_weight: Tensor,
+    dt_weight: Tensor,
+    A: Tensor,
+    D: Tensor,
+    delta_bias: Tensor,
+    out_weight: Tensor,
+    *,
+    conv_layout: SequenceLayout | None = None,
+    ssm_layout: SequenceLayout | None = None,
+    conv_state: Tensor | None = None,
+    ssm_state: Tensor | None = None,
+    return_state: bool = False,
+    recompute: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """``x, z = xz; x = conv1d_pack(x); delta, B, C = x @ x_weight.T``, then
+    ``ssm_pack(x, delta @ dt_weight.T, A, B, C, D, z) @ out_weight.T``.
+
+    Args:
+        xz: (B, L, 2 D), the convolution's input and the gate.
+        conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is SiLU.
+        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; the compiled kernels sum
+            gradients of wider ones without rounding them to xz's.
+        A, D, delta_bias: (D, N), (D,), (D,), as ``ssm_pack`` takes them.
+        conv_layout, ssm_layout: where documents lie for the convolution and for the scan; None: each row is one.
+        conv_state, ssm_state: as the operators' initial_state, indexed by the documents of their layouts.
+        return_state: also return (final convolution state, final scan state).
+        recompute: the backward computes the convolution's output and delta again instead of keeping them (compiled kernels only),
+            and on a GPU y: its kernel has it at hand, from states that are rounded at times, so its bits may differ.
+        backend: see ``ops.BACKENDS``.
+
+    Returns:
+        (B, L, d_model) in xz's dtype, and the final states or None.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_activations(xz, "xz")
+    conv_layout = check_layout(conv_layout, xz, "xz", "conv_layout")
+    ssm_layout = check_layout(ssm_layout, xz, "xz", "ssm_layout")
+    a = InnerArguments(
+        xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_state, ssm_state, None, None, None,
+        conv_layout, ssm_layout, return_state, recompute,
+    )  # fmt: skip
+    a.check()
+    mixed, *state = choose(backend, xz.device, "inner_pack")(a)
+    return mixed, (state[0], state[1]) if return_state else None
+
+
+class InnerArguments(NamedTuple):
+    """Arguments of every implementation, under the names of ``inner_pack``; the layouts are there.
+
+    x_used, dt_used, out_used: x_weight, dt_weight and out_weight in xz's dtype, where their own is another.
+    """
+
+    xz: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    x_weight: Tensor
+    dt_weight: Tensor
+    out_weight: Tensor
+    A: Tensor
+    D: Tensor
+    delta_bias: Tensor
+    conv_state: Tensor | None
+    ssm_state: Tensor | None
+    x_used: Tensor | None
+    dt_used: Tensor | None
+    out_used: Tensor | None
+    conv_layout: SequenceLayout
+    ssm_layout: SequenceLayout
+    return_state: bool
+    recompute: bool
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """x_weight, dt_weight and out_weight in xz's dtype."""
+        return tuple(own if used is None else used for own, used in zip(self[3:6], self[11:14]))
+
+    def parts(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """Views of (B, L, R + 2 N): (B, L, R), (B, L, N), (B, L, N)."""
+        rank, states = self.dt_weight.shape[1], self.A.shape[1]
+        return projected.split((rank, states, states), dim=2)
+
+    def check(self) -> None:
+        """Against xz and the layouts, which are right."""
+        xz, out_weight = self.xz, self.out_weight
+        if xz.shape[2] % 2:
+            raise ValueError(f"xz: expected shape (B, L, 2 D), got {tuple(xz.shape)}")
+        channels = xz.shape[2] // 2
+        sizes = []
+        for name, matrix, expected, most in (
+            ("conv_weight", self.conv_weight, "W) with W from 2 to 4", range(2, 5)),
+            ("dt_weight", self.dt_weight, "R) with R at least 1", range(1, 2**31)),
+            ("A", self.A, "N) with N from 1 to 256", range(1, 257)),
+        ):
+            check_is_tensor(matrix, name)
+            if matrix.dim() != 2 or matrix.shape[1] not in most:
+                raise ValueError(f"{name}: expected shape ({channels}, {expected}, got {tuple(matrix.shape)}")
+            sizes.append(matrix.shape[1])
+        width, rank, states = sizes
+        check_is_tensor(out_weight, "out_weight")
+        near, wide = (xz.dtype, torch.float32), (accumulation_dtype(xz.dtype),)
+        for name, shape, dtypes in (
+            ("conv_weight", (channels, width), near),
+            ("conv_bias", (channels,), near),
+            ("x_weight", (rank + 2 * states, channels), ACTIVATION_DTYPES),
+            ("dt_weight", (channels, rank), ACTIVATION_DTYPES),
+            ("out_weight", (*out_weight.shape[:1], channels), ACTIVATION_DTYPES),
+            ("A", (channels, states), wide),
+            ("D", (channels,), wide),
+            ("delta_bias", (channels,), wide),
+            ("conv_state", (self.conv_layout.num_documents, channels, width - 1), near),
+            ("ssm_state", (self.ssm_layout.num_documents, channels, states), wide),
+        ):
+            tensor = getattr(self, name)
+            if tensor is not None or name not in ("conv_bias", "conv_state", "ssm_state"):
+                check_tensor(tensor, name, shape, dtypes, xz, "xz")
+
+
+def compiled(a: InnerArguments) -> tuple[Tensor, ...]:
+    wide = accumulation_dtype(a.xz.dtype)
+    used = (None if weight.dtype == a.xz.dtype else weight.detach().to(a.xz.dtype) for weight in a[3:6])
+    x_used, dt_used, out_used = used
+    mixed, conv_final, ssm_final = _registered(
+        a._replace(
+            conv_weight=a.conv_weight.to(wide),
+            conv_bias=None if a.conv_bias is None else a.conv_bias.to(wide),
+            conv_state=None if a.conv_state is None else a.conv_state.to(wide),
+            x_used=x_used,
+            dt_used=dt_used,
+            out_used=out_used,
+        )
+    )
+    if a.return_state:
+        conv_final = conv_final.to(a.xz.dtype if a.conv_state is None else a.conv_state.dtype)
+    return mixed, conv_final, ssm_final
+
+
+# Launching must not take longer than the GPU's work on a small model, so views are made once and nothing is looked up twice.
+def _forward(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
+    """mixed, both final states, and for the backward: the scan's kept states, projected, x, delta, y."""
+    x_in, z = a.xz.chunk(2, dim=2)
+    y, conv_final, ssm_final, kept = _room(a, x_in, keep)
+    x = torch.empty_like(y)
+    convolve, scan = _kernel_arguments(a)
+    kernels = KERNELS[y.device.type]
+    kernels["conv1d_forward"](x_in, *convolve, x, conv_final)
+    x_weight, dt_weight, out_weight = a.weights
+    projected = _linear(x, x_weight)
+    low, B, C = a.parts(projected)
+    delta = _linear(low, dt_weight)
+    A, D, *others = scan
+    kernels["ssm_forward"](x, delta, A, B, C, D, z, *others, y, ssm_final, kept)
+    return _linear(y, out_weight), conv_final, ssm_final, kept, *_kept(a, keep, (projected, x, delta, y))
+
+
+def _fake(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
+    y, *others = _room(a, a.xz.chunk(2, dim=2)[0], keep)
+    mixed, projected = (y.new_empty(*y.shape[:2], weight.shape[0]) for weight in (a.out_weight, a.x_weight))
+    return mixed, *others, *_kept(a, keep, (projected, torch.empty_like(y), torch.empty_like(y), y))
+
+
+def _room(a: InnerArguments, x_in: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """For y, both final states and the states that the scan keeps."""
+    channels, width = a.conv_weight.shape
+    y, ssm_final, kept = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, keep)
+    shape = (a.conv_layout.starts.shape[0], channels, width - 1)
+    return y, a.conv_weight.new_empty(shape) if a.return_state else None, ssm_final, kept
+
+
+def _kept(a: InnerArguments, keep: bool, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Of projected, x, delta and y what the backward is to find."""
+    whole = keep and not a.recompute
+    wanted = (keep, whole, whole, whole or (keep and a.xz.device.type not in MAKE_Y))
+    return tuple(value if keeps else None for value, keeps in zip(values, wanted))
+
+
+def _kernel_arguments(a: InnerArguments) -> tuple[tuple, tuple]:
+    """The convolution's from weight to silu; the scan's A, D, and what follows z: delta_bias to initial_state."""
+    conv, scan = a.conv_layout, a.ssm_layout
+    return (
+        (dense(a.conv_weight), dense(a.conv_bias), conv.starts, conv.ends, dense(a.conv_state), True),
+        (dense(a.A), dense(a.D), dense(a.delta_bias), True, scan.starts, scan.ends, dense(a.ssm_state)),
+    )
+
+
+def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
+    kept, projected, x, delta, y = saved
+    dmixed, dconv_final, dssm_final = grads
+    gradients: Any = tuple(map(empty_grad_like, a[:GRADIENTS]))
+    dxz, dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = gradients
+    if dmixed is None:
+        dmixed = a.xz.new_zeros(*a.xz.shape[:2], len(a.out_weight))
+    if not a.return_state:
+        dconv_final = dssm_final = None
+    if dssm is not None:
+        dssm.zero_()  # of documents that are absent (training.graphs) nothing writes it
+    kernels = KERNELS[a.xz.device.type]
+    (x_in, z), (dx, dz) = a.xz.chunk(2, dim=2), dxz.chunk(2, dim=2)
+    convolve, (A, D, *others) = _kernel_arguments(a)
+    low, B, C = a.parts(projected)
+    x_weight, dt_weight, out_weight = a.weights
+    if a.recompute:
+        x = torch.empty_like(x_in, memory_format=torch.contiguous_format)
+        kernels["conv1d_forward"](x_in, *convolve, x, None)
+        delta = _linear(low, dt_weight)
+    by_slot = dmixed.flatten(0, 1)
+    dy = torch.empty_like(x)
+    torch.mm(by_slot, out_weight, out=dy.flatten(0, 1))
+    make_y = {}
+    if y is None or not y.numel():
+        make_y["y"] = y = torch.empty_like(x)
+    du, ddelta, dprojected = torch.empty_like(x), torch.empty_like(x), torch.empty_like(projected)
+    dlow, dB, dC = a.parts(dprojected)
+    kernels["ssm_backward"](
+        dy, dense(dssm_final), x, delta, A, B, C, D, z, *others, kept,
+        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dssm, **make_y,
+    )  # fmt: skip
+    _product(by_slot.t(), y.flatten(0, 1), dout_weight)
+    by_slot, dprojected_by_slot = ddelta.flatten(0, 1), dprojected.flatten(0, 1)
+    torch.mm(by_slot, dt_weight, out=dlow.flatten(0, 1))
+    _product(by_slot.t(), low.flatten(0, 1), ddt_weight)
+    _product(dprojected_by_slot.t(), x.flatten(0, 1), dx_weight)
+    du.flatten(0, 1).addmm_(dprojected_by_slot, x_weight)
+    kernels["conv1d_backward"](du, dense(dconv_final), x_in, *convolve, dx, dweight, dbias, dconv)
+    return gradients
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (B, L, K), of any token stride, by a weight (M, K). By ``out=``, which autocast leaves alone."""
+    y = x.new_empty(*x.shape[:2], weight.shape[0])
+    torch.mm(x.flatten(0, 1), weight.t(), out=y.flatten(0, 1))
+    return y
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b, rounded to out's dtype alone where PyTorch can."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif out.is_cuda and out.dtype == torch.float32 and a.dtype.itemsize == 2:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(a, b, out=a.new_empty(out.shape)))
+
+
+GRADIENTS = 11
+_registered = register("inner_pack", InnerArguments, _forward, _fake, _backward, outputs=3, kept=5, gradients=GRADIENTS)

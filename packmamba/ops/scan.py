@@ -1,0 +1,216 @@
+"""The selective scan over packed documents. Shapes: B rows, L slots, S documents, D channels, N states per channel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packmamba.errors import KernelError
+from packmamba.layout import SequenceLayout
+from packmamba.ops.backends import choose
+from packmamba.ops.checks import (
+    accumulation_dtype,
+    check_activations,
+    check_flag,
+    check_is_tensor,
+    check_layout,
+    check_tensor,
+)
+from packmamba.ops.cuda import launch, scans_by_tensor_cores
+from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
+
+# As in the kernels: tokens between states that the scan keeps for its backward, and what channels are padded to.
+KEPT_TOKENS = 32
+KEPT_CHANNELS = 16
+BACKWARD_SHARED_BYTES = 109 << 10
+"""Of a block of the scan's backward by tensor cores."""
+
+
+def ssm_pack(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    layout: SequenceLayout | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Mamba's recurrence, started anew (or from a given state) at each document.
+
+    ``delta' = softplus(delta + delta_bias)``, ``h[t] = exp(delta'[t] A) h[t-1] + delta'[t] B[t] u[t]``,
+    ``y[t] = (C[t] . h[t] + D u[t]) * silu(z[t])`` (Mamba, arXiv 2312.00752; packed: PackMamba, arXiv 2408.03865).
+    Differentiable in every tensor, also through the final state.
+
+    Args:
+        u, delta, z: (B, L, D), one dtype of bfloat16, float16, float32 or float64 (not on a GPU's kernels); any row
+            stride, unit channel stride. z None: no gate.
+        B, C: (B, L, N), like u.
+        A: (D, N), negative; float32 (float64 with float64 activations), as are D and delta_bias.
+        D: (D,), the skip; None: none.
+        delta_bias: (D,), added to delta; None: zero.
+        delta_softplus: whether delta passes through softplus after its bias.
+        layout: where documents lie; None: each row is one.
+        initial_state: (S, D, N), the state each document starts from, whatever ``layout.continues`` says; None: zero.
+            A's dtype.
+        return_final_state: also return each document's last state, (S, D, N) in A's dtype.
+        backend: see ``ops.BACKENDS``.
+
+    Returns:
+        y (B, L, D) in u's dtype, zero at padding, whose contents are never looked at; and the final state if asked for.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came, before any work.
+    """
+    check_activations(u, "u")
+    layout = check_layout(layout, u, "u")
+    a = ScanArguments(u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state)
+    a.check()
+    y, final_state = choose(backend, u.device, "ssm_pack")(a)
+    return (y, final_state) if return_final_state else y
+
+
+class ScanArguments(NamedTuple):
+    """Arguments of every implementation, under the names of ``ops.ssm_pack``; the layout is there."""
+
+    u: Tensor
+    delta: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    delta_bias: Tensor | None
+    initial_state: Tensor | None
+    layout: SequenceLayout
+    delta_softplus: bool
+    return_final_state: bool
+
+    def check(self) -> None:
+        """Against u and the layout, which are right."""
+        u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = self
+        rows, row_length, channels = shape = u.shape
+        check_is_tensor(A, "A")
+        if A.dim() != 2 or not 1 <= A.shape[1] <= 256:
+            raise ValueError(f"A: expected shape ({channels}, N) with N from 1 to 256, got {tuple(A.shape)}")
+        states = A.shape[1]
+        near, wide = (u.dtype,), (accumulation_dtype(u.dtype),)
+        check_tensor(A, "A", (channels, states), wide, u, "u")
+        check_tensor(delta, "delta", shape, near, u, "u", True)
+        for name, tensor in (("B", B), ("C", C)):
+            check_tensor(tensor, name, (rows, row_length, states), near, u, "u", True)
+        if z is not None:
+            check_tensor(z, "z", shape, near, u, "u", True)
+        if D is not None:
+            check_tensor(D, "D", (channels,), wide, u, "u")
+        if delta_bias is not None:
+            check_tensor(delta_bias, "delta_bias", (channels,), wide, u, "u")
+        if initial_state is not None:
+            check_tensor(initial_state, "initial_state", (layout.num_documents, channels, states), wide, u, "u")
+        check_flag("delta_softplus", delta_softplus)
+        check_flag("return_final_state", return_final_state)
+
+
+def _forward(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
+    """y, the final state, and states kept for the backward."""
+    results = allocate_scan(a.u, a.A, a.layout.starts, a.return_final_state, keep)
+    KERNELS[a.u.device.type]["ssm_forward"](*_kernel_arguments(a), *results)
+    return results
+
+
+def _fake(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
+    return allocate_scan(a.u, a.A, a.layout.starts, a.return_final_state, keep)
+
+
+def allocate_scan(
+    u: Tensor, A: Tensor, starts: Tensor, return_final_state: bool, keep: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Room for the scan's y, final states and what it keeps for its backward."""
+    channels, states = A.shape
+    y = empty_grad_like(u)
+    final = A.new_empty((starts.shape[0], channels, states)) if return_final_state else None
+    if not keep:
+        return y, final, None
+    intervals = u.shape[0] * u.shape[1] // KEPT_TOKENS
+    if u.is_cuda:
+        # Room for 16 bits a number, which is also 32 bits at half as many tokens.
+        return y, final, torch.empty((intervals, channels, states), dtype=torch.bfloat16, device=u.device)
+    # A document's kept states begin at its number + its start // KEPT_TOKENS: none overlap, without sums over lengths.
+    padded = -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS
+    return y, final, A.new_empty((starts.shape[0] + intervals, padded, states))
+
+
+def _backward(a: ScanArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
+    dy, dfinal = grads
+    gradients = tuple(map(empty_grad_like, a[:9]))
+    KERNELS[a.u.device.type]["ssm_backward"](
+        a.u.new_zeros(a.u.shape) if dy is None else unit_stride(dy),
+        dense(dfinal) if a.return_final_state else None,
+        *_kernel_arguments(a), *kept, *gradients,
+    )  # fmt: skip
+    return gradients
+
+
+def _kernel_arguments(a: ScanArguments) -> tuple:
+    """As the kernels take them; activations of any row stride, parameters dense."""
+    u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, _ = a
+    return (
+        u, delta, A.contiguous(), B, C, dense(D), z, dense(delta_bias), delta_softplus, layout.starts, layout.ends,
+        dense(initial_state),
+    )  # fmt: skip
+
+
+def _cuda_forward(*arguments: Any) -> None:
+    u, kept = arguments[0], arguments[-1]
+    cuts = _cuts(*arguments[:7])
+    if cuts and kept is not None:
+        _check_backward_fits(u.device)
+    launch("ssm_forward", "forward", arguments, u, arguments[9:11], cuts)
+
+
+def _cuda_backward(*arguments: Any, y: Tensor | None = None) -> None:
+    """With ``y``, written to it: the forward's output, from the states that the backward replays."""
+    dy, u = arguments[0], arguments[2]
+    cuts = _cuts(*arguments[2:9])
+    if cuts and not _even(dy):
+        arguments = (dy.contiguous(), *arguments[1:])
+    launch("ssm_backward", "backward", arguments, u, arguments[11:13], cuts, (y,))
+
+
+@functools.cache
+def _check_backward_fits(device: torch.device) -> None:
+    """Before anything that will be differentiated is computed."""
+    properties = torch.cuda.get_device_properties(device)
+    room = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
+    if room < BACKWARD_SHARED_BYTES:
+        raise KernelError(
+            f"the scan's gradients of bfloat16 activations with 16 states need {BACKWARD_SHARED_BYTES >> 10} KiB of shared "
+            f"memory a block, this GPU has {room >> 10}; take float16 or float32 activations, or backend 'mamba_ssm' or "
+            "'reference'"
+        )
+
+
+def _even(tensor: Tensor) -> bool:
+    """Whether pairs of 16-bit channels can be read at once."""
+    rows, tokens, _ = tensor.stride()
+    return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
+
+
+def _cuts(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> bool:
+    if not scans_by_tensor_cores(u, A.shape[1]):
+        return False
+    return _even(u) and _even(delta) and _even(B) and _even(C) and (z is None or _even(z))
+
+
+declare("ssm_forward", outputs=3, cuda=_cuda_forward)
+declare("ssm_backward", outputs=9, cuda=_cuda_backward)
+compiled = register("ssm_pack", ScanArguments, _forward, _fake, _backward, outputs=2, kept=1, gradients=9)
