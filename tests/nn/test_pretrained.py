@@ -1,4 +1,4 @@
-"""Published checkpoints: Hugging Face's own model as the reference, state-spaces' folder by hand, every refusal."""
+"""Published checkpoints: Hugging Face's own model as the reference, state-spaces' folder by hand."""
 
 import json
 import os
@@ -160,98 +160,49 @@ def test_overrides_reach_the_model(tmp_path):
         MambaLM.from_pretrained(tmp_path, backend="triton")
 
 
-def rewrite(name, change):
-    """The folder with one of its weights changed."""
-
-    def apply(folder):
-        weights = torch.load(folder / "pytorch_model.bin")
-        change(weights, name)
-        torch.save(weights, folder / "pytorch_model.bin")
-
-    return apply
+A_LOG = "backbone.layers.1.mixer.A_log"
 
 
 def config(**changes):
     return lambda folder: save_state_spaces(folder, state_spaces_weights(), **changes)
 
 
-def hugging_face_config(**changes):
-    keys = {"model_type": "mamba", "hidden_size": 8, "vocab_size": 24, "num_hidden_layers": 2}
-    return lambda folder: (folder / "config.json").write_text(json.dumps(keys | changes))
-
-
-def sharded(index):
+def weights(change):
     def apply(folder):
-        (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00002.bin")
-        (folder / "pytorch_model.bin.index.json").write_text(index)
+        given = torch.load(folder / "pytorch_model.bin")
+        change(given)
+        torch.save(given, folder / "pytorch_model.bin")
 
     return apply
 
 
-def text(name, content):
-    return lambda folder: (folder / name).write_text(content)
-
-
-A_LOG = "backbone.layers.1.mixer.A_log"
 REFUSALS = {
-    "no configuration": (
-        lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "directory: expected .*config.json, got "),
-    "bad JSON": (text("config.json", '{"d_model": 8,'), ValueError, "config.json: expected JSON, got "),
-    "not text": (lambda f: (f / "config.json").write_bytes(b"\xff"), ValueError, "config.json: expected JSON, got "),
-    "a list": (text("config.json", "[]"), ValueError, "config.json: expected a JSON object, got list"),
-    "no keys": (text("config.json", "{}"), ValueError, "expected d_model and n_layer, or .*hidden_size, got neither"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "config.json"),
+    "bad JSON": (lambda folder: (folder / "config.json").write_text('{"d_model": 8,'), ValueError, "config.json"),
     "Mamba-2": (config(ssm_cfg={"layer": "Mamba2"}), ValueError, "ssm_cfg.layer: expected 'Mamba1', got 'Mamba2'"),
-    "attention": (config(attn_layer_idx=[1]), ValueError, r"attn_layer_idx: expected none .*, got \[1\]"),
-    "MLP": (config(d_intermediate=32), ValueError, "d_intermediate: expected none .*, got 32"),
-    "LayerNorm": (config(rms_norm=False), ValueError, "rms_norm: expected true, got false"),
+    "attention": (config(attn_layer_idx=[1]), ValueError, "attn_layer_idx"),
     "unknown option": (config(ssm_cfg={"headdim": 64}), ValueError, "ssm_cfg: unknown keys headdim"),
-    "size of text": (config(d_model="8"), ValueError, "d_model: expected an integer of at least 1, got '8'"),
-    "width": (config(ssm_cfg={"d_conv": 7}), ValueError, "d_conv: expected 2, 3 or 4, got 7"),
-    "another model": (hugging_face_config(model_type="llama"), ValueError, "model_type: expected 'mamba', got 'llama'"),
-    "its Mamba-2": (hugging_face_config(model_type="mamba2"), ValueError, "model_type: expected 'mamba', got 'mamba2'"),
-    "activation": (hugging_face_config(hidden_act="gelu"), ValueError, "hidden_act: expected 'silu', got 'gelu'"),
-    "expansion": (hugging_face_config(expand=1.5), ValueError, "expand: expected an integer of at least 1, got 1.5"),
-    "no weights": (
-        lambda folder: (folder / "pytorch_model.bin").unlink(), FileNotFoundError,
-        r"directory: expected model.safetensors or pytorch_model.bin \(or its index\) in .*, got neither"),
-    "pointer": (
-        text("pytorch_model.bin", "version https://git-lfs"), ValueError, "model.bin: expected a file of weights"),
-    "broken safetensors": (
-        text("model.safetensors", "no"), ValueError, "model.safetensors: expected a file of weights, got one that"),
-    "missing shard": (
-        sharded('{"weight_map": {"a": "pytorch_model-00002-of-00002.bin"}}'), FileNotFoundError,
-        "index.json: expected 'pytorch_model-00002-of-00002.bin' beside it, got no such file"),
-    "broken index": (sharded("{"), ValueError, "index.json: expected JSON, got "),
-    "missing tensor": (rewrite(A_LOG, dict.pop), ValueError, f"the weights lack '{A_LOG}'"),
-    "missing embedding": (
-        rewrite("backbone.embedding.weight", dict.pop), ValueError, "the weights lack 'backbone.embedding.weight'"),
-    "unknown tensor": (
-        rewrite("extra", lambda w, name: w.update({name: torch.ones(1)})), ValueError, "hold an unknown 'extra'"),
-    "wrong shape": (
-        rewrite(A_LOG, lambda w, name: w.update({name: w[name][:, :3]})), ValueError,
-        rf"'{A_LOG}': expected shape \(16, 16\) from config.json, got \(16, 3\)"),
-    "another vocabulary": (
-        config(vocab_size=100), ValueError, r"embedding.weight': expected shape \(100, 8\) .*, got \(24, 8\)"),
-    "a head of its own": (
-        rewrite("lm_head.weight", lambda w, name: w.update({name: w[name] + 1})), ValueError,
-        "'lm_head.weight' differs from the embedding that config.json ties it to"),
-}  # fmt: skip
+    "no weights": (lambda folder: (folder / "pytorch_model.bin").unlink(), FileNotFoundError, "model.safetensors"),
+    "LFS pointer": (lambda folder: (folder / "pytorch_model.bin").write_text("version"), ValueError, "file of weights"),
+    "missing tensor": (weights(lambda given: given.pop(A_LOG)), ValueError, f"the weights lack '{A_LOG}'"),
+    "unknown tensor": (weights(lambda given: given.update(extra=torch.ones(1))), ValueError, "unknown 'extra'"),
+    "wrong shape": (weights(lambda given: given.update({A_LOG: given[A_LOG][:, :3]})), ValueError, A_LOG),
+    "another head": (
+        weights(lambda given: given.update({"lm_head.weight": given["lm_head.weight"] + 1})),
+        ValueError,
+        "head",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refuses_in_one_sentence(tmp_path, name):
     save_state_spaces(tmp_path, state_spaces_weights())
-    MambaLM.from_pretrained(tmp_path)
     spoil, kind, message = REFUSALS[name]
     spoil(tmp_path)
     with pytest.raises(kind, match=message) as caught:
         MambaLM.from_pretrained(str(tmp_path))
     assert type(caught.value) is kind and "\n" not in str(caught.value)
-
-
-def test_a_missing_folder_is_named():
-    with pytest.raises(FileNotFoundError, match="directory: expected .*, got 'state-spaces/mamba-130m'"):
-        MambaLM.from_pretrained("state-spaces/mamba-130m")
 
 
 @pytest.mark.parametrize("tied", [True, False])

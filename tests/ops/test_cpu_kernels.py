@@ -17,7 +17,6 @@ def loaded():
     build.load("cpu")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", [AWKWARD["chunk-edges"], LONG, BUSY], ids=["chunk-edges", "long", "busy"])
@@ -53,7 +52,6 @@ def test_a_document_has_the_same_bits_wherever_it_is_packed(operator):
                 assert torch.equal(value[0], whole[name].flatten(0, 1)[tokens]), name
 
 
-@pytest.mark.slow
 def test_outputs_past_the_caches_have_the_same_bits():
     """Outputs of 32 MiB or more are written another way; half of their channels is not."""
     layout = SequenceLayout.from_lengths([[3000, 1, 1100]], row_length=4200)

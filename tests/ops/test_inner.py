@@ -72,7 +72,6 @@ def test_the_fused_operator_is_the_composition_of_the_references(layout, states,
     assert_close(outputs[1], outputs[0], 1e-12)
 
 
-@pytest.mark.slow
 def test_opcheck():
     tensors, (conv_state, ssm_state) = arguments()
     places = (LAYOUT.starts, LAYOUT.ends, LAYOUT.starts, LAYOUT.ends)
@@ -94,33 +93,27 @@ def test_opcheck():
 NAMES = ("xz", "conv_weight", "conv_bias", "x_weight", "dt_weight", "A", "D", "delta_bias", "out_weight")
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize(
-    ("name", "change", "error", "message"),
+    ("name", "change", "error"),
     [
-        ("xz", lambda t: t[..., 1:], ValueError, r"expected shape \(B, L, 2 D\), got \(.*11\)"),
-        ("conv_weight", lambda t: t[:4], ValueError, r"expected shape \(6, 3\).*, got \(4, 3\)"),
-        ("conv_weight", lambda t: t[:, :1], ValueError, r"expected shape \(6, W\) with W from 2 to 4, got \(6, 1\)"),
-        ("conv_bias", lambda t: t[:1], ValueError, r"expected shape \(6,\).*, got \(1,\)"),
-        ("x_weight", lambda t: t[1:], ValueError, r"expected shape \(8, 6\).*, got \(7, 6\)"),
-        ("dt_weight", lambda t: t[0], ValueError, r"expected shape \(6, R\) with R at least 1, got \(2,\)"),
-        ("dt_weight", lambda t: t.long(), TypeError, "expected bfloat16 or .*, got int64"),
-        ("A", lambda t: t.float(), TypeError, "expected float64 beside float64 xz, got float32"),
-        ("A", lambda t: t[:, :0], ValueError, r"expected shape \(6, N\) with N from 1 to 256, got \(6, 0\)"),
-        ("D", lambda t: None, TypeError, "expected a tensor, got NoneType"),
-        ("delta_bias", lambda t: t[:, None], ValueError, r"expected shape \(6,\).*, got \(6, 1\)"),
-        ("out_weight", lambda t: t.t(), ValueError, r"expected shape \(6, 6\).*, got \(6, 5\)"),
-        ("out_weight", lambda t: t.to("meta"), ValueError, "expected device cpu like xz, got meta"),
-        ("conv_state", lambda t: t[1:], ValueError, r"expected shape .*, got"),
-        ("ssm_state", lambda t: t[..., 1:], ValueError, r"expected shape .*, got"),
+        ("xz", lambda t: t[..., 1:], ValueError),
+        ("conv_weight", lambda t: t[:4], ValueError),
+        ("conv_weight", lambda t: t[:, :1], ValueError),
+        ("x_weight", lambda t: t[1:], ValueError),
+        ("dt_weight", lambda t: t.long(), TypeError),
+        ("A", lambda t: t.float(), TypeError),
+        ("D", lambda t: None, TypeError),
+        ("out_weight", lambda t: t.t(), ValueError),
+        ("conv_state", lambda t: t[1:], ValueError),
+        ("ssm_state", lambda t: t[..., 1:], ValueError),
     ],
 )
-def test_the_fused_operator_refuses_in_one_sentence(name, change, error, message, backend):
+def test_the_fused_operator_refuses_in_one_sentence(name, change, error):
     tensors, given = arguments()
     good = dict(zip(NAMES, tensors)) | {"conv_state": given[0], "ssm_state": given[1]}
-    good |= {"conv_layout": LAYOUT, "ssm_layout": LAYOUT, "backend": backend}
+    good |= {"conv_layout": LAYOUT, "ssm_layout": LAYOUT}
     inner_pack(**good)
-    with pytest.raises(error, match=f"^{name}: {message}"):
+    with pytest.raises(error, match=f"^{name}: expected .*, got "):
         inner_pack(**good | {name: change(good[name])})
 
 
@@ -179,7 +172,6 @@ def test_recomputing_keeps_less():
     assert kept["block"] < 1.1 * (d_model + 1) * slot + 2 * 512 * 4 * d_model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recompute", block.RECOMPUTE)
 @pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
 def test_compiled_blocks_are_eager_ones(recompute, given, fresh_compiler):
@@ -192,7 +184,6 @@ def test_compiled_blocks_are_eager_ones(recompute, given, fresh_compiler):
         assert_close(results(fast, tokens, states, {"layout": layout}), expected)
 
 
-@pytest.mark.slow
 def test_compiled_blocks_leak_where_asked(fresh_compiler):
     tokens = random_tokens()
     model, fast = build(), build()
@@ -202,7 +193,6 @@ def test_compiled_blocks_leak_where_asked(fresh_compiler):
         assert_close(results(fast, tokens, None, layouts), results(model, tokens, None, layouts))
 
 
-@pytest.mark.slow
 def test_one_compilation_serves_all_blocks_and_layouts(fresh_compiler):
     graphs = []
 
@@ -221,7 +211,6 @@ def test_one_compilation_serves_all_blocks_and_layouts(fresh_compiler):
     assert len(graphs) <= 4
 
 
-@pytest.mark.slow
 def test_inductor(fresh_compiler):
     """The compiler itself, once: block, loss and both backwards."""
     tokens, targets, mask = random_tokens(), random_tokens(seed=4), LAYOUT.documents >= 0

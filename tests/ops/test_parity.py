@@ -66,7 +66,6 @@ def test_optional_arguments_absent(operator, backend, dtype):
     assert_all_parity(operator, "splits", dtype, backend, optional=False)
 
 
-@pytest.mark.slow
 @both
 @every_backend
 @given(data=st.data())
@@ -88,7 +87,6 @@ def test_random_layouts(operator, backend, data):
     assert_parity(case, backend, dtype)
 
 
-@pytest.mark.slow
 @every_backend
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_long_documents(operator, backend):

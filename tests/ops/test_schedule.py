@@ -98,7 +98,6 @@ def test_results_are_those_of_the_kernels(device):
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_models_share_it_compiled_or_not(device):
     for compiled in (False, True):
         torch._dynamo.reset()
