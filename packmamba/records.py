@@ -115,6 +115,10 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
     return _with_sweeps(records, Path(folder) / SWEEPS) if (Path(folder) / SWEEPS).is_file() else records
 
 
+def has_records(folder: str | Path) -> bool:
+    return any(True for pattern in FILES for _ in Path(folder).glob(pattern))
+
+
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
     """Give the configuration of an old record the keys and values of today."""
     record.pop("checksum", None)

@@ -13,23 +13,13 @@ import pandas as pd
 import pytest
 
 from made_records import PACKING, packing, table, throughput, training, write
-from packmamba.experiments import kinds_of
 from packmamba.records import append_record, make_record, read_records, write_sweep
 from packmamba.report import summary, training_figures
 from packmamba.report.folder import build_sections, format_table, table_files, write_report
-from packmamba.report.items import with_items
 from packmamba.report.kinds import Kind
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, word, write_table
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERIMENTS = sorted(
-    {path.parents[1] for path in ROOT.glob("experiments/*/records/*.jsonl")}
-    | {
-        path.parents[1]
-        for path in ROOT.glob("experiments/*/*/records/*.jsonl")
-        if (path.parents[1] / "tables").is_dir()
-    }
-)
 
 
 def test_records_of_an_unknown_kind_are_read_and_not_reported(tmp_path):
@@ -351,13 +341,6 @@ def test_terminal_table_lines_up():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda folder: str(folder.relative_to(ROOT / "experiments")))
-def test_committed_tables_are_what_the_committed_records_give(folder):
-    committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.*")}
-    records = with_items(folder, read_records(folder))
-    assert committed == table_files(records, kinds_of(folder, records))
-
-
 def test_no_two_arms_of_a_figure_look_alike():
     arms = [SimpleNamespace(setting=("", ""), scheme=scheme) for scheme in ("padded", "packed-reset", "own") * 4]
     looks = [repr(style) for _, style in training_figures._styled(arms)]

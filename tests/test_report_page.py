@@ -17,14 +17,14 @@ from packmamba.report import training_figures
 from packmamba.report.folder import build_sections, format_table, table_files, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERIMENTS = sorted({path.parents[1] for path in ROOT.glob("experiments/*/records/*.jsonl")})
+EXPERIMENTS = sorted(path.parent for path in ROOT.glob("experiments/*/tables"))
 
 
 @pytest.mark.parametrize("make", [lambda folder: None, lambda folder: folder.mkdir()])
 def test_a_folder_without_records_is_one_sentence(tmp_path, make):
     folder = tmp_path / "nothing"
     make(folder)
-    with pytest.raises(ValueError, match=r"nothing (is not a folder|has no records)") as caught:
+    with pytest.raises(ValueError, match=r"nothing: .*no record") as caught:
         write_report(folder)
     assert "\n" not in str(caught.value)
 

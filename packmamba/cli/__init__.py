@@ -114,6 +114,8 @@ def train(arguments: argparse.Namespace) -> None:
 
 def sweep(arguments: argparse.Namespace) -> None:
     """Train every run of one grid or more, and report. The same command again resumes it; with status: show how far it is."""
+    from packmamba.records import has_records
+
     begun = time.monotonic()
     with imports():
         from packmamba.cli.sweeps import load_sweeps
@@ -136,7 +138,7 @@ def sweep(arguments: argparse.Namespace) -> None:
         run_sweeps(sweeps, begun=begun)
     except Unfinished as unfinished:
         if unfinished.status == 1 and speaks(sweeps[0][1][0]):
-            _report_each([folder for folder in folders if any(Path(folder, "records").glob("*.jsonl"))])
+            _report_each([folder for folder in folders if has_records(folder)])
         raise
     if speaks(sweeps[0][1][0]):
         _report_each(folders)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from packmamba.config import CONFIGURATION, Config, ConfigError, key, load, suggest, to_dict
 from packmamba.evaluation.subject import check_configuration
-from packmamba.records import append_record, check_writable, read_records, write_sweep
+from packmamba.records import append_record, check_writable, has_records, read_records, write_sweep
 from packmamba.report import summary
 from packmamba.report.chosen import keys_of, known
 from packmamba.report.folder import build_sections, write_report
@@ -80,14 +80,14 @@ def _records(folder: str) -> list[dict[str, Any]]:
     if not path.is_dir():
         raise ConfigError(f"{folder} is not a folder; expected a run's, or one that holds records/")
     at = path
-    if not any((path / "records").glob("*.jsonl")) and (path / CONFIGURATION).is_file():
+    if not has_records(path) and (path / CONFIGURATION).is_file():
         check_configuration(path / CONFIGURATION)
         output = cast(DictConfig, OmegaConf.load(path / CONFIGURATION)).get("output")
         at = path if output is None else Path(output)
     try:
         records = [record for record in read_records(at) if record["kind"] == "training"]
     except ValueError as error:
-        if any((at / "records").glob("*.jsonl")):
+        if has_records(at):
             raise ConfigError(str(error)) from None
         records = []
     if (path / CONFIGURATION).is_file():

@@ -12,7 +12,7 @@ from packmamba.config import read_yaml
 from packmamba.config.rules import problem_of_type
 from packmamba.errors import ConfigError
 from packmamba.experiments import DONE, Headline, Step, done_steps, find, kinds_of, module, names, run_bench
-from packmamba.records import check_writable, read_records, write_whole
+from packmamba.records import check_writable, has_records, read_records, write_whole
 from packmamba.report.folder import build_sections, write_report
 from packmamba.report.tables import Cell, Column, Table, number, word, write_table
 
@@ -183,7 +183,7 @@ def cells(
 ) -> dict[str, Cell]:
     """The number behind each headline, from a folder's records; a dash where they have none. ``experiment``: whose tables, if not
     the folder's own. ``small``: they are of a small version."""
-    records = read_records(folder) if any((folder / "records").glob("*.jsonl")) else []
+    records = read_records(folder) if has_records(folder) else []
     sections = build_sections(records, figures=False, kinds=kinds_of(experiment or folder, records))
     tables = {table.name: table for section in sections for table in section.tables}
     return {headline.name: _cell(headline, tables, small) for headline in headlines}

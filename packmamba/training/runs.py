@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from packmamba.config import CONFIGURATION, Config, to_dict
 from packmamba.errors import ConfigError
-from packmamba.records import FILES, LATER_KEYS, read_records
+from packmamba.records import LATER_KEYS, has_records, read_records
 
 PLACES = (
     *("runs_dir", "output", "data.cache_dir", "data.num_proc"),
@@ -135,7 +135,7 @@ def folder_of_record(runs: Path, record: dict[str, Any]) -> Path:
 def records_of(config: Config) -> dict[int, dict[str, Any]]:
     """The run's records, by the steps after which they were made. ValueError names a file that cannot be read."""
     folder, mine = record_path(config).parents[1], run_id(config)
-    if not any(path for pattern in FILES for path in folder.glob(pattern)):
+    if not has_records(folder):
         return {}
     return {
         record["config"]["trainer"]["max_steps"]: record

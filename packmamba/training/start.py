@@ -11,7 +11,7 @@ from torch import Tensor
 from packmamba.config import Config, ConfigError
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained
-from packmamba.records import read_records
+from packmamba.records import has_records, read_records
 from packmamba.training.checkpoint_file import check_whole, read_checkpoint
 from packmamba.training.model_folder import PREFIX
 from packmamba.training.runs import folder_of_record
@@ -64,7 +64,7 @@ def weights_path(config: Config) -> Path:
     if not folder or not Path(folder).is_dir():
         raise ConfigError(f"trainer.init_from: {HELP}, got '{said}', which is not there")
     try:
-        records = read_records(folder) if any(Path(folder, "records").glob("*.jsonl")) else []
+        records = read_records(folder) if has_records(folder) else []
     except ValueError as error:
         raise ConfigError(f"trainer.init_from: {error}") from None
     trained = [r for r in records if r["kind"] == "training" and r["arm"] == arm and r["seed"] == config.seed]

@@ -1,0 +1,23 @@
+"""Committed tables are what the committed records give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from packmamba.experiments import kinds_of
+from packmamba.records import read_records
+from packmamba.report.folder import table_files
+from packmamba.report.items import with_items
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+FOLDERS = sorted(path.parent for path in EXPERIMENTS.glob("**/tables"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(EXPERIMENTS)))
+def test_committed_tables_are_what_the_committed_records_give(folder):
+    records = with_items(folder, read_records(folder))
+    made = table_files(records, kinds_of(folder, records))
+    committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").iterdir()}
+    assert committed == {name: text for name, text in made.items() if not name.endswith(".tex")}
