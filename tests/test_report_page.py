@@ -129,9 +129,7 @@ def test_the_readme_stands_on_the_page_findings_first(tmp_path):
 
 
 # The audit's arms are models, which go by their own names; tables of long runs say what each row is.
-@pytest.mark.parametrize(
-    "folder", [f for f in EXPERIMENTS if f.name != "leakcheck"], ids=lambda folder: folder.name
-)
+@pytest.mark.parametrize("folder", [f for f in EXPERIMENTS if f.name != "leakcheck"], ids=lambda folder: folder.name)
 def test_every_arm_of_a_committed_table_is_explained(folder):
     records = read_records(folder)
     explained = 0
