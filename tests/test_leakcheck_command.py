@@ -8,7 +8,7 @@ import torch
 
 from packmamba import MambaLM, leakcheck
 from packmamba.cli import main
-from packmamba.isolation.kernels import own_code
+from packmamba.isolation.probes import without_hub_kernels
 from packmamba.training.fit import fit
 from packmamba.training.runs import run_folder
 from runs import tiny_config
@@ -43,7 +43,7 @@ def test_a_model_that_fails_by_itself_is_as_it_was(monkeypatch):
     def fails():
         raise RuntimeError
 
-    with own_code([model], fails) as helps:
+    with without_hub_kernels([model], fails) as helps:
         assert not helps and modeling_mamba.causal_conv1d_fn is own
 
 

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from packmamba.config import ConfigError, Holds, at_least, each, key, some, suggest, unique
 from packmamba.experiments import Bench
-from packmamba.isolation import LeakCheck, Mode, leakcheck
-from packmamba.isolation.ways import ARGUMENTS
+from packmamba.isolation import LeakCheckResult, ModeResult, leakcheck
+from packmamba.isolation.adapters import ARGUMENTS
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 
@@ -89,10 +89,10 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
         try:
             result = leakcheck(model, boundaries)
         except Exception as error:  # a model that does not run here does not end the audit
-            result = LeakCheck(
+            result = LeakCheckResult(
                 boundaries,
                 {
-                    "evaluation": Mode(
+                    "evaluation": ModeResult(
                         "evaluation mode", raises=f"{type(error).__name__}: {' '.join(str(error).split())}"
                     )
                 },
@@ -171,7 +171,7 @@ def _record(
     of: dict[str, Any],
     boundaries: str,
     model: Any,
-    result: LeakCheck,
+    result: LeakCheckResult,
     failed: bool,
     seconds: float,
 ) -> dict[str, Any]:

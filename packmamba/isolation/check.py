@@ -1,58 +1,157 @@
-"""One mode's check: changes, what they move, gradients, documents alone."""
+"""Check documents for isolation: change other documents, compare bits, gradients, and documents alone."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from packmamba.isolation.probes import crossing_gradients, first_module, logits_of, moved, routes, spans
-from packmamba.isolation.verdict import Mode
-from packmamba.isolation.ways import Subject, Way
+from packmamba.isolation.adapters import CheckedModel, DocumentInput, adapt
+from packmamba.isolation.probes import (
+    WithoutDropout,
+    crossing_gradients,
+    eager,
+    first_module,
+    logits_of,
+    moved,
+    routes,
+    spans,
+    undisturbed,
+    without_hub_kernels,
+)
+from packmamba.isolation.result import LeakCheckResult, ModeResult
 
+ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65))
+"""Lengths of documents: awkward ones, and some that end where kernels cut their chunks. The sums are primes, which no other
+axis of a model is as long as."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Of a document packed against itself alone, ||packed - alone|| / ||alone||: sums in another order."""
+"""Maximum ||packed - alone|| / ||alone|| of a document: sums in another order."""
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Moves, relative to the largest logit, that are rounding where tokens are routed and no gradient connects documents."""
+"""Changes, relative to the largest logit, that count as rounding where tokens are routed and no gradient connects documents."""
+
+
+def leakcheck(
+    model_or_callable: Any,
+    boundaries: str = "position_ids",
+    vocab_size: int | None = None,
+    lengths: Sequence[int] | None = None,
+) -> LeakCheckResult:
+    """Check whether anything crosses a document boundary: change documents of a packed row, compare the others bit by bit.
+
+    Forward: a document's last token is changed, another's first token, and for each document everything but it. Backward: a
+    document's loss is differentiated by what all tokens are embedded to. Then each document is computed alone. Random states,
+    modes, buffers, gradients and weights are left as they were; each call draws the same random numbers. A model of
+    transformers that does not run with the kernels that are installed is checked without them, and a note says so.
+
+    Args:
+        model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument (called with
+            ``use_cache=False``); or a MambaLM (by its layout); or a callable (tokens (1, L) int64, lengths) -> logits (1, L, V).
+        boundaries: how the model is told where documents start: position_ids, seq_idx, cu_seq_lens_q (with the arguments that
+            go with it), several joined by +; or attention_mask: documents in rows of their own, padded on either side. A
+            MambaLM and a callable take none.
+        vocab_size: ids are below it; None: the model's, of a callable 32.
+        lengths: of the documents, at least two; None: awkward ones.
+
+    Raises:
+        TypeError, ValueError: what is checked is no such model, its logits are not finite, or no token moves them.
+        Exception: the model's own, where it fails without boundaries too.
+    """
+    model = adapt(model_or_callable, boundaries, vocab_size)
+    if lengths is not None:
+        try:
+            lengths = [operator.index(length) for length in lengths]
+        except TypeError:
+            raise TypeError(f"lengths: expected integers, such as [3, 5], got {lengths!r}") from None
+        if len(lengths) < 2 or min(lengths) < 1:
+            raise ValueError(f"lengths: expected at least two documents of at least one token, got {lengths}")
+    rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest]
+    if not rows:
+        raise ValueError(f"lengths: the model takes {model.longest} positions; name documents that fit")
+    result = LeakCheckResult(model.boundaries, {})
+
+    def checked(name: str, rows: Sequence[Sequence[int]], alone: bool) -> ModeResult:
+        mode = ModeResult(name)
+        for row in rows:
+            for way in model.inputs:
+                check(model, way, row, mode, alone)
+        return mode
+
+    def two_tokens() -> torch.Tensor:
+        with torch.no_grad():
+            return logits_of(model.alone, torch.zeros(2, dtype=torch.int64, device=model.device), [2])
+
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed(model.modules))
+        for module in model.modules:
+            module.eval()
+        own = stack.enter_context(without_hub_kernels(model.modules, two_tokens))
+        if not model.vocab_size:
+            model = replace(model, vocab_size=two_tokens().shape[-1])
+        first = checked("evaluation mode" if model.modules else "as it is", rows, True)
+        if own:
+            first.notes.append(
+                "Checked without the kernels that are installed: with them the model does not run on this device."
+            )
+        result.modes["evaluation" if model.modules else "as it is"] = first
+        if first.raises is not None or not model.modules:
+            return result
+        result.padding = {way.name: padding_is_harmless(model, way, rows[0]) for way in model.padded}
+        for module in model.modules:
+            module.train()
+        mode = checked("training mode", rows[:1], False)
+        if mode.leaks and not first.leaks:
+            with WithoutDropout(), eager():
+                other = checked("training mode", rows[:1], False)
+            if not other.leaks:
+                other.notes.append(
+                    "Checked without dropout: with it, other documents decide which random numbers are drawn."
+                )
+                mode = other
+        result.modes["training"] = mode
+    return result
 
 
 class Documents:
     """Random tokens of packed documents, and other tokens in their place."""
 
-    def __init__(self, subject: Subject, lengths: Sequence[int]) -> None:
-        ids = torch.arange(subject.vocab_size)
-        ids = ids[~torch.isin(ids, torch.tensor(sorted(subject.avoid), dtype=torch.int64))]
+    def __init__(self, model: CheckedModel, lengths: Sequence[int]) -> None:
+        ids = torch.arange(model.vocab_size)
+        ids = ids[~torch.isin(ids, torch.tensor(sorted(model.avoid), dtype=torch.int64))]
         if len(ids) < 2:
             raise ValueError(f"vocab_size: expected two ids without a meaning of their own, got {len(ids)}")
         self.lengths = list(lengths)
         self.spans = spans(lengths)
-        self._ids = ids.to(subject.device)
+        self._ids = ids.to(model.device)
         drawn = torch.randint(len(ids), (sum(lengths),), generator=torch.Generator().manual_seed(1))
-        self._drawn = drawn.to(subject.device)
+        self._drawn = drawn.to(model.device)
         self.tokens = self._ids[self._drawn]
 
     def changed(self, slot: int) -> Tensor:
-        """The tokens with another one in this slot."""
+        """Return the tokens with another one in this slot."""
         drawn = self._drawn.clone()
         drawn[slot] = (drawn[slot] + max(1, len(self._ids) // 2)) % len(self._ids)
         return self._ids[drawn]
 
     def flooded(self, number: int) -> Tensor:
-        """All but one document replaced by that one's first token, which is what competes with it most."""
+        """Replace all other documents by this one's first token, which competes with it most."""
         begin, end = self.spans[number]
         tokens = self.tokens[begin].repeat(len(self.tokens))
         tokens[begin:end] = self.tokens[begin:end]
         return tokens
 
     def all_but(self, number: int) -> Tensor:
-        """Marks (L,) of the other documents' slots."""
+        """Mark the other documents' slots, (L,)."""
         marks = torch.ones(len(self.tokens), dtype=torch.bool, device=self.tokens.device)
         marks[slice(*self.spans[number])] = False
         return marks
 
     def probes(self, documents: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Tokens, and marks of the slots that must not move: a last token, a first token, then all around each document."""
+        """List changed tokens, and the slots that must not change: a last token, a first token, then all around each document."""
         last, first = self.spans[0][1] - 1, self.spans[-1][0]
         count = len(self.lengths)
         return [
@@ -62,32 +161,32 @@ class Documents:
         ]
 
 
-def check(subject: Subject, way: Way, lengths: Sequence[int], mode: Mode, alone: bool) -> None:
-    """Adds what is found in one row of documents to a mode's findings."""
-    documents = Documents(subject, lengths)
+def check(model: CheckedModel, way: DocumentInput, lengths: Sequence[int], mode: ModeResult, alone: bool) -> None:
+    """Check one row of documents and add the findings to ``mode``."""
+    documents = Documents(model, lengths)
     with torch.no_grad():
-        single = _alone(subject, documents) if alone else None
+        single = _alone(model, documents) if alone else None
         try:
             base = logits_of(way.call, documents.tokens, documents.lengths)
         except Exception as error:
-            if subject.unmarked is None and way.name == "packed":
+            if model.unmarked is None and way.name == "packed":
                 raise
             if single is None:
-                _alone(subject, documents)  # where this fails too, it is no refusal
+                _alone(model, documents)  # where this fails too, it is no refusal
             mode.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return
         if not base.isfinite().any(-1).all():
             raise ValueError("logits: expected finite numbers, got a token without any")
         scale = float(base[base.isfinite()].abs().max())
-        dtype = _computed_in(base, subject)
+        dtype = _computed_in(base, model)
         failed = _forward(way, documents, base, mode, ROUNDING[dtype] * scale)
         if single is not None:
             tolerance = TOLERANCES[dtype]
             difference = max(_relative(base[a:b], single[a:b]) for a, b in documents.spans)
             mode.difference, mode.tolerance = max(difference, mode.difference or 0.0), tolerance
             mode.same_as_alone = mode.same_as_alone is not False and difference <= tolerance
-            if subject.unmarked is not None and mode.ignored is not False:
-                unmarked = logits_of(subject.unmarked, documents.tokens, documents.lengths)
+            if model.unmarked is not None and mode.ignored is not False:
+                unmarked = logits_of(model.unmarked, documents.tokens, documents.lengths)
                 mode.ignored = not moved(base, unmarked).any()
     looked_at = [documents.spans[number] for number in sorted({(len(lengths) - 1) // 2, len(lengths) - 1})]
     crossed, why = crossing_gradients(way, documents.tokens, documents.lengths, looked_at)
@@ -107,7 +206,7 @@ def check(subject: Subject, way: Way, lengths: Sequence[int], mode: Mode, alone:
         return
     mode.isolated_forward = False
     if mode.module is None and watched is not None:
-        found = first_module(way, subject.modules, documents.tokens, tokens, documents.lengths, watched)
+        found = first_module(way, model.modules, documents.tokens, tokens, documents.lengths, watched)
         if found is not None:
             mode.module, last = found
             if last is not None and mode.after:
@@ -116,9 +215,9 @@ def check(subject: Subject, way: Way, lengths: Sequence[int], mode: Mode, alone:
 
 
 def _forward(
-    way: Way, documents: Documents, base: Tensor, mode: Mode, rounding: float
+    way: DocumentInput, documents: Documents, base: Tensor, mode: ModeResult, rounding: float
 ) -> tuple[Tensor, Tensor | None, float] | None:
-    """The first probe that moves what it must not, with the largest move of all; None if none does."""
+    """Return the first probe that changes another document, and the largest change of all; None if none does."""
     last, first = documents.spans[0][1] - 1, documents.spans[-1][0]
     failed: list[tuple[Tensor, Tensor | None]] = []
     largest = noise = 0.0
@@ -142,9 +241,6 @@ def _forward(
                     f"Two calls with the same tokens differ by {noise:.1g}; smaller moves than 4 times that are not seen."
                 )
                 slots &= sizes > 4 * noise
-        if number == 1:
-            inside = (slots & ~watched).nonzero()
-            mode.inside = max(mode.inside, int(inside.max()) - first) if len(inside) else mode.inside
         slots &= watched
         if not slots.any():
             continue
@@ -158,16 +254,16 @@ def _forward(
     return (*failed[0], largest) if failed else None
 
 
-def padding_is_harmless(subject: Subject, way: Way, lengths: Sequence[int]) -> bool | None:
-    """Whether padded documents are what they are alone, whatever the padding holds, up to rounding; None: refused."""
-    documents = Documents(subject, lengths)
+def padding_is_harmless(model: CheckedModel, way: DocumentInput, lengths: Sequence[int]) -> bool | None:
+    """Return whether padded documents equal themselves alone up to rounding, whatever the padding holds; None: refused."""
+    documents = Documents(model, lengths)
     with torch.no_grad():
-        alone = _alone(subject, documents)
+        alone = _alone(model, documents)
         try:
             base = logits_of(way.call, documents.tokens, documents.lengths)
         except Exception:  # of whatever kind a model refuses by
             return None
-        dtype = _computed_in(base, subject)
+        dtype = _computed_in(base, model)
         if max(_relative(base[a:b], alone[a:b]) for a, b in documents.spans) > TOLERANCES[dtype]:
             return False
         rounding = ROUNDING[dtype] * float(base[base.isfinite()].abs().max())
@@ -177,24 +273,24 @@ def padding_is_harmless(subject: Subject, way: Way, lengths: Sequence[int]) -> b
     return True
 
 
-def _alone(subject: Subject, documents: Documents) -> Tensor:
-    return torch.cat([logits_of(subject.alone, documents.tokens[a:b], [b - a]) for a, b in documents.spans])
+def _alone(model: CheckedModel, documents: Documents) -> Tensor:
+    return torch.cat([logits_of(model.alone, documents.tokens[a:b], [b - a]) for a, b in documents.spans])
 
 
-def _computed_in(logits: Tensor, subject: Subject) -> torch.dtype:
-    """The coarsest dtype of logits and parameters: many models widen their logits at the end."""
-    parameters = {parameter.dtype for module in subject.modules for parameter in module.parameters()}
+def _computed_in(logits: Tensor, model: CheckedModel) -> torch.dtype:
+    """Return the coarsest dtype of logits and parameters: many models widen their logits at the end."""
+    parameters = {parameter.dtype for module in model.modules for parameter in module.parameters()}
     return max((parameters & TOLERANCES.keys()) | {logits.dtype}, key=TOLERANCES.__getitem__)
 
 
 def _moves(logits: Tensor, base: Tensor) -> Tensor:
-    """(L,) by how much each token's logits moved at most; 0 if by no bit, infinite to or from what is no number."""
+    """Return each token's largest change of a logit, (L,); 0 if bitwise equal, infinite to or from NaN."""
     by = torch.where(moved(logits, base), (logits - base).abs().nan_to_num(nan=torch.inf), 0.0)
     return by.amax(-1).double()
 
 
 def _relative(packed: Tensor, alone: Tensor) -> float:
-    """||packed - alone|| / ||alone||, of finite entries; infinite where others differ."""
+    """Return ||packed - alone|| / ||alone|| over finite entries; infinite if other entries differ."""
     finite = packed.isfinite() & alone.isfinite()
     if not torch.equal(packed[~finite], alone[~finite]):
         return torch.inf

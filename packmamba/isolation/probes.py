@@ -1,7 +1,8 @@
-"""What moves when other documents change, and where it moves first. Shapes: L slots, R x W a model's own slots."""
+"""Detect what changes when other documents change, forward and backward. Shapes: L slots, R x W a model's own slots."""
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from packmamba.isolation.ways import Way
+from packmamba.isolation.adapters import DocumentInput
 
 SEED = 0
 
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leaves random states, modes, buffers and gradients as they were."""
+    """Restore random states, modes and buffers on leaving."""
     everything = [module for root in modules for module in root.modules()]
     training = [module.training for module in everything]
     buffers = [dict(module._buffers) for module in everything]
@@ -46,19 +47,19 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def eager() -> AbstractContextManager[Any]:
-    """What is compiled runs as it was written, so that it can be looked into. Importing the compiler takes seconds."""
+    """Run compiled code eagerly, so that hooks see into it; without importing the compiler."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def reseed() -> None:
-    """Each call draws the same random numbers: dropout then takes the same."""
+    """Seed every generator: dropout then drops the same in each call."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     np.random.seed(SEED)  # noqa: NPY002
 
 
 def logits_of(call: Callable[..., Tensor], tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-    """(L, V). Raises TypeError, ValueError: what was called gives no logits for each token."""
+    """Return logits (L, V), after seeding. Raises TypeError, ValueError: no logits for each token."""
     reseed()
     logits = call(tokens[None], lengths)
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
@@ -71,7 +72,7 @@ def logits_of(call: Callable[..., Tensor], tokens: Tensor, lengths: Sequence[int
 
 
 def moved(one: Tensor, other: Tensor) -> Tensor:
-    """Where any bit of a value counts as moved: equal values, and not-a-number beside not-a-number, have not."""
+    """Mark values that differ by any bit; NaN equals NaN."""
     return (one != other) & ~(one.isnan() & other.isnan()) if one.is_floating_point() else one != other
 
 
@@ -80,7 +81,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
-    """Marks of a module's tensor by the model's slots, (R, W); None if it has no such axis. A convolution's may be longer."""
+    """Reduce marks of a module's tensor to slots (R, W); None if it has no such axis. A convolution's may be longer."""
     if values.dim() and values.shape[0] == rows * width:
         return values.reshape(rows, width, -1).any(-1)
     if values.dim() < 2 or values.shape[0] != rows:
@@ -94,7 +95,7 @@ def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
 
 
 class Entries(TorchFunctionMode):
-    """Catches what tokens become where they become numbers (an embedding's rows), so that it can be differentiated by it."""
+    """Capture embeddings of tokens, wherever ids become floating-point numbers, as leaves to differentiate by."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class Entries(TorchFunctionMode):
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Dropout lets everything through."""
+    """Disable dropout."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -132,7 +133,7 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class Routing(TorchDispatchMode):
-    """Notices whether tokens are ranked, as in mixtures of experts: some then decide the shapes of products of others."""
+    """Detect routing, as in mixtures of experts, where some tokens decide the shapes of products of others."""
 
     NAMES = ("topk", "sort", "argsort", "argmax", "bincount", "histc", "_grouped_mm")
 
@@ -145,20 +146,19 @@ class Routing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def routes(way: Way, tokens: Tensor, lengths: Sequence[int]) -> bool:
-    """Whether the model routes tokens by what they hold."""
+def routes(way: DocumentInput, tokens: Tensor, lengths: Sequence[int]) -> bool:
+    """Return whether the model routes tokens by content."""
     with torch.no_grad(), eager(), Routing() as routing:
         logits_of(way.call, tokens, lengths)
     return routing.found
 
 
 def crossing_gradients(
-    way: Way, tokens: Tensor, lengths: Sequence[int], documents: Sequence[tuple[int, int]]
+    way: DocumentInput, tokens: Tensor, lengths: Sequence[int], documents: Sequence[tuple[int, int]]
 ) -> tuple[bool | None, str]:
-    """Whether the loss of any of the ``documents``, each from a slot to a slot, has a gradient outside it.
+    """Return whether the loss of any of ``documents`` (spans of slots) has a gradient outside it; None and a reason: no gradient.
 
-    The loss is a random linear form of the document's logits. A gradient that is not a number counts as one. None: no gradient
-    to look at, and why.
+    The loss is a random linear form of the document's logits. A NaN gradient counts as one.
     """
     caught: list[Entries] = []
 
@@ -194,11 +194,16 @@ def crossing_gradients(
 
 
 def first_module(
-    way: Way, modules: Sequence[nn.Module], base: Tensor, changed: Tensor, lengths: Sequence[int], watched: Tensor
+    way: DocumentInput,
+    modules: Sequence[nn.Module],
+    base: Tensor,
+    changed: Tensor,
+    lengths: Sequence[int],
+    watched: Tensor,
 ) -> tuple[str, int | None] | None:
-    """Name and class of the first module whose output moves at watched slots while its input does not, and up to which slot.
+    """Name the first module whose output changes at watched slots while its input does not, and the last slot that changes.
 
-    Where a module's input moves first, what moved it is code of the module that calls it.
+    Where a module's input changes first, code of the module that calls it changed it.
     """
     with torch.no_grad(), eager():
         before: dict[Any, list[Tensor]] = {}
@@ -224,7 +229,7 @@ def first_module(
 
 @contextmanager
 def _events(modules: Sequence[nn.Module], see: Callable[[Any, str, list[Tensor]], Any]) -> Iterator[None]:
-    """Calls see(key, who computed them, tensors) for the inputs and outputs of every module, in the order of computation."""
+    """Call see(key, computing module, tensors) for the inputs and outputs of every module, in the order of computation."""
     named = {id(m): (name, m) for root in modules for name, m in root.named_modules()}
     titles = {i: f"{name} ({type(m).__name__})" if name else type(m).__name__ for i, (name, m) in named.items()}
     stack: list[str] = []
@@ -253,6 +258,40 @@ def _events(modules: Sequence[nn.Module], see: Callable[[Any, str, list[Tensor]]
 
 
 def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each document begins and ends."""
+    """Return each document's (begin, end)."""
     ends = np.cumsum(lengths).tolist()
     return [(end - n, end) for end, n in zip(ends, lengths)]
+
+
+@contextmanager
+def without_hub_kernels(modules: Sequence[nn.Module], run: Callable[[], Any]) -> Iterator[bool]:
+    """Replace transformers' kernel wrappers by the functions they wrap, if the model does not run with them; yield whether so.
+
+    A wrapper calls an installed kernel whatever device its tensors are on. ``run`` calls the model.
+    """
+
+    def runs() -> bool:
+        try:
+            run()
+        except Exception:  # of any kind; the check raises it again
+            return False
+        return True
+
+    names = {type(part).__module__ for root in modules for part in root.modules()}
+    wrapped = [
+        (module, name, function)
+        for module in [sys.modules[name] for name in sorted(names) if name.startswith("transformers.")]
+        for name, function in list(vars(module).items())
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and hasattr(function, "__wrapped__")
+    ]
+    wrapped = wrapped if wrapped and not runs() else []
+    try:
+        for module, name, function in wrapped:
+            setattr(module, name, inspect.unwrap(function))
+        helps = bool(wrapped) and runs()
+        for module, name, function in [] if helps else wrapped:
+            setattr(module, name, function)  # the model's own error
+        yield helps
+    finally:
+        for module, name, function in wrapped:
+            setattr(module, name, function)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from packmamba.data.batching import PackedBatch, StepBatch
 from packmamba.errors import UserError
+from packmamba.isolation.adapters import DocumentInput
 from packmamba.isolation.probes import crossing_gradients, eager, moved, reseed, undisturbed
-from packmamba.isolation.ways import Way
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 from packmamba.training.boundary import Boundary, Carry
@@ -102,7 +102,7 @@ def check_batch(model: MambaLM, boundary: Boundary, batch: PackedBatch, gradient
             )
         if gradients and len(followed):
             behind = (int(layout.starts[first + 1]), int(layout.ends[first + 1]))
-            way = Way("batch", _flat(model, boundary, batch), lambda marks, _: marks.view(layout.shape))
+            way = DocumentInput("batch", _flat(model, boundary, batch), lambda marks, _: marks.view(layout.shape))
             if crossing_gradients(way, batch.tokens.flatten(), layout.lengths.tolist(), [behind])[0]:
                 raise _leak(boundary, f"the gradient of document {first + 1} of a batch reaches other documents")
 

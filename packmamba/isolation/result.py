@@ -1,4 +1,4 @@
-"""What a check found, and its sentences."""
+"""Results of ``leakcheck`` and their sentences."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 CONVOLUTION = 8
-"""Most tokens that a convolution reaches: the widest in use, and one more."""
+"""Maximum tokens that a short convolution reaches: the widest in use, and one more."""
 
 
 @dataclass
-class Mode:
-    """What was found in evaluation mode, in training mode, or of a callable as it is.
+class ModeResult:
+    """Findings in evaluation mode, in training mode, or of a callable as it is.
 
     Attributes:
-        isolated_forward: changing other documents' tokens moves no bit of a document's logits.
+        isolated_forward: changing other documents' tokens changes no bit of a document's logits.
         isolated_backward: a document's loss has no gradient at other documents' tokens; None: there is no gradient to see.
-        same_as_alone: packed logits are those of each document alone, within the tolerance; None: not compared.
-        largest: the largest move of another document's logits.
-        after: tokens that a changed last token of a document reaches behind it; ``endless``: up to the end of the row.
+        same_as_alone: packed logits equal those of each document alone within the tolerance; None: not compared.
+        largest: largest change of another document's logits.
+        after: tokens behind a document that its changed last token reaches; ``endless``: up to the end of the row.
         before: tokens of earlier documents that a document's changed first token reaches.
-        inside: tokens that it reaches in its own document.
-        module, module_reach, module_endless: the first module whose output another document moves, and how far in it.
-        difference: largest relative difference of a document packed from itself alone; ``tolerance``: what rounding may be.
-        rounding: other documents' logits move by rounding alone: no gradient connects them.
+        module, module_reach, module_endless: the first module whose output another document changes, and its reach there.
+        difference: largest relative difference between a document packed and alone; ``tolerance``: its bound for rounding.
+        rounding: other documents change logits by rounding alone: no gradient connects them.
         ignored: the boundary argument changes no bit; None: there is none.
         raises: the error of a model that refuses the boundary argument.
-        notes: what else is worth a sentence.
+        notes: further sentences.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Mode:
     after: int = 0
     endless: bool = False
     before: int = 0
-    inside: int = 0
     module: str | None = None
     module_reach: int | None = None
     module_endless: bool = False
@@ -57,9 +55,9 @@ class Mode:
             yield f"{self.name}: refuses {boundaries}: {self.raises}"
             return
         if self.isolated_forward:
-            yield f"{self.name}: changing other documents moves no bit of a document's logits."
+            yield f"{self.name}: changing other documents changes no bit of a document's logits."
         else:
-            yield f"{self.name}: changing other documents moves a document's logits, by up to {self.largest:.2g}."
+            yield f"{self.name}: changing other documents changes a document's logits, by up to {self.largest:.2g}."
         if self.after:
             yield f"  A document's last token reaches the documents behind it: {_reach(self.after, self.endless)}."
         if self.before:
@@ -67,19 +65,17 @@ class Mode:
         if self.module is not None:
             far = "" if self.module_reach is None else f": {_reach(self.module_reach, self.module_endless)}"
             yield f"  The first module that leaks is {self.module}{far}."
-        if self.isolated_backward is False:
-            yield "  A document's loss has a gradient at another document's tokens."
-        elif self.isolated_backward:
-            yield "  A document's loss has no gradient at another document's tokens."
+        if self.isolated_backward is not None:
+            yield f"  A document's loss has {'no' if self.isolated_backward else 'a'} gradient at another document's tokens."
         if self.rounding:
             yield (
-                f"  Logits move by rounding alone ({self.largest:.1g}): other documents decide the shapes of products, as in "
+                f"  Logits change by rounding alone ({self.largest:.1g}): other documents decide the shapes of products, as in "
                 "mixtures of experts, and no gradient connects them."
             )
         if self.difference is not None:
-            what = "are those of" if self.same_as_alone else "differ from"
+            verb = "are those of" if self.same_as_alone else "differ from"
             yield (
-                f"  Packed logits {what} each document alone: relative difference {self.difference:.1g}, where rounding may "
+                f"  Packed logits {verb} each document alone: relative difference {self.difference:.1g}, where rounding may "
                 f"make {self.tolerance:.0g}."
             )
         if self.ignored:
@@ -88,27 +84,26 @@ class Mode:
 
 
 def _reach(tokens: int, endless: bool) -> str:
-    if tokens <= CONVOLUTION and not endless:
-        return f"{tokens} tokens, which is a convolution"
     if endless:
         return f"all {tokens} tokens up to the end of the row, which is a state or attention"
+    if tokens <= CONVOLUTION:
+        return f"{tokens} tokens, which is a convolution"
     return f"{tokens} tokens, which is a state that fades, or several convolutions"
 
 
 @dataclass
-class LeakCheck:
-    """The verdict of ``leakcheck``; ``str`` has it in sentences.
+class LeakCheckResult:
+    """The result of ``leakcheck``; ``str`` gives it in sentences.
 
     Attributes:
-        boundaries: by what documents were told apart: the argument of that name, layout (a MambaLM), lengths (a callable).
-        modes: by name what was found in each.
-        padding: for each side whether documents padded there neither move with what the padding holds nor differ from
-            themselves alone; for models that take an attention_mask, and a MambaLM. No part of ``leaks``, unless
-            attention_mask is what is asked about.
+        boundaries: how documents were marked: the argument's name, layout (a MambaLM), lengths (a callable).
+        modes: results by mode.
+        padding: by side, whether padded documents equal themselves alone whatever the padding holds; for models that take an
+            attention_mask, and a MambaLM. No part of ``leaks`` unless boundaries is attention_mask.
     """
 
     boundaries: str
-    modes: dict[str, Mode]
+    modes: dict[str, ModeResult]
     padding: dict[str, bool | None] = field(default_factory=dict)
 
     @property
@@ -131,7 +126,12 @@ class LeakCheck:
     @property
     def raises(self) -> str | None:
         """The error of a model that refuses the boundary argument."""
-        return next((mode.raises for mode in self.modes.values() if mode.raises is not None), None)
+        return self._first("raises")
+
+    @property
+    def module(self) -> str | None:
+        """The first module that leaks."""
+        return self._first("module")
 
     @property
     def ignored(self) -> bool:
@@ -144,19 +144,17 @@ class LeakCheck:
         return max(mode.after for mode in self.modes.values())
 
     @property
-    def module(self) -> str | None:
-        """The first module that leaks."""
-        return next((mode.module for mode in self.modes.values() if mode.module is not None), None)
-
-    @property
     def ok(self) -> bool:
         """Nothing leaks, nothing is refused, and documents are what they are alone."""
         return not self.leaks and self.raises is None and self.same_as_alone is not False
 
+    def _first(self, name: str) -> str | None:
+        return next((value for mode in self.modes.values() if (value := getattr(mode, name)) is not None), None)
+
     def _all(self, name: str) -> bool | None:
-        """False if it is in any mode; None if it is known in none."""
-        found = [value for mode in self.modes.values() if (value := getattr(mode, name)) is not None]
-        return all(found) if found else None
+        """False if any mode says so; None if none knows."""
+        values = [value for mode in self.modes.values() if (value := getattr(mode, name)) is not None]
+        return all(values) if values else None
 
     def __str__(self) -> str:
         if self.leaks:
@@ -164,11 +162,13 @@ class LeakCheck:
         elif self.raises is not None:
             head = f"Nothing was checked: the model refuses {self.boundaries}."
         elif self.same_as_alone is False:
-            head = f"No document moves another (boundaries: {self.boundaries}), but packed they are not what they are alone."
+            head = f"No document changes another (boundaries: {self.boundaries}), but packed they are not what they are alone."
         else:
             head = f"Nothing crosses a document boundary (boundaries: {self.boundaries})."
         lines = [head, *(line for mode in self.modes.values() for line in mode.sentences(self.boundaries))]
-        for side, tight in self.padding.items():
-            does = "documents are what they are alone" if tight else "documents are not what they are alone"
-            lines.append(f"Padding on the {side}: {'the model refuses it' if tight is None else does}.")
+        outcomes = {None: "the model refuses it", True: "documents are what they are alone"}
+        lines += [
+            f"Padding on the {side}: {outcomes.get(tight, 'documents are not what they are alone')}."
+            for side, tight in self.padding.items()
+        ]
         return "\n".join(lines)
