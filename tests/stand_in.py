@@ -8,7 +8,7 @@ from packmamba.data.corpus import load_corpora
 from packmamba.records import METRICS, append_record, make_record
 from packmamba.training.claims import Taken, alone
 from packmamba.training.note import Note, Outcome
-from packmamba.training.runs import decisive, record_path, run_folder
+from packmamba.training.run_id import record_path, recorded_config, run_folder
 
 STEPS = 20
 FAILS = 39
@@ -36,7 +36,9 @@ def pretend(config, where, stop):
                     return Outcome("failed", 1.0, why="made to fail")
             documents = load_corpora(config.data, progress=False).corpus_hash
             metrics = dict.fromkeys(METRICS["training"]) | {"val_loss": 2.0 + config.seed / 100, "steps": STEPS}
-            made = make_record("training", "test", config.name, decisive(config), config.seed, documents, metrics, 1.0)
+            made = make_record(
+                "training", "test", config.name, recorded_config(config), config.seed, documents, metrics, 1.0
+            )
             append_record(record_path(config), made)
             note.say(state="done", step=step)
             return Outcome("done", time.monotonic() - begun, 2.0)

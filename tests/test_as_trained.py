@@ -17,7 +17,7 @@ from packmamba.evaluation.evaluate import evaluate
 from packmamba.evaluation.tasks.contradiction import INTRUDING, Contradiction
 from packmamba.records import read_records
 from packmamba.training.fit import fit
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from runs import CARRY, tiny_config
 
 EVENTS = {"events": (2, 6), "num_keys": 3, "num_values": 4, "read_fraction": 0.6}

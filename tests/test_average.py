@@ -9,7 +9,7 @@ from packmamba.training.average import snapshot_steps
 from packmamba.training.callbacks import Checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.optimizer import learning_rate
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from runs import tiny_config
 
 

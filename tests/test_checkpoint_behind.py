@@ -14,7 +14,7 @@ from packmamba.training.callbacks import checkpoints
 from packmamba.training.checkpoint_behind import CheckpointsBehind
 from packmamba.training.checkpoint_file import read_checkpoint
 from packmamba.training.fit import fit
-from packmamba.training.runs import record_path, run_folder
+from packmamba.training.run_id import record_path, run_folder
 from processes import fork, statuses
 from runs import final_state, losses_of, tiny_config
 

@@ -17,7 +17,7 @@ from packmamba.training import checkpoint_file
 from packmamba.training.callbacks import Stopped, checkpoints
 from packmamba.training.checkpoint_file import check_whole, read_checkpoint, write_checkpoint
 from packmamba.training.fit import fit
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from processes import ROOT
 from runs import losses_of, tiny_config, write_config
 

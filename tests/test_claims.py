@@ -11,7 +11,7 @@ from packmamba.training import claims
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.claims import Taken, alone, check_claim, taken
 from packmamba.training.fit import fit
-from packmamba.training.runs import record_path, run_folder
+from packmamba.training.run_id import record_path, run_folder
 from processes import fork, statuses
 from runs import tiny_config
 

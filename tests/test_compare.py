@@ -17,7 +17,7 @@ from packmamba.report.folder import build_sections
 from packmamba.report.summary import training_arms
 from packmamba.report.tables import write_table
 from packmamba.report.training import difference
-from packmamba.training.runs import names
+from packmamba.training.run_id import id_of
 
 
 def run_of(tmp_path, arm, seed=0, loss=2.0, lr=0.1, output=None, **changes):
@@ -25,7 +25,7 @@ def run_of(tmp_path, arm, seed=0, loss=2.0, lr=0.1, output=None, **changes):
     config = {"optimizer": {"lr": lr}, "trainer": {"boundary": "reset", "max_steps": 10}, **changes.pop("config", {})}
     record = training(arm, seed, loss, config={**config, "output": output}, **changes)
     record["config"] = {name: value for name, value in record["config"].items() if name != "output"}
-    folder = tmp_path / "runs" / names(arm, record["config"])[0].run
+    folder = tmp_path / "runs" / id_of(arm, record["config"])
     folder.mkdir(parents=True)
     (folder / "configuration.yaml").write_text(yaml.safe_dump({"output": output}))
     append_record((tmp_path / output if output else folder) / "records" / f"{folder.name}.jsonl", record)

@@ -14,7 +14,7 @@ from packmamba.training.callbacks import Stopped
 from packmamba.training.curves import OneFile
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from runs import tiny_config
 
 KEYS = ["data.strategy=greedy", "trainer.boundary=leak", "trainer.max_steps=12", "trainer.log_every=2",

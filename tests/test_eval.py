@@ -15,9 +15,8 @@ from operators import DEVICES
 from packmamba import MambaLM, cli
 from packmamba.evaluation.subject import load_subject
 from packmamba.records import read_records
-from packmamba.training.claims import alone
 from packmamba.training.fit import fit
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import RunLock, run_folder
 from processes import fork, statuses
 from runs import tiny_config
 
@@ -188,10 +187,10 @@ def test_an_unfinished_run_says_so(run, tmp_path, capsys):
 @pytest.mark.slow
 def test_two_evaluations_do_not_write_to_one_folder_at_once(run, tmp_path):
     output = tmp_path / "output.txt"
-    with alone(tmp_path / "answers"):
+    with RunLock(tmp_path / "answers"):
         arguments = ["eval", str(run), "tasks=[parity]", "examples=2", f"output={tmp_path}/answers"]
         assert statuses(fork(cli.main, arguments, output=output)) == [2]
-    assert f"error: another process evaluates, in {tmp_path}/answers; wait for it, or stop it\n" in output.read_text()
+    assert "is in use by another process" in output.read_text()
     assert not (tmp_path / "answers" / "records").exists()
 
 

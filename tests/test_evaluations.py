@@ -20,7 +20,7 @@ from packmamba.report.folder import build_sections, table_files
 from packmamba.training import evaluations
 from packmamba.training.fit import check_run, fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import run_folder, run_id
+from packmamba.training.run_id import run_folder, run_id
 from packmamba.training.sweep import load_sweep, run_sweep
 from processes import fork_ranks, statuses
 from runs import tiny_config, write_config

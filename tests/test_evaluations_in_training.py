@@ -16,7 +16,7 @@ from packmamba.training import evaluations
 from packmamba.training.asking import asked_of
 from packmamba.training.callbacks import Stopped
 from packmamba.training.fit import check_run, fit
-from packmamba.training.runs import decisive, run_folder, run_id
+from packmamba.training.run_id import recorded_config, run_folder, run_id
 from processes import fork_ranks, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 
@@ -103,7 +103,7 @@ def test_ranks_fail_together(tmp_path):
 
 
 def test_names_of_runs_stay_and_it_needs_evaluations(tmp_path):
-    assert "evaluate_every" not in decisive(tiny_config(tmp_path))["trainer"]
+    assert "evaluate_every" not in recorded_config(tiny_config(tmp_path))["trainer"]
     assert run_id(tiny_config(tmp_path, *ASKED)) != run_id(tiny_config(tmp_path, *EVERY))
     with pytest.raises(ConfigError, match="trainer.evaluate_every: expected evaluations, got none with 2"):
         check_run(tiny_config(tmp_path, "trainer.evaluate_every=2"))

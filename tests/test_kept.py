@@ -15,7 +15,7 @@ from packmamba.evaluation import on_tasks
 from packmamba.evaluation.kept import PASSES, Kept
 from packmamba.records import read_records
 from packmamba.training.fit import fit
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from processes import fork, kill
 from runs import tiny_config
 

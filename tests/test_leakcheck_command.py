@@ -10,7 +10,7 @@ from packmamba import MambaLM, leakcheck
 from packmamba.cli import main
 from packmamba.isolation.probes import without_hub_kernels
 from packmamba.training.fit import fit
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from runs import tiny_config
 
 

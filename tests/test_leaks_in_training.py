@@ -14,7 +14,7 @@ from packmamba.training.boundary import BOUNDARIES, Boundary, Carry, Leak
 from packmamba.training.carry import StateCarrier
 from packmamba.training.fit import fit
 from packmamba.training.leaks import LeakError, check_batch
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from runs import tiny_config
 
 LAYOUT = SequenceLayout.from_lengths([[5, 1, 6], [9, 3], [4]], row_length=14)

@@ -6,7 +6,7 @@ import pytest
 
 from packmamba.config import ConfigError
 from packmamba.training.fit import check_run, fit
-from packmamba.training.runs import run_folder, run_id
+from packmamba.training.run_id import run_folder, run_id
 from runs import tiny_config
 
 FILES = {

@@ -12,7 +12,7 @@ from packmamba.config import CONFIGURATION, load_config
 from packmamba.nn import MambaLM
 from packmamba.training import model_folder
 from packmamba.training.fit import fit
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from runs import tiny_config
 
 FILES = {"state_spaces": "pytorch_model.bin", "huggingface": "model.safetensors"}

@@ -9,7 +9,7 @@ from packmamba import cli
 from packmamba.records import read_records
 from packmamba.training.callbacks import Stopped
 from packmamba.training.fit import fit
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from processes import fork, run_py, statuses
 from runs import CARRY, final_state, tiny_config, write_config
 

@@ -11,7 +11,7 @@ from packmamba.records import read_records
 from packmamba.training import surroundings
 from packmamba.training.callbacks import Stopped, checkpoints
 from packmamba.training.fit import fit
-from packmamba.training.runs import decisive, run_folder, run_id
+from packmamba.training.run_id import recorded_config, run_folder, run_id
 from packmamba.training.sweep import load_sweep, run_sweep
 from runs import final_state, losses_of, tiny_config, write_config
 
@@ -141,7 +141,10 @@ def test_determinism_is_asked_for_while_a_run_trains_and_not_after(tmp_path):
     assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == before
     plain = tiny_config(tmp_path)
     assert run_id(config) != run_id(tiny_config(tmp_path, f"trainer.threads={before[1] + 1}", "trainer.max_steps=2"))
-    assert "deterministic" not in decisive(plain)["trainer"] and "init_from" not in decisive(plain)["trainer"]
+    assert (
+        "deterministic" not in recorded_config(plain)["trainer"]
+        and "init_from" not in recorded_config(plain)["trainer"]
+    )
     fit(plain, progress=False)  # something else in between
     config.runs_dir = f"{tmp_path}/again"
     records.append(fit(config, progress=False))

@@ -18,7 +18,7 @@ from packmamba.evaluation.on_tasks import in_tokens
 from packmamba.evaluation.tasks import TASKS
 from packmamba.records import read_records
 from packmamba.training.fit import fit
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from runs import tiny_config
 
 

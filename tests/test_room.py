@@ -10,7 +10,7 @@ from packmamba.records import read_records
 from packmamba.training import note, pool
 from packmamba.training.note import Outcome
 from packmamba.training.pool import Queue, Room
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from packmamba.training.sweep import load_sweep
 from packmamba.training.worker import Place
 

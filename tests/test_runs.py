@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import packmamba.training.fit as one_run
-from packmamba.config import Config, ConfigError
+from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops import BACKENDS
 from packmamba.ops.backends import Backend
@@ -18,7 +18,7 @@ from packmamba.records import read_records
 from packmamba.training.callbacks import History, checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import decisive, record_path, run_folder, run_id
+from packmamba.training.run_id import record_path, recorded_config, run_folder, run_id
 from runs import final_state, tiny_config
 
 
@@ -143,7 +143,7 @@ def test_clipping_in_the_fused_step_is_clipping(tmp_path):
 def test_a_run_leaves_its_record_and_logs(tmp_path):
     config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.boundary=leak")
     record = fit(config, progress=False)
-    assert record["kind"] == "training" and record["config"] == decisive(config)
+    assert record["kind"] == "training" and record["config"] == recorded_config(config)
     metrics, curves = record["metrics"], record["curves"]
     assert metrics["steps"] == 6 and metrics["val_loss_as_trained"] is not None
     assert [point["step"] for point in curves["train"]] == [1, 2, 3, 4, 5, 6]
@@ -198,21 +198,10 @@ def test_a_runs_name_is_what_decides_its_result(tmp_path):
     assert run_id(tiny_config(tmp_path, "name=packed d_model=3/x")).startswith("packed-d_model-3-x-")
 
 
-def test_runs_keep_the_names_that_they_had(tmp_path):
-    """A key that is added since belongs into LATER_KEYS, with the value that changes nothing."""
-    assert run_id(Config()) == "train-4ceb1c41f6"
-    config = tiny_config(tmp_path, "model.mixer_options.dt_max=0.2", "plugins=[json]")
-    found = decisive(config)
-    assert found["plugins"] == ["json"] and found["model"]["mixer_options"] == {"dt_max": 0.2}
-    assert "mixer" not in found["model"] and not {"cuda_graphs", "boundary_options"} & found["trainer"].keys()
-    config.trainer.cuda_graphs = True
-    assert decisive(config)["trainer"]["cuda_graphs"] is True
-
-
 def test_the_output_folder_may_be_called_by_its_old_name(tmp_path):
     config = tiny_config(tmp_path, f"experiment={tmp_path}/mine", "trainer.max_steps=1")
     assert config.output == f"{tmp_path}/mine" and fit(config, progress=False)["experiment"] == "mine"
-    assert record_path(config).parent == tmp_path / "mine" / "records" and record_path(config).is_file()
+    assert record_path(config).parent == tmp_path / "mine" and record_path(config).is_file()
 
 
 def test_an_output_folder_may_be_the_current_one(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.places import NUMBERS, one_of_several, speaks
 from packmamba.training.process import LAUNCHED
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from packmamba.training.surroundings import RANKS
 from processes import ROOT, fork, fork_ranks, free_port, kill, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config

@@ -14,7 +14,7 @@ from packmamba.training import signals, worker
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from processes import fork, statuses
 from runs import final_state, losses_of, tiny_config, write_config
 

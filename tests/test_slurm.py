@@ -22,7 +22,7 @@ from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.note import read_note, state_of
 from packmamba.training.pool import Queue
-from packmamba.training.runs import record_path, run_folder
+from packmamba.training.run_id import record_path, run_folder
 from packmamba.training.sweep import load_sweep, run_sweep
 from processes import ROOT, fork, statuses
 from runs import losses_of, tiny_config

@@ -10,16 +10,13 @@ import yaml
 
 from packmamba import cli, timing
 from packmamba.config import ConfigError
-from packmamba.data.corpus import load_corpora
-from packmamba.records import METRICS, append_record, make_record, read_records
+from packmamba.records import METRICS, make_record, read_records
 from packmamba.report.folder import build_sections
 from packmamba.report.training import throughput_tables
-from packmamba.training import pool, throughput
 from packmamba.training import sweep as sweep_module
+from packmamba.training import throughput
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.note import Outcome
-from packmamba.training.runs import decisive, record_path, run_id
 from packmamba.training.surroundings import MOST_GRAPHS
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.throughput import measure_throughput
@@ -39,28 +36,6 @@ def write_sweep(tmp_path, **changes):
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(sweep))
     return path
-
-
-@pytest.mark.slow
-def test_a_sweep_runs_its_grid_once(tmp_path):
-    path = write_sweep(tmp_path)
-    sweep, configs = load_sweep(path, ["model.d_model=4"])
-    assert len(configs) == 8 and len({run_id(config) for config in configs}) == 8
-    assert {(c.name, c.seed, c.model.d_state, c.data.strategy) for c in configs} == {
-        (f"{arm} d_state={n}", seed, n, strategy)
-        for arm, strategy in (("padded", "padded"), ("packed", "greedy")) for seed in (0, 1) for n in (2, 4)
-    }  # fmt: skip
-    assert all(config.data.row_length == 30 and config.model.d_model == 4 for config in configs)
-    folder = run_sweep(sweep, configs[:4], progress=False)
-    files = {file: file.read_bytes() for file in (folder / "records").iterdir()}
-    assert len(files) == 5
-    records = read_records(folder)
-    timed = [record for record in records if record["kind"] == "throughput"]
-    assert {record["arm"] for record in timed} == {"padded d_state=2", "packed d_state=2"}
-    assert len({record["config"]["run"] for record in timed}) == 1
-    run_sweep(sweep, configs, progress=False)
-    assert len(list((folder / "records").iterdir())) == 9
-    assert all(file.read_bytes() == content for file, content in files.items()), "nothing that was done is done again"
 
 
 @pytest.mark.slow
@@ -245,46 +220,6 @@ def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
         assert metrics["cores_of_others"] == 1.25
     (table,) = throughput_tables(records)
     assert table.notes[-1] == "Cores that other programs kept busy during this timing: 1.2."
-
-
-@pytest.mark.slow
-def test_what_is_added_later_alone_is_run(tmp_path, monkeypatch):
-    """An arm, a seed, a value of the grid, a value to tune: records that there are stay as they are."""
-    trained = []
-
-    def trains(config, where, progress):
-        trained.append((config.name, config.seed, config.optimizer.lr))
-        metrics = dict.fromkeys(METRICS["training"]) | {"val_loss": config.optimizer.lr}
-        documents = load_corpora(config.data, progress=False).corpus_hash
-        made = make_record("training", "x", config.name, decisive(config), config.seed, documents, metrics, 1.0)
-        append_record(record_path(config), made)
-        return Outcome("done", 1.0)
-
-    monkeypatch.setattr(pool, "attempt", trains)
-
-    def run_with(arms, grid, lrs):
-        trained.clear()
-        tune = {"grid": {"optimizer.lr": lrs}, "seeds": [100]}
-        path = write_sweep(tmp_path, arms={arm: {} for arm in arms}, grid=grid, tune=tune, throughput_rounds=0)
-        before = {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*.jsonl")}
-        run_sweep(*load_sweep(path), progress=False)
-        assert all(path.read_bytes() == content for path, content in before.items())
-        return sorted(trained)
-
-    one = {"seed": [0], "model.d_state": [2]}
-    assert len(run_with("a", one, [0.1, 0.2])) == 3
-    assert run_with("a", one, [0.1, 0.2]) == []
-    assert run_with("a", one | {"seed": [0, 1]}, [0.1, 0.2]) == [("a d_state=2", 1, 0.1)]
-    assert run_with("a", {"seed": [0, 1], "model.d_state": [2, 4]}, [0.1, 0.2]) == [
-        ("a d_state=4", 0, 0.1), ("a d_state=4", 1, 0.1),
-        ("a d_state=4 lr=0.1", 100, 0.1), ("a d_state=4 lr=0.2", 100, 0.2),
-    ]  # fmt: skip
-    assert run_with("ab", one, [0.1, 0.2]) == [
-        ("b d_state=2", 0, 0.1), ("b d_state=2 lr=0.1", 100, 0.1), ("b d_state=2 lr=0.2", 100, 0.2)
-    ]  # fmt: skip
-    assert run_with("a", one, [0.1, 0.2, 0.3]) == [("a d_state=2 lr=0.3", 100, 0.3)], (
-        "not the best: nothing else is new"
-    )
 
 
 def test_arms_are_timed_again_with_a_new_one(tmp_path, monkeypatch):

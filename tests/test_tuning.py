@@ -11,7 +11,7 @@ from packmamba.errors import Unfinished
 from packmamba.records import append_record, make_record, read_records
 from packmamba.training.note import Outcome
 from packmamba.training.pool import Queue
-from packmamba.training.runs import decisive, record_path
+from packmamba.training.run_id import record_path, recorded_config
 from packmamba.training.sweep import load_sweep, run_sweep, runs_of
 from packmamba.training.tune import Tuning
 
@@ -23,7 +23,7 @@ def done(config, **metrics):
     values = training("padded")["metrics"] | metrics
     append_record(
         record_path(config),
-        make_record("training", "x", config.name, decisive(config), config.seed, "hash", values, 1.0),
+        make_record("training", "x", config.name, recorded_config(config), config.seed, "hash", values, 1.0),
     )
 
 

@@ -1,6 +1,5 @@
 """A sweep does not call runs done whose documents have changed, nor trains others beside them."""
 
-import json
 from dataclasses import fields, replace
 
 import pytest
@@ -71,17 +70,6 @@ def test_done_runs_of_other_documents_are_refused_before_any_work(sweep):
     assert records(sweep) == before, "nothing was timed or trained"
 
 
-def test_a_part_whose_documents_changed_is_not_trained_beside_the_rest(sweep):
-    own, more = sweep.parent / "own.jsonl", "grid={seed: [0, 1, 2]}"
-    own.write_text(own.read_text() * 2)
-    before = records(sweep)
-    with pytest.raises(ConfigError, match="changed since own, seed 0, was trained, and 1 more"):
-        run_sweep(*load_sweep(sweep, [more, "only={arm: [own], seed: [2]}"]), progress=False)
-    assert records(sweep) == before
-    run_sweep(*load_sweep(sweep, [more, "only={arm: [one], seed: [2]}"]), progress=False)
-    assert len(records(sweep)) == len(before) + 1, "the other corpus is as it was"
-
-
 def test_each_corpus_is_compared_once_and_said_once(sweep, capsys):
     (sweep.parent / "documents.jsonl").unlink()
     capsys.readouterr()
@@ -89,13 +77,3 @@ def test_each_corpus_is_compared_once_and_said_once(sweep, capsys):
     out = capsys.readouterr().out
     assert out.count("comparing the documents with those of 6 runs that are done") == 1
     assert out.count("whether they have changed is not known, since they cannot be read: data.path") == 1
-
-
-def test_records_of_other_programs_are_passed_over(sweep):
-    (one, *_) = records(sweep)
-    record = json.loads(one.read_text())
-    strangers = [
-        record | {"config": config, "arm": arm} for arm in ("one", "old") for config in ({"lr": 1}, {"trainer": "x"})
-    ]
-    one.with_name("strangers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in strangers))
-    run_sweep(*load_sweep(sweep), progress=False)

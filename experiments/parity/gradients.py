@@ -21,7 +21,7 @@ from packmamba.ops import BACKENDS
 from packmamba.records import append_record, make_record, provenance
 from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import decisive
+from packmamba.training.run_id import recorded_config
 from packmamba.training.surroundings import surroundings
 
 FOLDER = Path(__file__).parent
@@ -142,7 +142,11 @@ def _measure(c: Config, runs: dict[str, Run], begun: float, progress: bool) -> I
             kind="gradients",
             experiment=c.experiment,
             arm=name,
-            config={**decisive(runs[name]), "computed_in": precision, "against": against(c, runs, name, precision)},
+            config={
+                **recorded_config(runs[name]),
+                "computed_in": precision,
+                "against": against(c, runs, name, precision),
+            },
             seed=runs[name].seed,
             corpus_hash=datas[name].corpora.corpus_hash,
             metrics={metric: max(point[metric] for point in points) for metric in names}

@@ -104,7 +104,7 @@ def train(arguments: argparse.Namespace) -> None:
         from packmamba.report.folder import format_table
         from packmamba.training.attempt import said_of_divergence
         from packmamba.training.fit import fit
-        from packmamba.training.runs import record_path, run_folder
+        from packmamba.training.run_id import record_path, run_folder
 
     record = fit(config)
     print(f"\n{format_table([record])}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}")

@@ -15,7 +15,7 @@ from packmamba.records import append_record, check_writable, has_records, read_r
 from packmamba.report import summary
 from packmamba.report.chosen import keys_of, known
 from packmamba.report.folder import build_sections, write_report
-from packmamba.training.runs import names
+from packmamba.training.run_id import id_of
 from packmamba.training.table import TableConfig
 
 EVALUATION = ("data.validation_documents", "evaluations", "evaluation_options", "evaluation_examples")
@@ -92,7 +92,7 @@ def _records(folder: str) -> list[dict[str, Any]]:
         records = []
     if (path / CONFIGURATION).is_file():
         run = path.resolve().name
-        own = [record for record in records if run in {name.run for name in names(record["arm"], record["config"])}]
+        own = [record for record in records if at == path or run == id_of(record["arm"], record["config"])]
         records = sorted(own, key=lambda record: record["metrics"]["steps"] or 0)[-1:]
     if not records:
         raise ConfigError(f"{folder} has no record of a run that has ended")

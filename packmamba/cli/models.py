@@ -62,7 +62,7 @@ def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[di
     check_writable(output / "records", "output")
     from packmamba.evaluation.evaluate import EVALUATIONS, check_evaluation, slots
     from packmamba.evaluation.subject import load_subject
-    from packmamba.training.claims import alone
+    from packmamba.training.run_id import RunLock
 
     manager = _harness_tasks([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
     subject = load_subject(folder, config.device, config.dtype)
@@ -71,7 +71,7 @@ def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[di
         if name in EVALUATIONS:
             check_evaluation(name, _asked(name, subject, config, max_slots), len(subject.model.lm_head.weight))
     found = []
-    with alone(output, "output", "evaluates"):
+    with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
             run = _ours if name in EVALUATIONS else functools.partial(_harness, manager)

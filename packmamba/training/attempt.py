@@ -15,7 +15,7 @@ from packmamba.training.claims import Taken, alone
 from packmamba.training.divergence import DIVERGENCE
 from packmamba.training.fit import fit
 from packmamba.training.note import Note, Outcome
-from packmamba.training.runs import record_path, run_folder
+from packmamba.training.run_id import find_record, run_folder
 
 
 def attempt(config: Config, where: str, progress: bool, stop: Callable[[], bool] | None = None) -> Outcome:
@@ -27,7 +27,7 @@ def attempt(config: Config, where: str, progress: bool, stop: Callable[[], bool]
     """
     try:
         with alone(run_folder(config)):
-            if record_path(config).is_file():
+            if find_record(config) is not None:
                 return Outcome("done")
             note = Note(config, where)
 

@@ -21,17 +21,17 @@ from packmamba.training.average import Average, snapshot_steps
 from packmamba.training.callbacks import History, Stopped, checkpoints, keep_newest, newest_step
 from packmamba.training.checkpoint_file import newest_whole
 from packmamba.training.checks import check_accelerator, check_run
-from packmamba.training.claims import alone, check_claim
 from packmamba.training.divergence import DIVERGENCE, find_origin
 from packmamba.training.evaluations import Evaluations, run_evaluations
 from packmamba.training.loggers import close_loggers
 from packmamba.training.model_folder import write_configuration, write_model
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import (
-    decisive,
+from packmamba.training.run_id import (
+    RunLock,
+    find_record,
     name_of,
-    of_other_length,
     record_path,
+    recorded_config,
     records_of,
     run_folder,
     run_id,
@@ -77,12 +77,10 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
     provenance()  # cached: the record names the code as it was when the run began
     check_run(config)
     path = record_path(config)
-    if path.is_file():
-        if (done := records_of(config).get(config.trainer.max_steps)) is None:
-            raise ConfigError(f"{path} holds no record of this configuration; remove it")
+    if (done := find_record(config)) is not None:
         if done["corpus_hash"] != PackingDataModule(config, progress=progress).corpora.corpus_hash:
             raise ConfigError(
-                f"the documents have changed since this run; remove {path} and the run's folder to train again"
+                f"the documents have changed since this run; remove its record in {path} and its folder to train again"
             )
         return done
     check_accelerator(config)
@@ -104,19 +102,16 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
     evaluations = Evaluations(config, history) if options.evaluate_every is not None else None
     others = [*([average] if average.at else []), *([evaluations] if evaluations else [])]
 
+    lock = RunLock(folder)
+
     def stops(history: History) -> bool:
-        check_claim(folder)
+        lock.check()
         asked = int(stop is not None and bool(stop(history)))  # 1 is no signal that is heard
         agreed = agree(trainer, max(told.signal, asked), options.log_every)
         told.signal = max(told.signal, agreed if agreed > 1 else 0)
         return bool(agreed)
 
     trainer = make_trainer(config, folder, history, progress, stops, others)
-    if trainer.is_global_zero and not reached and (other := of_other_length(config)):
-        logger.warning(
-            "This run begins at step 0: the learning rate of %s follows %d steps. To go on from there, at its last learning "
-            "rate, give optimizer.schedule_steps=%d.", *other, other[1],
-        )  # fmt: skip
     try:
         backend = backend_name(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
@@ -128,13 +123,13 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
     check_evaluations(config, len(module.model.lm_head.weight))
     if not checkpoints(folder / "checkpoints"):
         history.started_from = start_from(config, module.model)
-    with alone(folder) if trainer.is_global_zero else nullcontext():
-        if trainer.is_global_zero and path.is_file():
+    with lock if trainer.is_global_zero else nullcontext():
+        if trainer.is_global_zero and find_record(config) is not None:
             raise ConfigError(f"another process has just finished this run; its record is {path}")
         if trainer.is_global_zero:
             write_configuration(folder, config)
             for one in () if reached else trainer.loggers:
-                one.log_hyperparams(decisive(config))
+                one.log_hyperparams(recorded_config(config))
         _train(trainer, module, data, folder, told)
         if not history.validation or history.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
@@ -149,7 +144,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
         record["hardware"]["backend"] = backend
         weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
         if trainer.is_global_zero:
-            check_claim(folder)
+            lock.check()
             if history.diverged is None:
                 write_model(folder, config, module.model.config, weights)
                 numbers, curves = run_evaluations(config, folder, trainer.strategy.root_device, progress)
@@ -163,7 +158,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
             record["wall_seconds"] = time.perf_counter() - begun  # with the evaluations at its end
             if history.diverged is not None and trainer.world_size == 1:
                 record["metrics"] |= _say_origin(config, folder, history.diverged)
-            check_claim(folder)
+            lock.check()
             append_record(path, record)
             carried = "state_bytes" not in record["metrics"] or "state_age_steps" in record["metrics"]
             if not carried and history.diverged is None:
@@ -222,7 +217,7 @@ def training_record(
         kind="training",
         experiment=name_of(config.output) if config.output else run_id(config),
         arm=config.name,
-        config=decisive(config),
+        config=recorded_config(config),
         seed=config.seed,
         corpus_hash=corpus_hash,
         metrics={

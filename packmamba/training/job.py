@@ -21,7 +21,7 @@ from packmamba.config import Config
 from packmamba.training.claims import LOST_SECONDS
 from packmamba.training.note import Outcome, log_path, read_note, write_note
 from packmamba.training.process import keep_freed_memory, limit_spinning
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 
 Train = Callable[[Config, str, Callable[[], bool]], Outcome]
 

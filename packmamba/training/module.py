@@ -22,7 +22,7 @@ from packmamba.training.checks import make_model
 from packmamba.training.graphs import BatchGraphs
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.optimizer import learning_rate, make_optimizer
-from packmamba.training.runs import schedule_steps
+from packmamba.training.run_id import schedule_steps
 from packmamba.training.strategy import shard, without_sync
 
 RESET = Reset()

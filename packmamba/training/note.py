@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from packmamba.config import Config
 from packmamba.training.claims import taken
-from packmamba.training.runs import record_path, run_folder
+from packmamba.training.run_id import find_record, run_folder
 
 NOTE = "status.json"
 NOTE_SECONDS = 2.0
@@ -99,7 +99,7 @@ def state_of(config: Config) -> dict[str, Any]:
     """The note of a run's last attempt, its ``state`` as it is now: done, diverged, running, submitted, stopped, failed,
     interrupted or waiting."""
     note = read_note(config)
-    if record_path(config).is_file():
+    if find_record(config) is not None:
         state = "diverged" if note.get("state") == "diverged" else "done"
     elif taken(run_folder(config)):
         state = "running"

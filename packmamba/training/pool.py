@@ -21,7 +21,7 @@ from packmamba.training.fit import fit
 from packmamba.training.note import NOTE, Outcome, log_path, read_note, write_note
 from packmamba.training.places import one_of_several, several_devices
 from packmamba.training.ranks import attempt_in_ranks
-from packmamba.training.runs import record_path, run_folder, training_records
+from packmamba.training.run_id import find_record, record_path, run_folder, training_records
 from packmamba.training.signals import Interrupted, Told, terminated_as_interrupted
 from packmamba.training.tune import TuneConfig, Tuning
 from packmamba.training.worker import Place, Worker
@@ -68,11 +68,11 @@ class Queue:
         """By arm, the seconds of the runs that this command has trained."""
         self._recorded: dict[tuple[Path, str], list[float]] = {}
         for number in range(len(self.configs)):
-            if self._decide(number) and record_path(self.configs[number]).is_file():
+            if self._decide(number) and find_record(self.configs[number]) is not None:
                 self.outcomes[number] = Outcome("done")
                 self.tuning.check(self.configs[number])
         done = [number for number, outcome in self.outcomes.items() if outcome.state in DONE]
-        for folder in {record_path(self.configs[number]).parents[1] for number in done}:
+        for folder in {record_path(self.configs[number]).parent for number in done}:
             for record in training_records(folder):
                 if "diverged_at_step" not in record["metrics"]:
                     self._recorded.setdefault((folder, record["arm"]), []).append(record["wall_seconds"])
@@ -87,7 +87,7 @@ class Queue:
             if not self._decide(number):
                 continue
             config = self.configs[number]
-            if record_path(config).is_file():
+            if find_record(config) is not None:
                 self.outcomes[number] = Outcome("done")
             elif (
                 not self._waits(config)
@@ -98,15 +98,13 @@ class Queue:
 
     def _waits(self, config: Config) -> bool:
         """Whether it starts from the weights of a run that is still to be trained here."""
-        return any(n not in self.outcomes and not record_path(self.configs[n]).is_file() for n in self._before(config))
+        return any(n not in self.outcomes and find_record(self.configs[n]) is None for n in self._before(config))
 
     def _before(self, config: Config) -> list[int]:
         """The runs here from whose weights it may start."""
         folder, _, arm = str(config.trainer.init_from or "").rpartition(":")
         alike = (n for n, of in enumerate(self.configs) if folder and (of.name, of.seed) == (arm, config.seed))
-        return [
-            n for n in alike if os.path.realpath(record_path(self.configs[n]).parents[1]) == os.path.realpath(folder)
-        ]
+        return [n for n in alike if os.path.realpath(record_path(self.configs[n]).parent) == os.path.realpath(folder)]
 
     def _check_order(self) -> None:
         """Refuses a run that would wait for itself. Raises ConfigError."""
@@ -238,7 +236,7 @@ class Queue:
 
 def _arm(config: Config) -> tuple[Path, str]:
     """The folder of the run's sweep, and its arm there."""
-    return record_path(config).parents[1], config.name
+    return record_path(config).parent, config.name
 
 
 def run_one_by_one(queue: Queue) -> None:

@@ -21,7 +21,7 @@ from packmamba.config import Config
 from packmamba.records import check_writable
 from packmamba.training.note import Outcome
 from packmamba.training.process import die_with_parent, imports, keep_freed_memory
-from packmamba.training.runs import run_folder
+from packmamba.training.run_id import run_folder
 from packmamba.training.worker import ROOT
 
 POLL_SECONDS = 0.2

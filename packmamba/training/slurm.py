@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from packmamba.config import Config, ConfigError, Holds, at_least, key
 from packmamba.training.claims import Taken, alone, taken
 from packmamba.training.note import Outcome, read_note
-from packmamba.training.runs import record_path, run_folder
+from packmamba.training.run_id import find_record, run_folder
 from packmamba.training.worker import ROOT
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _outcome(config: Config, job: submitit.Job) -> Outcome | None:
         why = f"its job {job.job_id} ended: {job.state.lower()}"
     except FailedJobError as error:
         why = f"its job {job.job_id} failed: {str(error).strip().splitlines()[-1]}"
-    if record_path(config).is_file():
+    if find_record(config) is not None:
         return Outcome("done")
     say(config, state="failed", why=why)
     return Outcome("failed", why=why)

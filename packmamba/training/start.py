@@ -14,7 +14,7 @@ from packmamba.nn.pretrained import load_weights, read_pretrained
 from packmamba.records import has_records, read_records
 from packmamba.training.checkpoint_file import check_whole, read_checkpoint
 from packmamba.training.model_folder import PREFIX
-from packmamba.training.runs import folder_of_record
+from packmamba.training.run_id import id_of
 
 HELP = "expected a run's or published checkpoint's folder, a .ckpt file, or <sweep's folder>:<arm>"
 
@@ -72,7 +72,7 @@ def weights_path(config: Config) -> Path:
         raise ConfigError(
             f"trainer.init_from: {folder} has no trained run of arm '{arm}' with seed {config.seed}; train it there first"
         )
-    paths = list(dict.fromkeys(folder_of_record(Path(folder) / "runs", record) for record in trained))
+    paths = list(dict.fromkeys(Path(folder) / "runs" / id_of(record["arm"], record["config"]) for record in trained))
     if len(paths) > 1:
         raise ConfigError(
             f"trainer.init_from: {folder} has {len(paths)} runs of arm '{arm}' with seed {config.seed}, expected one; name its "

@@ -35,12 +35,12 @@ from packmamba.config import (
     suggest,
     unique,
 )
-from packmamba.records import append_record, check_writable, write_sweep
+from packmamba.records import append_record, check_writable, has_records, write_sweep
 from packmamba.training.checks import check_accelerator, check_all_documents, check_run
 from packmamba.training.dotted import by_dotted_names, keys_of, meet
 from packmamba.training.places import places, several_devices, speaks
 from packmamba.training.process import imports
-from packmamba.training.runs import may_be_raised, record_path
+from packmamba.training.run_id import may_be_raised, record_path, run_id
 from packmamba.training.slurm import SlurmConfig, run_as_jobs, slurm_executor
 from packmamba.training.table import TableConfig, check_table, check_tuned
 from packmamba.training.tune import TuneConfig, Tuning
@@ -328,7 +328,8 @@ def run_sweeps(
     prepare_environment(every)
     begun = time.monotonic() if begun is None else begun
     wanted = (config for sweep, configs in sweeps if sweep.train for config in chosen(sweep, configs))
-    trained = list({record_path(config): config for config in wanted}.values())  # two sweeps may have the same run
+    runs = {(run_id(config), record_path(config), config.trainer.max_steps): config for config in wanted}
+    trained = list(runs.values())  # two sweeps may have the same run
     queue = Queue(trained, progress, begun, first.deadline, Tuning(first.tune, trained))
     others = [c for sweep, configs in sweeps if sweep.train for c in configs if c not in trained]
     check_all_documents(queue.configs[number] for number in queue.open())
@@ -389,7 +390,7 @@ def _say_which(sweep: SweepConfig, configs: list[Config]) -> None:
     arms: dict[str, set[int]] = {}
     for config in configs:
         arms.setdefault(config.name, set()).add(config.seed)
-    if arms and Path(sweep.output, "records").is_dir():
+    if arms and has_records(sweep.output):
         tune, steps = sweep.tune, {config.name: config.trainer.max_steps for config in configs if may_be_raised(config)}
         tuned: dict[str, list[Any]] | None = (
             {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None

@@ -17,7 +17,7 @@ from packmamba.data.datamodule import PackingDataModule, StepDataset
 from packmamba.records import make_record
 from packmamba.training.boundary import Keeping
 from packmamba.training.module import MambaLitModule
-from packmamba.training.runs import decisive, name_of
+from packmamba.training.run_id import name_of, recorded_config
 from packmamba.training.surroundings import surroundings
 
 WARM_UP = 1
@@ -109,7 +109,7 @@ def _measure(configs: list[Config], rounds: int, output: str, progress: bool) ->
             kind="throughput",
             experiment=name_of(output),
             arm=name,
-            config=decisive(arm.config) | {"run": run},
+            config=recorded_config(arm.config) | {"run": run},
             seed=arm.config.seed,
             corpus_hash=arm.corpus_hash,
             metrics={

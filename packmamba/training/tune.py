@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from packmamba.config import Config, ConfigError, key, one_of, resolve, to_dict, unique
 from packmamba.errors import Unfinished
-from packmamba.training.runs import record_path, records_of
+from packmamba.training.run_id import find_record, records_of
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Tuning:
 
     def decided(self, config: Config) -> bool:
         """Whether all runs that choose for this one have their records."""
-        return all(record_path(run).is_file() for point in self.points.get(config.name, []) for run in point.runs)
+        return all(find_record(run) is not None for point in self.points.get(config.name, []) for run in point.runs)
 
     def check(self, run: Config) -> None:
         """Raises ConfigError if the first run that has helped to choose has no such number: the others would have none."""

@@ -9,7 +9,7 @@ from typing import Any
 from packmamba.config import Config, DataConfig
 from packmamba.data.corpus import load_corpora
 from packmamba.errors import ConfigError
-from packmamba.training.runs import names, record_path, run_id, training_records
+from packmamba.training.run_id import find_record, id_of, record_path, run_id, training_records
 
 _KEYS = [field.name for field in fields(DataConfig)]
 DECISIVE = _KEYS[: _KEYS.index("mode")]
@@ -31,7 +31,7 @@ def check_unchanged(configs: Sequence[Config], now: Sequence[Config], progress: 
     for config in now:
         if (documents := _documents(config.data)) not in wanted:
             wanted.append(documents)
-    done = [c for c in configs if _documents(c.data) in wanted and record_path(c).is_file()]
+    done = [c for c in configs if _documents(c.data) in wanted and find_record(c) is not None]
     known = _hashes(done)
     changed: list[Config] = []
     if done and progress:
@@ -63,12 +63,12 @@ def _documents(data: DataConfig) -> list[Any]:
 
 def _hashes(configs: Sequence[Config]) -> dict[tuple[str, int], str]:
     """By a run's name and steps, the hash in its record."""
-    arms, folders = {c.name for c in configs}, {record_path(c).parents[1] for c in configs}
+    arms, folders = {c.name for c in configs}, {record_path(c).parent for c in configs}
     found = {}
     for record in (record for folder in sorted(folders) for record in training_records(folder)):
         if record["arm"] in arms:
             try:
-                run = names(record["arm"], record["config"])[0].run
+                run = id_of(record["arm"], record["config"])
                 found[run, record["config"]["trainer"]["max_steps"]] = record["corpus_hash"]
             except (KeyError, TypeError):  # of another program
                 continue

@@ -1,0 +1,153 @@
+"""Identify a run by a hash of the keys that decide its result; find its folder and records; lock its folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from filelock import SoftFileLease, Timeout
+
+from packmamba.config import Config, to_dict
+from packmamba.errors import ConfigError
+from packmamba.records import LATER_KEYS, has_records, read_records
+
+SCHEMA_VERSION = 2
+"""Raise it when a key's default changes: keys at their defaults are no part of a run's id."""
+SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
+PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every", "trainer.loggers")
+"""Keys that records leave out: where files go, how they are made, and what is observed."""
+EXCLUDED = (*PLACES, "data.num_workers", "trainer.log_every", "trainer.checkpoint_every", "trainer.threads")
+"""Keys that do not decide a run's result. Under ``trainer.deterministic``, the number of threads does."""
+LEASE_SECONDS = 60.0
+"""A process on another machine that has not renewed its lock for so long has lost it."""
+
+
+def flatten(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace the sections of a configuration by their keys' dotted names."""
+    sections = {f"{name}.{key}": value for name in SECTIONS for key, value in values.get(name, {}).items()}
+    return {name: value for name, value in values.items() if name not in SECTIONS} | sections
+
+
+def recorded_config(config: Config) -> dict[str, Any]:
+    """Return the configuration as a record holds it: without ``PLACES``, and without later keys at their first values."""
+    values = to_dict(config)
+    for name in [*PLACES, "trainer.checkpoint_async", *LATER_KEYS]:
+        *sections, key = name.split(".")
+        section = functools.reduce(dict.__getitem__, sections, values)
+        if name not in LATER_KEYS or section.get(key) == LATER_KEYS[name]:
+            section.pop(key, None)
+    return values
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return flatten(to_dict(Config()))
+
+
+def id_of(arm: str, values: dict[str, Any]) -> str:
+    """Return the id of a run from its arm and its configuration as a record holds it.
+
+    Steps do not change those before them: a run has the id of one that ends with its learning-rate schedule.
+    """
+    defaults = _defaults()
+    keys = defaults | LATER_KEYS | flatten(values)
+    if keys["trainer.average_snapshots"] == 1:
+        steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
+        constant = keys["optimizer.final_lr_fraction"] == 1
+        keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
+    excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED
+    decisive = {k: v for k, v in keys.items() if k in defaults and k not in excluded and v != defaults[k]}
+    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, decisive], sort_keys=True).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', arm)}-{digest[:10]}"
+
+
+def run_id(config: Config) -> str:
+    return id_of(config.name, recorded_config(config))
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.runs_dir) / run_id(config)
+
+
+def record_path(config: Config) -> Path:
+    """Return the file that gets the run's record: its output folder's, or its own."""
+    return run_folder(config) / "record.json" if config.output is None else Path(config.output) / "records.jsonl"
+
+
+def training_records(folder: str | Path) -> list[dict[str, Any]]:
+    """Read the records of a folder's training runs, [] if it has none. Raises ConfigError naming a file that is damaged."""
+    try:
+        records = read_records(folder) if has_records(folder) else []
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return [record for record in records if record["kind"] == "training"]
+
+
+def records_of(config: Config) -> dict[int, dict[str, Any]]:
+    """Read a run's records, by the number of steps after which they were made."""
+    own, folder = run_id(config), record_path(config).parent
+    records = [record for record in training_records(folder) if record["arm"] == config.name]
+    return {
+        record["config"]["trainer"]["max_steps"]: record
+        for record in records
+        if id_of(record["arm"], record["config"]) == own
+    }
+
+
+def find_record(config: Config) -> dict[str, Any] | None:
+    """Read the run's record; None: it is not finished."""
+    return records_of(config).get(config.trainer.max_steps)
+
+
+def may_be_raised(config: Config) -> bool:
+    """Return whether a larger ``trainer.max_steps`` continues the run, as its learning rate does not depend on it."""
+    return config.optimizer.schedule_steps is not None or config.optimizer.final_lr_fraction == 1
+
+
+def schedule_steps(config: Config) -> int:
+    """Return the length of the learning-rate schedule."""
+    return config.optimizer.schedule_steps or config.trainer.max_steps
+
+
+def name_of(output: str) -> str:
+    """Return the name of the experiment whose records a folder holds."""
+    return os.path.basename(os.path.abspath(output)) or "root"
+
+
+class Locked(ConfigError):
+    """Another process has the folder."""
+
+
+class RunLock:
+    """Lock a folder to one process, on machines that share it too. Reentrant within the process.
+
+    The lock of a killed process is free at once on its machine, and after ``LEASE_SECONDS`` elsewhere; ``wait`` is how many
+    seconds to wait for it. Raises Locked.
+    """
+
+    def __init__(self, folder: Path, wait: float = 0.0) -> None:
+        self.folder, self.wait = folder, wait
+        self._lease = SoftFileLease(
+            folder / ".lock", lease_duration=LEASE_SECONDS, thread_local=False, is_singleton=True
+        )
+
+    def __enter__(self) -> RunLock:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lease.acquire(timeout=self.wait)
+        except Timeout:
+            raise Locked(f"{self.folder} is in use by another process; wait for it, or stop it") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lease.release()
+
+    def check(self) -> None:
+        """Raise Locked if this process hung and another has taken the folder."""
+        if self._lease.compromise is not None:
+            raise Locked(f"{self.folder} was taken by another process, as this one did not renew its lock")
