@@ -149,8 +149,8 @@ def losses(folder: Path) -> dict[str, list[float]]:
     )
     command("sweep", str(folder / "golden.yaml"))
     results = {}
-    for path in sorted((folder / "sweep" / "records").glob("*.jsonl")):
-        record = json.loads(path.read_text())
+    files = [*(folder / "sweep").glob("records/*.jsonl"), *(folder / "sweep").glob("records.jsonl")]
+    for record in [json.loads(line) for path in files for line in path.read_text().splitlines()]:
         curves, metrics = record["curves"], record["metrics"]
         results[f"run {record['arm']}"] = [
             *(point["loss"] for point in curves["train"]), *(point["loss"] for point in curves["validation"]),
