@@ -1,13 +1,13 @@
-"""Where documents start and end in the rows of a batch: the one description that every operator of every layer shares.
+"""Document boundaries in the rows of a batch: one layout, shared by every operator of every layer.
 
 Shape letters: B rows, L slots of a row, S documents.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ _MAX_SLOTS = 2**31 - 1
 
 
 class Schedules(dict):
-    """What kernels derived from a layout: an attribute of its ``starts``, since a graph hands operators tensors alone."""
+    """Kernel schedules derived from a layout: an attribute of its ``starts``, since a graph hands operators tensors alone."""
 
     def __reduce__(self) -> tuple:
         # A copy's tensors lie elsewhere. As a type that torch.load knows.
@@ -33,16 +33,16 @@ class SequenceLayout:
 
     Attributes:
         shape: (B, L).
-        starts, ends: (S,) int32, where each document lies in the flattened B * L slots.
-        offsets: (S,) int32, the place in its document of its first token here; above 0 for a continuation.
+        starts, ends: (S,) int32, each document's span in the flattened B * L slots.
+        offsets: (S,) int32, position in its document of its first token here; above 0 for a continuation.
         num_tokens: slots that hold a token.
-        longest: at least the tokens of the longest document, where the host knew them when the layout was made; else None.
+        longest: an upper bound of the documents' lengths, where the host knew one; else None.
     """
 
     def __init__(
         self, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor, num_tokens: int, longest: int | None = None
     ) -> None:  # fmt: skip
-        """Trusts its arguments: int32 tensors of one device that describe documents as the class says."""
+        """Trust the arguments: int32 tensors of one device that describe documents as the class says."""
         self.shape = shape
         self.starts = starts
         self.ends = ends
@@ -51,8 +51,8 @@ class SequenceLayout:
         self.longest = longest
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
             starts.schedules = Schedules(longest=longest)  # type: ignore[attr-defined]
-        self.flowing: SequenceLayout | None = None  # what ``flow`` returns, where that may not be computed
-        self.origin: SequenceLayout | None = None  # what it was moved from
+        self.flowing: SequenceLayout | None = None  # result of ``flow``, where it may not be computed (in a CUDA graph)
+        self.origin: SequenceLayout | None = None  # the layout that this is a copy of
 
     @classmethod
     def from_lengths(
@@ -61,18 +61,18 @@ class SequenceLayout:
         row_length: int,
         offsets: Sequence[Sequence[int]] | None = None,
     ) -> SequenceLayout:
-        """Rows of document lengths, in order from the left; what they leave of a row is padding.
+        """Build from rows of document lengths, in order from the left; the rest of a row is padding.
 
         Args:
             lengths: for each row the lengths of its documents, each at least 1; an empty row is all padding.
             row_length: L.
-            offsets: for each length the place in its document of the first token here; zeros if None.
+            offsets: for each length the position in its document of the first token here; None: zeros.
 
         Raises:
             TypeError, ValueError: naming the row and document.
         """
         row_length = _integer(row_length, "row_length", minimum=1)
-        rows = [_integers(row, f"lengths[{b}]", minimum=1) for b, row in enumerate(_listed(lengths, "lengths"))]
+        rows = _integers(lengths, "lengths", minimum=1)
         if not rows:
             raise ValueError("lengths: expected at least one row, got none")
         _check_slots(len(rows), row_length)
@@ -81,16 +81,11 @@ class SequenceLayout:
                 raise ValueError(
                     f"lengths[{b}]: documents of {sum(row)} tokens do not fit a row of row_length={row_length}"
                 )
-        if offsets is None:
-            places = [[0] * len(row) for row in rows]
-        else:
-            given = enumerate(_listed(offsets, "offsets"))
-            places = [_integers(row, f"offsets[{b}]", minimum=0) for b, row in given]
-            if [len(row) for row in places] != [len(row) for row in rows]:
-                raise ValueError(
-                    "offsets: expected one for each length, row by row "
-                    f"({[len(row) for row in rows]}), got {[len(row) for row in places]}"
-                )
+        places = [[0] * len(row) for row in rows] if offsets is None else _integers(offsets, "offsets", minimum=0)
+        if list(map(len, places)) != list(map(len, rows)):
+            raise ValueError(
+                f"offsets: expected one for each length, {list(map(len, rows))}, got {list(map(len, places))}"
+            )
         counts = torch.tensor([len(row) for row in rows])
         flat = torch.tensor([n for row in rows for n in row], dtype=torch.int64)
         # A document's start in its row is the sum of the lengths before it there.
@@ -103,7 +98,7 @@ class SequenceLayout:
 
     @classmethod
     def from_rows(cls, num_rows: int, row_length: int, device: torch.device | str | None = None) -> SequenceLayout:
-        """Each row is one document: what operators take for ``layout=None``."""
+        """Build a layout of one document per row: the operators' default."""
         num_rows = _integer(num_rows, "num_rows", minimum=1)
         row_length = _integer(row_length, "row_length", minimum=1)
         _check_slots(num_rows, row_length)
@@ -113,7 +108,7 @@ class SequenceLayout:
 
     @classmethod
     def from_position_indices(cls, position_indices: Tensor) -> SequenceLayout:
-        """From each token's place in its document.
+        """Build from each token's position in its document.
 
         Args:
             position_indices: (B, L) integer; 0 starts a document, then +1 each; -1 is padding, at a row's tail. A row's
@@ -138,7 +133,7 @@ class SequenceLayout:
 
     @classmethod
     def from_seq_idx(cls, seq_idx: Tensor) -> SequenceLayout:
-        """From each token's document id, as causal-conv1d and Mamba-2 take it. All documents start at offset 0.
+        """Build from each token's document id, as causal-conv1d and Mamba-2 take it. All documents start at offset 0.
 
         Args:
             seq_idx: (B, L) integer; equal neighbours are one document; -1 is padding, at a row's tail. An id never
@@ -163,7 +158,7 @@ class SequenceLayout:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int, row_length: int) -> SequenceLayout:
-        """From cumulative lengths over all rows, as flash-attention takes them. All documents start at offset 0.
+        """Build from cumulative lengths over all rows, as flash-attention takes them. All documents start at offset 0.
 
         Args:
             cu_seqlens: (S + 1,) integer, strictly increasing from 0 to rows * row_length; holds every row's start,
@@ -245,17 +240,17 @@ class SequenceLayout:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether any row holds more than one document. Waits for a GPU, once."""
+        """True if any row holds more than one document. Synchronises with a GPU, once."""
         return bool((self.starts % self.shape[1]).any())
 
     @property
     def continues(self) -> Tensor:
-        """(S,) bool, whether a document began before this batch (or, as a piece, before its first token here)."""
+        """(S,) bool, offsets above 0: the document began in an earlier batch or piece."""
         return self.offsets > 0
 
     @cached_property
     def documents(self) -> Tensor:
-        """(B, L) int32, the document of each slot, counted over the whole batch; padding -1."""
+        """(B, L) int32, each slot's document, counted over the whole batch; padding -1."""
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
         owner = torch.searchsorted(self.starts, slot, right=True, out_int32=True) - 1
         if self.num_documents == 0:
@@ -300,7 +295,7 @@ class SequenceLayout:
         return torch.cat([self.starts, self.ends[-1:]])
 
     def flow(self) -> SequenceLayout:
-        """Each non-empty row's documents merged into one, with the offset of the first: each leaks into the next."""
+        """Merge each non-empty row's documents into one, with the offset of the first: each leaks into the next."""
         if self.flowing is not None:
             return self.flowing
         if self.num_documents == 0:
@@ -312,11 +307,11 @@ class SequenceLayout:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
-        """The same layout on another device."""
+        """Copy to another device."""
         return self._moved(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SequenceLayout:
-        """The same layout in page-locked memory, for asynchronous copies to a GPU."""
+        """Copy to page-locked memory, for asynchronous copies to a GPU."""
         return self._moved(Tensor.pin_memory)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
@@ -341,23 +336,20 @@ class SequenceLayout:
         )
 
 
-def _integers(row: Sequence[int], name: str, minimum: int) -> list[int]:
-    return [_integer(n, f"{name}[{s}]", minimum) for s, n in enumerate(_listed(row, name, "a sequence of integers"))]
-
-
-def _listed(values: Sequence, name: str, expected: str = "a sequence of rows, each a sequence of integers") -> list:
-    with suppress(TypeError, RuntimeError):  # also of tensors that hold one number, or none here
-        if not isinstance(values, (str, bytes)):
-            return list(values.tolist() if isinstance(values, Tensor) else values)
-    raise TypeError(f"{name}: expected {expected}, got {type(values).__name__}")
+def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[list[int]]:
+    """Check and list rows of integers."""
+    listed = []
+    for b, row in enumerate(rows):
+        if not isinstance(row, (Sequence, Tensor)) and not hasattr(row, "__array__"):
+            raise TypeError(f"{name}[{b}]: expected a sequence of integers, got {type(row).__name__}")
+        listed.append([_integer(n, f"{name}[{b}][{s}]", minimum) for s, n in enumerate(row)])
+    return listed
 
 
 def _integer(value: int, name: str, minimum: int) -> int:
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = value.__index__()
-    except (TypeError, AttributeError):
+        number = operator.index(value)
+    except TypeError:
         raise TypeError(f"{name}: expected an integer, got {value!r}") from None
     if number < minimum:
         raise ValueError(f"{name}: expected at least {minimum}, got {number}")
