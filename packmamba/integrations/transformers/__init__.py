@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from packmamba.integrations.transformers.looks import KNOWN
-
+KNOWN = "5.17 to 5.24"
+"""Versions of transformers that ``patch`` was written for."""
 NAMES = ("MambaForCausalLM", "FalconMambaForCausalLM")
 PLACES = (
     "transformers.models.mamba.modeling_mamba",

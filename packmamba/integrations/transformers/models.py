@@ -9,18 +9,68 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.mamba import modeling_mamba
 
+from packmamba.integrations.transformers import KNOWN
 from packmamba.integrations.transformers.boundaries import BOUNDARIES, Packing, find
-from packmamba.integrations.transformers.looks import cache_names, check_looks
 from packmamba.integrations.transformers.mixer import mix
 
+MIXER_PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
+NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
+MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "kwargs"}
 OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids")
 """What other libraries call document boundaries: transformers would take it without a word, and use it for nothing."""
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
+
+
+def cache_names(forward: Callable) -> tuple[str, ...]:
+    """Name the cache argument of a forward of transformers: ``cache_params``, or ``cache`` beside the old name."""
+    old = "cache_params"
+    return (old,) if old in inspect.signature(forward).parameters else ("cache", old)
+
+
+def check_supported(module: Any) -> None:
+    """Check that a model, backbone or mixer is as known and computable by our kernels; raise ValueError naming what is not."""
+    name = type(module).__name__
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{name}: expected its own forward, got one that something has wrapped; patch the model before that"
+        )
+    takes = list(inspect.signature(type(module).forward).parameters)
+    cache = cache_names(type(module).forward)[0]
+    if not name.endswith("Mixer"):
+        if missing := (MODEL_TAKES | {cache}) - set(takes):
+            raise _different(name, f"its forward takes no {sorted(missing)[0]}")
+        return
+    norms = NORMS if name.startswith("Falcon") else set()
+    children = {child for child, _ in module.named_children()} - {"act"}
+    parameters = {parameter for parameter, _ in module.named_parameters(recurse=False)}
+    if takes != ["self", "hidden_states", cache, "attention_mask", "kwargs"]:
+        raise _different(name, f"its forward takes {', '.join(takes)}")
+    for has, known in ((children, MIXER_PARTS | norms), (parameters, {"A_log", "D"})):
+        if has != known:
+            what = sorted(has ^ known)[0]
+            raise _different(name, f"{what} {'is new' if what in has else 'is missing'}")
+    if type(module.conv1d) is not nn.Conv1d:
+        raise _different(name, f"conv1d is a {type(module.conv1d).__name__}")
+    for key, value, fits, expected in (
+        ("conv_kernel", module.conv_kernel_size, 2 <= module.conv_kernel_size <= 4, "2, 3 or 4"),
+        ("hidden_act", module.activation, module.activation in ("silu", "swish"), "'silu'"),
+        ("state_size", module.ssm_state_size, 1 <= module.ssm_state_size <= 256, "from 1 to 256"),
+    ):
+        if not fits:
+            raise ValueError(f"config.{key}: expected {expected}, got {value!r}")
+
+
+def _different(name: str, what: str) -> ValueError:
+    return ValueError(
+        f"transformers {transformers.__version__}: {name} looks different from the one that packing was written for "
+        f"({KNOWN}): {what}"
+    )
 
 
 @functools.cache
@@ -218,6 +268,6 @@ def exchange(model: torch.nn.Module) -> None:
             )
     theirs = [module for module in model.modules() if type(module) in CLASSES]
     for module in theirs:
-        check_looks(module)
+        check_supported(module)
     for module in theirs:
         module.__class__ = CLASSES[type(module)]

@@ -42,7 +42,6 @@ def test_gradient_checkpointing(family, reentrant):
     check_same(packed, model, logits, tokens, ROWS, 1e-5)
 
 
-@pytest.mark.slow
 @every_family
 def test_compiled_is_eager(family):
     """One compilation serves batches of other documents."""
@@ -144,7 +143,6 @@ def test_trainer_with_flattened_batches(family, tmp_path):
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
 
 
-@pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.parametrize("way", ["packing", "padding_free"])
 def test_trl_s_sft_trainer(way, tmp_path):

@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from hugging_face import (  # noqa: E402
     wide,  # noqa: F401
 )
 from packmamba import leakcheck  # noqa: E402
-from packmamba.integrations.transformers import KNOWN, patch  # noqa: E402
+from packmamba.integrations.transformers import patch  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
 FULL = [row for row in ROWS if sum(row[0]) == 14]  # rows without padding
@@ -135,7 +134,6 @@ def test_no_bit_crosses_a_boundary(family):
         assert bool(embedded.grad[0, :5].any()) is crosses
 
 
-@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("boundaries", ["position_ids", "position_ids+seq_idx+cu_seq_lens_q", "attention_mask"])
 def test_leakcheck_passes_it_alone(family, boundaries):
@@ -270,56 +268,20 @@ def test_patch_refuses_what_its_kernels_do_not_compute(config, message):
     assert patch_refuses(build("Mamba", num_hidden_layers=1, **config)) == message
 
 
-def test_leakcheck_refuses_ids_above_the_vocabulary():
-    model = build("Mamba", num_hidden_layers=1)
-    with pytest.raises(
-        ValueError, match=f"vocab_size: expected at most the model's {model.config.vocab_size}, got 999"
-    ):
-        leakcheck(model, vocab_size=999)
-
-
-def test_the_versions_that_are_known_are_those_that_are_asked_for_and_locked():
-    root = Path(__file__).parents[1]
-    first, last = KNOWN.split(" to ")
-    for file, said in (
-        ("pyproject.toml", f'"transformers>={first},<6"'),
-        (".ci/lock.txt", f"\ntransformers=={last}."),
-        ("docs/transformers.md", f"A transformers whose mixer looks different from that of {KNOWN}, by its name"),
-    ):
-        assert said in (root / file).read_text(), file
-
-
 @every_family
 def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
     """By name, and then nothing is patched."""
-    said = f"transformers {transformers.__version__}: {family}Mixer looks different from the one that packing was written for "
     model = build(family)
     model.backbone.layers[1].mixer.gate_norm = torch.nn.Linear(1, 1)
-    assert patch_refuses(model).startswith(said) and patch_refuses(model).endswith("gate_norm is new")
-    assert type(model).__module__.startswith("transformers.")
+    assert patch_refuses(model).endswith("gate_norm is new") and type(model).__module__.startswith("transformers.")
     model = build(family)
     model.backbone.layers[1].mixer.__class__ = type("MyMixer", (type(model.backbone.layers[1].mixer),), {})
-    assert patch_refuses(model) == (
-        "model: expected mixers of transformers' own class, got MyMixer, which is derived from it"
-    )
-    model = build(family)
-    del model.backbone.layers[1].mixer.x_proj
-    assert patch_refuses(model).endswith("x_proj is missing")
+    assert "got MyMixer" in patch_refuses(model)
     model = build(family)
     model.backbone.layers[0].mixer.forward = lambda *_: None
-    assert patch_refuses(model).startswith(
-        f"{family}Mixer: expected its own forward, got one that something has wrapped"
-    )
+    assert "got one that something has wrapped" in patch_refuses(model)
     mixer = getattr(modeling(family), f"{family}Mixer")
-    for forward, takes in (
-        (lambda self, hidden_states, cache_params, cache_position: None, "hidden_states, cache_params, cache_position"),
-        (lambda self, hidden_states, cache, attention_mask: None, "hidden_states, cache, attention_mask"),
-        (
-            lambda self, hidden_states, states, attention_mask, **kwargs: None,
-            "hidden_states, states, attention_mask, kwargs",
-        ),
-    ):
-        monkeypatch.setattr(mixer, "forward", forward)
-        assert patch_refuses(build(family)).endswith(f"its forward takes self, {takes}")
+    monkeypatch.setattr(mixer, "forward", lambda self, hidden_states, cache, attention_mask: None)
+    assert patch_refuses(build(family)).endswith("its forward takes self, hidden_states, cache, attention_mask")
     monkeypatch.setattr("transformers.__version__", "6.0.1")
     assert patch_refuses(model) == "transformers: expected version 5, got 6.0.1"
