@@ -60,7 +60,7 @@ LATER_KEYS: dict[str, Any] = (
     | dict.fromkeys("data.task_options model.mixer_options optimizer.options trainer.boundary_options".split(), {})
     | {"evaluation_options": {}, "evaluations": [], "plugins": [], "evaluation_examples": 200, "data.split": "train"}
     | {"trainer.average_snapshots": 1, "trainer.average_share": 0.1, "trainer.mean_over": "targets"}
-    | {"model.mixer": "mamba1", "optimizer.name": "adamw"}
+    | {"model.mixer": "mamba1", "trainer.callbacks": [], "optimizer.name": "adamw"}
 )
 # Keys and values of old records: dotted key -> (its name in the same section now, {old value: value now}).
 RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {}

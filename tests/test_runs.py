@@ -15,7 +15,7 @@ from packmamba.data.datamodule import PackingDataModule
 from packmamba.ops import BACKENDS
 from packmamba.ops.backends import Backend
 from packmamba.records import read_records
-from packmamba.training.callbacks import History, checkpoints
+from packmamba.training.callbacks import RunMetrics, checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.run_id import record_path, recorded_config, run_folder, run_id
@@ -95,8 +95,8 @@ def test_evaluations_are_part_of_a_run_s_time(tmp_path, monkeypatch):
 
 
 def test_throughput_leaves_out_the_first_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(History, "_lap", lambda _: 1.0)
-    monkeypatch.setattr(History, "settle", lambda _: None)  # laps where some test has used a GPU
+    monkeypatch.setattr(RunMetrics, "_lap", lambda _: 1.0)
+    monkeypatch.setattr(RunMetrics, "settle", lambda _: None)  # laps where some test has used a GPU
     config = tiny_config(tmp_path, "data.strategy=greedy")
     metrics = fit(config, progress=False)["metrics"]
     data = PackingDataModule(config, progress=False)
@@ -218,13 +218,13 @@ def test_memory_is_that_of_training(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(held))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
-    history, module = History(1), SimpleNamespace(device=torch.device("cuda"))
+    history, module = RunMetrics(1), SimpleNamespace(device=torch.device("cuda"))
     trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"))
     history.on_validation_start(trainer, module)
     history.on_validation_end(trainer, module)
     assert (history.peak_memory, resets) == (5, [module.device])
     history.on_train_end(trainer, module)
-    resumed = History(1)
+    resumed = RunMetrics(1)
     resumed.load_state_dict(history.state_dict())
     assert resumed.peak_memory == 7
 

@@ -8,10 +8,10 @@ from packmamba import cli
 from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
 from packmamba.records import read_records
+from packmamba.training.fit import weights_path
 from packmamba.training.note import Outcome
 from packmamba.training.pool import Queue
 from packmamba.training.run_id import record_path
-from packmamba.training.start import weights_path
 from packmamba.training.sweep import load_sweep, run_sweeps
 from processes import fork, statuses, sweep_with_forked_workers
 

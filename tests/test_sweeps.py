@@ -13,13 +13,12 @@ from packmamba.config import ConfigError
 from packmamba.records import METRICS, make_record, read_records
 from packmamba.report.folder import build_sections
 from packmamba.report.training import throughput_tables
+from packmamba.training import benchmark
 from packmamba.training import sweep as sweep_module
-from packmamba.training import throughput
+from packmamba.training.benchmark import measure_throughput
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.surroundings import MOST_GRAPHS
 from packmamba.training.sweep import load_sweep, run_sweep
-from packmamba.training.throughput import measure_throughput
 from runs import final_state, tiny_config, write_config
 
 
@@ -51,23 +50,8 @@ def test_a_sweep_may_only_time(tmp_path):
     assert {file.stem for file in (folder / "records").iterdir()} == {"sweep", "another"}, "each has its own timings"
 
 
-def test_compiled_arms_are_timed_with_as_many_shapes_as_runs_have(tmp_path, monkeypatch):
-    """Else PyTorch would go on without compiled code after eight shapes of rows, and say nothing."""
-    monkeypatch.setattr("packmamba.nn.MambaLM.compile_blocks", lambda model: None)
-    limits = []
-
-    def limit(*_, **__):
-        limits.append(torch._dynamo.config.recompile_limit)
-        return {"arm0": [(1.0, 1, 1)], "arm1": [(1.0, 1, 1)]}
-
-    monkeypatch.setattr(timing, "take_turns", limit)
-    configs = [tiny_config(tmp_path, f"name=arm{i}", f"model.compile={i == 1}") for i in range(2)]
-    list(measure_throughput(configs, rounds=1, output="x", progress=False))
-    assert limits == [MOST_GRAPHS] and torch._dynamo.config.recompile_limit < MOST_GRAPHS
-
-
 def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
-    seconds = iter([100.0] * (1 + throughput.WARM_UP) + [2.0] * 2)
+    seconds = iter([100.0] * (1 + benchmark.WARM_UP) + [2.0] * 2)
     monkeypatch.setattr(timing, "seconds", lambda call, device: (call(), next(seconds))[1])
     (record,) = measure_throughput([tiny_config(tmp_path)], rounds=2, output="x", progress=False)
     assert record["metrics"]["seconds_per_step_median"] == 2 and record["metrics"]["seconds_per_step_spread"] == 0
@@ -171,7 +155,7 @@ def test_the_step_that_is_timed_is_the_one_that_trains(tmp_path, precision):
     """Clipped, at its learning rate, in the run's precision: the weights after it are the run's, to the bit."""
     config = tiny_config(tmp_path, f"trainer.precision={precision}", "optimizer.grad_clip=0.9", "trainer.max_steps=4")
     fit(config, progress=False)
-    arm = throughput.Arm(config)
+    arm = benchmark.Arm(config)
     for step in range(4):
         arm.step(step)
     trained = final_state(config)["state_dict"]
@@ -182,7 +166,7 @@ def test_the_step_that_is_timed_is_the_one_that_trains(tmp_path, precision):
 def test_graphs_of_all_steps_are_captured_before_any_is_timed(tmp_path, monkeypatch, boundary):
     taken = []
 
-    class Replaying(throughput.Arm):
+    class Replaying(benchmark.Arm):
         """Called so; a CPU has no graphs."""
 
         def __init__(self, config):
@@ -193,7 +177,7 @@ def test_graphs_of_all_steps_are_captured_before_any_is_timed(tmp_path, monkeypa
             taken.append(number)
             return super().step(number)
 
-    monkeypatch.setattr(throughput, "Arm", Replaying)
+    monkeypatch.setattr(benchmark, "Arm", Replaying)
     config = tiny_config(tmp_path, "data.strategy=split", f"trainer.boundary={boundary}", "trainer.max_steps=20")
     list(measure_throughput([config], rounds=3, output="x", progress=False))
     captured = [1, 2, 3, 4] if boundary != "carry" else []  # rows that go on have one shape, and states in their order
@@ -233,7 +217,7 @@ def test_arms_are_timed_again_with_a_new_one(tmp_path, monkeypatch):
             for c in configs
         ]
 
-    monkeypatch.setattr("packmamba.training.throughput.measure_throughput", times)
+    monkeypatch.setattr("packmamba.training.benchmark.measure_throughput", times)
     arms = {"a": {}, "b": {"trainer.boundary": "leak"}, "c": {"data.strategy": "greedy"}}
     for names in ("ab", "ab", "abc"):
         path = write_sweep(tmp_path, arms={arm: arms[arm] for arm in names}, grid={}, train=False, name="mine")

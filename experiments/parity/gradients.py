@@ -22,7 +22,7 @@ from packmamba.records import append_record, make_record, provenance
 from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.module import MambaLitModule
 from packmamba.training.run_id import recorded_config
-from packmamba.training.surroundings import surroundings
+from packmamba.training.runtime import configured_runtime
 
 FOLDER = Path(__file__).parent
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
@@ -95,7 +95,7 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             del runs[name]
         else:
             check_run(config)
-    with surroundings(runs[next(iter(runs))]):
+    with configured_runtime(runs[next(iter(runs))]):
         for record in _measure(c, runs, begun, progress):
             append_record(records_path, record)
 

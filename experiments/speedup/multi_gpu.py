@@ -166,7 +166,6 @@ def _work(job: dict[str, Any]) -> None:
     """One process of an arm; the first writes what it saw."""
     from experiments.speedup.model import Model  # imports Lightning: a wrong key is refused before
     from experiments.speedup.steps import TURN_STEPS, WARM_UP, Turn, step_config, take_turns
-    from packmamba.training.strategy import leave_process_group
 
     arm = Arm(**job["arm"])
     c = Config(**job["bench"] | {"arms": {name: Arm(**fields) for name, fields in job["bench"]["arms"].items()}})
@@ -191,7 +190,7 @@ def _work(job: dict[str, Any]) -> None:
             }  # fmt: skip
             (Path(job["folder"]) / "results.json").write_text(json.dumps(results))
     finally:
-        leave_process_group()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from packmamba import timing
 from packmamba.config import Config
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
-from packmamba.training.callbacks import History
+from packmamba.training.callbacks import RunMetrics
+from packmamba.training.distributed import disable_lightning_signals, make_strategy
+from packmamba.training.fit import quieten
 from packmamba.training.module import MambaLitModule
-from packmamba.training.strategy import leave_signals, make_strategy
-from packmamba.training.trainer import quieten
 
 TURN_STEPS = 4
 """Of a turn: the device waits for the host at its start, as it does not in training."""
@@ -250,9 +250,9 @@ def take_turns(configs: list[Config], turns: list[Turn], progress: bool = False)
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[History(steps), watch],
+        callbacks=[RunMetrics(steps), watch],
     )
-    leave_signals(trainer)
+    disable_lightning_signals(trainer)
     torch.compiler.reset()
     lightning.seed_everything(config.seed, verbose=False)
     data = TurnsData(configs, turns)

@@ -59,7 +59,6 @@ KEYS = {
     "eval": "packmamba.cli.models:EvalConfig",
     "questions": "packmamba.cli.models:QuestionsConfig",
     "generate": "packmamba.cli.models:GenerateConfig",
-    "convert": "packmamba.cli.conversion:ConvertConfig",
     "leakcheck": "packmamba.cli.leaks:LeakCheckConfig",
     "compare": "packmamba.cli.comparison:CompareConfig",
 }
@@ -283,13 +282,6 @@ def export(arguments: argparse.Namespace) -> None:
     print(f"Written to {export_model(arguments.model, arguments.folder)}; transformers' AutoModelForCausalLM reads it.")
 
 
-def convert(arguments: argparse.Namespace) -> None:
-    """Make a checkpoint of an older version one that is read without running code. Asks first whether you trust it."""
-    from packmamba.cli.conversion import convert_checkpoint
-
-    print(convert_checkpoint(arguments.file, arguments.overrides))
-
-
 def leakcheck(arguments: argparse.Namespace) -> int:
     """Tell whether anything crosses a document boundary in a model, ours or Hugging Face's. Exit status 1 if so."""
     from packmamba.cli.leaks import check_folder
@@ -302,7 +294,7 @@ def leakcheck(arguments: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     f.__name__: f
     for f in (
-        *(demo, train, sweep, corpus, eval, questions, generate, export, convert, leakcheck),
+        *(demo, train, sweep, corpus, eval, questions, generate, export, leakcheck),
         *(bench, report, compare, reproduce, kernels, doctor),
     )
 }
@@ -320,7 +312,6 @@ ARGUMENTS: dict[str, list[tuple[str, str | None, str]]] = dict.fromkeys(COMMANDS
     "leakcheck": [MODEL],
     "generate": [MODEL, ("prompt", None, "the text to continue")],
     "export": [MODEL, ("folder", None, "a new folder")],
-    "convert": [("file", None, "a checkpoint, such as runs/<run>/checkpoints/step=100.ckpt")],
 }
 SETTINGS = dict.fromkeys(KEYS.keys() - {"compare"}, "settings, listed below") | {
     "train": "settings, listed below, such as data.strategy=best_fit",

@@ -61,16 +61,24 @@ def check_folder(folder: str, overrides: Sequence[str]) -> Any:
 
 
 def _ours(folder: str, config: LeakCheckConfig) -> Any:
+    import torch
+
+    from packmamba.data.batching import PackedBatch
     from packmamba.evaluation.subject import load_subject
     from packmamba.isolation import leakcheck
-    from packmamba.training.leaks import as_trained
+    from packmamba.layout import SequenceLayout
 
     subject = load_subject(folder, config.device, config.dtype)
     trainer = subject.config.trainer
     if not subject.trained or trainer.boundary == "reset":
         return leakcheck(subject.model, lengths=config.lengths)
     scheme = chosen(trainer, "boundary")
-    call = as_trained(subject.model, lambda: scheme(**trainer.boundary_options))
+
+    def call(tokens: Any, lengths: Sequence[int]) -> Any:
+        layout = SequenceLayout.from_lengths([list(lengths)], row_length=tokens.shape[1]).to(tokens.device)
+        batch = PackedBatch(tokens, tokens, torch.ones_like(tokens).bool(), layout)
+        return subject.model.lm_head(scheme(**trainer.boundary_options).hidden(subject.model, batch))
+
     result = leakcheck(call, vocab_size=subject.model.lm_head.weight.shape[0], lengths=config.lengths)
     result.boundaries = f"as the run was trained, trainer.boundary={trainer.boundary}"
     return result

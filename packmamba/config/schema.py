@@ -290,17 +290,16 @@ class TrainerConfig:
         None, "Steps between answers to ``evaluations`` during the training; null: only when it ends.", at_least(1)
     )
     checkpoint_every: int = key(50, "Steps between checkpoints.", at_least(1))
-    checkpoint_async: bool = key(
-        True,
-        "Write checkpoints while training goes on: a step waits only until its state is copied, which takes as much host "
-        "memory as a checkpoint has bytes. false: it waits until the checkpoint is written.",
-    )
     log_every: int = key(10, "Steps between logged points.", at_least(1))
-    loggers: list[str] = key(
+    loggers: list[Any] = key(
         ["csv", "tensorboard"],
-        "Where curves go while the run trains, in its folder: csv, tensorboard, wandb (offline), mlflow; [] for nowhere.",
-        each(named("packmamba.training.loggers:LOGGERS")),
-        unique,
+        "Where curves go while the run trains: csv, tensorboard, wandb, mlflow, or the class path of any Lightning logger; with "
+        "arguments as {class_path: ..., init_args: {...}}; [] for nowhere.",
+    )
+    callbacks: list[Any] = key(
+        [],
+        "Further Lightning callbacks, by class path such as my_module.MyCallback; with arguments as "
+        "{class_path: ..., init_args: {...}}.",
     )
     leakcheck_every: Optional[int] = key(
         0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -10,9 +9,8 @@ from typing import Any
 
 from packmamba.config import Config
 from packmamba.errors import UserError
-from packmamba.training.callbacks import History, Stopped, newest_step
+from packmamba.training.callbacks import RunMetrics, Stopped, newest_step
 from packmamba.training.claims import Taken, alone
-from packmamba.training.divergence import DIVERGENCE
 from packmamba.training.fit import fit
 from packmamba.training.note import Note, Outcome
 from packmamba.training.run_id import find_record, run_folder
@@ -31,8 +29,8 @@ def attempt(config: Config, where: str, progress: bool, stop: Callable[[], bool]
                 return Outcome("done")
             note = Note(config, where)
 
-            def after(history: History) -> bool:
-                note.step(int(history.totals["steps"]), history.totals["real_tokens"])
+            def after(metrics: RunMetrics) -> bool:
+                note.step(int(metrics.totals["steps"]), metrics.totals["real_tokens"])
                 return stop is not None and stop()
 
             loss, why, step = None, "", 0
@@ -41,8 +39,6 @@ def attempt(config: Config, where: str, progress: bool, stop: Callable[[], bool]
                 loss, state = metrics["val_loss"], "done"
                 if "diverged_at_step" in metrics:
                     state, why = "diverged", said_of_divergence(metrics)
-                    with contextlib.suppress(OSError):
-                        why += ". " + (run_folder(config) / DIVERGENCE).read_text().strip()
             except Stopped as stopped:
                 state, step = "stopped", stopped.step
                 note.say(step=step)

@@ -1,40 +1,55 @@
-"""What a run leaves behind as it goes: throughput, curves, checkpoints."""
+"""Callbacks of a training run: metrics for the record, checkpoints, stopping, leakcheck, weight averaging, progress."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import math
+import os
 import re
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from packmamba.data.batching import StepBatch
-from packmamba.errors import ConfigError
-from packmamba.training.curves import go_on_from, tell
+from packmamba.data.batching import PackedBatch, StepBatch
+from packmamba.errors import ConfigError, UserError
+from packmamba.isolation.probes import eager, moved, reseed, undisturbed
+from packmamba.nn import MambaLM
+from packmamba.training.boundary import Boundary
+from packmamba.training.distributed import max_over_ranks
 from packmamba.training.metrics import POSITION_EDGES
-from packmamba.training.optimizer import whole
 
 logger = logging.getLogger(__name__)
 
 STEPS_TO_A_TARGET = 10
-"""After as many steps without one a run is refused."""
+"""A run that has had no target after this many steps is refused."""
 CHECKPOINT_NAME = re.compile(r"step=(\d+)\.ckpt")
 
 
-class History(Callback):
-    """Counts tokens, slots and seconds of training, and keeps the curves that the run's record holds.
+class RunMetrics(Callback):
+    """Count tokens, slots and seconds of training, and keep the curves of the run's record.
 
-    Seconds are those of whole optimizer steps with their data, without evaluations and checkpoints. The first steps of a process
-    warm up: throughput leaves them out. Saved with checkpoints, so a resumed run has one history. ``shown`` is what the line of
-    progress says of the last step that was logged; ``extremes`` has the least and the most tokens and targets of a step.
+    Seconds are those of optimizer steps and their data, without evaluations and checkpoints. Throughput leaves out each process's
+    first steps. The state is saved in checkpoints, so a resumed run has the record of an uninterrupted one. Stops the run at a
+    loss that is not finite; ``diverged`` is that step.
     """
 
     WARMUP_STEPS = 3
@@ -48,18 +63,17 @@ class History(Callback):
         self.train: list[dict[str, float]] = []
         self.validation: list[dict[str, float]] = []
         self.by_position: list[dict[str, float]] = []
-        self.shown: dict[str, Any] = {}
-        self.diverged: int | None = None
-        """The step whose loss was not finite, after which the run ended."""
         self.started_from: int | None = None
-        """A checksum of the weights that the run started from, if they were another run's."""
         self.peak_memory: int | None = None
-        """Most bytes that a GPU held for training steps, without evaluations."""
-        self._losses: list[torch.Tensor] = []
-        """Of steps that nobody has looked at yet."""
+        self.diverged: int | None = None
+        self._unchecked_losses: list[Tensor] = []
         self._recent: list[tuple[int, int, float]] = []
         self._steps_here = 0
         self._clock = 0.0
+
+    @property
+    def state_key(self) -> str:
+        return "History"  # the name in checkpoints since the first
 
     def state_dict(self) -> dict[str, Any]:
         names = ("totals", "extremes", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
@@ -69,43 +83,10 @@ class History(Callback):
         for name, value in state_dict.items():
             setattr(self, name, value)
         for name in ("documents_behind", "tokens_behind"):
-            self.totals.setdefault(name, math.nan)  # of a checkpoint from before they were counted
-
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.restart_clock()
-        if trainer.global_step:
-            go_on_from(trainer.loggers, trainer.global_step)
-
-    def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        if trainer.state.fn == "fit":
-            self.settle()
-            self._look_at_memory(module)
-
-    def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        if module.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(module.device)
-        self.restart_clock()
-
-    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self._look_at_memory(module)
-
-    def _look_at_memory(self, module: lightning.LightningModule) -> None:
-        if module.device.type == "cuda":
-            self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
-
-    def settle(self) -> None:
-        """Adds the time that a GPU still takes for the steps so far, before something else is done."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            self._count(seconds=self._lap())
-
-    def span(self, name: str) -> str:
-        """Least and most of a step, one number if they are equal."""
-        least, most = (self.extremes[f"{name}_per_step_{which}"] for which in ("least", "most"))
-        return f"{least:.0f}" if least == most else f"{least:.0f}-{most:.0f}"
+            self.totals.setdefault(name, math.nan)  # absent from old checkpoints
 
     def per_step(self) -> dict[str, list[dict[str, float]]]:
-        """Tokens and targets of a step, least, mean and most: points of the record's curves."""
+        """Return minimum, mean and maximum of a step's tokens and targets, as points of the record's curves."""
         totals = {"tokens": self.totals["real_tokens"], "targets": self.totals["targets"]}
         return {
             f"{name}_per_step": [
@@ -114,6 +95,19 @@ class History(Callback):
             ]
             for name, total in totals.items()
         }
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time spent inside; before, wait for the GPU and count its time."""
+        self._synchronize()
+        begun = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - begun
+
+    def _synchronize(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            self._count(seconds=self._lap())
 
     def _lap(self) -> float:
         now = time.perf_counter()
@@ -126,133 +120,158 @@ class History(Callback):
             if self._steps_here > self.WARMUP_STEPS:
                 self.timed[key] += amount
 
-    def restart_clock(self) -> None:
-        """Leaves out what passed since the last step."""
+    def _point(self, loss: float) -> dict[str, float]:
+        return {name: self.totals[key] for name, key in (("step", "steps"), ("real_tokens", "real_tokens"))} | {
+            "seconds": self.totals["seconds"],
+            "loss": loss,
+        }
+
+    def _update_peak_memory(self, module: lightning.LightningModule) -> None:
+        if module.device.type == "cuda":
+            self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
+
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self._clock = time.perf_counter()
 
-    def leave_out(self, seconds: float) -> None:
-        """Leaves out what took this long since the last step."""
-        self._clock += seconds
-
     def on_train_batch_end(
-        self,
-        trainer: lightning.Trainer,
-        module: Any,
-        outputs: Any,
-        batch: StepBatch,
-        batch_idx: int,
+        self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         step = trainer.global_step
         point = step % self.log_every == 0 or step == 1 or step == trainer.max_steps
-        on_gpu = module.device.type == "cuda"
-        # Steps between points are left to run behind: a wait, a number sent to the GPU to be logged, or one shown by Lightning's
-        # progress bar, would leave it idle until the next step's kernels are launched. Their seconds are right in sum.
-        if on_gpu and (point or self._steps_here < self.WARMUP_STEPS):
+        # Between logged steps nothing waits for the GPU, which would idle until the next step's kernels are launched.
+        if module.device.type == "cuda" and (point or self._steps_here < self.WARMUP_STEPS):
             torch.cuda.synchronize()
         seconds = self._lap()
-        tokens, slots = batch.num_tokens, batch.num_slots
         self._steps_here += 1
         self.totals["steps"] = step
-        self._count(real_tokens=tokens, slots=slots, seconds=seconds)
+        self._count(real_tokens=batch.num_tokens, slots=batch.num_slots, seconds=seconds)
         self.totals["targets"] += batch.num_targets
         self.totals["documents_behind"] += batch.num_behind
         self.totals["tokens_behind"] += batch.tokens_behind
         if step in (STEPS_TO_A_TARGET, trainer.max_steps) and not self.totals["targets"]:
             raise ConfigError(
-                f"data: expected something to predict, got none in {step} steps: rows may cut it off; see data.row_length, "
-                "data.overlong and data.cut_documents"
+                f"data.row_length: expected rows with targets, got none in {step} steps; increase it, or change data.overlong"
             )
-        for name, amount in (("tokens", tokens), ("targets", batch.num_targets)):
+        for name, amount in (("tokens", batch.num_tokens), ("targets", batch.num_targets)):
             for which, choose in (("least", min), ("most", max)):
                 key = f"{name}_per_step_{which}"
                 self.extremes[key] = choose(self.extremes.get(key, amount), amount)
         if step == 1 and not batch.num_behind and module.boundary.crosses_inside_rows and trainer.is_global_zero:
             logger.warning(
-                "In the first step no row holds two documents: what trainer.boundary=%s lets cross between them cannot; that "
-                "step trains as reset.", module.boundary.name,
-            )  # fmt: skip
-        self._recent = [*self._recent[-19:], (tokens, slots, seconds)]
-        if point or not on_gpu:
-            tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
-            rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
-            self.shown = {
-                "loss": float(outputs["loss"]),
-                "real_tok/s": f"{tokens / seconds:.0f}",
-                "tok/step": self.span("tokens"),
-            }
-        self._losses.append(outputs["loss"])
+                "trainer.boundary=%s has no effect on the first step: no row holds two documents.", module.boundary.name
+            )
+        self._recent = [*self._recent[-19:], (batch.num_tokens, batch.num_slots, seconds)]
+        self._unchecked_losses.append(outputs["loss"])
         if point:
             self.train.append(self._point(float(outputs["loss"])))
-            norm = getattr(trainer.optimizers[0], "gradient_norm", None)
-            tell(trainer.loggers, step, rates | {
-                "train/loss": self.train[-1]["loss"],
-                "train/learning_rate": module.learning_rate(step - 1),
-                "data/padding_fraction": 1 - tokens / slots,
-                **({} if norm is None else {"train/gradient_norm": whole(norm)}),
-                **{f"train/{name}": float(value) for name, value in module.boundary.measures().items()},
-            })  # fmt: skip
-            self.look(trainer, module)
+            tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
+            rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
+            module.log_dict(rates, on_step=True, on_epoch=False)
+            self.check_finite(trainer, module)
 
-    def look(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Ends the run if a loss was not finite since the last look, for which a GPU is waited for."""
-        finite = torch.isfinite(torch.stack(self._losses)).tolist() if self._losses else []
-        self._losses.clear()
-        # Under a loss scale such a step is left out, and the weights stay as they are.
+    def check_finite(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Stop the run if a loss since the last check is not finite. Waits for the GPU."""
+        finite = torch.isfinite(torch.stack(self._unchecked_losses)).tolist() if self._unchecked_losses else []
+        self._unchecked_losses.clear()
+        # A loss scale skips such a step and leaves the weights alone.
         if not all(finite) and self.diverged is None and not module.scaled:
             self.diverged = int(self.totals["steps"]) - len(finite) + 1 + finite.index(False)
             trainer.should_stop = True
 
+    def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._synchronize()
+            self._update_peak_memory(module)
+
     def on_validation_epoch_end(self, trainer: lightning.Trainer, module: Any) -> None:
         results = module.alone.compute()
         point = self._point(float(results["loss"])) | {"loss_start": float(results["loss_start"])}
-        logged = {f"val/{name}": point[name] for name in ("loss", "loss_start")}
         if module.as_trained.update_called:
-            also = module.as_trained.compute()
-            point["loss_as_trained"] = float(also["loss"])
-            logged["val/loss_as_trained"], logged["val/loss_start_as_trained"] = (
-                float(also["loss"]),
-                float(also["loss_start"]),
-            )
-        tell(trainer.loggers, int(point["step"]), logged)
-        # A run that stopped between an evaluation and its checkpoint evaluates that step again.
+            point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
+        # A run killed between a validation and its checkpoint validates that step again.
         self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
+        edges = zip(POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), results["by_position"].tolist(), results["counts"])
         self.by_position = [
-            {"start": start, "end": end, "loss": loss, "count": count}
-            for start, end, loss, count in zip(
-                POSITION_EDGES,
-                (*POSITION_EDGES[1:], 2**31),
-                results["by_position"].tolist(),
-                results["counts"].tolist(),
-            )
+            {"start": start, "end": end, "loss": loss, "count": int(count)}
+            for start, end, loss, count in edges
             if count
         ]
 
-    def _point(self, loss: float) -> dict[str, float]:
-        totals = self.totals
-        return {
-            "step": totals["steps"],
-            "real_tokens": totals["real_tokens"],
-            "seconds": totals["seconds"],
-            "loss": loss,
-        }
+    def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(module.device)
+        self._clock = time.perf_counter()
+
+    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self._update_peak_memory(module)
 
 
-class Stopped(Exception):
-    """A run was told to stop; it goes on from the checkpoint that it has just written."""
+class CheckpointFile(TorchCheckpointIO):
+    """Write Lightning's checkpoint to a temporary name, then rename it; load on the CPU with ``weights_only=True``."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped after step {step}")
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            torch.save(checkpoint, temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+class Stopped(UserError):
+    """A run was stopped before its last step, with a checkpoint that it resumes from."""
+
+    def __init__(self, step: int, max_steps: int, signum: int = 0) -> None:
+        super().__init__(f"stopped after step {step} of {max_steps}, with a checkpoint; the same command resumes it")
         self.step = step
+        self.status = 128 + signum if signum else 3
 
 
-class Checkpoints(LightningCheckpoint):
-    """Saves every ``every`` optimizer steps and at the last, after that step's evaluation if it has one; keeps the two newest.
+class StopOnSignal(Callback):
+    """Request a stop at the end of the step on SIGTERM and Ctrl-C; a second Ctrl-C interrupts at once.
 
-    A checkpoint appears whole or not at all, so a run may be killed at any moment. If the newest is damaged later, the run goes
-    on from the one before.
+    Handlers that are not Python's defaults stay. ``signum`` is the signal received, 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            if (handler := signal.getsignal(signum)) in (signal.SIG_DFL, signal.default_int_handler):
+                self._previous[signum] = handler
+                signal.signal(signum, self._handle)
+
+    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def on_exception(self, trainer: lightning.Trainer, module: Any, exception: BaseException) -> None:
+        self.on_train_end(trainer, module)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        if signum == self.signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signum = signum
+
+
+class Checkpoint(LightningCheckpoint):
+    """Save every ``every`` optimizer steps and at the last, after that step's validation; keep the two newest.
 
     Args:
-        stop: asked after each step whether the run shall stop there: it is saved and ends with Stopped.
+        signals: its signal stops the run after the step, with a checkpoint.
+        stop: called after each step with the run's metrics; True stops the run in the same way.
+
+    Raises:
+        Stopped: a stop was requested. Several ranks agree at logged steps.
     """
 
     def __init__(
@@ -260,76 +279,234 @@ class Checkpoints(LightningCheckpoint):
         folder: Path,
         every: int,
         validate_every: int,
-        history: History,
-        stop: Callable[[History], bool] | None = None,
+        metrics: RunMetrics,
+        signals: StopOnSignal,
+        stop: Callable[[RunMetrics], bool] | None = None,
     ) -> None:
-        self.folder = folder
-        self.history = history
-        self.every = every
-        self.validate_every = validate_every
-        self.stop = stop
+        self.folder, self.every, self.validate_every = folder, every, validate_every
+        self.metrics, self.signals, self.stop = metrics, signals, stop
 
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        if trainer.is_global_zero and self.folder.is_dir():
-            for cut_short in self.folder.glob("*.tmp"):
-                cut_short.unlink(missing_ok=True)
-            for path in checkpoints(self.folder):
-                if step_of(path) > trainer.global_step:  # the run could not go on from it
-                    path.rename(path.with_name(path.name + ".damaged"))
-
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step % self.validate_every != 0:
-            self._save_if_due(trainer)
+            self._save_if_due(trainer, module)
 
     def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._save_if_due(trainer)
+            self._save_if_due(trainer, module)
 
-    def _save_if_due(self, trainer: lightning.Trainer) -> None:
+    def _save_if_due(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         step = trainer.global_step
-        stop = self.stop is not None and self.stop(self.history) and step != trainer.max_steps
+        signum = self.signals.signum or int(self.stop is not None and self.stop(self.metrics))
+        if trainer.world_size > 1:  # agreeing waits for all ranks
+            agree = step % self.metrics.log_every == 0
+            signum = max_over_ranks(signum, trainer.strategy.root_device) if agree else 0
+        stop = bool(signum) and step != trainer.max_steps
         if step % self.every and step != trainer.max_steps and not stop:
             return
-        self.history.settle()
-        self.history.look(trainer, trainer.lightning_module)
-        if self.history.diverged is not None:
-            return
-        if weights_are_finite(trainer.lightning_module):  # else the next loss is not
+        with self.metrics.paused():
+            self.metrics.check_finite(trainer, module)
+            if self.metrics.diverged is not None or not weights_are_finite(module):
+                return  # without finite weights the next loss is not finite either
             trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
             if trainer.is_global_zero:
                 keep_newest(self.folder, 2)
-            if stop:
-                raise Stopped(step)
-        self.history.restart_clock()
+        if stop:
+            raise Stopped(step, trainer.max_steps, signum if signum > 1 else 0)
 
 
 def weights_are_finite(module: torch.nn.Module) -> bool:
-    """Weights in shards are left to the loss: of those a rank knows its own, and ranks save together."""
-    whole: list[torch.Tensor] = [weight for weight in module.parameters() if not isinstance(weight, DTensor)]
+    """Check all weights that are not sharded; of shards a rank would know only its own."""
+    whole: list[Tensor] = [weight for weight in module.parameters() if not isinstance(weight, DTensor)]
     return not whole or bool(torch.stack(torch._foreach_norm(whole, torch.inf)).isfinite().all())
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, oldest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if CHECKPOINT_NAME.fullmatch(path.name)), key=step_of)
+    """List a run's checkpoints, oldest first."""
+    files = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in files if CHECKPOINT_NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was written after."""
     match = CHECKPOINT_NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
 
 def newest_step(folder: Path) -> int:
-    """Of the newest checkpoint; 0 without one."""
+    """Return the newest checkpoint's step; 0 without one."""
     return max(map(step_of, checkpoints(folder)), default=0)
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Removes older checkpoints."""
+    """Remove older checkpoints."""
     for old in checkpoints(folder)[:-count]:
         old.unlink(missing_ok=True)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Load a checkpoint on the CPU, without running code. Raises ConfigError for a damaged file or one with other objects."""
+    try:
+        if (damaged := zipfile.ZipFile(path).testzip()) is not None:  # torch.load does not check CRCs
+            raise ValueError(f"{damaged} is damaged")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"{path}: expected a checkpoint that torch.load reads with weights_only=True, got: {reason}; remove it"
+        ) from None
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint that loads, None without any; warn of those skipped.
+
+    Raises:
+        ConfigError: there are checkpoints, and none loads.
+    """
+    failed: list[ConfigError] = []
+    for path in reversed(checkpoints(folder)):
+        try:
+            read_checkpoint(path)
+        except ConfigError as error:
+            failed.append(error)
+            continue
+        for error in failed:
+            logger.warning("%s; the run resumes from %s", error, path.name)
+        return path
+    if failed:
+        raise ConfigError(f"runs_dir: no checkpoint loads: {failed[0]} to train from the beginning")
+    return None
+
+
+def snapshot_steps(steps: int, snapshots: int, share: float) -> list[int]:
+    """Space ``snapshots`` steps evenly over the last ``share`` of ``steps``, the last among them; none for one snapshot."""
+    first = max(steps - int(share * steps), 1)
+    return sorted(set(np.linspace(first, steps, snapshots).round().astype(int).tolist())) if snapshots > 1 else []
+
+
+class Average(Callback):
+    """Keep the running mean of the weights after each step of ``at``, saved in checkpoints."""
+
+    def __init__(self, at: list[int]) -> None:
+        self.at = set(at)
+        self.taken = 0
+        self.mean: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken, "mean": self.mean}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.taken, self.mean = state_dict["taken"], state_dict["mean"]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step not in self.at:
+            return
+        self.taken += 1
+        for name, weight in module.model.named_parameters():
+            if self.taken == 1:
+                self.mean[name] = weight.detach().clone()
+            else:
+                mean = self.mean[name] = self.mean[name].to(weight.device)
+                mean += (weight - mean) / self.taken
+
+    @torch.no_grad()
+    def load_into(self, model: torch.nn.Module) -> None:
+        """Replace the model's weights by the mean."""
+        for name, weight in model.named_parameters():
+            weight.copy_(self.mean[name])
+
+
+class LeakError(UserError, RuntimeError):
+    """Documents leak in a run whose boundary scheme lets nothing cross."""
+
+
+class LeakCheck(Callback):
+    """Check a batch for leaks when training starts or resumes, and every ``every`` steps (0: only then)."""
+
+    def __init__(self, every: int, metrics: RunMetrics) -> None:
+        self.every, self.metrics = every, metrics
+        self._started = False
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: StepBatch, batch_idx: int) -> None:
+        if self._started and (self.every == 0 or trainer.global_step % self.every):
+            return
+        self._started = True
+        # Carried states fit the step's first batch alone.
+        batches = batch.batches[:1] if module.boundary.keeps else batch.batches
+        packed = max(batches, key=lambda b: b.layout.num_documents - b.layout.shape[0], default=None)
+        if packed is not None:
+            with self.metrics.paused(), trainer.precision_plugin.forward_context():
+                check_batch(module.model, module.boundary, packed, gradients=module.device_mesh is None)
+
+
+def check_batch(model: MambaLM, boundary: Boundary, batch: PackedBatch, gradients: bool = True) -> None:
+    """Change a document's last token, and compare the other documents' activations bit by bit; then check gradients.
+
+    Random states, carried states and weights stay as they were. Costs about two forward passes and one backward pass.
+
+    Raises:
+        LeakError: something crosses where nothing must. Warns where nothing crosses and something should.
+    """
+    layout = batch.layout
+    followed = (layout.rows[1:] == layout.rows[:-1]).nonzero().flatten()
+    if not len(followed):
+        return
+    leaks = any(used != layout for used in boundary.layouts(layout))
+    first = int(followed[0])
+
+    def hidden(tokens: Tensor) -> Tensor:
+        reseed()
+        return copy.deepcopy(boundary).hidden(model, replace(batch, tokens=tokens))
+
+    with undisturbed([model]), eager():
+        changed = batch.tokens.clone()
+        last = int(layout.ends[first]) - 1
+        vocab = model.backbone.embedding.weight.shape[0]
+        changed.view(-1)[last] = (changed.view(-1)[last] + max(1, vocab // 2)) % vocab
+        with torch.no_grad():
+            slots = moved(hidden(changed), hidden(batch.tokens)).any(-1)
+        crossing = (slots & (layout.documents != first) & (layout.documents >= 0)).flatten().nonzero().flatten()
+        if leaks and not len(crossing):
+            warnings.warn(
+                f"trainer.boundary={boundary.name}: a document's last token changes nothing behind it", stacklevel=2
+            )
+        if leaks:
+            return
+        where = ""
+        if len(crossing):
+            number = int(layout.documents.flatten()[crossing[0]])
+            where = f"the last token of document {first} of a batch changes document {number}"
+        elif gradients and _gradient_crosses(model, lambda: hidden(batch.tokens), layout.documents == first + 1):
+            where = f"the gradient of document {first + 1} of a batch reaches other documents"
+    if where:
+        raise LeakError(
+            f"trainer.boundary={boundary.name} lets nothing cross, but {where}; trainer.leakcheck_every=null trains anyway"
+        )
+
+
+def _gradient_crosses(model: MambaLM, hidden: Callable[[], Tensor], own: Tensor) -> bool:
+    """Differentiate the hidden vectors at the slots ``own`` (B, L) by the embedded tokens, and look at the other slots."""
+    embedded: list[Tensor] = []
+    hook = model.backbone.embedding.register_forward_hook(lambda module, inputs, output: embedded.append(output))
+    try:
+        result = hidden()
+    finally:
+        hook.remove()
+    (gradient,) = torch.autograd.grad(result[own].float().square().sum(), embedded[:1])
+    return bool(gradient[~own].any())
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's progress bar on stderr; in a file, ten lines a run. Between refreshes nothing waits for the GPU."""
+
+    def __init__(self, max_steps: int, log_every: int) -> None:
+        super().__init__(refresh_rate=log_every if sys.stderr.isatty() else max(1, max_steps // 10))
+
+    def init_train_tqdm(self) -> Any:
+        with contextlib.redirect_stdout(sys.stderr):
+            return super().init_train_tqdm()
+
+    def init_validation_tqdm(self) -> Any:
+        return Tqdm(
+            desc="Validation", leave=False, dynamic_ncols=True, file=sys.stderr, disable=not sys.stderr.isatty()
+        )

@@ -15,7 +15,6 @@ from packmamba.data.sources import open_source
 from packmamba.data.tokenization import load_tokenizer
 from packmamba.nn import MambaLM
 from packmamba.ops import BACKENDS
-from packmamba.training.loggers import check_loggers
 from packmamba.training.process import LAUNCHED
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -57,7 +56,6 @@ def check_run(config: Config, here: bool = True) -> None:
             "has started this one"
         )
     chosen(trainer, "boundary")(**trainer.boundary_options)
-    check_loggers(config)
     if here:
         check_memory(config)
     if config.evaluations:

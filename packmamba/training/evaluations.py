@@ -24,9 +24,9 @@ from packmamba.evaluation.subject import load_subject
 from packmamba.nn import MambaLM
 from packmamba.records import write_items
 from packmamba.training.asking import asked_of
-from packmamba.training.callbacks import History
-from packmamba.training.curves import tell
-from packmamba.training.model_folder import PREFIX
+from packmamba.training.callbacks import RunMetrics
+
+PREFIX = "model."
 
 Numbers = dict[str, float | None]
 
@@ -64,7 +64,7 @@ class Evaluations(Callback):
     The first process answers and tells the others, which wait. Points are saved with checkpoints, so a resumed run has one curve.
     """
 
-    def __init__(self, config: Config, history: History) -> None:
+    def __init__(self, config: Config, history: RunMetrics) -> None:
         self.config = config
         self.history = history
         self.points: list[dict[str, Any]] = []
@@ -81,10 +81,9 @@ class Evaluations(Callback):
         step = trainer.global_step
         if step % self.config.trainer.evaluate_every or step == trainer.max_steps:  # type: ignore[operator]
             return
-        self.history.settle()
-        weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
-        self.add(trainer, _told(trainer, lambda: self._answer(module, weights)))
-        self.history.restart_clock()
+        with self.history.paused():
+            weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
+            self.add(trainer, _told(trainer, lambda: self._answer(module, weights)))
 
     def add(self, trainer: lightning.Trainer, numbers: Numbers) -> None:
         """Takes and logs the numbers of this step."""
@@ -92,7 +91,8 @@ class Evaluations(Callback):
         point = {"step": step, "real_tokens": self.history.totals["real_tokens"]} | numbers
         self.points = [other for other in self.points if other["step"] != step] + [point]
         logged = {f"evaluation/{name}": value for name, value in numbers.items() if value is not None}
-        tell(trainer.loggers, step, logged)
+        for logger in trainer.loggers:
+            logger.log_metrics(logged, step - 1)
 
     def add_ends_of(self, records: Mapping[int, Mapping[str, Any]]) -> None:
         """Of a run that was raised: what it answered where it ended before, by the steps of these records."""

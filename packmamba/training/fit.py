@@ -1,34 +1,68 @@
-"""One training run, from a configuration to its record; run again, it goes on from where it was stopped."""
+"""Train one run, from a configuration to its record; the same call resumes it."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import math
+import os
+import sys
 import time
-from collections.abc import Callable
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from omegaconf import OmegaConf
+from torch import Tensor
 
-from packmamba.config import Config, ConfigError
+from packmamba.config import CONFIGURATION, Config, ConfigError, to_dict
+from packmamba.config.sections import NOT_ON_CPU, ON_GPUS
 from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.sources import open_source
+from packmamba.data.tokenizer_files import write_tokenizer
+from packmamba.nn import MambaLM
+from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name
-from packmamba.records import append_record, check_writable, make_record, provenance
+from packmamba.records import (
+    append_record,
+    check_writable,
+    has_records,
+    make_record,
+    provenance,
+    read_records,
+    write_whole,
+)
 from packmamba.training.asking import check_evaluations
-from packmamba.training.average import Average, snapshot_steps
-from packmamba.training.callbacks import History, Stopped, checkpoints, keep_newest, newest_step
-from packmamba.training.checkpoint_file import newest_whole
+from packmamba.training.callbacks import (
+    Average,
+    Checkpoint,
+    CheckpointFile,
+    LeakCheck,
+    ProgressBar,
+    RunMetrics,
+    StopOnSignal,
+    keep_newest,
+    newest_checkpoint,
+    newest_step,
+    read_checkpoint,
+    snapshot_steps,
+)
 from packmamba.training.checks import check_accelerator, check_run
-from packmamba.training.divergence import DIVERGENCE, find_origin
+from packmamba.training.distributed import disable_lightning_signals, make_strategy
 from packmamba.training.evaluations import Evaluations, run_evaluations
-from packmamba.training.loggers import close_loggers
-from packmamba.training.model_folder import write_configuration, write_model
 from packmamba.training.module import MambaLitModule
 from packmamba.training.run_id import (
     RunLock,
     find_record,
+    id_of,
     name_of,
     record_path,
     recorded_config,
@@ -36,116 +70,104 @@ from packmamba.training.run_id import (
     run_folder,
     run_id,
 )
-from packmamba.training.signals import Interrupted, Told
-from packmamba.training.start import check_start, start_from
-from packmamba.training.strategy import agree
-from packmamba.training.surroundings import prepare_environment, surroundings
-from packmamba.training.trainer import make_trainer, quieten
+from packmamba.training.runtime import configured_runtime
 
 logger = logging.getLogger(__name__)
 
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 
-def fit(config: Config, progress: bool = True, stop: Callable[[History], bool] | None = None) -> dict[str, Any]:
-    """Trains, evaluates and writes the record, which it returns.
 
-    A run whose record exists is not repeated; one that has a checkpoint goes on from it, on a CPU to the same bits as if it had
-    never stopped. What runs before it in the same process changes nothing.
+def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool] | None = None) -> dict[str, Any]:
+    """Train and evaluate a run, append its record, and return it.
+
+    A finished run is not repeated. An unfinished one resumes from its newest checkpoint, on a CPU to the same bits as if it had
+    not been interrupted.
 
     Args:
-        stop: asked after each step, with the run's history, whether the run shall stop there. All of several ranks stop,
-            after the next logged step, if one of them says so.
+        stop: called after each step with the run's metrics; True stops the run, with a checkpoint. Several ranks stop together.
 
     Raises:
         ConfigError: naming the key.
-        Stopped: by ``stop``; a checkpoint is written.
-        Interrupted: by SIGINT or SIGTERM, unless somebody else handles them; in training, a checkpoint is written first.
+        Stopped: by ``stop``, SIGTERM or Ctrl-C, with a checkpoint.
     """
-    prepare_environment([config])
-    told = Told()
-    with surroundings(config), told.heard():
+    with configured_runtime(config):
         try:
-            return _fit(config, progress, stop, told)
-        except SystemExit as ended:  # how Lightning ends a process that is interrupted
-            why = ended.__context__
-            raise (why if isinstance(why, KeyboardInterrupt) else KeyboardInterrupt()) from None
+            return _fit(config, progress, stop)
+        except SystemExit:  # Lightning's answer to a second Ctrl-C
+            raise KeyboardInterrupt from None
         finally:
-            close_loggers()
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
+                wandb.finish()  # else the process's next run joins this one
 
 
-def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None, told: Told) -> dict[str, Any]:
+def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
-    provenance()  # cached: the record names the code as it was when the run began
+    provenance()  # cached: the commit of the run is that of its start
     check_run(config)
-    path = record_path(config)
+    check_accelerator(config)
+    path, folder, options = record_path(config), run_folder(config), config.trainer
     if (done := find_record(config)) is not None:
         if done["corpus_hash"] != PackingDataModule(config, progress=progress).corpora.corpus_hash:
             raise ConfigError(
-                f"the documents have changed since this run; remove its record in {path} and its folder to train again"
+                f"data: the documents have changed since this run; remove {path} and {folder} to train again"
             )
         return done
-    check_accelerator(config)
-    folder = run_folder(config)
     check_writable(folder, "runs_dir")
-    if config.output is not None:
-        check_writable(path.parent, "output")
-    if (reached := newest_step(folder / "checkpoints")) > config.trainer.max_steps:
+    check_writable(path.parent, "output")
+    if (reached := newest_step(folder / "checkpoints")) > options.max_steps:
         raise ConfigError(
-            f"trainer.max_steps: expected at least {reached}, the steps that {folder} has been trained for already, got "
-            f"{config.trainer.max_steps}; give another runs_dir to train it anew"
+            f"trainer.max_steps: expected at least {reached}, the steps trained in {folder}, got {options.max_steps}; "
+            "give another runs_dir to train anew"
         )
-    if not reached:
-        check_start(config)
-    quieten()
-    history = History(config.trainer.log_every)
-    options = config.trainer
-    average = Average(snapshot_steps(options.max_steps, options.average_snapshots, options.average_share))
-    evaluations = Evaluations(config, history) if options.evaluate_every is not None else None
-    others = [*([average] if average.at else []), *([evaluations] if evaluations else [])]
+    start = None if reached or options.init_from is None else start_weights(config)
+    metrics, average = RunMetrics(options.log_every), Average(snapshot_steps(*_snapshots(config)))
+    evaluations = Evaluations(config, metrics) if options.evaluate_every is not None else None
 
     lock = RunLock(folder)
 
-    def stops(history: History) -> bool:
+    def stops(metrics: RunMetrics) -> bool:
         lock.check()
-        asked = int(stop is not None and bool(stop(history)))  # 1 is no signal that is heard
-        agreed = agree(trainer, max(told.signal, asked), options.log_every)
-        told.signal = max(told.signal, agreed if agreed > 1 else 0)
-        return bool(agreed)
+        return stop is not None and stop(metrics)
 
-    trainer = make_trainer(config, folder, history, progress, stops, others)
+    callbacks = [metrics, *([average] if average.at else []), *([evaluations] if evaluations else [])]
+    trainer = make_trainer(config, folder, metrics, callbacks, progress, stops, reached)
     try:
         backend = backend_name(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
     data = PackingDataModule(config, progress=progress)
     data.check_targets()
-    lightning.seed_everything(config.seed, workers=True, verbose=False)
-    module = MambaLitModule(config, data.corpora.train.vocab_size)
-    check_evaluations(config, len(module.model.lm_head.weight))
-    if not checkpoints(folder / "checkpoints"):
-        history.started_from = start_from(config, module.model)
     with lock if trainer.is_global_zero else nullcontext():
-        if trainer.is_global_zero and find_record(config) is not None:
-            raise ConfigError(f"another process has just finished this run; its record is {path}")
+        if (done := find_record(config)) is not None:  # another process has just finished the run
+            return done
+        lightning.seed_everything(config.seed, workers=True, verbose=False)
+        module = MambaLitModule(config, data.corpora.train.vocab_size)
+        check_evaluations(config, len(module.model.lm_head.weight))
+        if start is not None:
+            metrics.started_from = load_start(config, module.model, start)
         if trainer.is_global_zero:
             write_configuration(folder, config)
-            for one in () if reached else trainer.loggers:
-                one.log_hyperparams(recorded_config(config))
-        _train(trainer, module, data, folder, told)
-        if not history.validation or history.validation[-1]["step"] != trainer.global_step:
+            for each in () if reached else trainer.loggers:
+                each.log_hyperparams(recorded_config(config))
+        resume = newest_checkpoint(folder / "checkpoints")
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+        if not metrics.validation or metrics.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
-        last = history.validation[-1]
-        if history.diverged is None and not math.isfinite(last["loss"]):
-            history.diverged = trainer.global_step
-        if average.at and history.diverged is None:
+        last = metrics.validation[-1]
+        if metrics.diverged is None and not math.isfinite(last["loss"]):
+            metrics.diverged = trainer.global_step
+        if average.at and metrics.diverged is None:
             average.load_into(module.model)
             trainer.validate(module, data, verbose=False)
-            history.validation[-1]["loss_last_weights"] = last["loss"]
-        record = training_record(config, data.corpora.corpus_hash, module, history, time.perf_counter() - begun)
+            metrics.validation[-1]["loss_last_weights"] = last["loss"]
+        record = training_record(config, data.corpora.corpus_hash, module, metrics)
         record["hardware"]["backend"] = backend
-        weights = trainer.strategy.lightning_module_state_dict()  # whole, which shards need all ranks for
+        weights = trainer.strategy.lightning_module_state_dict()  # gathered, on all ranks
         if trainer.is_global_zero:
             lock.check()
-            if history.diverged is None:
+            if metrics.diverged is None:
                 write_model(folder, config, module.model.config, weights)
                 numbers, curves = run_evaluations(config, folder, trainer.strategy.root_device, progress)
                 record["metrics"] |= numbers
@@ -155,63 +177,174 @@ def _fit(config: Config, progress: bool, stop: Callable[[History], bool] | None,
             if evaluations:
                 evaluations.add_ends_of(records_of(config))
                 record["curves"]["evaluations"] = evaluations.points
-            record["wall_seconds"] = time.perf_counter() - begun  # with the evaluations at its end
-            if history.diverged is not None and trainer.world_size == 1:
-                record["metrics"] |= _say_origin(config, folder, history.diverged)
+            record["wall_seconds"] = time.perf_counter() - begun
             lock.check()
             append_record(path, record)
-            carried = "state_bytes" not in record["metrics"] or "state_age_steps" in record["metrics"]
-            if not carried and history.diverged is None:
-                logger.warning(
-                    "trainer.boundary=%s: no row went on from a state in these %d steps; that takes more of them "
-                    "(trainer.max_steps), fewer data.streams, or rows that do not hold all of a step (data.row_length)",
-                    options.boundary, record["metrics"]["steps"],
-                )  # fmt: skip
+            _warn(config, metrics, record["metrics"])
             keep_newest(folder / "checkpoints", 1)
     return record
 
 
-def _say_origin(config: Config, folder: Path, step: int) -> dict[str, float]:
-    """Where the run's values stopped being finite, for people and for the record."""
-    try:
-        origin = find_origin(config, folder, step)
-    except Exception as error:  # the record of what was trained matters more
+def _snapshots(config: Config) -> tuple[int, int, float]:
+    return config.trainer.max_steps, config.trainer.average_snapshots, config.trainer.average_share
+
+
+def _warn(config: Config, metrics: RunMetrics, numbers: Mapping[str, Any]) -> None:
+    if metrics.diverged is not None:
+        logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
+    elif "state_bytes" in numbers and "state_age_steps" not in numbers:
         logger.warning(
-            "Step %d could not be taken again to look for its first value that is not finite: %s", step, error
-        )
-        return {}
-    if origin is None:
-        return {}
-    logger.warning("%s", origin)
-    (folder / DIVERGENCE).write_text(f"{origin}\n")
-    return {"diverged_document": origin.documents[0]} if origin.documents else {}
+            "trainer.boundary=%s carried no state in %d steps; increase trainer.max_steps, or reduce data.streams or "
+            "data.row_length.", config.trainer.boundary, numbers["steps"],
+        )  # fmt: skip
 
 
-def _train(
-    trainer: lightning.Trainer, module: MambaLitModule, data: PackingDataModule, folder: Path, told: Told
-) -> None:
-    """From the newest checkpoint, if there is one, to the last step, or to the one in which the process is told to end."""
-    resume = newest_whole(folder / "checkpoints", module)
-    told.looks = True
+def make_trainer(
+    config: Config,
+    folder: Path,
+    metrics: RunMetrics,
+    callbacks: list[Any],
+    progress: bool = False,
+    stop: Callable[[RunMetrics], bool] | None = None,
+    step: int = 0,
+) -> lightning.Trainer:
+    """Make Lightning's trainer of one run, which resumes at ``step``."""
+    options, signals = config.trainer, StopOnSignal()
+    checkpoint = Checkpoint(
+        folder / "checkpoints", options.checkpoint_every, options.validate_every, metrics, signals, stop
+    )
+    callbacks = [*callbacks, *(instantiate(one, "trainer.callbacks") for one in options.callbacks), signals, checkpoint]
+    if options.leakcheck_every is not None:
+        callbacks.append(LeakCheck(options.leakcheck_every, metrics))
+    if progress:
+        callbacks.append(ProgressBar(options.max_steps, options.log_every))
+    quieten()
     try:
-        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
-    except Stopped:
-        if not told.signal:
-            raise
-    finally:
-        told.looks = False
-    if told.signal:
-        raise Interrupted(
-            told.signal, f"after step {trainer.global_step} of {trainer.max_steps}, with a checkpoint"
-        ) from None
+        trainer = lightning.Trainer(
+            accelerator=options.accelerator,
+            devices=options.devices,
+            num_nodes=options.num_nodes,
+            strategy=make_strategy(options),
+            precision=options.precision,  # type: ignore[arg-type]
+            max_steps=options.max_steps,
+            val_check_interval=options.validate_every,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            log_every_n_steps=min(options.log_every, options.max_steps),
+            logger=[make_logger(one, folder, step) for one in options.loggers],
+            callbacks=callbacks,
+            enable_progress_bar=progress,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            plugins=[CheckpointFile()],
+        )
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
+        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
+    if trainer.strategy.root_device.type == "cpu" and options.precision in ON_GPUS:
+        raise ConfigError(NOT_ON_CPU.format(options.precision))  # Lightning would take bfloat16
+    disable_lightning_signals(trainer)
+    return trainer
 
 
-def training_record(
-    config: Config, corpus_hash: str, module: MambaLitModule, history: History, wall_seconds: float
-) -> dict[str, Any]:
-    """The run's record: losses at its last evaluation, which is of the mean of weights if there is one; throughput after
-    the first steps; curves."""
-    totals, timed, last = history.totals, history.timed, history.validation[-1]
+def quieten() -> None:
+    """Silence Lightning's advice that does not apply: few loader workers, its own resuming, accelerators not used."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for message in ("does not have many workers", "dataloader is not resumable", "litlogger", "LeafSpec",
+                    "`srun` command is available", "GPU available but not used"):  # fmt: skip
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+
+
+def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
+    """Instantiate a class path, or a mapping with ``class_path`` and ``init_args``; ``defaults`` that the class does not take are
+    left out. Raises ConfigError naming the key."""
+    path, arguments = (spec, {}) if isinstance(spec, str) else (spec["class_path"], spec.get("init_args", {}))
+    module, _, name = path.rpartition(".")
+    try:
+        made = getattr(importlib.import_module(module), name)
+        known = inspect.signature(made).parameters
+        return made(**{name: value for name, value in defaults.items() if name in known} | dict(arguments))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: expected a class path such as my_module.MyClass, got {path}: {error}") from None
+
+
+def make_logger(spec: Any, folder: Path, step: int) -> Logger:
+    """Make a logger by name or class path, for a run that resumes at ``step``. Raises ConfigError."""
+    if spec == "csv":
+        return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
+    if spec == "tensorboard":
+        return TensorBoardLogger(folder, name="tensorboard", version="", purge_step=step or None)
+    if spec == "wandb":
+        return WandbLogger(folder.name, folder, id=folder.name, project=folder.parent.name or "packmamba")
+    if spec == "mlflow":
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        return MLFlowLogger(
+            "packmamba", folder.name, os.environ.get("MLFLOW_TRACKING_URI"), save_dir=str(folder / "mlflow")
+        )
+    return instantiate(spec, "trainer.loggers", save_dir=folder)
+
+
+def start_weights(config: Config) -> dict[str, Tensor]:
+    """Read the weights that ``trainer.init_from`` names. Raises ConfigError."""
+    path = weights_path(config)
+    try:
+        if path.is_dir():
+            return read_pretrained(path)[1]
+        return model_weights(read_checkpoint(path)["state_dict"])
+    except (ValueError, FileNotFoundError, KeyError) as error:
+        raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
+
+
+def load_start(config: Config, model: MambaLM, weights: dict[str, Tensor]) -> int:
+    """Load the weights that a run starts from; return their checksum. Raises ConfigError."""
+    try:
+        load_weights(model, weights, weights_path(config), "this run's keys of model")
+        if bad := [name for name, weight in sorted(weights.items()) if not bool(weight.isfinite().all())]:
+            raise ValueError(f"{bad[0]} has values that are not finite")
+    except ValueError as error:
+        raise ConfigError(f"trainer.init_from: {error}") from None
+    checksum = 0
+    for _, tensor in sorted(weights.items()):
+        checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
+
+
+def weights_path(config: Config) -> Path:
+    """Return the folder or file that ``trainer.init_from`` names; of ``<sweep>:<arm>``, the run of this seed."""
+    source = str(config.trainer.init_from)
+    if Path(source).exists():
+        return Path(source)
+    folder, _, arm = source.rpartition(":")
+    records = read_records(folder) if folder and has_records(folder) else []
+    runs = [r for r in records if (r["kind"], r["arm"], r["seed"]) == ("training", arm, config.seed)]
+    paths = {Path(folder) / "runs" / id_of(arm, record["config"]) for record in runs}
+    if len(paths) != 1:
+        raise ConfigError(
+            "trainer.init_from: expected a run's or published checkpoint's folder, a .ckpt file, or <sweep>:<arm> with one run "
+            f"of seed {config.seed}, got '{source}', which is {len(paths)} runs"
+        )
+    return paths.pop()
+
+
+def model_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's weights of a Lightning module's state."""
+    return {name.removeprefix("model."): weight for name, weight in state.items() if name.startswith("model.")}
+
+
+def write_configuration(folder: Path, config: Config) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / CONFIGURATION, OmegaConf.to_yaml(OmegaConf.create(to_dict(config))).encode())
+
+
+def write_model(folder: Path, config: Config, model: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Write the model and its tokenizer into the run's folder, for ``MambaLM.from_pretrained`` and ``eval``."""
+    write_pretrained(folder, dict(model), model_weights(state))
+    if open_source(config.data).vocab_size is None:
+        write_tokenizer(folder, config.data.tokenizer, config.data.begin_token, config.data.end_token)
+
+
+def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:
+    """Make the run's record: losses of its last validation, throughput after the first steps, and curves."""
+    totals, timed, last = metrics.totals, metrics.timed, metrics.validation[-1]
     timed = timed if timed["seconds"] else totals
     return make_record(
         kind="training",
@@ -225,7 +358,7 @@ def training_record(
             "real_tokens": totals["real_tokens"],
             "targets": totals["targets"],
             "val_loss": last["loss"],
-            **{f"val_{name}": last[name] for name in ("loss_last_weights",) if name in last},
+            **({"val_loss_last_weights": last["loss_last_weights"]} if "loss_last_weights" in last else {}),
             "val_loss_start": last["loss_start"],
             "val_loss_as_trained": last.get("loss_as_trained"),
             "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
@@ -235,16 +368,16 @@ def training_record(
             "tokens_behind_another": totals["tokens_behind"],
             "train_seconds": totals["seconds"],
             "parameters": sum(p.numel() for p in module.model.parameters()),
-            "peak_memory_bytes": history.peak_memory,
+            "peak_memory_bytes": metrics.peak_memory,
             **module.boundary.measures(),
-            **({} if history.diverged is None else {"diverged_at_step": history.diverged}),
-            **({} if history.started_from is None else {"started_from_checksum": history.started_from}),
+            **({} if metrics.diverged is None else {"diverged_at_step": metrics.diverged}),
+            **({} if metrics.started_from is None else {"started_from_checksum": metrics.started_from}),
         },
-        wall_seconds=wall_seconds,
+        wall_seconds=0.0,
         curves={
-            "train": history.train,
-            "validation": history.validation,
-            "loss_by_position": history.by_position,
-            **history.per_step(),
+            "train": metrics.train,
+            "validation": metrics.validation,
+            "loss_by_position": metrics.by_position,
+            **metrics.per_step(),
         },
     )

@@ -36,7 +36,7 @@ def flatten(values: dict[str, Any]) -> dict[str, Any]:
 def recorded_config(config: Config) -> dict[str, Any]:
     """Return the configuration as a record holds it: without ``PLACES``, and without later keys at their first values."""
     values = to_dict(config)
-    for name in [*PLACES, "trainer.checkpoint_async", *LATER_KEYS]:
+    for name in [*PLACES, *LATER_KEYS]:
         *sections, key = name.split(".")
         section = functools.reduce(dict.__getitem__, sections, values)
         if name not in LATER_KEYS or section.get(key) == LATER_KEYS[name]:

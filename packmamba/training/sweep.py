@@ -313,9 +313,8 @@ def run_sweeps(
     for sweep, _ in sweeps:
         check_writable(Path(sweep.output) / "records", "output")
     with imports():  # takes seconds: a wrong key has been refused
+        from packmamba.training.benchmark import measure_throughput
         from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side
-        from packmamba.training.surroundings import prepare_environment
-        from packmamba.training.throughput import measure_throughput
         from packmamba.training.unchanged import check_unchanged
     executor = None
     if first.launcher == "slurm":
@@ -325,7 +324,6 @@ def run_sweeps(
             for config in chosen(sweep, configs) if sweep.train else configs:
                 check_accelerator(config)
     every = [config for _, configs in sweeps for config in configs]
-    prepare_environment(every)
     begun = time.monotonic() if begun is None else begun
     wanted = (config for sweep, configs in sweeps if sweep.train for config in chosen(sweep, configs))
     runs = {(run_id(config), record_path(config), config.trainer.max_steps): config for config in wanted}

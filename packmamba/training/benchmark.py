@@ -18,7 +18,7 @@ from packmamba.records import make_record
 from packmamba.training.boundary import Keeping
 from packmamba.training.module import MambaLitModule
 from packmamba.training.run_id import name_of, recorded_config
-from packmamba.training.surroundings import surroundings
+from packmamba.training.runtime import configured_runtime
 
 WARM_UP = 1
 """Rounds that are not kept, after the first step of each arm, which is the gate's."""
@@ -67,7 +67,7 @@ def measure_throughput(
         RuntimeError: arms that must agree on the loss of the first step's documents do not.
     """
     # Of one whose code is compiled, if there is one: it may have shapes without end.
-    with surroundings(max(configs, key=lambda config: config.model.compile)):
+    with configured_runtime(max(configs, key=lambda config: config.model.compile)):
         yield from _measure(configs, rounds, output, progress)
 
 

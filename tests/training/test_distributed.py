@@ -1,27 +1,23 @@
-"""Several processes train as one: DDP and FSDP2, started by Lightning, by torchrun, and as torchrun would."""
+"""DDP and FSDP2: two ranks train as one, started by Lightning and as torchrun starts them."""
 
 import os
-import signal
 import sys
 import time
 
 import lightning
 import pytest
 import torch
-import torch.distributed.run
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import run
 from packmamba.config import ConfigError
 from packmamba.records import read_records
 from packmamba.training.callbacks import Stopped, checkpoints
+from packmamba.training.distributed import disable_lightning_signals
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.places import NUMBERS, one_of_several, speaks
-from packmamba.training.process import LAUNCHED
 from packmamba.training.run_id import run_folder
-from packmamba.training.surroundings import RANKS
-from processes import ROOT, fork, fork_ranks, free_port, kill, statuses
+from processes import ROOT, fork, fork_ranks, kill, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 
 
@@ -67,25 +63,6 @@ def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
         processes = fork_ranks(2, run.main, ["train", str(path)], output=output)
     assert set(statuses(*processes)) == {0}, output.read_text()
     assert_trained_as_one(both, alone, tolerance)
-
-
-@pytest.mark.slow
-def test_two_machines_train_as_one_by_torchrun(tmp_path):
-    """The README's recipe, each machine a torchrun with one process."""
-    keys = ["data.strategy=greedy", "data.slots_per_batch=24"]
-    alone = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone")
-    fit(alone, progress=False)
-    both = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/both", "trainer.num_nodes=2", "trainer.strategy=ddp")
-    path = write_config(tmp_path / "both.yaml", both)
-    address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    output = tmp_path / "output.txt"
-    machines = [
-        fork(torch.distributed.run.main, ["--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", *address,
-             str(ROOT / "run.py"), "train", str(path)], output=output, OMP_NUM_THREADS="1")
-        for rank in range(2)
-    ]  # fmt: skip
-    assert statuses(*machines) == [0, 0], output.read_text()
-    assert_trained_as_one(both, alone, 1e-4)
 
 
 class Meetings(lightning.Callback):
@@ -174,7 +151,7 @@ def test_ranks_end_together_when_any_is_told_to(tmp_path, told):
 def stops(config):
     """One rank: a job's, of which the first alone is told."""
     with pytest.raises(Stopped) as stopped:
-        fit(config, False, lambda history: int(os.environ["RANK"]) == 0 and history.totals["steps"] >= 5)
+        fit(config, False, lambda metrics: int(os.environ["RANK"]) == 0 and metrics.totals["steps"] >= 5)
     assert stopped.value.step == 8
 
 
@@ -187,111 +164,13 @@ def test_ranks_stop_with_a_checkpoint_when_one_is_asked_to(tmp_path):
     assert [path.name for path in checkpoints(run_folder(config) / "checkpoints")] == ["step=8.ckpt"]
 
 
-@pytest.mark.slow
-def test_runs_of_a_sweep_on_several_devices_go_one_after_the_other(tmp_path):
-    """Each in ranks of its own, which no later run meets. Told to end, a run writes a checkpoint; it goes on from there."""
-    keys = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=60", "trainer.validate_every=60"]
-    write_config(tmp_path / "both.yaml", tiny_config(tmp_path, *keys))
-    sweep, output = tmp_path / "sweep.yaml", tmp_path / "output.txt"
-    sweep.write_text(f"base: both.yaml\noutput: {tmp_path}/out\narms: {{a: {{}}}}\ngrid: {{seed: [1, 2]}}\n")
-    keys = [rf"data.cache_dir={tmp_path}/\${{cache}}"]  # a text that is no reference to another key
-    process = fork(run.main, ["sweep", str(sweep), *keys], output=output)
-    while process.is_alive() and "step 6/60" not in (output.read_text() if output.exists() else ""):
-        time.sleep(0.005)
-    assert not [*tmp_path.glob("out/runs/*/ranks*")], "a command that is killed here leaves no file"
-    os.kill(process.pid, signal.SIGINT)
-    assert statuses(process, timeout=60) == [130], output.read_text()
-    (folder,) = (tmp_path / "out" / "runs").iterdir()
-    checkpoint = checkpoints(folder / "checkpoints")[-1]
-    assert (tmp_path / "${cache}").is_dir()
-    step = checkpoint.stem.removeprefix("step=")
-    assert f"stopped after step {step} of 60, with a checkpoint" in output.read_text()
-    assert statuses(fork(run.main, ["sweep", str(sweep), *keys], output=output)) == [0], output.read_text()
-    records = sorted(read_records(tmp_path / "out"), key=lambda record: record["seed"])
-    assert [(record["seed"], record["metrics"]["steps"]) for record in records] == [(1, 60), (2, 60)]
-    assert output.read_text().count("Report, with figures") == 1, "one process speaks"
-
-
-@pytest.mark.slow
-def test_one_of_the_ranks_times_and_reports(tmp_path):
-    keys = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=4", "trainer.validate_every=4"]
-    write_config(tmp_path / "both.yaml", tiny_config(tmp_path, *keys))
-    sweep, output = tmp_path / "sweep.yaml", tmp_path / "output.txt"
-    sweep.write_text(
-        f"base: both.yaml\noutput: {tmp_path}/out\narms: {{a: {{}}}}\ngrid: {{seed: [1]}}\nthroughput_rounds: 1\n"
-    )
-    ranks = fork_ranks(2, run.main, ["sweep", str(sweep)], output=output)
-    assert statuses(*ranks) == [0, 0], output.read_text()
-    assert sorted(record["kind"] for record in read_records(tmp_path / "out")) == ["throughput", "training"]
-    assert output.read_text().count("Report, with figures") == 1
-
-
-@pytest.mark.parametrize(
-    ("said", "first"),
-    [
-        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
-        ({"RANK": "1", "LOCAL_RANK": "1"}, False),
-        ({"RANK": "2", "LOCAL_RANK": "0"}, False),
-        ({"NODE_RANK": "0", "LOCAL_RANK": "1"}, False),
-        ({"NODE_RANK": "1", "LOCAL_RANK": "0"}, False),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, True),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, False),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, False),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_NAME": "bash"}, True),
-    ],
-)
-def test_which_of_several_speaks(tmp_path, monkeypatch, said, first):
-    for name in (*LAUNCHED, *NUMBERS, "SLURM_JOB_NAME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in said.items():
-        monkeypatch.setenv(name, value)
-    assert speaks(tiny_config(tmp_path, "trainer.devices=2")) is first
-    assert speaks(tiny_config(tmp_path)) is True
-
-
-@pytest.mark.parametrize(
-    ("said", "together"),
-    [
-        ({}, False),
-        ({"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, True),
-        ({"MASTER_ADDR": "127.0.0.1"}, False),
-        ({"SLURM_NTASKS": "1"}, False),
-        ({"SLURM_NTASKS": "2"}, True),
-        ({"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}, False),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
-    ],
-)
-def test_who_has_been_started_as_one_of_several(tmp_path, monkeypatch, said, together):
-    """Others start the ranks of their runs themselves."""
-    for name in (*LAUNCHED, "LOCAL_RANK", "SLURM_JOB_NAME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in said.items():
-        monkeypatch.setenv(name, value)
-    assert one_of_several(tiny_config(tmp_path, "trainer.devices=2")) is together
-    assert one_of_several(tiny_config(tmp_path)) is False
-    assert one_of_several(tiny_config(tmp_path, "trainer.num_nodes=2")) is True
-
-
-def test_a_run_leaves_no_rank_behind(tmp_path, monkeypatch):
-    """Else the next one, on several devices, would wait for others that nobody starts."""
-    monkeypatch.setenv("NODE_RANK", "0")
-    before = dict(os.environ)
-    monkeypatch.setattr("sys.argv", ["run.py"])
-    groups = torch.distributed.distributed_c10d._world.group_count
-    fit(tiny_config(tmp_path, "data.strategy=greedy", "trainer.strategy=ddp"), progress=False)
-    assert torch.distributed.distributed_c10d._world.group_count > groups, "the next group has a name of its own"
-    assert {name: os.environ.get(name) for name in RANKS} == {name: before.get(name) for name in RANKS}
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["trainer.strategy=fsdp"], "trainer.strategy: expected one of auto, ddp, fsdp2, got 'fsdp'"),
-        (["trainer.strategy=fsdp2", *CARRY], "trainer.strategy=fsdp2 cannot keep the states of trainer.boundary=carry"),
-        (
-            ["trainer.strategy=fsdp2", "trainer.precision=16-mixed"],
-            "expected one that a CPU computes, such as bf16-mixed",
-        ),
+        (["trainer.strategy=fsdp"], "trainer.strategy"),
+        (["trainer.strategy=fsdp2", *CARRY], "trainer.strategy"),
+        (["trainer.strategy=fsdp2", "trainer.precision=16-mixed"], "trainer.precision"),
+        (["trainer.strategy=fsdp2", "trainer.average_snapshots=4"], "trainer.average_snapshots"),
     ],
 )
 def test_strategies_refuse_before_any_work(tmp_path, keys, message):
@@ -299,13 +178,11 @@ def test_strategies_refuse_before_any_work(tmp_path, keys, message):
         fit(tiny_config(tmp_path, *keys), progress=False)
 
 
-def test_a_process_group_ends_with_its_run_even_by_an_error(tmp_path, monkeypatch):
-    def fail(*_):
-        assert torch.distributed.is_initialized()
-        raise RuntimeError("stopped")
-
-    monkeypatch.setattr(MambaLitModule, "training_step", fail)
-    monkeypatch.setattr("sys.argv", ["run.py"])
-    with pytest.raises(RuntimeError, match="stopped"):
-        fit(tiny_config(tmp_path, "data.strategy=greedy", "trainer.strategy=ddp"), progress=False)
-    assert not torch.distributed.is_initialized()
+def test_lightning_s_private_names_exist(tmp_path, monkeypatch):
+    """Else signals would interrupt a collective, or every step would wait for the GPU (Lightning issue 20806)."""
+    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    disable_lightning_signals(trainer)
+    assert trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor() is None
+    monkeypatch.delattr(type(trainer.fit_loop.epoch_loop), "_broadcast_sigterm_tensor")
+    with pytest.raises(AssertionError, match="_broadcast_sigterm_tensor"):
+        disable_lightning_signals(lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu"))
