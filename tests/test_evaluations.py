@@ -8,17 +8,12 @@ import yaml
 
 import run
 from made_records import table, training
-from packmamba import cli
-from packmamba.config import ConfigError
-from packmamba.config.load import load_config
 from packmamba.data.datamodule import PackingDataModule
-from packmamba.evaluation.tasks import TASKS
-from packmamba.evaluation.tasks.parity import Parity
 from packmamba.records import METRICS, read_records
 from packmamba.report import training_figures
 from packmamba.report.folder import build_sections, table_files
 from packmamba.training import evaluations
-from packmamba.training.fit import check_run, fit
+from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.run_id import run_folder, run_id
 from packmamba.training.sweep import load_sweep, run_sweep
@@ -31,31 +26,6 @@ SPEED = {"real_tokens_per_second", "slots_per_second", "train_seconds"}
 
 def tiny(folder, *overrides):
     return tiny_config(folder, "trainer.max_steps=2", "trainer.validate_every=2", *overrides)
-
-
-@pytest.mark.slow
-def test_the_numbers_of_a_record_are_those_of_eval(tmp_path, capsys):
-    path = write_config(tmp_path / "train.yaml", tiny(tmp_path, *ASKED))
-    records = []
-    for seed in (0, 1):
-        assert cli.main(["train", str(path), f"seed={seed}"]) == 0
-        config = load_config(path, [f"seed={seed}"])
-        folder = run_folder(config)
-        (record,) = read_records(folder)
-        command = ["eval", str(folder), "tasks=[parity,perplexity]", "examples=12", "options.parity.length=6"]
-        assert cli.main([*command, "device=cpu"]) == 0
-        for evaluated in read_records(folder / "evaluation"):
-            name = evaluated["config"]["evaluation"]["name"]
-            (theirs,) = (folder / "evaluation" / "items").glob(f"{name}-*.jsonl")
-            items = folder / "evaluation" / "items" / f"{name}.jsonl"
-            assert items.read_text() == theirs.read_text() and items.read_text()
-            own = {key: value for key, value in record["metrics"].items() if key.startswith(f"{name}.")}
-            assert own == {f"{name}.{key}": value for key, value in evaluated["metrics"].items()}
-        assert record["metrics"]["perplexity.loss"] == pytest.approx(record["metrics"]["val_loss"], abs=1e-5)
-        assert record["metrics"]["parity.examples"] == 12 and record["metrics"]["perplexity.bits_per_byte"] > 0
-        records.append(record)
-    assert records[0]["metrics"]["parity.nats"] != records[1]["metrics"]["parity.nats"]
-    capsys.readouterr()
 
 
 def test_a_run_without_evaluations_is_what_it_was(tmp_path):
@@ -186,44 +156,3 @@ def test_one_of_several_ranks_evaluates(tmp_path, strategy):
     (record,) = read_records(run_folder(config))
     assert record["metrics"]["perplexity.loss"] == pytest.approx(record["metrics"]["val_loss"], abs=1e-5)
     assert output.read_text().count("evaluation parity") == 1
-
-
-def test_a_plugin_s_task_is_an_evaluation(tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "mine", type("Mine", (Parity,), {"chance": 0.4}))
-    record = fit(tiny(tmp_path, "evaluations=[mine]", "evaluation_examples=2"), progress=False)
-    assert record["metrics"]["mine.chance"] == 0.4
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["evaluations=[paritty]"], "evaluations: expected one of mqar, .*did you mean 'parity'"),
-        (["evaluations=[parity,parity]"], "evaluations: duplicate 'parity'"),
-        (["evaluation_options.parity.length=3"], "evaluation_options.parity: not among evaluations, which are none"),
-        (["evaluations=[parity]", "evaluation_options.parity=3"], "evaluation_options.parity: expected parameters"),
-        (["evaluations=[parity]", "evaluation_options.parity.size=3"], "evaluation_options.parity: unknown option 'size'"),
-        (["evaluations=[parity]", "evaluation_options.parity.length=0"], "evaluation_options.parity: length: "),
-        (["evaluations=[perplexity]", "evaluation_options.perplexity.most=2"], "evaluation_options.perplexity: unknown"),
-        (["evaluations=[long_context]", "evaluation_options.long_context.most=1"], "long_context.most: expected an int"),
-        (["evaluation_examples=0"], "evaluation_examples: expected at least 1, got 0"),
-    ],
-)  # fmt: skip
-def test_refuses_before_anything_is_read(tmp_path, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        check_run(tiny(tmp_path, *overrides))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["evaluations=[mqar]"], "mqar: needs a vocabulary of 8192, the model has 256"),
-        (
-            ["evaluations=[long_context]", "data.row_length=30"],
-            "no validation document is as long as two windows of 30",
-        ),
-    ],
-)
-def test_refuses_before_training(tmp_path, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        fit(tiny(tmp_path, *overrides), progress=False)
-    assert not list(tmp_path.glob("runs/*/checkpoints/*"))

@@ -10,7 +10,7 @@ import run
 from packmamba import MambaLM
 from packmamba.config import ConfigError
 from packmamba.data.tokenization import load_tokenizer
-from packmamba.evaluation.evaluate import evaluate
+from packmamba.evaluation.registry import evaluate
 from packmamba.records import read_records
 from packmamba.training import evaluations
 from packmamba.training.asking import asked_of

@@ -257,14 +257,14 @@ def test_the_command_makes_a_corpus_and_takes_it_again(site, capsys):
 
 @pytest.mark.slow
 def test_losses_are_summed_by_package(site):
-    from packmamba.evaluation.asked import Asked
-    from packmamba.evaluation.on_text import long_context, perplexity
+    from packmamba.evaluation.language_modeling import long_context, perplexity
+    from packmamba.evaluation.registry import EvalContext
     from packmamba.nn import MambaLM
 
     _, data = made(site, "alpha", "beta", "gamma", validation_fraction=0.9)
     validation = load_corpora(data, progress=False).validation
     model = MambaLM(vocab_size=256, d_model=8, n_layer=1)
-    found = perplexity(model, Asked(data, None))
+    found = perplexity(model, EvalContext(data, None))
     points = found.curves["by_group"]
     assert list(dict.fromkeys(validation.group_names[point["group"]] for point in points)) == validation.group_names
     by_start = {row["start"]: row for row in found.curves["by_position"]}
@@ -275,7 +275,7 @@ def test_losses_are_summed_by_package(site):
     assert sum(point["nats"] for point in points) / sum(point["targets"] for point in points) == pytest.approx(
         found.metrics["loss"]
     )
-    gains = long_context(model, Asked(data, None, options={"window": 20, "most": 4, "context": 20}))
+    gains = long_context(model, EvalContext(data, None, options={"window": 20, "most": 4, "context": 20}))
     (point,) = [p for p in gains.curves["by_group"] if p["group"] == 0 and p["windows"] == 4]
     own = [item["gain"] for item in gains.items if item["group"] == 0 and item["windows"] == 4]
     assert point["gain"] == pytest.approx(sum(own)) and point["documents"] == len(own) >= 1

@@ -9,17 +9,11 @@ import pytest
 
 import run
 from packmamba.config import ConfigError, load_config
-from packmamba.data.packing import STRATEGIES
-from packmamba.data.sources import SOURCES
-from packmamba.evaluation.evaluate import EVALUATIONS
-from packmamba.evaluation.tasks import TASKS
 from packmamba.nn.mixers import MIXERS
-from packmamba.ops.backends import BACKENDS
 from packmamba.records import read_records
 from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.optimizer import OPTIMIZERS
 from processes import ROOT, fork, fork_ranks, statuses
 from runs import final_state, losses_of, tiny_config, write_config
 
@@ -307,15 +301,3 @@ def test_a_plugin_that_cannot_be_imported_is_one_sentence(tmp_path, monkeypatch)
         ConfigError, match=r"^plugins: cannot import 'toy_that_fails' \(ZeroDivisionError: division by zero\)$"
     ):
         load_config(None, ["plugins=[toy_that_fails]"])
-
-
-@pytest.mark.parametrize(
-    "registry", [MIXERS, BOUNDARIES, STRATEGIES, SOURCES, OPTIMIZERS, TASKS, EVALUATIONS.maps[0], BACKENDS]
-)
-def test_what_is_ours_is_not_replaced(registry):
-    """A record that says greedy means our greedy."""
-    (name, ours), *_ = registry.items()
-    with pytest.raises(ConfigError, match=f"^plugins: the [a-z ]+ '{name}' is PackMamba's own; expected another name"):
-        registry[name] = object()
-    registry[name] = ours
-    assert registry[name] is ours

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 import run
 from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
-from packmamba.evaluation.as_trained import AsTrained
-from packmamba.evaluation.perplexity import token_losses
+from packmamba.evaluation.language_modeling import token_losses
+from packmamba.evaluation.training_layout import TrainingLayoutReader
 from packmamba.training.boundary import BOUNDARIES, Carry, Reset
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
@@ -271,7 +271,7 @@ def test_documents_are_read_as_trained_in_streams_of_a_batch(tmp_path):
     data = pool(tmp_path, "trainer.boundary=carry")
     module = MambaLitModule(data.config, data.corpora.train.vocab_size).double()
     documents = [data.corpora.validation.document(i) for i in range(data.corpora.validation.num_documents)]
-    rows = AsTrained(documents, data.config.data, BOUNDARIES["carry"]())
+    rows = TrainingLayoutReader(documents, data.config.data, BOUNDARIES["carry"]())
     sums = np.zeros(2)
     module.on_validation_epoch_start()
     with torch.no_grad():
@@ -289,7 +289,7 @@ def test_documents_are_read_as_trained_in_streams_of_a_batch(tmp_path):
 def test_a_long_document_is_not_read_as_trained_beside_empty_rows(tmp_path, lengths, streams):
     data = pool(tmp_path, "trainer.boundary=carry").config.data
     for order in (lengths, lengths[::-1]):
-        rows = AsTrained([np.ones(length, dtype=np.int64) for length in order], data, BOUNDARIES["carry"]())
+        rows = TrainingLayoutReader([np.ones(length, dtype=np.int64) for length in order], data, BOUNDARIES["carry"]())
         assert {len(batch) for batch in rows.batches} == {streams}
         assert sum(map(len, rows.batches)) * LENGTH < 2 * sum(lengths) + streams * LENGTH
 

@@ -21,7 +21,7 @@ from experiments.scoring.requests import Request, Workload
 from packmamba import MambaLM
 from packmamba.config import ConfigError, above, at_least, key, load_config, one_of, suggest
 from packmamba.evaluation import Score
-from packmamba.evaluation.generation import go_on
+from packmamba.evaluation.generation import generate
 from packmamba.experiments import Bench
 from packmamba.records import append_record, make_record, provenance
 from packmamba.timing import PeakMemory, free_memory, median, seconds, spread, take_turns
@@ -192,7 +192,7 @@ def _measure_generation(
 
     def generation(tokens: int) -> float:
         texts = [tuple(prompt) for prompt in prompts]
-        run = lambda: go_on(model, texts, tokens, 0.0, 1.0, lambda i, new: False, config.seed, config.max_slots)  # noqa: E731
+        run = lambda: generate(model, texts, tokens, seed=config.seed, max_slots=config.max_slots)  # noqa: E731
         return seconds(run, device)
 
     free_memory()

@@ -14,9 +14,8 @@ from tqdm import tqdm
 
 from packmamba import MambaLM
 from packmamba.config import ConfigError, DataConfig, above, at_least, each, key, named
-from packmamba.evaluation.asked import Asked
-from packmamba.evaluation.evaluate import evaluate, slots
-from packmamba.evaluation.subject import load_subject, read_config
+from packmamba.evaluation.load import load_model, read_config
+from packmamba.evaluation.registry import EvalContext, default_max_slots, evaluate
 from packmamba.evaluation.tasks import TASKS
 from packmamba.experiments import Bench
 from packmamba.records import append_record, make_record, provenance
@@ -92,7 +91,7 @@ def _ask_trained(
     config: AnswersConfig, arm: str, asked: Question, path: Path, records_path: Path, progress: bool
 ) -> None:
     begun = time.perf_counter()
-    subject = load_subject(path, "cpu")
+    subject = load_model(path, "cpu")
     points, chance = [], 0.0
     for value in tqdm(asked.values, desc=f"{arm}, seed {subject.config.seed}", disable=None if progress else True):
         point = _numbers(asked.task, subject.model, asked.options | {asked.varied: value}, config)
@@ -145,8 +144,14 @@ def _ask_untrained(config: AnswersConfig, name: str, records_path: Path) -> None
 
 def _numbers(name: str, model: MambaLM, options: Mapping[str, Any], config: AnswersConfig) -> dict[str, float]:
     """accuracy, answers and chance; of multiple choice the share of right choices, and how many there were."""
-    asked = Asked(
-        DataConfig(), None, config.examples, config.examples_seed, slots(model), options=dict(options), key="questions"
+    asked = EvalContext(
+        DataConfig(),
+        None,
+        config.examples,
+        config.examples_seed,
+        default_max_slots(model),
+        options=dict(options),
+        key="questions",
     )
     found = evaluate(name, model, asked).metrics
     numbers = {name: found[name] for name in ("accuracy", "answers", "chance")}

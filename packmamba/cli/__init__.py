@@ -57,7 +57,6 @@ KEYS = {
     "sweep": "packmamba.training.sweep:SweepConfig",
     "corpus": "packmamba.cli.corpus:CorpusConfig",
     "eval": "packmamba.cli.models:EvalConfig",
-    "questions": "packmamba.cli.models:QuestionsConfig",
     "generate": "packmamba.cli.models:GenerateConfig",
     "leakcheck": "packmamba.cli.leaks:LeakCheckConfig",
     "compare": "packmamba.cli.comparison:CompareConfig",
@@ -261,13 +260,6 @@ def eval(arguments: argparse.Namespace) -> None:
     print(f"\n{tables}\n\nRecords and items: {output}")
 
 
-def questions(arguments: argparse.Namespace) -> None:
-    """Write a multiple-choice task for lm-evaluation-harness, made from the validation documents of a text of yours."""
-    from packmamba.cli.models import write_task
-
-    print(f"Written: {write_task(arguments.folder, arguments.overrides)}")
-
-
 def generate(arguments: argparse.Namespace) -> None:
     """Continue a text with a trained model."""
     from packmamba.cli.models import continue_text
@@ -294,7 +286,7 @@ def leakcheck(arguments: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     f.__name__: f
     for f in (
-        *(demo, train, sweep, corpus, eval, questions, generate, export, leakcheck),
+        *(demo, train, sweep, corpus, eval, generate, export, leakcheck),
         *(bench, report, compare, reproduce, kernels, doctor),
     )
 }
@@ -307,7 +299,6 @@ ARGUMENTS: dict[str, list[tuple[str, str | None, str]]] = dict.fromkeys(COMMANDS
     "bench": [("config", "?", "an experiment, <experiment>/<bench>, or a YAML file")],
     "reproduce": [("experiment", "?", "an experiment, <experiment>/<step>, or all")],
     "report": [("folder", "?", "an experiment, or a folder that holds records/")],
-    "questions": [("folder", None, "where its files go")],
     "eval": [MODEL],
     "leakcheck": [MODEL],
     "generate": [MODEL, ("prompt", None, "the text to continue")],

@@ -10,7 +10,6 @@ from typing import Any, Optional, cast
 from omegaconf import DictConfig, OmegaConf
 
 from packmamba.config import CONFIGURATION, Config, ConfigError, key, load, suggest, to_dict
-from packmamba.evaluation.subject import check_configuration
 from packmamba.records import append_record, check_writable, has_records, read_records, write_sweep
 from packmamba.report import summary
 from packmamba.report.chosen import keys_of, known
@@ -81,7 +80,6 @@ def _records(folder: str) -> list[dict[str, Any]]:
         raise ConfigError(f"{folder} is not a folder; expected a run's, or one that holds records/")
     at = path
     if not has_records(path) and (path / CONFIGURATION).is_file():
-        check_configuration(path / CONFIGURATION)
         output = cast(DictConfig, OmegaConf.load(path / CONFIGURATION)).get("output")
         at = path if output is None else Path(output)
     try:

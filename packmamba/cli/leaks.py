@@ -64,11 +64,11 @@ def _ours(folder: str, config: LeakCheckConfig) -> Any:
     import torch
 
     from packmamba.data.batching import PackedBatch
-    from packmamba.evaluation.subject import load_subject
+    from packmamba.evaluation.load import load_model
     from packmamba.isolation import leakcheck
     from packmamba.layout import SequenceLayout
 
-    subject = load_subject(folder, config.device, config.dtype)
+    subject = load_model(folder, config.device, config.dtype)
     trainer = subject.config.trainer
     if not subject.trained or trainer.boundary == "reset":
         return leakcheck(subject.model, lengths=config.lengths)

@@ -22,7 +22,6 @@ from packmamba.config import (
     at_least,
     key,
     load,
-    named,
     parse_override,
     resolve,
     suggest,
@@ -53,23 +52,23 @@ class EvalConfig:
 def evaluate_model(folder: str, overrides: Sequence[str]) -> tuple[Path, list[dict[str, Any]]]:
     """Answers every evaluation that has no record yet; returns the output folder and the records of all.
 
-    Each item is kept as it comes and each evaluation's record is written when it ends, so a killed command goes on.
+    Each evaluation's record is written when it ends, so a killed command goes on with the evaluations that have none.
     """
-    from packmamba.evaluation.subject import read_config
+    from packmamba.evaluation.load import read_config
 
     config = _load(read_config(folder).data, folder, overrides)
     output = Path(config.output) if config.output else Path(folder) / "evaluation"
     check_writable(output / "records", "output")
-    from packmamba.evaluation.evaluate import EVALUATIONS, check_evaluation, slots
-    from packmamba.evaluation.subject import load_subject
+    from packmamba.evaluation.load import load_model
+    from packmamba.evaluation.registry import EVALUATIONS, default_max_slots
     from packmamba.training.run_id import RunLock
 
     manager = _harness_tasks([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
-    subject = load_subject(folder, config.device, config.dtype)
-    max_slots = config.max_slots or slots(subject.model)
+    subject = load_model(folder, config.device, config.dtype)
+    max_slots = config.max_slots or default_max_slots(subject.model)
     for name in config.tasks:
         if name in EVALUATIONS:
-            check_evaluation(name, _asked(name, subject, config, max_slots), len(subject.model.lm_head.weight))
+            EVALUATIONS[name].check(_asked(name, subject, config, max_slots), len(subject.model.lm_head.weight))
     found = []
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
@@ -132,17 +131,16 @@ def _in_no_file(names: Iterable[str], include_path: str | None) -> list[str]:
 
 
 def _asked(name: str, subject: Any, config: EvalConfig, max_slots: int) -> Any:
-    from packmamba.evaluation.asked import Asked
+    from packmamba.evaluation.registry import EvalContext
 
-    return Asked(
+    return EvalContext(
         config.data, subject.tokenizer, config.examples, config.seed, max_slots, dict(config.options.get(name, {})),
-        trainer=subject.config.trainer, read=subject.read,
+        trainer=subject.config.trainer, losses=subject.losses,
     )  # fmt: skip
 
 
 def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: Path) -> dict[str, Any]:
-    from packmamba.evaluation.evaluate import evaluate
-    from packmamba.evaluation.kept import Kept
+    from packmamba.evaluation.registry import evaluate
 
     asked = _asked(name, subject, config, max_slots)
     data = asdict(config.data)
@@ -152,8 +150,7 @@ def _ours(name: str, subject: Any, config: EvalConfig, max_slots: int, output: P
     if asked.boundary().as_trained:
         settings["boundary"] = {subject.config.trainer.boundary: subject.config.trainer.boundary_options}
 
-    def run(part: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
-        asked.kept = Kept(part, subject.model)
+    def run() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
         result = evaluate(name, subject.model, asked)
         return result.metrics, result.curves, result.items, result.corpus_hash
 
@@ -164,10 +161,10 @@ def _harness(manager: Any, name: str, subject: Any, config: EvalConfig, max_slot
     settings = {"name": name, "harness": True, "limit": config.limit, "max_slots": max_slots, "dtype": config.dtype,
                 "include_path": _contents(config.include_path)}  # fmt: skip
 
-    def run(_: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
+    def run() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], str]:
         import lm_eval
 
-        from packmamba.evaluation.harness import PackMambaLM
+        from packmamba.evaluation.lm_eval_adapter import PackMambaLM
 
         try:
             found = lm_eval.simple_evaluate(
@@ -199,7 +196,7 @@ def _contents(folder: str | None) -> str | None:
 
 def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) -> dict[str, Any]:
     """The record of these settings and weights: the one that is there, or a new one with its items beside it."""
-    from packmamba.evaluation.kept import weights_id
+    from packmamba.evaluation.load import weights_id
     from packmamba.report.items import checksum_of
 
     settings = settings | {"weights": weights_id(subject.model)}
@@ -207,10 +204,9 @@ def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) ->
     path = output / "records" / f"{settings['name']}-{digest}.jsonl"
     kept = output / "items" / f"{settings['name']}-{digest}.jsonl"
     if path.is_file() and path.stat().st_size:  # a crash may leave it empty
-        kept.with_suffix(".part").unlink(missing_ok=True)
         return next(r for r in read_records(output) if r["config"].get("id") == digest)
     begun = time.perf_counter()
-    metrics, curves, items, corpus_hash = run(kept.with_suffix(".part"))
+    metrics, curves, items, corpus_hash = run()
     write_items(kept, items)
     record = make_record(
         kind="evaluation",
@@ -224,45 +220,7 @@ def _recorded(settings: dict[str, Any], subject: Any, output: Path, run: Any) ->
         wall_seconds=time.perf_counter() - begun,
     )
     append_record(path, record)
-    kept.with_suffix(".part").unlink(missing_ok=True)
     return record
-
-
-@dataclass
-class QuestionsConfig:
-    """Keys of ``questions``."""
-
-    task: str = key("next_line", "The task, one with choices.", named("packmamba.evaluation.tasks:TASKS"))
-    data: DataConfig = field(default_factory=DataConfig)
-    examples: int = key(200, "Most questions.", at_least(1))
-    seed: int = key(1_000_000, "Seed of the order of choices.", at_least(0))
-    options: dict[str, Any] = key(
-        {"next_line": {"documents": "validation"}}, "Parameters of the task, such as options.next_line.context=512."
-    )
-    plugins: list[str] = key([], "Python modules to import first.")
-
-    def problems(self) -> Iterator[str]:
-        for name, parameters in self.options.items():
-            if not isinstance(parameters, dict):
-                yield f"options.{name}: expected parameters and their values, got {parameters!r}"
-        if not self.data.validation_fraction:
-            yield "data.validation_fraction: expected above 0, since questions are made from what is held out, got 0"
-
-
-def write_task(folder: str, overrides: Sequence[str]) -> Path:
-    """Writes a task of lm-evaluation-harness made from the validation documents of ``data``; returns its YAML's path."""
-    config = load(QuestionsConfig, None, overrides)
-    check_writable(folder, "folder")
-    from packmamba.evaluation.asked import Asked
-    from packmamba.evaluation.on_tasks import drawn
-    from packmamba.evaluation.questions import write_questions
-
-    asked = Asked(config.data, None, config.examples, config.seed, options=config.options.get(config.task, {}))
-    _, _, examples = drawn(config.task, asked, 256)
-    try:
-        return write_questions(folder, config.task, examples)
-    except ValueError as error:
-        raise ConfigError(f"task: {error}") from None
 
 
 @dataclass
@@ -283,19 +241,21 @@ class GenerateConfig:
     dtype: Optional[str] = key(None, "dtype of the weights: float64, float32, bfloat16, float16; null: as they are.")
 
     def problems(self) -> Iterator[str]:
-        from packmamba.evaluation.generation import nothing_to_cut
+        from packmamba.evaluation.generation import check_sampling
 
-        if problem := nothing_to_cut(self.temperature, self.top_p):
-            yield problem
+        try:
+            check_sampling(self.max_new_tokens, self.temperature, self.top_p)
+        except ValueError as error:
+            yield str(error)
 
 
 def continue_text(folder: str, prompt: str, overrides: Sequence[str]) -> str:
     """The prompt's continuation. Raises ConfigError without a tokenizer, or of a prompt without a token."""
     config = load(GenerateConfig, None, overrides)
     from packmamba.evaluation.generation import generate
-    from packmamba.evaluation.subject import load_subject
+    from packmamba.evaluation.load import load_model
 
-    subject = load_subject(folder, config.device, config.dtype)
+    subject = load_model(folder, config.device, config.dtype)
     tokenizer = subject.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{folder} has no tokenizer: its model speaks no text")
@@ -316,9 +276,9 @@ def continue_text(folder: str, prompt: str, overrides: Sequence[str]) -> str:
 def export_model(folder: str, target: str) -> Path:
     """Writes the model and its tokenizer in Hugging Face's format. Raises ConfigError for what that cannot hold."""
     from packmamba.data.tokenizer_files import write_tokenizer
-    from packmamba.evaluation.subject import load_subject
+    from packmamba.evaluation.load import load_model
 
-    subject = load_subject(folder, "cpu")
+    subject = load_model(folder, "cpu")
     path = Path(target)
     if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
         raise ConfigError(f"{target} is there and not empty; name a new folder")

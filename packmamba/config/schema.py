@@ -368,7 +368,7 @@ class Config:
     evaluations: list[str] = key(
         [],
         "Evaluations that the trained model answers, such as [perplexity, next_line]; their numbers join the run's record.",
-        each(named("packmamba.evaluation.evaluate:EVALUATIONS")),
+        each(named("packmamba.evaluation.registry:EVALUATIONS")),
         unique,
     )
     evaluation_options: dict[str, Any] = key(

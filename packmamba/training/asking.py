@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from packmamba.config import Config
-from packmamba.evaluation.asked import Asked
-from packmamba.evaluation.evaluate import check_evaluation
+from packmamba.evaluation.registry import EVALUATIONS, EvalContext
 
 
 def check_evaluations(config: Config, vocab_size: int | None = None) -> None:
@@ -14,11 +13,11 @@ def check_evaluations(config: Config, vocab_size: int | None = None) -> None:
         vocab_size: the model's; None: not known yet, and the documents are not looked at.
     """
     for name in config.evaluations:
-        check_evaluation(name, asked_of(config, name), vocab_size)
+        EVALUATIONS[name].check(asked_of(config, name), vocab_size)
 
 
-def asked_of(config: Config, name: str) -> Asked:
-    return Asked(
+def asked_of(config: Config, name: str) -> EvalContext:
+    return EvalContext(
         config.data,
         tokenizer=None,
         examples=config.evaluation_examples,

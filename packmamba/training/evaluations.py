@@ -16,11 +16,8 @@ from torch import Tensor
 from packmamba.config import Config
 from packmamba.data.sources import open_source
 from packmamba.data.tokenization import Tokenizer, load_tokenizer
-from packmamba.evaluation.asked import Result
-from packmamba.evaluation.evaluate import evaluate, slots
-from packmamba.evaluation.kept import Kept
-from packmamba.evaluation.perplexity import Read
-from packmamba.evaluation.subject import load_subject
+from packmamba.evaluation.load import load_model
+from packmamba.evaluation.registry import EvalResult, default_max_slots, evaluate
 from packmamba.nn import MambaLM
 from packmamba.records import write_items
 from packmamba.training.asking import asked_of
@@ -37,22 +34,18 @@ def run_evaluations(
     """Numbers and curves of all evaluations, ``<evaluation>.<metric>``; null where a number is not finite.
 
     The model is the one in the run's folder, so ``eval`` of that folder gives the same: each document from a fresh state, and
-    where the arm trains otherwise, also as trained. Answers go to evaluation/items/<evaluation>.jsonl in the folder, and as they
-    come to a file beside it, so that a run that is killed here goes on there.
+    where the arm trains otherwise, also as trained. Answers go to evaluation/items/<evaluation>.jsonl in the folder.
     """
     if not config.evaluations:
         return {}, {}
-    subject = load_subject(folder, str(device))
+    subject = load_model(folder, str(device))
     numbers: Numbers = {}
     curves: dict[str, list[dict[str, float]]] = {}
     for name in config.evaluations:
         if progress:
             print(f"evaluation {name}", file=sys.stderr, flush=True)
-        items = folder / "evaluation" / "items" / f"{name}.jsonl"
-        kept = Kept(items.with_suffix(".part"), subject.model)
-        result = _ask(config, name, subject.model, subject.tokenizer, subject.read, kept)
-        write_items(items, result.items)
-        kept.forget()
+        result = _ask(config, name, subject.model, subject.tokenizer, subject.losses)
+        write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
         numbers |= _numbers(name, result)
         curves |= {f"{name}.{curve}": points for curve, points in result.curves.items()}
     return numbers, curves
@@ -113,9 +106,9 @@ class Evaluations(Callback):
         model.load_state_dict(own, assign=True)
         model = model.to(module.device).eval()
         numbers: Numbers = {}
-        read = Read()
+        losses: dict[int, Any] = {}
         for name in self.config.evaluations:
-            numbers |= _numbers(name, _ask(self.config, name, model, self.tokenizer, read))
+            numbers |= _numbers(name, _ask(self.config, name, model, self.tokenizer, losses))
         return numbers
 
 
@@ -135,13 +128,11 @@ def _told(trainer: lightning.Trainer, answer: Callable[[], Numbers]) -> Numbers:
     return said[0]
 
 
-def _ask(
-    config: Config, name: str, model: MambaLM, tokenizer: Tokenizer | None, read: Read, kept: Kept | None = None
-) -> Result:
+def _ask(config: Config, name: str, model: MambaLM, tokenizer: Tokenizer | None, losses: dict[int, Any]) -> EvalResult:
     asked = asked_of(config, name)
-    asked.tokenizer, asked.max_slots, asked.kept, asked.read = tokenizer, slots(model), kept or Kept(), read
+    asked.tokenizer, asked.max_slots, asked.losses = tokenizer, default_max_slots(model), losses
     return evaluate(name, model, asked)
 
 
-def _numbers(name: str, result: Result) -> Numbers:
+def _numbers(name: str, result: EvalResult) -> Numbers:
     return {f"{name}.{metric}": value if math.isfinite(value) else None for metric, value in result.metrics.items()}

@@ -69,7 +69,7 @@ class SweepConfig:
     evaluations: list[str] = key(
         [],
         "Evaluations that every run's model answers when it is trained, such as [next_line, passkey].",
-        each(named("packmamba.evaluation.evaluate:EVALUATIONS")),
+        each(named("packmamba.evaluation.registry:EVALUATIONS")),
     )
     evaluation_options: dict[str, Any] = key({}, "For each of the evaluations its parameters; see the key of a run.")
     plugins: list[str] = key([], "Python modules that every run imports first; see the key of a run.")

@@ -1,7 +1,4 @@
-"""Contradiction: what a key holds in this document, while its neighbours gave the same keys other values.
-
-Ours. A model whose state leaks from the document before says that one's values.
-"""
+"""Contradiction: recall of what a key holds in this document, while its neighbours gave the same keys other values."""
 
 from __future__ import annotations
 
@@ -10,34 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from packmamba.evaluation.tasks.example import (
-    Example,
-    Span,
-    check_integer,
-    check_number,
-    check_span,
-    draw,
-    make_example,
-    within,
-)
+from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, require, span, within
 
 OWN, UNWRITTEN, INTRUDING = 0, 1, 2
-"""Kinds of reads: of a key that this document wrote before; of one that nobody wrote; of one that only the predecessor wrote."""
+"""Kinds of reads: of a key that this document wrote before, that nobody wrote, that only the predecessor wrote."""
 
 
 class Contradiction:
-    """A document is a list of events: ``write key value`` or ``read key answer``. The answer is the value written last to the key
-    in this document, or ``none``.
+    """A document is a list of events, ``write key value`` or ``read key answer``; the answer is the value written last to the
+    key in this document, or ``none``. A model whose state leaks answers with the predecessor's values.
 
-    Ids: 0 write, 1 read, 2 none, then keys, values and, if there is one, the begin token. Answers are part of the document: a
-    model reads them too. With the defaults 56 % of them are none: a model that always says none has this accuracy, and answers
-    every read of a key that only the predecessor wrote. Look at both numbers.
+    Ids: 0 write, 1 read, 2 none, then keys, values and, if there is one, the begin token. With the defaults 56 % of the answers
+    are none: a model that always says none has this accuracy, and answers every read of a key that only the predecessor wrote.
 
     Args:
         events: events of a document; the last one is a read.
-        num_keys, num_values: how many keys and values there are; all documents share them.
+        num_keys, num_values: keys and values, shared by all documents.
         read_fraction: share of the events that read.
-        begin: a token of its own begins each document, so that a model can see where one starts.
+        begin: put a token of its own at the start of each document, so that a model can see where one starts.
     """
 
     WRITE, READ, NONE = 0, 1, 2
@@ -51,20 +38,15 @@ class Contradiction:
         read_fraction: float = 0.5,
         begin: bool = False,
     ) -> None:
-        self.events = check_span("events", events, 1)
-        self.num_keys = check_integer("num_keys", num_keys, 1)
-        self.num_values = check_integer("num_values", num_values, 1)
-        check_number("read_fraction", read_fraction, lambda share: 0 < share < 1, "above 0 and below 1")
-        if not isinstance(begin, bool):
-            raise ValueError(f"begin: expected true or false, got {begin!r}")
+        self.events = span("events", events, 1)
+        self.num_keys = integer("num_keys", num_keys, 1)
+        self.num_values = integer("num_values", num_values, 1)
+        require(0 < read_fraction < 1, "read_fraction", "above 0 and below 1", read_fraction)
+        require(isinstance(begin, bool), "begin", "true or false", begin)
         self.read_fraction = read_fraction
         self.begin = begin
         self.vocab_size = 3 + num_keys + num_values + begin
-
-    @property
-    def chance(self) -> float:
-        """Of a guess among values and none."""
-        return 1 / (self.num_values + 1)
+        self.chance = 1 / (num_values + 1)
 
     def example(self, seed: int, index: int) -> Example:
         rng = draw("contradiction", seed, index)
@@ -85,8 +67,7 @@ class Contradiction:
         return make_example(tokens, answers, load=events, notes={"held": held})
 
     def reads(self, example: Example, predecessor: Example | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each read of ``example``, in order: its kind (OWN, UNWRITTEN or INTRUDING), and the value that the predecessor
-        left in its key (-1 if none): what a leaking model says."""
+        """Return for each read its kind (OWN, UNWRITTEN or INTRUDING) and the predecessor's value of its key (-1 if none)."""
         before = {} if predecessor is None else predecessor.notes["held"]
         places = np.flatnonzero(example.mask)
         left = np.array([before.get(int(example.tokens[place]), -1) for place in places], dtype=np.int64)
@@ -94,12 +75,11 @@ class Contradiction:
         return np.where(own, OWN, np.where(left >= 0, INTRUDING, UNWRITTEN)), left
 
     def best(self, row: Sequence[Example]) -> list[NDArray[np.int64]]:
-        """The answers to each example's reads that the best reader gives who reads these examples as one, from the first, and is
-        not told where the next begins: what a model can reach whose state leaks.
+        """Return the answers of the best reader that reads these examples as one document and does not know where the next
+        begins: an upper bound for a model whose state leaks.
 
-        It knows how examples are drawn, and weighs by Bayes' rule at which event the current one may have begun: an answer that
-        contradicts what was written is a sign of a new document. It does not know in which order examples were packed. Where a
-        token begins each document, it is always right.
+        It knows how examples are drawn, but not in which order they were packed, and weighs by Bayes' rule at which event the
+        current one began: an answer that contradicts what was written indicates a new document.
         """
         if self.begin:
             return [example.targets[example.mask] for example in row]
@@ -109,7 +89,7 @@ class Contradiction:
         written: dict[int, tuple[int, int]] = {}  # key -> the event that wrote it last, and what
         weights = {0: 1.0}  # event -> how likely the current document began there
         said: list[list[int]] = [[] for _ in row]
-        events = [(i, event) for i, example in enumerate(row) for event in self._events(example)]
+        events = [(i, event) for i, example in enumerate(row) for event in example.tokens.reshape(-1, 3).tolist()]
         for now, (i, (kind, key, value)) in enumerate(events):
             goes_on = {start: (1 - ends[now - start + 1]) for start in weights}
             if kind == self.READ:
@@ -127,7 +107,3 @@ class Contradiction:
             total = sum(weights.values())
             weights = {s: w / total for s, w in weights.items() if w}
         return [np.array(some, dtype=np.int64) for some in said]
-
-    def _events(self, example: Example) -> list[list[int]]:
-        """Kind, key, and value or answer; an example's tokens lack nothing."""
-        return example.tokens.reshape(-1, 3).tolist()

@@ -1,40 +1,205 @@
-"""Text that tasks are made from when they are given none: the modules of the running Python's standard library."""
+"""Tasks on text, whose ids are bytes: passkey retrieval, and multiple choice of the next line of code."""
 
 from __future__ import annotations
 
 import functools
+import math
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
+
+import numpy as np
+
+from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, require, span, within
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
 @functools.cache
 def standard_library() -> tuple[tuple[str, str], ...]:
-    """(package, text) of each source file, in a fixed order; a package is a top-level module or folder."""
+    """Return (package, text) of each file of Python's standard library, sorted; a package is a top-level module or folder."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root)
-        if not SKIPPED & set(inside.parts):
-            found.append((inside.parts[0].removesuffix(".py"), path.read_text(encoding="utf-8", errors="replace")))
-    return tuple(found)
+    paths = [path for path in sorted(root.rglob("*.py")) if not SKIPPED & set(path.relative_to(root).parts)]
+    packages = [path.relative_to(root).parts[0].removesuffix(".py") for path in paths]
+    return tuple(zip(packages, (path.read_text(encoding="utf-8", errors="replace") for path in paths)))
 
 
 def check_documents(documents: Iterable[str | tuple[str, str]] | None) -> list[tuple[str, str]]:
-    """(package, text) of each document; a text alone is a package of its own. Raises ValueError naming the argument."""
+    """Return (package, text) of each document; a text alone is a package of its own. Raises ValueError naming the argument."""
     if documents is None:
         return list(standard_library())
-    if isinstance(documents, (str, bytes)):
-        raise ValueError("documents: expected a sequence of texts, got one text")
-    try:
-        documents = list(documents)
-    except TypeError:
-        raise TypeError(f"documents: expected a sequence of texts, got {type(documents).__name__}") from None
-    if wrong := [item for item in documents if not isinstance(item, (str, tuple, list))]:
-        raise TypeError(f"documents: expected texts, or pairs (package, text), got {wrong[0]!r:.60}")
+    require(not isinstance(documents, str), "documents", "a sequence of texts", documents)
     pairs = [(str(i), item) if isinstance(item, str) else tuple(item) for i, item in enumerate(documents)]
-    if not pairs or not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
-        raise ValueError("documents: expected at least one text, or pairs (package, text)")
+    require(
+        bool(pairs) and all(len(pair) == 2 for pair in pairs), "documents", "texts, or pairs (package, text)", pairs
+    )
     return pairs  # type: ignore[return-value]
+
+
+class Passkey:
+    """Passkey retrieval: code holds a line ``KEY_abc = 12345`` and other keys, and ends with ``print(KEY_abc) # ``.
+
+    ``load`` is the distance in bytes from the key's line to the end of the question. ``control`` asks for a key that the code
+    does not hold: the difference of the digits' losses is due to what the model read.
+
+    Args:
+        length: bytes of a document, key and question included.
+        depth: position of the key's line as a share of the length; None: one of 0.1, 0.5, 0.9.
+        digits: digits of a key.
+        others: other keys in the document.
+        documents: texts, or pairs (package, text), that the code is taken from; None: the standard library's modules.
+    """
+
+    vocab_size = 256
+    of_bytes = True
+    chance = 0.1
+    num_examples = None
+    DEPTHS = (0.1, 0.5, 0.9)
+
+    def __init__(
+        self,
+        length: Span = (1024, 2048),
+        depth: float | None = None,
+        digits: int = 5,
+        others: int = 2,
+        documents: Iterable[str | tuple[str, str]] | None = None,
+    ) -> None:
+        self.digits = integer("digits", digits, 1)
+        self.others = integer("others", others, 0)
+        self.length = span("length", length, (32 + digits) * (others + 2))
+        require(depth is None or 0 <= depth <= 1, "depth", "0 to 1 or None", depth)
+        self.depth = depth
+        self.code = b"\n".join(text.encode() for _, text in check_documents(documents))
+        needed = 2 * self.length[1]
+        require(len(self.code) >= needed, "documents", f"at least {needed} bytes of text", len(self.code))
+
+    def example(self, seed: int, index: int) -> Example:
+        return self._make(seed, index, ask_another=False)
+
+    def control(self, seed: int, index: int) -> Example:
+        """Return the same code with the question for a key that it does not hold; the same digits count."""
+        return self._make(seed, index, ask_another=True)
+
+    def _make(self, seed: int, index: int, ask_another: bool) -> Example:
+        rng = draw("passkey", seed, index)
+        length = within(rng, self.length)
+        depth = self.depth if self.depth is not None else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]
+        numbers = rng.choice(26**3, self.others + 2, replace=False)
+        names = ["".join(chr(97 + int(n) // 26**i % 26) for i in range(3)) for n in numbers]
+        values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in names[1:]]
+        question = f"print(KEY_{names[0 if ask_another else 1]}) # ".encode()
+        lines = [f"KEY_{name} = {value}\n".encode() for name, value in zip(names[1:], values)]
+        size = length - len(question) - self.digits - sum(map(len, lines))
+        start = int(rng.integers(len(self.code) - size))
+        code = self.code[start : start + size]
+        places = [int(depth * size), *rng.integers(0, size + 1, self.others).tolist()]
+        line_starts = [code.rfind(b"\n", 0, place) + 1 for place in places]
+        parts, key_end, before = [], 0, 0
+        for place, number in sorted((place, number) for number, place in enumerate(line_starts)):
+            parts += [code[before:place], lines[number]]
+            before = place
+            if number == 0:
+                key_end = sum(map(len, parts))
+        prompt = b"".join([*parts, code[before:], question])
+        tokens = np.frombuffer(prompt + values[0].encode(), dtype=np.uint8)
+        answers = {len(prompt) - 1 + i: int(tokens[len(prompt) + i]) for i in range(self.digits)}
+        return make_example(tokens[:-1], answers, load=len(prompt) - key_end, notes={"depth": depth})
+
+
+class NextLine:
+    """Multiple choice on real code: which of four lines follows about ``context`` bytes of a file?
+
+    The wrong lines stand in the same file with the same indentation, differ by less than a third in length, and do not stand
+    in the context. ``tokens`` are the context and the right line but its last byte, ``targets`` the right line's bytes;
+    ``load`` is the context's length.
+
+    Args:
+        context: maximum bytes before the line.
+        num_choices: lines to choose from.
+        per_package: maximum items of one package.
+        documents: texts, or pairs (package, text); None: the standard library's modules.
+        items_seed: draws which lines become items.
+    """
+
+    vocab_size = 256
+    of_bytes = True
+    DRAWS_PER_ITEM = 8
+    MIN_LINE = 12
+    """Bytes of a line's text: shorter ones (``else:``) make no question."""
+    INSIDE_CHARACTER = bytes(range(0x80, 0xC0))
+    """UTF-8 continuation bytes, which begin no context."""
+
+    def __init__(
+        self,
+        context: int = 2048,
+        num_choices: int = 4,
+        per_package: int = 20,
+        documents: Iterable[str | tuple[str, str]] | None = None,
+        items_seed: int = 0,
+    ) -> None:
+        self.context = integer("context", context, 1)
+        self.num_choices = integer("num_choices", num_choices, 2)
+        self.per_package = integer("per_package", per_package, 1)
+        integer("items_seed", items_seed, 0)
+        self.chance = 1 / num_choices
+        packages: dict[str, list[bytes]] = {}
+        for package, text in check_documents(documents):
+            packages.setdefault(package, []).append(text.encode())
+        self.items: list[tuple[bytes, bytes, list[bytes]]] = []
+        for number, package in enumerate(sorted(packages)):
+            self.items += self._make_items(packages[package], draw("next_line", items_seed, number))
+        self.num_examples = len(self.items)
+        expected = f"files in which a line has {num_choices - 1} others like it"
+        require(bool(self.items), "documents", expected, None)
+
+    def example(self, seed: int, index: int) -> Example:
+        """Return item ``index`` (modulo their number) with its choices in an order drawn from the seed."""
+        rng = draw("next_line order", seed, index)
+        context, right, wrong = self.items[index % len(self.items)]
+        answer = int(rng.integers(self.num_choices))
+        choices = [list(wrong[i]) for i in rng.permutation(len(wrong))]
+        choices.insert(answer, list(right))
+        tokens = np.frombuffer(context + right, dtype=np.uint8)[:-1]
+        answers = {len(context) - 1 + i: token for i, token in enumerate(right)}
+        return make_example(tokens, answers, load=len(context), choices=tuple(choices), answer=answer)
+
+    def _make_items(self, files: list[bytes], rng: np.random.Generator) -> list[tuple[bytes, bytes, list[bytes]]]:
+        items: list[tuple[bytes, bytes, list[bytes]]] = []
+        for _ in range(self.DRAWS_PER_ITEM * self.per_package):
+            if len(items) == self.per_package:
+                break
+            lines = files[int(rng.integers(len(files)))].splitlines(keepends=True)
+            if len(lines) < 2:
+                continue
+            place = int(rng.integers(1, len(lines)))
+            right = lines[place]
+            if len(right.strip()) < self.MIN_LINE:
+                continue
+            context = b"".join(lines[:place])[-self.context :].lstrip(self.INSIDE_CHARACTER)
+            if right in context or any(item[1] == right and item[0] == context for item in items):
+                continue
+            stripped, indentation, size = right.strip(), _indentation(right), _size_class(len(right))
+            alike = {
+                line
+                for line in lines
+                if _size_class(len(line)) == size  # few are: the costlier conditions come after it
+                and line.startswith(indentation)
+                and _indentation(line) == indentation
+                and line.strip() != stripped
+                and line not in context
+            }
+            if len(alike) >= self.num_choices - 1:
+                chosen = rng.choice(len(alike), self.num_choices - 1, replace=False)
+                wrong = sorted(alike)
+                items.append((context, right, [wrong[i] for i in chosen]))
+        return items
+
+
+@functools.cache
+def _size_class(length: int) -> int:
+    """Return a class of lengths that differ by less than a third. Windows around the right line would put it in their middle."""
+    return int(math.log(length, 4 / 3))
+
+
+def _indentation(line: bytes) -> bytes:
+    return line[: len(line) - len(line.lstrip())]

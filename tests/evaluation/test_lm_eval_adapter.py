@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from packmamba import MambaLM  # noqa: E402
-from packmamba.evaluation.harness import PackMambaLM  # noqa: E402
+from packmamba.evaluation.lm_eval_adapter import PackMambaLM  # noqa: E402
 
 pytestmark = pytest.mark.extras
 WORDS = "the a cat dog sees likes green small house tree and runs under over old new bird".split()
@@ -90,7 +90,6 @@ def evaluate(model, tasks, monkeypatch, tmp_path):
     return lm_eval.simple_evaluate(model, tasks=names, task_manager=tasks, bootstrap_iters=0, log_samples=True)
 
 
-@pytest.mark.slow
 def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, tmp_path):
     theirs = evaluate(HFLM(str(checkpoint), batch_size=1, device="cpu"), tasks, monkeypatch, tmp_path)
     ours = evaluate(PackMambaLM(str(checkpoint), max_slots=256, device="cpu"), tasks, monkeypatch, tmp_path)
@@ -115,7 +114,6 @@ def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, 
                 assert ours["results"][name][metric] == pytest.approx(value, rel=1e-4, abs=1e-3), (name, metric)
 
 
-@pytest.mark.slow
 def test_the_harness_finds_the_model_by_its_name(checkpoint, tasks, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     results = lm_eval.simple_evaluate(
@@ -125,9 +123,9 @@ def test_the_harness_finds_the_model_by_its_name(checkpoint, tasks, monkeypatch,
     assert 0 <= results["results"]["ours_choices"]["acc,none"] <= 1
 
 
-def test_refuses_in_one_sentence(tmp_path):
+def test_errors_name_the_argument(tmp_path):
     model = MambaLM(vocab_size=32, d_model=8, n_layer=1)
-    with pytest.raises(ValueError, match="tokenizer: expected one beside a MambaLM, got None"):
+    with pytest.raises(ValueError, match="tokenizer"):
         PackMambaLM(model)
-    with pytest.raises(ValueError, match="tokenizer: .* holds none that transformers can load"):
+    with pytest.raises(ValueError, match="tokenizer"):
         PackMambaLM(model, tokenizer=str(tmp_path))

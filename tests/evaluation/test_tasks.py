@@ -1,12 +1,13 @@
 """Tasks are pure functions whose answers follow from their documents: a solver that only reads finds every one."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
 import pytest
+import torch
 
+from packmamba import MambaLM
+from packmamba.evaluation.synthetic import accuracy, answer
 from packmamba.evaluation.tasks import TASKS
 from packmamba.evaluation.tasks.contradiction import INTRUDING, OWN, UNWRITTEN
 
@@ -110,9 +111,8 @@ def test_an_example_is_a_pure_function(name):
         assert max(example.tokens.max(), example.targets.max()) < task.vocab_size
     assert len({example.tokens.tobytes() for example in examples}) > 25
     assert len({len(example.tokens) for example in examples}) > 3, "lengths vary, so that packing matters"
-    assert any(
-        not np.array_equal(task.example(1, i).tokens, e.tokens) or task.num_examples for i, e in enumerate(examples)
-    )
+    if not task.num_examples:
+        assert any(not np.array_equal(task.example(1, i).tokens, e.tokens) for i, e in enumerate(examples))
 
 
 @pytest.mark.parametrize("name", sorted(SOLVERS))
@@ -170,9 +170,8 @@ def test_next_line_s_choices_are_alike_and_none_but_the_right_one_follows():
             assert max(len(choice), len(right)) <= 4 / 3 * min(len(choice), len(right)) + 1
         places.append(example.answer)
     assert len(set(places)) == 4
-    assert [task.example(5, 3).choices[task.example(5, 3).answer]] == [
-        task.example(0, 3).choices[task.example(0, 3).answer]
-    ]
+    same, other = task.example(0, 3), task.example(5, 3)
+    assert same.choices[same.answer] == other.choices[other.answer]
 
 
 def test_next_line_s_lengths_tell_nothing():
@@ -213,12 +212,6 @@ def test_contradiction_tells_whose_value_a_read_would_say():
     assert min(kinds.count(kind) for kind in (OWN, UNWRITTEN, INTRUDING)) > 50
 
 
-def test_of_contradiction_s_answers_so_many_are_none_as_its_docstring_says():
-    task = make("contradiction")
-    answers = np.concatenate([e.targets[e.mask] for e in (task.example(3, i) for i in range(400))])
-    assert "56 % of them are none" in type(task).__doc__ and abs((answers == task.NONE).mean() - 0.56) < 0.03
-
-
 def test_contradiction_s_begin_token_is_one_id_more_and_changes_nothing_else():
     task, marked = make("contradiction"), make("contradiction", begin=True)
     assert (task.vocab_size, marked.vocab_size) == (35, 36)
@@ -231,33 +224,35 @@ def test_contradiction_s_begin_token_is_one_id_more_and_changes_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "match"),
     [
-        (
-            "mqar",
-            {"num_pairs": 0},
-            "num_pairs: expected an integer of at least 1, or the smallest and the largest, got 0",
-        ),
-        ("mqar", {"num_pairs": 8, "length": 31}, "length: expected an integer of at least 32"),
-        ("mqar", {"power_a": 0}, "power_a: expected a number above 0, got 0"),
-        ("selective_copying", {"vocab_size": 3}, "vocab_size: expected an integer of at least 4, got 3"),
-        ("induction", {"length": (9, 8)}, r"length: expected .* got \(9, 8\)"),
-        ("parity", {"length": "long"}, "length: expected .* got 'long'"),
-        ("noisy_recall", {"noise": 1.0}, "noise: expected at least 0 and below 1, got 1.0"),
-        ("fuzzy_recall", {"num_keys": 9}, "num_keys: expected at most the 8 tokens of keys, got 9"),
-        ("contradiction", {"read_fraction": 0}, "read_fraction: expected above 0 and below 1, got 0"),
-        ("contradiction", {"begin": 1}, "begin: expected true or false, got 1"),
-        ("passkey", {"depth": 2}, "depth: expected 0 to 1 or None, got 2"),
-        ("passkey", {"documents": ["short"]}, "documents: expected at least 4096 bytes of text, got 5"),
-        ("next_line", {"documents": ["a\nb\n"]}, "documents: expected files in which a line has 3 others like it"),
-        ("next_line", {"documents": "text"}, "documents: expected a sequence of texts, got one text"),
+        ("mqar", {"num_pairs": 0}, "num_pairs"),
+        ("mqar", {"num_pairs": 8, "length": 31}, "length: .* at least 32"),
+        ("mqar", {"power_a": 0}, "power_a"),
+        ("selective_copying", {"vocab_size": 3}, "vocab_size"),
+        ("induction", {"length": (9, 8)}, "length"),
+        ("parity", {"length": "long"}, "length"),
+        ("noisy_recall", {"noise": 1.0}, "noise"),
+        ("fuzzy_recall", {"num_keys": 9}, "num_keys"),
+        ("contradiction", {"read_fraction": 0}, "read_fraction"),
+        ("passkey", {"depth": 2}, "depth"),
+        ("passkey", {"documents": ["short"]}, "documents"),
+        ("next_line", {"documents": ["a\nb\n"]}, "documents"),
+        ("next_line", {"documents": "text"}, "documents"),
     ],
 )
-def test_refuses_in_one_sentence(name, options, message):
-    with pytest.raises(ValueError, match=message):
+def test_errors_name_the_parameter(name, options, match):
+    with pytest.raises(ValueError, match=match):
         make(name, **options)
 
 
-def test_a_seed_and_an_index_are_integers():
-    with pytest.raises(ValueError, match="index: expected an integer of at least 0, got -1"):
-        make("parity").example(0, -1)
+@pytest.mark.parametrize("name", CASES)
+def test_an_untrained_model_is_at_chance_or_below(name):
+    task = make(name, **{"passkey": {"length": (300, 400)}, "next_line": {"per_package": 50}}.get(name, {}))
+    examples = [task.example(1, index) for index in range(50)]
+    shares = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        metrics, _ = accuracy(answer(MambaLM(task.vocab_size, d_model=16, n_layer=1), examples, max_slots=4096)[0])
+        shares.append(metrics["choice_accuracy" if task.num_examples else "accuracy"])
+    assert np.mean(shares) < task.chance + 4 * (task.chance * (1 - task.chance) / 100) ** 0.5 + 0.01

@@ -1,7 +1,5 @@
 """Generated tokens are those of the whole text computed again at each step, and of transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -27,34 +25,37 @@ def greedily(model, prompt, count):
     return tokens[len(prompt) :]
 
 
-def test_greedy_is_the_most_likely_token_of_the_whole_text(model):
+def test_greedy_takes_the_most_likely_token_of_the_whole_text(model):
     expected = [greedily(model, prompt, 12) for prompt in PROMPTS]
     assert generate(model, PROMPTS, max_new_tokens=12, max_slots=64) == expected
     assert generate(model, PROMPTS[::-1], max_new_tokens=12) == expected[::-1]
+    assert generate(model, PROMPTS, max_new_tokens=12, temperature=1e-320) == expected
+    assert generate(model, []) == []
 
 
-def test_stops_before_the_stop_token(model):
+def test_stops(model):
     whole = generate(model, PROMPTS, max_new_tokens=12)
     stop = whole[2][4]
     expected = [text[: text.index(stop)] if stop in text else text for text in whole]
     assert generate(model, PROMPTS, max_new_tokens=12, stop_token=stop) == expected
+    ended = generate(model, PROMPTS, max_new_tokens=12, stop=lambda tokens: tokens[-1] == stop)
+    assert ended == [text[: text.index(stop) + 1] if stop in text else text for text in whole]
 
 
-def test_draws_are_those_of_the_seed(model):
+def test_draws_depend_on_the_seed_and_the_prompt_s_index(model):
     first = generate(model, PROMPTS, max_new_tokens=8, temperature=1.0, seed=3)
     assert first == generate(model, PROMPTS, max_new_tokens=8, temperature=1.0, seed=3)
     assert first != generate(model, PROMPTS, max_new_tokens=8, temperature=1.0, seed=4)
     assert first[:2] == generate(model, PROMPTS[:2], max_new_tokens=8, temperature=1.0, seed=3)
 
 
-@pytest.mark.slow
 def test_draws_follow_the_probabilities(model):
     with torch.no_grad():
         p = model(torch.tensor([[5, 6]]))[0, -1].softmax(-1)
-    drawn = torch.tensor(generate(model, [[5, 6]] * 4000, max_new_tokens=1, temperature=1.0, max_slots=2048)).flatten()
-    found = torch.bincount(drawn, minlength=40) / 4000
-    assert (found - p).abs().max() < 5 * (0.25 / 4000) ** 0.5
-    top = torch.tensor(generate(model, [[5, 6]] * 500, max_new_tokens=1, temperature=1.0, top_p=0.2)).unique()
+    drawn = torch.tensor(generate(model, [[5, 6]] * 2000, max_new_tokens=1, temperature=1.0, max_slots=2048)).flatten()
+    found = torch.bincount(drawn, minlength=40) / 2000
+    assert (found - p).abs().max() < 5 * (0.25 / 2000) ** 0.5
+    top = torch.tensor(generate(model, [[5, 6]] * 300, max_new_tokens=1, temperature=1.0, top_p=0.2)).unique()
     ordered = p.argsort(descending=True)
     count = int((p[ordered].cumsum(0) < 0.2).sum()) + 1
     assert set(top.tolist()) <= set(ordered[:count].tolist()) and len(top) > 1
@@ -62,7 +63,7 @@ def test_draws_follow_the_probabilities(model):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_greedy_is_what_transformers_generates(tmp_path, device, monkeypatch):
+def test_greedy_equals_transformers(tmp_path, device, monkeypatch):
     """On a GPU transformers uses the peers' kernels where they are."""
     transformers = pytest.importorskip("transformers")
     if device == "cpu":
@@ -73,37 +74,23 @@ def test_greedy_is_what_transformers_generates(tmp_path, device, monkeypatch):
     theirs.save_pretrained(tmp_path)
     theirs.to(device)
     ours = MambaLM.from_pretrained(tmp_path).to(device)
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
     for prompt, new in zip(PROMPTS, generate(ours, PROMPTS, max_new_tokens=16)):
-        expected = theirs.generate(
-            torch.tensor([prompt], device=device), max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=-1
-        )
-        assert new == expected[0, len(prompt) :].tolist()
+        assert new == theirs.generate(torch.tensor([prompt], device=device), **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(
-    ("prompts", "options", "message"),
+    ("prompts", "options", "match"),
     [
-        ([[1], []], {}, r"prompts\[1\]: expected at least one token, got none"),
-        ([[40]], {}, r"prompts\[0\]: expected ids from 0 to 39, got 40"),
-        ([[1]], {"temperature": -1.0}, "temperature: expected at least 0 and finite, got -1.0"),
-        ([[1]], {"top_p": 0.0}, "top_p: expected above 0 and at most 1, got 0.0"),
-        (
-            [[1]],
-            {"top_p": 0.9},
-            "top_p: expected 1 with temperature=0, which takes the most likely token, got 0.9; give a temp",
-        ),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
-        ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens: expected an integer, got 1.5"),
-        ([[1]], {"temperature": "hot"}, "temperature: expected a number, got 'hot'"),
-        ([[1]], {"seed": -1}, "seed: expected at least 0, got -1"),
-        ([[1]], {"stop_token": 40}, "stop_token: expected ids from 0 to 39, got 40"),
-        ([[1]], {"stop_token": "a"}, "stop_token: expected integers, got 'a'"),
+        ([[1], []], {}, r"prompts\[1\]"),
+        ([[40]], {}, r"prompts\[0\]"),
+        ([[1]], {"temperature": -1.0}, "temperature"),
+        ([[1]], {"top_p": 0.0}, "top_p"),
+        ([[1]], {"top_p": 0.9}, "top_p: expected 1 with temperature=0"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([[1]], {"stop_token": 40}, "stop_token"),
     ],
 )
-def test_refuses_in_one_sentence(model, prompts, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_errors_name_the_argument(model, prompts, options, match):
+    with pytest.raises(ValueError, match=match):
         generate(model, prompts, **options)
-
-
-def test_a_temperature_near_zero_is_greedy(model):
-    assert generate(model, PROMPTS, max_new_tokens=3, temperature=1e-320) == generate(model, PROMPTS, max_new_tokens=3)

@@ -1,0 +1,327 @@
+"""Language-modelling evaluations on validation documents: loss, loss by position, context gain, remembrance.
+
+Every document is read from a zero state, piece by piece with exact states where it is longer than a pass. Losses are nats per
+target token.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from packmamba.config import ConfigError
+from packmamba.data.corpus import Corpus, evaluation_documents, load_corpora
+from packmamba.data.tokenization import Tokenizer
+from packmamba.evaluation.packed_forward import Reader, log_probabilities, read_documents, to_device
+from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, Evaluation
+from packmamba.evaluation.training_layout import TrainingLayoutReader
+from packmamba.nn import MambaLM
+
+Losses = list[NDArray[np.float64]]
+
+
+def token_losses(
+    model: MambaLM, documents: Sequence[Any], max_slots: int = 16384, reader: Reader | None = None
+) -> Losses:
+    """Return for each document of n tokens the (n - 1,) losses of tokens 1 to n - 1, each given all tokens before it.
+
+    Args:
+        model: on any device, in any dtype.
+        documents: token ids; a document of one token has no losses.
+        max_slots: slots of a pass, which bound the memory.
+        reader: reads these documents otherwise than each from a zero state.
+    """
+    collected: list[tuple[int, Tensor, Any]] = []
+    order: list[tuple[int, int]] = []  # document and length of each piece
+    losses: list[Tensor] = [torch.zeros(0, dtype=torch.float64)]  # on the model's device until the end
+
+    def visit(i: int, first: int, hidden: Tensor) -> None:
+        targets = documents[i][first + 1 : first + 1 + len(hidden)]
+        collected.append((i, hidden[: len(targets)], targets))
+        order.append((i, len(targets)))
+
+    inputs = [document[:-1] for document in documents]
+    for _ in reader(visit) if reader else read_documents(model, inputs, max_slots, visit):
+        hidden = torch.cat([part for _, part, _ in collected])
+        targets = np.concatenate([np.asarray(some, np.int64) for _, _, some in collected])
+        wanted = to_device(torch.from_numpy(targets), hidden.device)
+        for rows, log_p in log_probabilities(model, hidden):
+            losses.append(-log_p.gather(1, wanted[rows, None]).squeeze(1).double())
+        collected.clear()
+    values = torch.cat([part.to(losses[-1].device) for part in losses]).cpu().numpy()
+    parts: list[list[NDArray[np.float64]]] = [[np.zeros(0)] for _ in documents]
+    for (i, size), end in zip(order, np.cumsum([size for _, size in order])):
+        parts[i].append(values[end - size : end])
+    return [np.concatenate(some) for some in parts]
+
+
+def _cached_losses(model: MambaLM, documents: dict[int, Any], context: EvalContext) -> Losses:
+    """Return ``token_losses`` of documents by number, computing those that no evaluation has read so far."""
+    missing = [n for n, document in documents.items() if len(context.losses.get(n, ())) < len(document) - 1]
+    if missing:
+        context.losses.update(zip(missing, token_losses(model, [documents[n] for n in missing], context.max_slots)))
+    return [context.losses.get(n, np.zeros(0))[: len(document) - 1] for n, document in documents.items()]
+
+
+def sums_between(edges: Sequence[int], losses: NDArray[np.float64]) -> list[float]:
+    """Sum a document's losses at positions [edges[i], edges[i + 1]), as far as it reaches; its first target has position 1."""
+    return [
+        float(losses[max(start, 1) - 1 : end - 1].sum())
+        for start, end in zip(edges, edges[1:])
+        if max(start, 1) <= len(losses)
+    ]
+
+
+def means_between(
+    edges: Sequence[int], sums: Sequence[Sequence[float]], lengths: Sequence[int]
+) -> list[dict[str, float]]:
+    """Return mean losses by position from the ``sums_between`` of documents with these numbers of targets."""
+    rows = []
+    for i, (start, end) in enumerate(zip(edges, edges[1:])):
+        reach = [n for n, some in enumerate(sums) if len(some) > i]
+        count = sum(min(end - 1, lengths[n]) - max(start, 1) + 1 for n in reach)
+        if count:
+            loss = sum(sums[n][i] for n in reach) / count
+            rows.append({"start": start, "end": end, "loss": loss, "count": count, "documents": len(reach)})
+    return rows
+
+
+class Validation(NamedTuple):
+    """The validation documents that an evaluation reads, their numbers in the corpus, and the evaluation's options."""
+
+    corpus: Corpus
+    numbers: list[int]
+    documents: list[np.ndarray]
+    options: dict[str, int]
+
+    def group(self, i: int) -> dict[str, int]:
+        return {} if self.corpus.groups is None else {"group": int(self.corpus.groups[self.numbers[i]])}
+
+
+OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
+    "perplexity": {},
+    "positions": {"window": (None, 2), "most": (64, 2)},
+    "long_context": {"window": (None, 2), "most": (64, 2), "context": (0, 0), "documents": (1, 1), "groups": (1, 1)},
+    "remembrance": {"length": (None, 4)},
+}
+"""For each evaluation its integer options: default (None: the row length) and minimum."""
+
+
+def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
+    """Return an evaluation's ``Validation``; None while the vocabulary size is unknown.
+
+    Raises:
+        ConfigError: an option is wrong, or the documents are too short or have more token ids than the model.
+    """
+    context.check_options(name, OPTIONS[name])
+    options = {}
+    for option, (default, minimum) in OPTIONS[name].items():
+        value = context.options.get(option, (context.data.row_length or 1024) if default is None else default)
+        if type(value) is not int or value < minimum:
+            key = f"{context.key}.{name}.{option}"
+            raise ConfigError(f"{key}: expected an integer of at least {minimum}, got {value!r}")
+        options[option] = value
+    if vocab_size is None:
+        return None
+    corpus = load_corpora(context.data).validation
+    if corpus.vocab_size > vocab_size:
+        raise ConfigError(f"data.tokenizer: expected at most {vocab_size} tokens, got {corpus.vocab_size}")
+    numbers = evaluation_documents(corpus, context.data).tolist()
+    documents = [corpus.document(number) for number in numbers]
+    needed = max(1, next(iter(options.values()), 1) * (2 if name == "long_context" else 1))
+    if (longest := max(map(len, documents), default=0)) < needed:
+        raise ConfigError(f"{name}: expected a validation document of at least {needed} tokens, got at most {longest}")
+    return Validation(corpus, numbers, documents, options)
+
+
+def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
+    """Evaluate loss, bits per byte and loss by position; the loss as trained too."""
+    texts = validation("perplexity", context, len(model.lm_head.weight))
+    losses = _cached_losses(model, dict(zip(texts.numbers, texts.documents)), context)
+    items: list[dict[str, Any]] = [
+        {
+            "document": texts.numbers[i],
+            "targets": len(some),
+            "nats": float(some.sum()),
+            "bytes": _bytes(texts.documents[i], texts.corpus, context.tokenizer),
+            "octaves": sums_between(_octaves(some), some),
+            **texts.group(i),
+        }
+        for i, some in enumerate(losses)
+    ]
+    boundary = context.boundary()
+    if boundary.as_trained:
+        rows = TrainingLayoutReader(texts.documents, context.data, boundary)
+        trained = token_losses(model, texts.documents, reader=functools.partial(rows.read, model))
+        for item, some in zip(items, trained):
+            item |= {"nats_as_trained": float(some.sum()), "octaves_as_trained": sums_between(_octaves(some), some)}
+    targets = [item["targets"] for item in items]
+    sizes = [item["bytes"] for item in items]
+    nats = sum(item["nats"] for item in items)
+    metrics = {
+        "loss": nats / sum(targets),
+        "bits_per_byte": nats / math.log(2) / sum(sizes) if all(sizes) else float("nan"),
+        "targets": sum(targets),
+        "documents": len(items),
+    }
+    if boundary.as_trained:
+        metrics["loss_as_trained"] = sum(item["nats_as_trained"] for item in items) / sum(targets)
+    edges = [2**i for i in range(max(targets).bit_length() + 1)]
+    curves = {"by_position": means_between(edges, [item["octaves"] for item in items], targets)}
+    if texts.corpus.groups is not None:
+        names = {"nats": "octaves"} | ({"nats_as_trained": "octaves_as_trained"} if boundary.as_trained else {})
+        buckets = [
+            {"start": start, "targets": min(2 * start - 1, item["targets"]) - start + 1, "group": item["group"]}
+            | {name: item[sums][i] for name, sums in names.items()}
+            for item in items
+            for i, start in enumerate(edges[: len(item["octaves"])])
+        ]
+        curves["by_group"] = _by_group(buckets, "start", ("targets", *names))
+    return EvalResult(metrics, curves, items, texts.corpus.corpus_hash)
+
+
+def _octaves(losses: np.ndarray) -> list[int]:
+    return [2**i for i in range(len(losses).bit_length() + 1)]
+
+
+def _bytes(document: np.ndarray, corpus: Corpus, tokenizer: Tokenizer | None) -> int:
+    """Return the bytes of a document's text without begin and end tokens; 0 if its ids have no text."""
+    if tokenizer is None:
+        return 0
+    own = document[~np.isin(document, [i for i in (corpus.begin_id, corpus.end_id) if i is not None])]
+    return len(tokenizer.decode(own).encode("utf-8", "replace"))
+
+
+def _by_group(items: list[dict[str, Any]], key: str, sums: Sequence[str]) -> list[dict[str, float]]:
+    """Sum over the documents of a group, for intervals over groups."""
+    points: dict[tuple[Any, ...], dict[str, float]] = {}
+    for item in items:
+        place = {key: item[key], "group": item["group"]}
+        point = points.setdefault(tuple(place.values()), {**place, "documents": 0, **dict.fromkeys(sums, 0.0)})
+        point["documents"] += 1
+        for name in sums:
+            point[name] += item[name]
+    return list(points.values())
+
+
+def positions(model: MambaLM, context: EvalContext) -> EvalResult:
+    """Evaluate the loss by position in windows; buckets double from a sixteenth of a window to the last of ``most`` windows."""
+    texts = validation("positions", context, len(model.lm_head.weight))
+    window, most = texts.options["window"], texts.options["most"]
+    edges = sorted({0, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))})
+    losses = _cached_losses(model, {n: d[: edges[-1]] for n, d in zip(texts.numbers, texts.documents)}, context)
+    items: list[dict[str, Any]] = [
+        {"document": texts.numbers[i], "targets": len(some), "sums": sums_between(edges, some), **texts.group(i)}
+        for i, some in enumerate(losses)
+    ]
+    points = means_between(edges, [item["sums"] for item in items], [item["targets"] for item in items])
+    metrics = {f"loss_{point['end'] // window:.0f}": point["loss"] for point in points if point["end"] >= window}
+    return EvalResult(metrics | {"documents": len(items)}, {"by_window": points}, items, texts.corpus.corpus_hash)
+
+
+def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
+    """Evaluate the context gain at 2, 4, ... ``most`` windows that ``documents`` documents of ``groups`` groups reach."""
+    texts = validation("long_context", context, len(model.lm_head.weight))
+    window, most, least = (texts.options[key] for key in ("window", "most", "documents"))
+    group = [n if texts.corpus.groups is None else int(texts.corpus.groups[n]) for n in texts.numbers]
+    reached: list[int] = []
+    while (k := 2 ** (len(reached) + 1)) <= most:
+        groups = [g for g, document in zip(group, texts.documents) if len(document) >= k * window]
+        if len(groups) < least or len(set(groups)) < texts.options["groups"]:
+            break
+        reached.append(k)
+    end = max(reached, default=0) * window
+    whole = _cached_losses(model, {n: d[:end] for n, d in zip(texts.numbers, texts.documents)}, context)
+    gains = context_gains(model, texts.documents, window, reached, context.max_slots, texts.options["context"], whole)
+    entries, items = [], []
+    for k in sorted({k for some in gains for k in some}):
+        reach = [i for i, some in enumerate(gains) if k in some]
+        items += [{"document": texts.numbers[i], "windows": k, "gain": gains[i][k][0], **texts.group(i)} for i in reach]
+        gain, loss = (float(np.mean([gains[i][k][part] for i in reach])) for part in (0, 1))
+        counts = {"documents": len(reach), "groups": len({group[i] for i in reach})}
+        entries.append({"windows": k, "gain": gain, "loss": loss, **counts})
+    curves = {"context_gain": entries}
+    if texts.corpus.groups is not None:
+        curves["by_group"] = _by_group(items, "windows", ("gain",))
+    metrics = {f"gain_{entry['windows']}": entry["gain"] for entry in entries}
+    return EvalResult(metrics | {"documents": float(len(group))}, curves, items, texts.corpus.corpus_hash)
+
+
+def context_gains(
+    model: MambaLM,
+    documents: Sequence[Any],
+    window: int,
+    reached: Sequence[int],
+    max_slots: int,
+    context: int,
+    whole: Losses,
+) -> list[dict[int, tuple[float, float]]]:
+    """Return for each document, by number of windows k, the context gain and the loss with the whole context.
+
+    The gain is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) * window - context,
+    minus their mean loss read from the document's start (``whole``). With context = window, the gain is what states
+    carry beyond one row of training; it begins at 4 windows.
+    """
+    gains: list[dict[int, tuple[float, float]]] = [{} for _ in documents]
+    places = [
+        (i, k, (k - 1) * window)
+        for k in reached
+        for i, document in enumerate(documents)
+        if len(document) >= k * window and (k - 1) * window > context
+    ]
+    cut = [documents[i][first - context : first + window] for i, _, first in places]
+    for (i, k, first), some in zip(places, token_losses(model, cut, max_slots)):
+        full = float(whole[i][first : first + window - 1].mean())
+        gains[i][k] = (float(some[context:].mean()) - full, full)
+    return gains
+
+
+def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
+    """Evaluate effective remembrance (arXiv 2507.02782): how much the first t tokens matter after ``length`` tokens.
+
+    The total variation between the next-token distributions after document[:length] and after document[t:length].
+    """
+    texts = validation("remembrance", context, len(model.lm_head.weight))
+    length = texts.options["length"]
+    reach = [i for i, document in enumerate(texts.documents) if len(document) >= length]
+    documents = [texts.documents[i][:length] for i in reach]
+    shares = {"quarter": length // 4, "half": length // 2, "three_quarters": length - length // 4}
+    doublings = [2**i for i in range((length - 1).bit_length())]
+    starts = sorted({*shares.values(), *doublings, *(length - t for t in doublings)} - {0, length})
+    whole = _last_distributions(model, documents, context.max_slots)
+    variations = []
+    for t in starts:
+        rest = _last_distributions(model, [document[t:] for document in documents], context.max_slots)
+        variations.append(((whole - rest).abs().sum(dim=1) / 2).tolist())
+    items = [
+        {"document": texts.numbers[i], "variation": list(values), **texts.group(i)}
+        for i, values in zip(reach, zip(*variations))
+    ]
+    means = dict(zip(starts, np.mean([item["variation"] for item in items], axis=0).tolist()))
+    return EvalResult(
+        {name: means[t] for name, t in shares.items()} | {"documents": len(items)},
+        {"remembrance": [{"without": t, "length": length, "variation": value} for t, value in means.items()]},
+        items,
+        texts.corpus.corpus_hash,
+    )
+
+
+def _last_distributions(model: MambaLM, documents: Sequence[Any], max_slots: int) -> Tensor:
+    """(documents, vocabulary), the next-token distribution after each document."""
+    last: dict[int, Tensor] = {}
+    for _ in read_documents(model, documents, max_slots, lambda i, first, hidden: last.update({i: hidden[-1]})):
+        pass
+    hidden = torch.stack([last[i] for i in range(len(documents))])
+    return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
+
+
+for _function in (perplexity, positions, long_context, remembrance):
+    _check = functools.partial(validation, _function.__name__)
+    EVALUATIONS[_function.__name__] = Evaluation(_function, _check)

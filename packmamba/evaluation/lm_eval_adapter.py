@@ -1,0 +1,148 @@
+"""PackMamba's models in lm-evaluation-harness (extra ``[eval]``). Importing this module registers the model ``packmamba``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+
+from packmamba.evaluation.generation import generate
+from packmamba.evaluation.scoring import score
+from packmamba.nn import MambaLM
+
+
+@register_model("packmamba")
+class PackMambaLM(TemplateLM):
+    """Score and generate packed: results depend on neither the order nor the batch of requests.
+
+    Args:
+        pretrained: a checkpoint's folder (state-spaces' or Hugging Face's format), or a MambaLM.
+        tokenizer: a folder or name for transformers' AutoTokenizer, or an object with ``encode``, ``decode`` and
+            ``eos_token_id``; None: the checkpoint's folder.
+        max_slots: slots of a forward pass, which bound the memory.
+        batch_size, max_batch_size: accepted and not used: packing fills passes.
+        device: None: of a folder, a GPU if there is one; of a MambaLM, where it is.
+        dtype: of the weights, such as "bfloat16"; None: the checkpoint's.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path | MambaLM,
+        tokenizer: Any = None,
+        max_slots: int = 16384,
+        batch_size: int | str | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(pretrained, MambaLM):
+            if tokenizer is None:
+                raise ValueError("tokenizer: expected one beside a MambaLM, got None")
+            model = pretrained
+        else:
+            model = MambaLM.from_pretrained(pretrained)
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = model.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype).eval()
+        self.tokenizer: Any = pretrained if tokenizer is None else tokenizer
+        if isinstance(self.tokenizer, (str, Path)):
+            from transformers import AutoTokenizer
+
+            try:
+                self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"tokenizer: transformers loads none from {self.tokenizer} ({error})") from None
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("tokenizer: expected one with an end-of-text token (eos_token_id), got None")
+        self.max_slots = int(max_slots)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the token that replaces an empty context: the begin token if there is one, else the end-of-text token."""
+        begin = getattr(self.tokenizer, "bos_token_id", None)
+        return self.eot_token_id if begin is None else begin
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(getattr(self.tokenizer, "name_or_path", type(self.tokenizer).__name__)).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        begin = getattr(self.tokenizer, "bos_token", None)
+        if add_special_tokens is None and begin and string.startswith(begin):
+            add_special_tokens = False
+        options: dict[str, Any] = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **options))
+
+    def tok_decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **others: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests if continuation]
+        scores = iter(score(self.model, pairs, self.max_slots, progress=False if disable_tqdm else None))
+        answers: list[tuple[float, bool]] = []
+        for key, _, continuation in requests:
+            answers.append(tuple(next(scores)) if continuation else (0.0, True))  # type: ignore[arg-type]
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answers[-1])
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Score whole texts after the begin token; there is no maximum length, so none is cut into windows."""
+        texts = [request.args[0] for request in requests]
+        keyless = [(None, [self.prefix_token_id], self.tok_encode(text)) for text in texts]
+        values = [value for value, _ in self._loglikelihood_tokens(keyless, disable_tqdm)]
+        for text, value in zip(texts, values):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), value)
+        return values
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
+        texts = [""] * len(requests)
+        for places in groups.values():
+            contexts = [requests[i].args[0] for i in places]
+            for i, text in zip(places, self._generate(contexts, **requests[places[0]].args[1])):
+                texts[i] = text
+                self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return texts
+
+    def _generate(
+        self,
+        contexts: list[str],
+        until: str | list[str] | None = None,
+        max_gen_toks: int = 256,  # as in the harness' own classes
+        temperature: float | None = 0.0,
+        top_p: float = 1.0,
+        do_sample: bool = True,
+    ) -> list[str]:
+        stops = [stop for stop in ([until] if isinstance(until, str) else until or []) if stop]
+        temperature = float(temperature or 0.0) if do_sample else 0.0
+        generated = generate(
+            self.model,
+            [self.tok_encode(context) or [self.prefix_token_id] for context in contexts],
+            int(max_gen_toks),
+            temperature,
+            top_p if temperature else 1.0,
+            self.eot_token_id,
+            max_slots=self.max_slots,
+            stop=lambda tokens: any(stop in self.tok_decode(tokens) for stop in stops),
+        )
+        texts = [self.tok_decode(tokens) for tokens in generated]
+        for stop in stops:
+            texts = [text.split(stop)[0] for text in texts]
+        return texts

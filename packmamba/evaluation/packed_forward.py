@@ -1,0 +1,220 @@
+"""Forward passes over many documents in one batch shape, so that results do not depend on the other documents in the batch.
+
+Packing isolates documents, but a matrix product of another size may sum in another order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from packmamba.layout import SequenceLayout
+from packmamba.nn import MambaLM
+
+States = list[tuple[Tensor, ...]]
+"""For each layer the initial or final states of some documents, indexed by document."""
+DocumentState = tuple[States, int]
+"""States of several documents, and the index of one of them."""
+Visit = Callable[[int, int, Tensor], None]
+"""Takes a document's number, the position of a piece's first token in it, and the piece's activations (n, d_model)."""
+Reader = Callable[[Visit], Iterator[int]]
+"""Reads documents, calling ``Visit`` for each piece of a pass before it yields the number of tokens in the pass."""
+
+SLOTS_PER_STATE = 64
+"""A pass returns at most one final state for so many of its slots: a state is as large as some tens of tokens."""
+HEAD_ROWS = 512
+"""Fewest rows of logits computed at a time."""
+GPU_LOGITS = 1 << 25
+"""Logits computed at a time on a GPU: with a small vocabulary, launches take longer than products."""
+
+
+@dataclass
+class Segment:
+    """A document or a piece of one.
+
+    Attributes:
+        tokens: at least one id.
+        done: called with the hidden activations (n, d_model) and the final state (or None); returns segments that follow.
+        start: the initial state; None for zero.
+        keep: whether ``done`` needs the final state.
+    """
+
+    tokens: Any
+    done: Callable[[Tensor, DocumentState | None], list[Segment]]
+    start: DocumentState | None = None
+    keep: bool = False
+
+
+def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> Iterator[int]:
+    """Compute all segments and those that follow from them; yield the number of tokens in each pass.
+
+    Segments with an initial state go first, so that few states are held; then the longest that fit.
+    """
+    waiting = sorted(segments, key=lambda segment: len(segment.tokens))
+    lengths = [len(segment.tokens) for segment in waiting]
+    following: list[Segment] = []
+    max_states = max(1, max_slots // SLOTS_PER_STATE)
+    while waiting or following:
+        chosen: list[Segment] = []
+        rest: list[Segment] = []
+        free, kept = max_slots, 0
+        for segment in following:
+            fits = len(segment.tokens) <= free and kept + segment.keep <= max_states
+            (chosen if fits else rest).append(segment)
+            free -= fits * len(segment.tokens)
+            kept += fits * segment.keep
+        following = rest
+        while waiting and not following and (place := bisect.bisect_right(lengths, free)):
+            if waiting[place - 1].keep and kept == max_states:
+                break
+            chosen.append(waiting.pop(place - 1))
+            free -= lengths.pop(place - 1)
+            kept += chosen[-1].keep
+        following += _one_pass(model, chosen, max_slots)
+        yield max_slots - free
+
+
+def document_segment(
+    tokens: Any,
+    max_slots: int,
+    visit: Callable[[int, Tensor], None],
+    start: DocumentState | None = None,
+    finish: Callable[[DocumentState | None], list[Segment]] | None = None,
+    first: int = 0,
+) -> Segment:
+    """Return the segment of a document's pass from token ``first`` on; further passes follow from it with exact states.
+
+    ``visit`` gets each piece's first position and activations; ``finish`` gets the final state and returns further segments.
+    """
+    end = min(first + max_slots, len(tokens))
+    whole = end == len(tokens)
+
+    def done(hidden: Tensor, final: DocumentState | None) -> list[Segment]:
+        visit(first, hidden)
+        if not whole:
+            return [document_segment(tokens, max_slots, visit, final, finish, end)]
+        return finish(final) if finish else []
+
+    return Segment(np.asarray(tokens[first:end], np.int64), done, start, keep=not whole or finish is not None)
+
+
+def read_documents(
+    model: MambaLM,
+    documents: Sequence[Any],
+    max_slots: int,
+    visit: Visit,
+    finals: dict[int, DocumentState | None] | None = None,
+) -> Iterator[int]:
+    """Read each document from a zero state; yield the number of tokens in each pass, after ``visit`` got all pieces in it.
+
+    ``finals``, where given, is filled with the documents' final states.
+    """
+
+    def segment(i: int) -> Segment:
+        def store(final: DocumentState | None) -> list[Segment]:
+            if finals is not None:
+                finals[i] = final
+            return []
+
+        finish = None if finals is None else store
+        return document_segment(documents[i], max_slots, functools.partial(visit, i), finish=finish)
+
+    segments = [segment(i) for i in range(len(documents)) if len(documents[i])]
+    total = sum(map(len, documents))
+    with tqdm(total=total, desc="reads", unit="token", unit_scale=True, disable=None, leave=False) as bar:
+        for tokens in packed_forward(model, segments, max_slots):
+            bar.update(tokens)
+            yield tokens
+
+
+def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> list[Segment]:
+    device = next(model.parameters()).device
+    lengths = [len(segment.tokens) for segment in segments]
+    layout = to_device(SequenceLayout.from_lengths([lengths], row_length=max_slots), device)
+    tokens = torch.zeros(1, max_slots, dtype=torch.int64)
+    tokens[0, : sum(lengths)] = torch.from_numpy(np.concatenate([np.asarray(s.tokens, np.int64) for s in segments]))
+    starts = [segment.start for segment in segments]
+    states = None if all(start is None for start in starts) else InitialStates(model, starts)
+    kept = [number for number, segment in enumerate(segments) if segment.keep]
+    pool: States = []
+    with torch.inference_mode():
+        out = model(
+            to_device(tokens, device), layout=layout, states=states, return_states=bool(kept), return_hidden=True
+        )
+        hidden, finals = out if kept else (out, [])
+        if kept:
+            index = to_device(torch.tensor(kept), device)
+            pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
+    pool_index = {number: row for row, number in enumerate(kept)}
+    following, begin = [], 0
+    for number, (segment, length) in enumerate(zip(segments, lengths)):
+        final = (pool, pool_index[number]) if segment.keep else None
+        following += segment.done(hidden[0, begin : begin + length], final)
+        begin += length
+    return following
+
+
+def to_device(part: Any, device: torch.device) -> Any:
+    """Copy a tensor or a layout to a device; to a GPU from pinned memory, without waiting for it."""
+    return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
+
+
+class InitialStates(Sequence):
+    """Initial states of documents by layer, gathered on access: one layer's copies are held at a time."""
+
+    def __init__(self, model: MambaLM, starts: Sequence[DocumentState | None]) -> None:
+        self.mixers = [layer.mixer for layer in model.backbone.layers]
+        self.documents = len(starts)
+        pools: dict[int, tuple[States, list[int], list[int]]] = {}
+        for number, start in enumerate(starts):
+            if start is not None:
+                _, rows, places = pools.setdefault(id(start[0]), (start[0], [], []))
+                rows.append(start[1])
+                places.append(number)
+        device = model.lm_head.weight.device
+        self.pools = [
+            (pool, to_device(torch.tensor(rows), device), to_device(torch.tensor(places), device))
+            for pool, rows, places in pools.values()
+        ]
+
+    def __len__(self) -> int:
+        return len(self.mixers)
+
+    def __getitem__(self, layer: Any) -> Any:
+        parts = list(self.mixers[layer].start_state(self.documents))
+        for pool, rows, places in self.pools:
+            parts = [
+                part.index_copy(0, places, held.index_select(0, rows).to(part.dtype))
+                for part, held in zip(parts, pool[layer])
+            ]
+        return tuple(parts)
+
+
+def head_rows(vocab_size: int, on_gpu: bool) -> int:
+    """Return the number of rows of logits computed at a time, constant for a model, so that the head's product has one shape."""
+    return min(max(HEAD_ROWS, 1 << (GPU_LOGITS // vocab_size).bit_length() >> 1), 16384) if on_gpu else HEAD_ROWS
+
+
+def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(T, d_model) -> float32 (float64 for float64) log-probabilities (rows, vocabulary), some rows at a time.
+
+    The head computes in the dtype of its weights, under autocast too.
+    """
+    weight = model.lm_head.weight
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    with torch.inference_mode(), torch.autocast(hidden.device.type, enabled=False):
+        count = head_rows(len(weight), weight.is_cuda)
+        for first in range(0, len(hidden), count):
+            part = hidden[first : first + count]
+            rows = weight.new_zeros(count, hidden.shape[1])
+            rows[: len(part)] = part
+            logits = torch.nn.functional.linear(rows, weight)[: len(part)]
+            yield slice(first, first + len(part)), torch.log_softmax(logits.to(wide), dim=-1)

@@ -1,0 +1,79 @@
+"""Examples of tasks: documents with targets, drawn by a pure function of (seed, index)."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Span = int | tuple[int, int]
+"""A number, or the minimum and maximum of a uniform draw."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One document of a task, of n tokens.
+
+    Attributes:
+        tokens: (n,) int64.
+        targets: (n,) int64; ``targets[t]`` is the answer after ``tokens[: t + 1]``, any valid id outside of ``mask``.
+        mask: (n,) bool, positions whose answers count.
+        load: how much there is to remember: pairs, data tokens, or the distance to the answer.
+        choices: continuations of ``context`` in multiple choice; ``answer``: index of the right one.
+        notes: further values of the task.
+    """
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    load: int
+    choices: tuple[list[int], ...] = ()
+    answer: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def context(self) -> NDArray[np.int64]:
+        """Return the tokens before the first answer."""
+        return self.tokens[: int(self.mask.argmax()) + 1]
+
+
+def make_example(tokens: Any, answers: dict[int, int], load: int, **others: Any) -> Example:
+    """Make an example from ``answers``: position -> id of the answer after it."""
+    ids = np.asarray(tokens, dtype=np.int64)
+    targets, mask = np.zeros_like(ids), np.zeros(len(ids), dtype=bool)
+    places = list(answers)
+    targets[places], mask[places] = list(answers.values()), True
+    return Example(ids, targets, mask, load, **others)
+
+
+def draw(name: str, seed: int, index: int) -> np.random.Generator:
+    """Return the random generator of one example, independent of other tasks, seeds and indices."""
+    return np.random.default_rng([zlib.crc32(name.encode()), seed, index])
+
+
+def within(rng: np.random.Generator, span: tuple[int, int]) -> int:
+    """Draw an integer of a span."""
+    return int(rng.integers(span[0], span[1] + 1))
+
+
+def require(holds: bool, name: str, expected: str, value: Any) -> None:
+    """Raise ValueError naming the argument unless ``holds``."""
+    if not holds:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
+    """Return the minimum and maximum. Raises ValueError naming the argument."""
+    low, high = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
+    valid = all(type(n) is int for n in (low, high)) and minimum <= low <= high
+    require(valid, name, f"an integer of at least {minimum}, or a minimum and a maximum", value)
+    return low, high
+
+
+def integer(name: str, value: int, minimum: int) -> int:
+    """Return the value. Raises ValueError naming the argument."""
+    require(type(value) is int and value >= minimum, name, f"an integer of at least {minimum}", value)
+    return value

@@ -1,0 +1,191 @@
+"""Losses, context gains and remembrance of packed evaluation are those of the definition, one document at a time."""
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from packmamba import MambaLM
+from packmamba.config import ConfigError
+from packmamba.data.corpus import load_corpora
+from packmamba.evaluation import language_modeling
+from packmamba.evaluation.language_modeling import context_gains, means_between, sums_between, token_losses
+from packmamba.evaluation.registry import EVALUATIONS, EvalContext, default_max_slots, evaluate
+from runs import tiny_config
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return MambaLM(vocab_size=256, d_model=24, n_layer=2).double()
+
+
+@pytest.fixture(scope="module")
+def documents():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, n) for n in (1, 2, 70, 33, 300, 128, 5, 64)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny_config(tmp_path_factory.mktemp("corpus"), "data.row_length=8", "data.validation_fraction=0.5").data
+
+
+@pytest.fixture(scope="module")
+def texts(data):
+    corpus = load_corpora(data).validation
+    return [np.array(corpus.document(i), dtype=np.int64) for i in range(len(corpus))]
+
+
+def log_probabilities(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(np.array([tokens])))[0].log_softmax(-1)
+
+
+def losses_alone(model, document):
+    if len(document) < 2:
+        return np.zeros(0)
+    log_p = log_probabilities(model, document)[:-1]
+    return -log_p.gather(1, torch.tensor(document[1:, None])).squeeze(1).numpy()
+
+
+def test_losses_are_those_of_documents_alone(model, documents):
+    for found, document in zip(token_losses(model, documents, max_slots=48), documents):
+        np.testing.assert_allclose(found, losses_alone(model, document), rtol=0, atol=1e-10)
+
+
+def test_narrow_models_have_larger_passes_on_a_gpu():
+    def model(width, is_cuda):
+        weight = SimpleNamespace(shape=(256, width), is_cuda=is_cuda)
+        return SimpleNamespace(lm_head=SimpleNamespace(weight=weight))
+
+    cases = ((512, True), (1024, True), (512, False))
+    assert [default_max_slots(model(*case)) for case in cases] == [65536, 16384, 2048]
+
+
+def test_means_by_position(model, documents):
+    losses = token_losses(model, documents, max_slots=128)
+    edges = [2**i for i in range(10)]
+    rows = means_between(edges, [sums_between(edges, some) for some in losses], [len(some) for some in losses])
+    assert [row["start"] for row in rows] == edges[:-1]
+    assert sum(row["count"] for row in rows) == sum(map(len, losses))
+    fourth = [some[7:15] for some in losses if len(some) >= 8]
+    assert rows[3]["loss"] == pytest.approx(np.concatenate(fourth).mean()) and rows[3]["documents"] == len(fourth)
+
+
+@pytest.mark.parametrize("context", [0, 1, 20, 32, 64])
+def test_context_gain_compares_the_same_targets(model, documents, context):
+    whole = token_losses(model, documents, 100)
+    found = context_gains(model, documents, 32, [2, 4, 8], 100, context, whole)
+    assert [len(some) for some in found] == [0, 0, 1, 0, 3, 2, 0, 1] if context < 32 else [0, 0, 0, 0, 2, 1, 0, 0]
+    for i, some in enumerate(found):
+        for k, (gain, loss) in some.items():
+            first, end = (k - 1) * 32, k * 32
+            short = losses_alone(model, documents[i][first - context : end])[context:]
+            full = losses_alone(model, documents[i])[first : end - 1]
+            assert len(short) == len(full) == 31
+            assert gain == pytest.approx(short.mean() - full.mean(), abs=1e-10) and loss == pytest.approx(full.mean())
+
+
+def test_long_context_stops_where_too_few_documents_reach(model, data, texts):
+    run = functools.partial(evaluate, "long_context", model)
+    every = run(EvalContext(data, None, max_slots=32, options={"window": 4})).curves["context_gain"]
+    reach = {k: sum(len(document) >= 4 * k for document in texts) for k in (2, 4, 8)}
+    assert {entry["windows"]: entry["documents"] for entry in every} == reach
+    few = run(EvalContext(data, None, max_slots=32, options={"window": 4, "documents": reach[8] + 1}))
+    assert few.curves["context_gain"] == every[:2]
+
+
+def test_perplexity_and_positions(model, data, texts):
+    losses = [losses_alone(model, document) for document in texts]
+    found = evaluate("perplexity", model, EvalContext(data, None, max_slots=32))
+    assert found.metrics["loss"] == pytest.approx(np.concatenate(losses).mean(), abs=1e-10)
+    assert found.metrics["targets"] == sum(map(len, losses)) and "loss_as_trained" not in found.metrics
+    found = evaluate("positions", model, EvalContext(data, None, max_slots=32, options={"most": 4}))
+    points = found.curves["by_window"]
+    edges = [1, 2, 4, 8, 16, 32]  # the first target has position 1, and loss [0]
+    assert [(point["start"], point["end"]) for point in points] == list(zip(edges, edges[1:]))
+    for point in points:
+        here = np.concatenate([some[point["start"] - 1 : point["end"] - 1] for some in losses])
+        assert point["loss"] == pytest.approx(here.mean(), abs=1e-10) and point["count"] == len(here)
+    assert found.metrics.keys() == {"loss_1", "loss_2", "loss_4", "documents"}
+    assert found.metrics["loss_4"] == points[-1]["loss"]
+
+
+def test_remembrance_is_total_variation(model, data, texts):
+    found = evaluate("remembrance", model, EvalContext(data, None, max_slots=32, options={"length": 12}))
+    long = [document for document in texts if len(document) >= 12]
+    assert found.metrics["documents"] == len(long) == len(found.items)
+    curve = {point["without"]: point["variation"] for point in found.curves["remembrance"]}
+    assert list(curve) == [1, 2, 3, 4, 6, 8, 9, 10, 11]
+    for t in (1, 6, 9):
+        pairs = [(log_probabilities(model, d[:12])[-1], log_probabilities(model, d[t:12])[-1]) for d in long]
+        values = [float((a.exp() - b.exp()).abs().sum() / 2) for a, b in pairs]
+        assert curve[t] == pytest.approx(np.mean(values), abs=1e-10) and 0 < curve[t] < 1
+    assert [found.metrics[key] for key in ("quarter", "half", "three_quarters")] == [curve[3], curve[6], curve[9]]
+
+
+def test_evaluations_of_one_model_read_a_document_once(model, data, texts, monkeypatch):
+    cases = {"perplexity": {}, "positions": {"most": 4}, "long_context": {"window": 4, "context": 4}}
+    alone = {name: evaluate(name, model, EvalContext(data, None, max_slots=32, options=o)) for name, o in cases.items()}
+    losses, tokens, read = {}, {}, language_modeling.read_documents
+
+    def counted(model, documents, *others):
+        tokens[name] = tokens.get(name, 0) + sum(map(len, documents))
+        return read(model, documents, *others)
+
+    monkeypatch.setattr(language_modeling, "read_documents", counted)
+    for name, options in cases.items():
+        found = evaluate(name, model, EvalContext(data, None, max_slots=32, options=options, losses=losses))
+        assert repr(found) == repr(alone[name]), "to the bit"
+    pieces = sum(point["documents"] for point in alone["long_context"].curves["context_gain"])
+    assert tokens == {"perplexity": sum(len(text) - 1 for text in texts), "long_context": pieces * (4 + 4 - 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("positions", {"window": 1}, "options.positions.window"),
+        ("positions", {"length": 9}, "options.positions: unknown option 'length'"),
+        ("positions", {"window": 99}, "positions: .* at least 99 tokens"),
+        ("remembrance", {"length": 3}, "options.remembrance.length"),
+        ("remembrance", {"length": 99}, "remembrance: .* at least 99 tokens"),
+        ("long_context", {"window": 40}, "long_context: .* at least 80 tokens"),
+        ("perplexity", {"most": 2}, "options.perplexity: unknown option 'most'"),
+    ],
+)
+def test_errors_name_the_option(data, name, options, match):
+    with pytest.raises(ConfigError, match=match):
+        EVALUATIONS[name].check(EvalContext(data, None, options=options), 256)
+
+
+def test_the_head_computes_in_its_weights_dtype_under_autocast():
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=256, d_model=24, n_layer=2)
+    document = np.random.default_rng(1).integers(0, 256, 65)
+    with torch.no_grad():
+        model.lm_head.weight *= 40
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        (found,) = token_losses(model, [document], max_slots=64)
+        hidden = model(torch.tensor(document[None, :-1]), return_hidden=True)[0]
+    logits = hidden.float() @ model.lm_head.weight.detach().t()
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(document[1:]), reduction="none")
+    assert hidden.dtype == torch.bfloat16 and np.allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_mixed_precision_of_training_is_that_of_evaluation_on_a_gpu(tmp_path):
+    config = tiny_config(tmp_path, "model.d_state=16", "trainer.precision=bf16-mixed")
+    torch.manual_seed(0)
+    model = MambaLM(load_corpora(config.data, progress=False).validation.vocab_size, d_model=64, n_layer=2).cuda()
+    dtypes, loss = set(), {}
+    model.backbone.layers[1].register_forward_hook(lambda *arguments: dtypes.add(arguments[2][1].dtype))
+    for precision, dtype in (("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)):
+        context = EvalContext(config.data, None, trainer=replace(config.trainer, precision=precision))
+        loss[precision] = evaluate("perplexity", model, context).metrics["loss"]
+        assert dtypes == {dtype}
+        dtypes.clear()
+    assert 0 < abs(loss["bf16-mixed"] - loss["32-true"]) < 1e-3

@@ -1,0 +1,145 @@
+"""A run's folder is a model: eval, generate and export take it, and eval repeats the numbers of its record."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from hugging_face import take_own_path
+from operators import DEVICES
+from packmamba import MambaLM, cli
+from packmamba.config import ConfigError
+from packmamba.evaluation import registry
+from packmamba.evaluation.load import load_model, read_config
+from packmamba.evaluation.tasks import TASKS
+from packmamba.evaluation.tasks.copying import Parity
+from packmamba.records import read_records
+from packmamba.training.fit import fit
+from packmamba.training.run_id import run_folder
+from runs import CARRY, tiny_config
+
+ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=12", "evaluation_options.parity.length=6"]
+SAME = ["tasks=[parity,perplexity]", "examples=12", "options.parity.length=6", "device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    keys = ("data.begin_token=<s>", "data.end_token=</s>", "trainer.max_steps=3", "trainer.validate_every=3", *ASKED)
+    made = tiny_config(tmp_path_factory.mktemp("run"), *keys)
+    fit(made, progress=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def run(config):
+    return run_folder(config)
+
+
+def test_a_run_is_a_model(run, config):
+    loaded = load_model(run, "cpu")
+    assert loaded.trained and loaded.config == config and loaded.name == "tiny"
+    assert loaded.tokenizer.vocab_size == 258
+    checkpoint = torch.load(run / "checkpoints" / "step=3.ckpt", weights_only=False)["state_dict"]
+    for name, tensor in MambaLM.from_pretrained(run).state_dict().items():
+        assert torch.equal(tensor, checkpoint[f"model.{name}"])
+
+
+def test_eval_repeats_the_numbers_of_the_record(run, config, tmp_path, monkeypatch):
+    command = ["eval", str(run), *SAME, f"output={tmp_path}"]
+    assert cli.main(command) == 0
+    (training,) = read_records(run)
+    records = {record["config"]["evaluation"]["name"]: record for record in read_records(tmp_path)}
+    for name, record in records.items():
+        (items,) = (tmp_path / "items").glob(f"{name}-*.jsonl")
+        assert items.read_text() == (run / "evaluation" / "items" / f"{name}.jsonl").read_text()
+        own = {key: value for key, value in training["metrics"].items() if key.startswith(f"{name}.")}
+        assert own == {f"{name}.{key}": value for key, value in record["metrics"].items()}
+    metrics = records["perplexity"]["metrics"]
+    assert metrics["loss"] == pytest.approx(training["metrics"]["val_loss"], abs=1e-5)
+    assert records["perplexity"]["corpus_hash"] == training["corpus_hash"]
+    # One byte a token, and a begin and an end token around each document.
+    items = [json.loads(line) for line in (run / "evaluation" / "items" / "perplexity.jsonl").read_text().splitlines()]
+    assert [item["bytes"] for item in items] == [item["targets"] - 1 for item in items]
+    per_byte = metrics["loss"] / np.log(2) * metrics["targets"] / sum(item["bytes"] for item in items)
+    assert metrics["bits_per_byte"] == pytest.approx(per_byte)
+    monkeypatch.setattr(registry, "evaluate", lambda *_: pytest.fail("computed again"))
+    assert cli.main(command) == 0 and len(read_records(tmp_path)) == 2
+
+
+def test_models_that_share_an_output_have_records_of_their_own(run, tmp_path):
+    model = MambaLM.from_pretrained(run)
+    with torch.no_grad():
+        model.backbone.embedding.weight.mul_(2)
+    model.save_pretrained(tmp_path / "other")
+    for folder in (run, tmp_path / "other"):
+        assert cli.main(["eval", str(folder), "tasks=[parity]", "examples=3", f"output={tmp_path}/out"]) == 0
+    first, second = read_records(tmp_path / "out")
+    assert first["metrics"]["nats"] != second["metrics"]["nats"]
+
+
+@pytest.mark.parametrize("keys", [["trainer.boundary=leak", "data.strategy=greedy"], CARRY])
+def test_a_run_s_loss_as_trained(tmp_path, keys):
+    asked = ["evaluations=[perplexity]", "trainer.max_steps=2", "trainer.validate_every=2"]
+    metrics = fit(tiny_config(tmp_path, *keys, *asked), progress=False)["metrics"]
+    assert metrics["perplexity.loss_as_trained"] == pytest.approx(metrics["val_loss_as_trained"], abs=1e-5)
+    assert (metrics["perplexity.loss_as_trained"] == pytest.approx(metrics["val_loss"], abs=1e-7)) == (keys is CARRY)
+
+
+def test_a_plugin_s_task_is_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "mine", type("Mine", (Parity,), {"chance": 0.4}))
+    asked = ["evaluations=[mine]", "evaluation_examples=2", "trainer.max_steps=2", "trainer.validate_every=2"]
+    assert fit(tiny_config(tmp_path, *asked), progress=False)["metrics"]["mine.chance"] == 0.4
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        (["evaluations=[mqar]"], "mqar: needs a vocabulary of 8192, the model has 256"),
+        (["evaluations=[long_context]", "data.row_length=30"], "long_context"),
+        (["evaluations=[parity]", "evaluation_options.parity.size=3"], "evaluation_options.parity"),
+        (["evaluations=[parity]", "evaluation_options.parity.length=0"], "evaluation_options.parity: length"),
+    ],
+)
+def test_an_evaluation_is_checked_before_training(tmp_path, asked, match):
+    with pytest.raises(ConfigError, match=match):
+        fit(tiny_config(tmp_path, *asked), progress=False)
+    assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+def test_generate_continues_a_text(run, capsys):
+    outputs = []
+    for _ in range(2):
+        assert cli.main(["generate", str(run), "abc", "max_new_tokens=5", "device=cpu"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] and outputs[0].startswith("abc")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_export_gives_transformers_the_same_logits(run, tmp_path, device, monkeypatch):
+    """On a GPU transformers uses the peers' kernels where they are."""
+    transformers = pytest.importorskip("transformers")
+    if device == "cpu":
+        take_own_path(monkeypatch)
+    assert cli.main(["export", str(run), str(tmp_path / "new")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
+    ids = torch.tensor([tokenizer.encode("some text")])
+    assert ids.tolist() == [list(b"some text")] and tokenizer.eos_token == "</s>"
+    assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (256, 257)
+    with torch.no_grad():
+        expected = MambaLM.from_pretrained(run).to(device)(ids.to(device))
+        torch.testing.assert_close(model.to(device)(ids.to(device)).logits, expected, rtol=1e-4, atol=1e-4)
+    assert read_config(tmp_path / "new").data.tokenizer.startswith(str(tmp_path))
+    assert cli.main(["export", str(run), str(tmp_path / "new")]) == 2  # it is not empty
+
+
+def test_folders_without_a_model(tmp_path, run):
+    with pytest.raises(ConfigError, match="nowhere"):
+        read_config(tmp_path / "nowhere")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="has not ended"):
+        read_config(tmp_path)
+    for options in ({"dtype": "float8"}, {"device": "abacus"}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            load_model(run, **options)
