@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from packmamba.config import ConfigError, check_command, import_plugins, parse_override, read_yaml, resolve, suggest
-from packmamba.config.rules import problem_of_type, shown
+from packmamba.config import ConfigError, import_plugins, parse_override, read_yaml, resolve, suggest
 from packmamba.records import check_writable
 
 if TYPE_CHECKING:  # its libraries take a second
@@ -197,9 +196,8 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
             raise ConfigError(
                 f"experiment '{question}' has no bench '{name or question}'{suggest(name, _benches(folder))}"
             )
-    loaded = read_yaml(path)
+    loaded = read_yaml(path, "bench")
     if "bench" not in loaded:
-        check_command("bench", path, loaded)
         raise ConfigError(f"{path}: bench: expected <experiment>/<bench>, got none")
     layers = [(loaded, str(path))]
     for override in overrides or []:
@@ -210,8 +208,8 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
         raise ConfigError(f"{path}: bench: expected one of {', '.join(benches)}, got '{name}'")
     bench = benches[name]
     output = _taken(layers, "output") or RUNS / name
-    if not isinstance(output, (str, Path)) or problem_of_type(str(output)):
-        raise ConfigError(f"output: expected a folder, got {shown(output)}")
+    if not isinstance(output, (str, Path)):
+        raise ConfigError(f"output: expected a folder, got {output!r}")
     plugins = _taken(layers, "plugins") or []
     if not isinstance(plugins, (list, ListConfig)):
         raise ConfigError(f"plugins: expected a list, such as [a,b], got {plugins!r}")

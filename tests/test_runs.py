@@ -18,7 +18,7 @@ from packmamba.records import read_records
 from packmamba.training.callbacks import RunMetrics, checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
-from packmamba.training.run_id import record_path, recorded_config, run_folder, run_id
+from packmamba.training.run_id import recorded_config, run_folder, run_id
 from runs import final_state, tiny_config
 
 
@@ -196,12 +196,6 @@ def test_a_runs_name_is_what_decides_its_result(tmp_path):
     assert run_id(config) == run_id(tiny_config(tmp_path, "runs_dir=elsewhere", "output=x", "data.cache_dir=y"))
     assert run_id(config) != run_id(tiny_config(tmp_path, "seed=1"))
     assert run_id(tiny_config(tmp_path, "name=packed d_model=3/x")).startswith("packed-d_model-3-x-")
-
-
-def test_the_output_folder_may_be_called_by_its_old_name(tmp_path):
-    config = tiny_config(tmp_path, f"experiment={tmp_path}/mine", "trainer.max_steps=1")
-    assert config.output == f"{tmp_path}/mine" and fit(config, progress=False)["experiment"] == "mine"
-    assert record_path(config).parent == tmp_path / "mine" and record_path(config).is_file()
 
 
 def test_an_output_folder_may_be_the_current_one(tmp_path, monkeypatch):

@@ -26,10 +26,17 @@ class Parser(argparse.ArgumentParser):
         """With a sentence for each key."""
         text = super().format_help()
         if keys := KEYS.get(command := self.prog.split()[-1]):
-            from packmamba.config import describe
+            from packmamba.config.load import sections_of, shown
 
             lines = (
-                textwrap.fill(line, 100, subsequent_indent="      ") for line in describe(pkgutil.resolve_name(keys))
+                textwrap.fill(
+                    f"{prefix}{key}={shown(getattr(section, key))}: {entry.metadata['help']}",
+                    100,
+                    subsequent_indent="      ",
+                )
+                for prefix, section in sections_of(pkgutil.resolve_name(keys)())
+                for key, entry in section.__dataclass_fields__.items()
+                if "help" in entry.metadata
             )
             title = f"settings and their defaults{OF_RUNS.get(command, '')}:"
             text += f"\n{title}\n" + textwrap.indent("\n".join(lines), "  ") + "\n"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from packmamba.config import ConfigError, Holds, at_least, chosen, each, key, load, one_of
+from packmamba.config import ConfigError, Holds, at_least, each, key, load, one_of
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -67,12 +67,13 @@ def _ours(folder: str, config: LeakCheckConfig) -> Any:
     from packmamba.evaluation.load import load_model
     from packmamba.isolation import leakcheck
     from packmamba.layout import SequenceLayout
+    from packmamba.training.boundary import BOUNDARIES
 
     subject = load_model(folder, config.device, config.dtype)
     trainer = subject.config.trainer
     if not subject.trained or trainer.boundary == "reset":
         return leakcheck(subject.model, lengths=config.lengths)
-    scheme = chosen(trainer, "boundary")
+    scheme = BOUNDARIES[trainer.boundary]
 
     def call(tokens: Any, lengths: Sequence[int]) -> Any:
         layout = SequenceLayout.from_lengths([list(lengths)], row_length=tokens.shape[1]).to(tokens.device)

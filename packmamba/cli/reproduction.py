@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from packmamba.config import read_yaml
-from packmamba.config.rules import problem_of_type
 from packmamba.errors import ConfigError
 from packmamba.experiments import DONE, Headline, Step, done_steps, find, kinds_of, module, names, run_bench
 from packmamba.records import check_writable, has_records, read_records, write_whole
@@ -52,8 +51,6 @@ def load_plans(what: str, arguments: list[str]) -> list[Plan]:
     overrides = [argument for argument in arguments if argument.partition("=")[0] not in own]
     if (scale := own.get("scale", "full")) not in SCALES:
         raise ConfigError(f"scale: expected one of {', '.join(SCALES)}, got '{scale}'")
-    if problem := problem_of_type(own.get("output", "runs")):
-        raise ConfigError(f"output: {problem}")
     plans, refused = [], []
     chosen = reproducible() if what == "all" else [what]
     if not chosen:

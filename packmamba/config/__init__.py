@@ -1,75 +1,68 @@
-"""Configuration: one dataclass per section, YAML files and ``key=value`` overrides, unknown keys are errors."""
+"""Configuration: one dataclass per section, YAML files and ``key=value`` overrides, validated once."""
 
-from packmamba.config.check import check, describe
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 from packmamba.config.load import (
     CONFIGS,
     CONFIGURATION,
-    MODEL_DIRECTORY,
     assign,
-    check_command,
+    import_plugins,
     load,
     load_config,
+    options,
     parse_override,
     read_yaml,
     resolve,
     suggest,
     to_dict,
+    validate,
 )
-from packmamba.config.plugins import import_plugins
-from packmamba.config.rules import (
-    Holds,
-    above,
-    at_least,
-    at_most,
-    between,
-    chosen,
-    each,
-    key,
-    named,
-    one_of,
-    options,
-    some,
-    unique,
-    unknown_options,
-)
-from packmamba.config.schema import Config, DataConfig, ModelConfig, OpsConfig, OptimizerConfig, TrainerConfig
+from packmamba.config.schema import Config, DataConfig, ModelConfig, OpsConfig, OptimizerConfig, TrainerConfig, key
 from packmamba.errors import ConfigError
 
-__all__ = [
-    "CONFIGS",
-    "CONFIGURATION",
-    "MODEL_DIRECTORY",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "Holds",
-    "ModelConfig",
-    "OpsConfig",
-    "OptimizerConfig",
-    "TrainerConfig",
-    "above",
-    "assign",
-    "at_least",
-    "at_most",
-    "between",
-    "check",
-    "check_command",
-    "chosen",
-    "describe",
-    "each",
-    "import_plugins",
-    "key",
-    "load",
-    "load_config",
-    "named",
-    "one_of",
-    "options",
-    "parse_override",
-    "read_yaml",
-    "resolve",
-    "some",
-    "suggest",
-    "to_dict",
-    "unique",
-    "unknown_options",
-]
+# Old spellings of limits, until their last callers are rewritten: key(1, "Help.", at_least(1)) is key(1, "Help.", low=1).
+
+
+def at_least(low: float) -> dict[str, Any]:
+    return {"low": low}
+
+
+def at_most(high: float) -> dict[str, Any]:
+    return {"high": high}
+
+
+def above(low: float) -> dict[str, Any]:
+    return {"above": low}
+
+
+def between(low: float, high: float) -> dict[str, Any]:
+    return {"low": low, "high": high}
+
+
+def one_of(*names: Any) -> dict[str, Any]:
+    return {"choices": names}
+
+
+def named(registry: str) -> dict[str, Any]:
+    return {"choices": registry}
+
+
+def each(rule: dict[str, Any]) -> dict[str, Any]:
+    if "check" not in rule:
+        return rule
+    expected, holds = rule["check"]
+    return {"check": (expected, lambda values: all(map(holds, values)))}
+
+
+def some(what: str) -> dict[str, Any]:
+    return {"check": (f"at least one {what}", bool)}
+
+
+def Holds(expected: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
+    return {"check": (expected, holds)}
+
+
+unique: dict[str, Any] = {}

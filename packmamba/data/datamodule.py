@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from packmamba.config import Config, ConfigError, check, chosen
+from packmamba.config import Config, ConfigError
 from packmamba.data.corpus import Corpora, Corpus, evaluation_documents, load_corpora
 from packmamba.data.schedule import Schedule, arrange, arrange_as_trained, group
 from packmamba.data.steps import EvaluationDataset, StepDataset, StepSampler, start_worker
@@ -31,8 +31,9 @@ class PackingDataModule(lightning.LightningDataModule):
     def __init__(self, config: Config, progress: bool = True) -> None:
         super().__init__()
         self.config = config
-        check(config)
-        self.boundary = chosen(config.trainer, "boundary")
+        from packmamba.training.boundary import BOUNDARIES
+
+        self.boundary = BOUNDARIES[config.trainer.boundary]
         self.progress = progress
         self._corpora: Corpora | None = None
 

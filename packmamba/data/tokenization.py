@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig, check
+from packmamba.config import ConfigError, DataConfig
 
 
 class Tokenizer(Protocol):
@@ -47,7 +47,6 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
 
     Raises ConfigError: no such file, not a tokenizer, package missing, a begin or end token that the file lacks.
     """
-    check(data, "data.")
     if data.tokenizer == "bytes":
         return ByteTokenizer(data.begin_token, data.end_token)
     return FileTokenizer(data.tokenizer, data.begin_token, data.end_token)

@@ -16,7 +16,6 @@ from packmamba.data.batching import PackedBatch
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 from packmamba.nn.mixers import State
-from packmamba.registry import Registry
 from packmamba.training.carry import (
     Left,
     Moments,
@@ -332,17 +331,14 @@ class ForeignHeads(Keeping):
         self.left = None if left is None else [tuple(part.to(device) for part in state) for state in left]
 
 
-BOUNDARIES: Registry[type[Boundary]] = Registry(
-    "boundary scheme",
-    {
-        "reset": Reset,
-        "leak": Leak,
-        "leak_conv": LeakConv,
-        "leak_scan": LeakScan,
-        "carry": Carry,
-        "carry_scan": CarryScan,
-        "foreign": Foreign,
-        "noise": Noise,
-        "foreign_heads": ForeignHeads,
-    },
-)
+BOUNDARIES: dict[str, type[Boundary]] = {
+    "reset": Reset,
+    "leak": Leak,
+    "leak_conv": LeakConv,
+    "leak_scan": LeakScan,
+    "carry": Carry,
+    "carry_scan": CarryScan,
+    "foreign": Foreign,
+    "noise": Noise,
+    "foreign_heads": ForeignHeads,
+}

@@ -10,19 +10,16 @@ from pathlib import Path
 
 import torch
 
-from packmamba.config import Config, ConfigError, check, chosen
+from packmamba.config import Config, ConfigError
+from packmamba.data.packing import STRATEGIES
 from packmamba.data.sources import open_source
 from packmamba.data.tokenization import load_tokenizer
 from packmamba.nn import MambaLM
 from packmamba.ops import BACKENDS
+from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.process import LAUNCHED
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
-PRECISIONS = (
-    *("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "transformer-engine"),
-    *("transformer-engine-float16", "32", "bf16", "16", "64"),
-)
-"""Lightning's."""
 
 
 def check_accelerator(config: Config) -> None:
@@ -39,13 +36,9 @@ def check_accelerator(config: Config) -> None:
 def check_run(config: Config, here: bool = True) -> None:
     """Refuses, before any work, what the trainer and the model cannot be, and if it runs ``here``, what this machine cannot do.
     Raises ConfigError naming the key."""
-    check(config)
     trainer = config.trainer
     if here and trainer.cuda_graphs and not torch.cuda.is_available():
         raise ConfigError("trainer.cuda_graphs needs a GPU that PyTorch can use")
-    if trainer.precision not in PRECISIONS:
-        known = ", ".join(PRECISIONS)
-        raise ConfigError(f"trainer: Precision '{trainer.precision}' is invalid; trainer.precision takes {known}")
     if here and (missing := BACKENDS[config.ops.backend].missing):
         raise ConfigError(f"ops.backend: '{config.ops.backend}' needs {' and '.join(missing)}, not installed here")
     if here and trainer.devices > (most := _devices(trainer.accelerator)):
@@ -55,7 +48,7 @@ def check_run(config: Config, here: bool = True) -> None:
             f"trainer.num_nodes: {trainer.num_nodes} machines need torchrun or SLURM to start a process on each, and none "
             "has started this one"
         )
-    chosen(trainer, "boundary")(**trainer.boundary_options)
+    BOUNDARIES[trainer.boundary](**trainer.boundary_options)
     if here:
         check_memory(config)
     if config.evaluations:
@@ -125,7 +118,7 @@ def check_memory(config: Config) -> None:
             f"model: expected to fit into {room / 2**30:.0f} GiB of memory, got {parameters:,} parameters, which with their "
             f"gradients take {needed / 2**30:,.1f} GiB (model.d_model={model.d_model}, model.n_layer={model.n_layer})"
         )
-    row = data.row_length if chosen(data, "strategy").pads and data.row_length else 0
+    row = data.row_length if STRATEGIES[data.strategy].pads and data.row_length else 0
     for name, slots, each in (
         ("data.slots_per_batch", data.slots_per_batch, 17 + size * model.d_model),  # ids, targets, mask; the embedding
         ("data.row_length", row, 17 + size * model.d_model),

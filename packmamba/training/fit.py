@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from packmamba.config import CONFIGURATION, Config, ConfigError, to_dict
-from packmamba.config.sections import NOT_ON_CPU, ON_GPUS
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer_files import write_tokenizer
@@ -240,8 +239,8 @@ def make_trainer(
         )
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
-    if trainer.strategy.root_device.type == "cpu" and options.precision in ON_GPUS:
-        raise ConfigError(NOT_ON_CPU.format(options.precision))  # Lightning would take bfloat16
+    if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":
+        raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
     disable_lightning_signals(trainer)
     return trainer
 

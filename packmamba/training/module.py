@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
-from packmamba.config import Config, ConfigError, check, chosen
+from packmamba.config import Config, ConfigError
 from packmamba.data.batching import PackedBatch, StepBatch
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.training.boundary import Boundary, Inside, Keeping, Reset
+from packmamba.training.boundary import BOUNDARIES, Boundary, Inside, Keeping, Reset
 from packmamba.training.carry import flat, like
 from packmamba.training.checks import make_model
 from packmamba.training.graphs import BatchGraphs
@@ -53,10 +53,9 @@ class MambaLitModule(lightning.LightningModule):
     def __init__(self, config: Config, vocab_size: int) -> None:
         super().__init__()
         self.automatic_optimization = False
-        check(config)
         trainer = config.trainer
         self.boundary, self.evaluation_boundary = (
-            chosen(trainer, "boundary")(**trainer.boundary_options) for _ in range(2)
+            BOUNDARIES[trainer.boundary](**trainer.boundary_options) for _ in range(2)
         )
         self.optimizer_config = config.optimizer
         self.schedule_steps = schedule_steps(config)

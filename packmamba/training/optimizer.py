@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from packmamba.config import OptimizerConfig, chosen
+from packmamba.config import OptimizerConfig
 from packmamba.nn import MambaLM
-from packmamba.registry import Registry
 
 
 def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
@@ -22,7 +21,7 @@ def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
 
 
-OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer", {"adamw": adamw})
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw}
 """Functions here, or a plugin's that are added: (model, config, fused, **options) -> an optimizer of all the model's parameters.
 
 config is the section ``optimizer``; options, all with defaults, are the keys of ``optimizer.options``. fused: whether a step may
@@ -32,7 +31,7 @@ read and write each parameter once, and take ``grad_scale``, which it divides gr
 
 def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     """The configured optimizer, which clips gradients as it steps, whoever has it step."""
-    optimizer = chosen(config, "name")(model, config, fused, **config.options)
+    optimizer = OPTIMIZERS[config.name](model, config, fused, **config.options)
     limit = config.grad_clip
     if limit is not None:
         # Once float16's loss scale has been taken out of the gradients.

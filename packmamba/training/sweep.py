@@ -22,7 +22,6 @@ from packmamba.config import (
     above,
     assign,
     at_least,
-    check_command,
     each,
     key,
     load,
@@ -33,7 +32,6 @@ from packmamba.config import (
     resolve,
     some,
     suggest,
-    unique,
 )
 from packmamba.records import append_record, check_writable, has_records, write_sweep
 from packmamba.training.checks import check_accelerator, check_all_documents, check_run
@@ -52,7 +50,6 @@ class SweepConfig:
     output: str = key(
         "runs/sweep",
         "Folder of the sweep's records, tables and report: experiments/<question>, or below runs/ for one's own.",
-        old_name="experiment",
     )
     name: Optional[str] = key(
         None, "What sweep.json, beside the records, calls the sweep; null for the name of its file."
@@ -116,8 +113,8 @@ class SweepConfig:
         for name, values in self.grid.items():
             if not values:
                 yield f"grid.{name}: expected at least one value, got none"
-            if twice := unique.problem(values):
-                yield f"grid.{name}: {twice}"
+            if len(values) != len(set(map(str, values))):
+                yield f"grid.{name}: expected distinct values, got {values}"
         for where, section in {
             "common": self.common,
             **{f"arms.{arm}": keys for arm, keys in self.arms.items()},
@@ -163,7 +160,7 @@ class SweepConfig:
         return self.launcher == "local" and (self.jobs != 1 or self.deadline is not None)
 
 
-SWEEP_KEYS = (*SweepConfig.__dataclass_fields__, "experiment")
+SWEEP_KEYS = (*SweepConfig.__dataclass_fields__,)
 OF_RUNS = ("name", "output", "experiment", "runs_dir")
 """Keys of a run that its sweep sets."""
 EVALUATED = ("evaluations", "evaluation_options")
@@ -184,8 +181,7 @@ def load_sweep(
     layers = []
     if sweep.base is not None:
         base = Path(path).parent / sweep.base
-        layers.append((read_yaml(base), str(base)))
-        check_command("train", base, layers[0][0])
+        layers.append((read_yaml(base, "train"), str(base)))
     others = [override for override in overrides or [] if override not in own]
     for override in others:
         _refuse_a_typo_of_the_sweep_s(override)

@@ -31,8 +31,8 @@ class TuneConfig:
         for name, values in self.grid.items():
             if not values:
                 yield f"tune.grid.{name}: expected at least one value, got none"
-            if twice := unique.problem(values):
-                yield f"tune.grid.{name}: {twice}"
+            if len(values) != len(set(map(str, values))):
+                yield f"tune.grid.{name}: expected distinct values, got {values}"
         if bool(self.grid) != bool(self.seeds):
             yield "tune: expected both grid and seeds, or neither"
 

@@ -10,8 +10,6 @@ from heapq import heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from packmamba.registry import Registry
-
 Integers = NDArray[np.int64]
 
 LONGEST = 2**31 - 1
@@ -216,17 +214,14 @@ def _place(
     return num_rows
 
 
-STRATEGIES = Registry(
-    "strategy",
-    {
-        "single": Strategy(_one_each, pads=False, needs_row_length=False),
-        "padded": Strategy(_one_each, needs_row_length=False),
-        "in_order": Strategy(_in_order),
-        "greedy": Strategy(_greedy, keeps_order=False),
-        "first_fit": Strategy(_first_fit, keeps_order=False),
-        "best_fit": Strategy(_best_fit, keeps_order=False),
-        "histogram": Strategy(_histogram, keeps_order=False),
-        "split": Strategy(cut=_split),
-    },
-)
+STRATEGIES = {
+    "single": Strategy(_one_each, pads=False, needs_row_length=False),
+    "padded": Strategy(_one_each, needs_row_length=False),
+    "in_order": Strategy(_in_order),
+    "greedy": Strategy(_greedy, keeps_order=False),
+    "first_fit": Strategy(_first_fit, keeps_order=False),
+    "best_fit": Strategy(_best_fit, keeps_order=False),
+    "histogram": Strategy(_histogram, keeps_order=False),
+    "split": Strategy(cut=_split),
+}
 """What ``data.strategy`` may name. Plugins may add to it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from packmamba.config import ConfigError, DataConfig, check
+from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources.huggingface import open_huggingface
 from packmamba.data.sources.jsonl import open_jsonl
 from packmamba.data.sources.megatron import open_megatron
@@ -34,22 +34,18 @@ from packmamba.data.sources.stdlib import open_stdlib
 from packmamba.data.sources.synthetic import open_synthetic
 from packmamba.data.sources.task import open_task
 from packmamba.data.sources.text import open_text
-from packmamba.registry import Registry
 
-SOURCES: Registry[Callable[[DataConfig], Source]] = Registry(
-    "source",
-    {
-        "stdlib": open_stdlib,
-        "text": open_text,
-        "jsonl": open_jsonl,
-        "packages": open_packages,
-        "synthetic": open_synthetic,
-        "task": open_task,
-        "parquet": open_parquet,
-        "huggingface": open_huggingface,
-        "megatron": open_megatron,
-    },
-)
+SOURCES: dict[str, Callable[[DataConfig], Source]] = {
+    "stdlib": open_stdlib,
+    "text": open_text,
+    "jsonl": open_jsonl,
+    "packages": open_packages,
+    "synthetic": open_synthetic,
+    "task": open_task,
+    "parquet": open_parquet,
+    "huggingface": open_huggingface,
+    "megatron": open_megatron,
+}
 """What ``data.source`` may name: each checks its keys and lists its files, and reads none yet. Plugins may add to it."""
 
 __all__ = [
@@ -77,7 +73,6 @@ def open_source(data: DataConfig) -> Source:
 
     Raises ConfigError naming the key. `Source.read` raises it too, of files that cannot be read as they should.
     """
-    check(data, "data.")
     try:
         return SOURCES[data.source](data)
     except PermissionError as error:  # of a folder on the way, which cannot be looked into

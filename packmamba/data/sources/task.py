@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig, chosen, suggest
+from packmamba.config import ConfigError, DataConfig, suggest
 from packmamba.data.sources.source import (
     PART_EXAMPLES,
     Advance,
@@ -33,7 +33,9 @@ def open_task(data: DataConfig) -> Source:
     reads_no_path(data)
     if data.task is None:
         raise ConfigError("data.task: expected the name of a task beside data.source=task, got null")
-    kind = chosen(data, "task")
+    from packmamba.evaluation.tasks import TASKS
+
+    kind = TASKS[data.task]
     known = inspect.signature(kind).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         for option in data.task_options:

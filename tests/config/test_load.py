@@ -1,0 +1,129 @@
+"""Reading configurations: YAML files, overrides, shipped files, plugins."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from packmamba.config import CONFIGS, Config, ConfigError, load_config, to_dict
+from packmamba.config.load import OLD_KEYS
+from packmamba.data.packing import STRATEGIES
+from packmamba.training.sweep import load_sweep
+
+
+def test_overrides_come_after_the_file(tmp_path):
+    file = tmp_path / "train.yaml"
+    file.write_text("name: mine\noptimizer: {lr: 1e-3, betas: [0.9, 0.99]}\ndata: {streams: 1, row_length: 512}\n")
+    config = load_config(file, ["optimizer.lr=3e-4", "data.row_length=256"])
+    assert (config.name, config.optimizer.lr, config.data.row_length) == ("mine", 3e-4, 256)
+    assert config.optimizer.betas == [0.9, 0.99]
+
+
+def test_a_written_configuration_is_read_as_it_was(tmp_path):
+    from omegaconf import OmegaConf
+
+    config = load_config(None, ["model=130m", "trainer.boundary=carry", "data.strategy=split", "data.streams=4"])
+    OmegaConf.save(OmegaConf.create(to_dict(config)), tmp_path / "configuration.yaml")
+    assert load_config(tmp_path / "configuration.yaml") == config
+
+
+def test_defaults_are_not_shared():
+    Config().optimizer.betas.append(1.0)
+    assert Config().optimizer.betas == [0.9, 0.95]
+
+
+def test_a_model_is_named_by_its_size():
+    assert (load_config(None, ["model=1.4b", "model.n_layer=2"]).model.d_model) == 2048
+    with pytest.raises(ConfigError, match="^model: .*did you mean '130m'"):
+        load_config(None, ["model=130n"])
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_are_valid(file):
+    if "arms:" in file.read_text():
+        load_sweep(file, [], runs_here=False)
+    elif file.parent.name != "model":
+        load_config(file)
+    else:
+        load_config(None, [f"model={file.stem}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "expected a YAML file"),
+        ("", "expected keys and values, got an empty file"),
+        ("- a\n", "expected keys and values, got a list"),
+        ("a: [1\n", "expected a YAML file"),
+        ("arms: {a: {}}\n", "expected a file for train, got one for sweep"),
+        ("trainer: {max_steps: many}\n", r"^trainer.max_steps: expected an integer, got \"many\" in .*train.yaml"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, text, message):
+    file = tmp_path / "train.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(file)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.lr=3", "'data.lr' .*did you mean 'optimizer.lr'"),
+        ("lr=3", "'lr' .*did you mean 'optimizer.lr'"),
+        ("trainr.max_steps=3", "'trainr' .*did you mean 'trainer'"),
+        ("data.row_lenght=3", "'data.row_lenght' .*did you mean 'data.row_length'"),
+        ("experiment=runs/mine", "^experiment: .*rename it to output"),
+        ("max_steps", "expected key=value"),
+        ("=3", "expected key=value"),
+        ("data.path=[a", "expected key=value"),
+        ("data.path=${nowhere}", "^data.path: "),
+    ],
+)
+def test_a_wrong_key_is_named(override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(None, [override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("old", OLD_KEYS)
+def test_a_removed_key_is_ignored_only_where_it_changed_nothing(tmp_path, old):
+    """Configurations that older versions wrote beside a run hold every key."""
+    section, _, name = old.rpartition(".")
+    file = tmp_path / "configuration.yaml"
+    for value, allowed in ((OLD_KEYS[old][0], True), ("another", False)):
+        line = f"{name}: {'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+        file.write_text(f"{section}: {{{line}}}\n" if section else f"{line}\n")
+        if allowed:
+            assert load_config(file) == Config()
+        else:
+            with pytest.raises(ConfigError, match=f"^{old}: "):
+                load_config(file)
+
+
+def test_plugins_are_imported_before_names_are_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_strategy.py").write_text(
+        "from packmamba.data.packing import STRATEGIES\nSTRATEGIES['mine'] = STRATEGIES['greedy']\n"
+    )
+    try:
+        assert load_config(None, ["plugins=[my_strategy]", "data.strategy=mine"]).plugins == ["my_strategy"]
+    finally:
+        STRATEGIES.pop("mine", None)
+    with pytest.raises(ConfigError, match="^plugins: cannot import 'no_such_module'"):
+        load_config(None, ["plugins=[no_such_module]"])
+
+
+def test_every_key_has_help():
+    for section in (Config, *(type(value) for value in vars(Config()).values() if dataclasses.is_dataclass(value))):
+        for key in dataclasses.fields(section):
+            assert dataclasses.is_dataclass(getattr(section(), key.name)) or key.metadata["help"].endswith(".")
+
+
+def test_lightning_is_not_imported():
+    code = "import sys, packmamba.config; sys.exit('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

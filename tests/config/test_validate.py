@@ -1,0 +1,116 @@
+"""What a configuration is refused for: each error names its key, in one line."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from packmamba.config import Config, ConfigError, key, load, load_config, validate
+
+CARRY = ["trainer.boundary=carry", "data.strategy=split"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [*CARRY, "data.streams=4"],
+        [*CARRY, "data.streams=8", "data.mode=stream", "data.row_length=1024", "data.tokens_per_step=4096"],  # turns
+        ["data.strategy=padded", "data.row_length=null"],
+        ["trainer.loggers=[csv,lightning.pytorch.loggers.CometLogger]", "trainer.callbacks=[mine.Callback]"],
+        ["trainer.cuda_graphs=true", "trainer.precision=bf16-mixed"],
+        ["evaluations=[perplexity,mqar]", "evaluation_options.mqar.num_pairs=4", "trainer.evaluate_every=5"],
+        ["optimizer.grad_clip=null", "trainer.leakcheck_every=null", "model.dt_rank=8"],
+    ],
+)
+def test_valid(overrides):
+    config = load_config(None, overrides)
+    assert validate(config) is config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("trainer.max_steps=1e3", "trainer.max_steps: expected an integer, got 1000.0"),
+        ("trainer.max_steps=0", "trainer.max_steps: expected at least 1, got 0"),
+        ("trainer.max_steps=null", "trainer.max_steps: expected a value, got null"),
+        ("optimizer.lr=fast", "optimizer.lr: expected a number"),
+        ("optimizer.lr=0", "optimizer.lr: expected above 0"),
+        ("optimizer.lr=.nan", "optimizer.lr: expected above 0"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: expected two numbers"),
+        ("optimizer.final_lr_fraction=1.5", "optimizer.final_lr_fraction: expected at least 0 and at most 1"),
+        ("trainer.deterministic=maybe", "trainer.deterministic: expected true or false"),
+        ("trainer.loggers=csv", "trainer.loggers: expected a list"),
+        ("trainer.loggers=[cvs]", "trainer.loggers: expected"),
+        ("trainer.precision=bf16", "trainer.precision: .*did you mean 'bf16-true'"),
+        ("model.dt_rank=some", "model.dt_rank: expected auto or an integer"),
+        ("model.mixer_options.d_stat=3", "'model.mixer_options.d_stat'"),
+        ("data=3", "data: expected keys and values, got 3"),
+        ("data.task_options=[3]", "data: expected keys and values"),
+        ("data.strategy=greedly", "data.strategy: .*did you mean 'greedy'"),
+        ("data.streams=2", "data.streams: expected 1, unless data.strategy=split"),
+        ("data.mode=stream data.cut_at_steps=true", "data.cut_at_steps: "),
+        ("data.row_length=null", "data.row_length: expected an integer"),
+        ("data.stagger=true", "data.stagger: "),
+        ("data.shuffle_steps=3", "data.shuffle_steps: "),
+        ("data.unit=files", "data.unit: expected null"),
+        ("data.validation_fraction=0", "data.validation_fraction: "),
+        ("trainer.boundary=carry", "data.strategy: expected split"),
+        ("trainer.boundary=carry data.strategy=split data.streams=3 trainer.devices=2", "data.streams: .*2 devices"),
+        ("trainer.boundary=foreign data.strategy=split", "data.streams: expected batches of at least 2 rows"),
+        ("trainer.boundary=carry data.strategy=split data.mode=stream data.row_length=96", "data.tokens_per_step: "),
+        ("trainer.boundary_options.share=0.5", "'trainer.boundary_options.share'"),
+        ("evaluations=[perplexty]", "evaluations: .*did you mean 'perplexity'"),
+        ("evaluations=[mqar] evaluation_options.passkey.length=3", "'evaluation_options.passkey'"),
+        ("evaluations=[mqar] evaluation_options.mqar=3", "evaluation_options: expected keys and values"),
+        ("trainer.evaluate_every=3", "trainer.evaluate_every: expected null without evaluations"),
+        ("trainer.accelerator=cpu trainer.precision=16-mixed", "trainer.precision: .*on a CPU"),
+        ("trainer.strategy=fsdp2 trainer.average_snapshots=2", "trainer.average_snapshots: expected 1"),
+        ("trainer.cuda_graphs=true trainer.devices=2", "trainer.devices: expected 1 with trainer.cuda_graphs"),
+        ("ops.backend=gpu", "ops.backend: expected one of auto"),
+    ],
+)
+def test_invalid(overrides, message):
+    with pytest.raises(ConfigError, match=f"^(unknown key )?{message}") as caught:
+        load_config(None, overrides.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_built_in_code_is_checked():
+    config = Config()
+    config.trainer.max_steps = 0
+    with pytest.raises(ConfigError, match="^trainer.max_steps: "):
+        validate(config)
+
+
+@dataclass
+class Arm:
+    rows: int = key(1, "Rows.", low=1)
+
+    def problems(self):
+        if self.rows == 13:
+            yield "rows: expected any other, got 13"
+
+
+@dataclass
+class Bench:
+    sizes: list[int] = key([1], "Sizes.", low=1)
+    names: list[str] = key(["a"], "Names.", choices=("a", "b"))
+    limits: dict[str, list[int]] = key({}, "Limits.")
+    arms: dict[str, Arm] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sizes=[3,0]", "sizes: expected at least 1, got 0"),
+        ("sizes=[x]", r"sizes\[0\]: expected an integer"),
+        ("names=[a,c]", 'names: expected one of a, b, got "c"'),
+        ("limits.x=3", "limits.x: expected a list"),
+        ("arms.mine.rows=0", "arms.mine.rows: expected at least 1, got 0"),
+        ("arms.mine.rows=13", "arms.mine.rows: expected any other"),
+    ],
+)
+def test_other_schemas_have_the_same_rules(override, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        load(Bench, None, [override])
+    assert load(Bench, None, ["arms.mine.rows=2"]).arms["mine"].rows == 2
