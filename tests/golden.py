@@ -1,71 +1,77 @@
-"""What a rewrite must not change, to the bit: python tests/golden.py record|compare FILE, on one machine.
+"""Compare two commits to the bit, on one machine: python tests/golden.py record|compare FILE [part ...].
 
-Hashes of the operators' and a model's results and gradients, of every strategy's plans, of the tables made from committed
-records; the first twenty losses of every scheme; graphs and graph breaks of compiled blocks. Uses only what is public.
+Record in a checkout of the older commit, compare in one of the newer, with this same script: the package is that of the
+current folder. Only public functions, commands and files are used. PARTS are the parts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import gzip
 import hashlib
+import io
 import json
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from pathlib import Path
 
 import numpy as np
-import torch
+import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take minutes on a busy machine
-sys.path.insert(0, str(ROOT))
+ROOT = Path.cwd()
+if __name__ == "__main__":
+    os.environ.update(OMP_WAIT_POLICY="PASSIVE", CUDA_VISIBLE_DEVICES="", MPLBACKEND="agg")
+    sys.path.insert(0, str(ROOT))
 
-from packmamba import MambaLM, SequenceLayout, ops  # noqa: E402
+import torch  # noqa: E402
+
+from packmamba import MambaLM, PackedMamba, SequenceLayout, cli, leakcheck, ops  # noqa: E402
 from packmamba.data.packing import STRATEGIES, plan_rows  # noqa: E402
+from packmamba.evaluation import generate, score  # noqa: E402
+from packmamba.evaluation.tasks import TASKS  # noqa: E402
 
-LAYOUTS = {
-    "rows": ([[3, 5, 6], [9], [], [1, 1, 14]], 16, [[0, 0, 0], [7], [], [0, 0, 0]]),
-    "long": ([[130, 1, 127], [257]], 260, None),
-}
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-ARMS = {
-    "single": "data.strategy: single",
-    "padded": "data.strategy: padded",
-    "greedy": "data.strategy: greedy",
-    "leak": "data.strategy: greedy, trainer.boundary: leak",
-    "leak-conv": "data.strategy: greedy, trainer.boundary: leak_conv",
-    "leak-scan": "data.strategy: greedy, trainer.boundary: leak_scan",
-    "carry": "data.strategy: split, data.streams: 2, trainer.boundary: carry",
-    "stream": "data.strategy: best_fit, data.mode: stream",
-    "learned": "data.strategy: first_fit, model.learned_initial_state: true",
-    "recompute": "data.strategy: histogram, model.recompute: inner",
-    "reference": "data.strategy: in_order, ops.backend: reference",
-}
+CONFIGURATIONS = yaml.safe_load((Path(__file__).parent / "data" / "golden.yaml").read_text())
+IS_OLD = "in_order" in STRATEGIES
+OLD_KEYS, OLD_VALUES = CONFIGURATIONS["old_keys"], CONFIGURATIONS["old_values"]
+NEW_STRATEGIES = list(CONFIGURATIONS["runs"])[:8]
+PACKAGES = ["tqdm", "jinja2", "packaging", "markupsafe"]
+FEW = " data.overlong=truncate model.d_model=8 model.n_layer=1 trainer.max_steps=1"
+LONG = " trainer.max_steps=120 trainer.checkpoint_every=3 trainer.validate_every=40"
 
 
-def digest(*tensors: torch.Tensor) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        tensor = tensor.detach().contiguous()
-        found.update(str((tuple(tensor.shape), tensor.dtype)).encode())
-        found.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+def digest(*values: torch.Tensor | np.ndarray) -> str:
+    result = hashlib.sha256()
+    for value in values:
+        value = torch.as_tensor(value).detach().contiguous()
+        result.update(str((tuple(value.shape), value.dtype)).encode())
+        result.update(value.flatten().view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()[:16]
 
 
-def operators() -> dict[str, str]:
-    results = {}
-    for name, (lengths, row_length, offsets) in LAYOUTS.items():
+def operators(_: Path) -> dict[str, object]:
+    results: dict[str, object] = {}
+    layouts = {
+        "rows": ([[3, 5, 6], [9], [], [1, 1, 14]], 16, [[0, 0, 0], [7], [], [0, 0, 0]]),
+        "long": ([[130, 1, 127], [257]], 260, None),
+    }
+    for name, (lengths, row_length, offsets) in layouts.items():
         layout = SequenceLayout.from_lengths(lengths, row_length=row_length, offsets=offsets)
         (rows, slots), documents = layout.shape, layout.num_documents
-        for dtype in DTYPES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
             wide = torch.float64 if dtype == torch.float64 else torch.float32
-            made = torch.Generator().manual_seed(0)
+            generator = torch.Generator().manual_seed(0)
 
-            def draw(*shape: int, dtype: torch.dtype = dtype, made: torch.Generator = made) -> torch.Tensor:
-                return torch.randn(*shape, generator=made, dtype=torch.float64).to(dtype).requires_grad_()
+            def draw(*shape: int, dtype: torch.dtype = dtype, generator: torch.Generator = generator) -> torch.Tensor:
+                return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
             x, delta, z = (draw(rows, slots, 24) for _ in range(3))
             b, c = draw(rows, slots, 16), draw(rows, slots, 16)
@@ -74,28 +80,23 @@ def operators() -> dict[str, str]:
             state, conv_state = draw(documents, 24, 16, dtype=wide), draw(documents, 24, 3)
             weight, conv_bias = draw(24, 4), draw(24)
             for backend in ("cpu", "reference"):
+                options = {"layout": layout, "return_final_state": True, "backend": backend}
                 conv = (x, weight, conv_bias, conv_state)
-                y, last = ops.conv1d_pack(
-                    x, weight, conv_bias, layout=layout, activation="silu", initial_state=conv_state,
-                    return_final_state=True, backend=backend,
-                )  # fmt: skip
+                y, last = ops.conv1d_pack(x, weight, conv_bias, activation="silu", initial_state=conv_state, **options)
                 gradients = torch.autograd.grad(y.square().sum() + last.square().sum(), conv)
                 results[f"conv {name} {dtype} {backend}"] = digest(y, last, *gradients)
                 scan = (x, delta, a, b, c, skip, z, bias, state)
-                y, last = ops.ssm_pack(
-                    x, delta, a, b, c, skip, z=z, delta_bias=bias, delta_softplus=True, layout=layout,
-                    initial_state=state, return_final_state=True, backend=backend,
-                )  # fmt: skip
+                given = {"z": z, "delta_bias": bias, "delta_softplus": True, "initial_state": state}
+                y, last = ops.ssm_pack(x, delta, a, b, c, skip, **given, **options)
                 gradients = torch.autograd.grad(y.square().sum() + last.square().sum(), scan)
                 results[f"scan {name} {dtype} {backend}"] = digest(y, last, *gradients)
-                results[f"plain {name} {dtype} {backend}"] = digest(
-                    ops.conv1d_pack(x, weight, backend=backend), ops.ssm_pack(x, delta.abs(), a, b, c, backend=backend)
-                )
+                plain = ops.ssm_pack(x, delta.abs(), a, b, c, backend=backend)
+                results[f"plain {name} {dtype} {backend}"] = digest(ops.conv1d_pack(x, weight, backend=backend), plain)
     return results
 
 
-def model() -> dict[str, str]:
-    results = {}
+def model(_: Path) -> dict[str, object]:
+    results: dict[str, object] = {}
     layout = SequenceLayout.from_lengths([[30, 5], [64]], row_length=64)
     for recompute in ("none", "inner", "block"):
         torch.manual_seed(0)
@@ -106,10 +107,33 @@ def model() -> dict[str, str]:
             logits, states = lm(tokens, layout=layout, return_states=True, **options)
             gradients = torch.autograd.grad(logits.logsumexp(-1).sum(), list(lm.parameters()))
             results[f"{recompute} leaks={leaks}"] = digest(logits, *(s for pair in states for s in pair), *gradients)
+    torch.manual_seed(1)
+    layer, x = PackedMamba(24, d_state=8), torch.randn(2, 64, 24)
+    results["layer"] = digest(layer(x, layout=layout), *layer.state_dict().values())
+    lm.eval()
+    requests = [([5, 6, 7][: i % 3], [(3 * i + j) % 97 for j in range(1 + i % 7)]) for i in range(20)]
+    scores = score(lm, requests, max_slots=64, begin_token=0)
+    results["score"] = digest(
+        torch.tensor([[one.log_likelihood, one.is_greedy] for one in scores], dtype=torch.float64)
+    )
+    for temperature in (0.0, 0.8):
+        continued = generate(lm, [[1, 2, 3], [4]], max_new_tokens=12, temperature=temperature, seed=1)
+        results[f"generate {temperature}"] = str(continued)
+    check = leakcheck(lm, boundaries="position_ids")
+    results["leakcheck"] = str([check.leaks, check.isolated_forward, check.isolated_backward, check.same_as_alone])
     return results
 
 
-def graphs() -> dict[str, str]:
+def tasks(_: Path) -> dict[str, object]:
+    results: dict[str, object] = {}
+    for name, task in TASKS.items():
+        examples = [task().example(seed, index) for seed in (0, 1) for index in range(10 if name != "next_line" else 1)]
+        parts = [np.asarray(getattr(one, part)) for one in examples for part in ("tokens", "targets", "mask")]
+        results[name] = f"{digest(*parts)} {task().vocab_size} {task().chance}"
+    return results
+
+
+def graphs(_: Path) -> dict[str, object]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -122,88 +146,184 @@ def graphs() -> dict[str, str]:
     return {"breaks": str(dict(counters["graph_break"])), "graphs": str(counters["stats"]["unique_graphs"])}
 
 
-def plans() -> dict[str, str]:
+def plans(_: Path) -> dict[str, object]:
     lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1, 3000).astype(np.int64) + 1, 5000)
-    results = {}
-    for strategy in STRATEGIES:
-        for streams in (1, 3) if strategy == "split" else (1,):
-            for overlong in ("truncate", "pieces"):
-                plan = plan_rows(lengths, 1024, strategy, overlong=overlong, buffer=256, streams=streams)
+    results: dict[str, object] = {}
+    for strategy in NEW_STRATEGIES:
+        for streams in (1, 3) if strategy == "concat_split" else (1,):
+            for overlong in ("truncate", "split"):
+                options = {"overlong": named("data.overlong", overlong), "buffer": 256, "streams": streams}
+                plan = plan_rows(lengths, 1024, named("data.strategy", strategy), **options)
                 parts = (plan.document, plan.start, plan.length, plan.row_offsets, plan.slots)
-                results[f"{strategy} {streams} {overlong}"] = digest(*map(torch.from_numpy, parts))
+                results[f"{strategy} {streams} {overlong}"] = digest(*parts)
     return results
 
 
-def command(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"run.py {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+def write_documents(folder: Path) -> None:
+    """Lengths from a few bytes to several rows, in 64 files and in one of JSON lines."""
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, n)).decode() for n in rng.integers(1, 9, 200)]
+    texts = [" ".join(rng.choice(words, n)) + " é" for n in rng.lognormal(3, 1, 1200).astype(int) + 1]
+    (folder / "text").mkdir()
+    for i, text in enumerate(texts[:64]):
+        (folder / "text" / f"{i}.txt").write_text(text)
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def losses(folder: Path) -> dict[str, list[float]]:
-    (folder / "golden.yaml").write_text(
-        f"output: {folder}/sweep\ncommon:\n  data.row_length: 512\n  data.overlong: pieces\n  data.tokens_per_step: 2048\n"
-        "  data.slots_per_batch: 2048\n  data.validation_documents: 20\n  model.d_model: 64\n  trainer.max_steps: 20\n"
-        "  trainer.validate_every: 10\n  trainer.log_every: 1\n  trainer.threads: 2\narms:\n"
-        + "".join(f"  {arm}: {{{keys}}}\n" for arm, keys in ARMS.items())
-    )
-    command("sweep", str(folder / "golden.yaml"))
-    results = {}
-    files = [*(folder / "sweep").glob("records/*.jsonl"), *(folder / "sweep").glob("records.jsonl")]
-    for record in [json.loads(line) for path in files for line in path.read_text().splitlines()]:
-        curves, metrics = record["curves"], record["metrics"]
-        results[f"run {record['arm']}"] = [
-            *(point["loss"] for point in curves["train"]), *(point["loss"] for point in curves["validation"]),
-            metrics["val_loss"], metrics["val_loss_start"], metrics["val_loss_as_trained"],
-        ]  # fmt: skip
-    assert len(results) == len(ARMS)
+def named(key: str, value: str) -> str:
+    return OLD_VALUES.get(key, {}).get(value, value) if IS_OLD else value
+
+
+def arguments(folder: Path, name: str, keys: str) -> list[str]:
+    given = dict(word.split("=", 1) for word in f"{CONFIGURATIONS['common']} {keys}".split()) | {"name": "golden"}
+    if given["data.source"] in ("task", "synthetic", "stdlib"):
+        del given["data.path"]
+    words = [f"{OLD_KEYS.get(key, key) if IS_OLD else key}={named(key, value)}" for key, value in given.items()]
+    return ["train", *(word.replace("{folder}", str(folder)) for word in words), f"runs_dir={folder}/runs/{name}"]
+
+
+def command(*words: str) -> str:
+    """Run a command of the package in this process."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            status = cli.main(list(words))
+        except Exception:
+            status = traceback.format_exc()
+    return "" if not status else f"{' '.join(words)} ended with {status}: {output.getvalue()[-600:]}"
+
+
+def run_folder(folder: Path, name: str) -> Path:
+    (path,) = {path.parent for path in (folder / "runs" / name).glob("*/config.json")}
+    return path
+
+
+def results_of(folder: Path, name: str) -> dict[str, object]:
+    """Losses, other numbers that repeat, and a hash of the final weights of the run in ``runs/<name>``."""
+    run = run_folder(folder, name)
+    (path,) = [*run.rglob("record.json"), *run.glob("records/*.jsonl")]
+    record = json.loads(path.read_text().splitlines()[-1])
+    curves, times = record["curves"], re.compile("second|memory|wall|time")
+    positions = [list(point.values()) for point in curves.get("loss_by_position", [])]
+    return {
+        "train": [point["loss"] for point in curves["train"]],
+        "validation": [point["loss"] for point in curves["validation"]],
+        "by position": digest(np.array(positions, dtype=float)),
+        **{f"metric {key}": value for key, value in record["metrics"].items() if not times.search(key)},
+        "corpus": record["corpus_hash"],
+        "weights": digest(*(tensor for _, tensor in sorted(MambaLM.from_pretrained(run).state_dict().items()))),
+    }
+
+
+def runs(folder: Path) -> dict[str, object]:
+    results: dict[str, object] = {}
+    for name, keys in CONFIGURATIONS["runs"].items():
+        keys = keys.replace("{greedy}", str(run_folder(folder, "greedy")) if "{greedy}" in keys else "")
+        results[name] = command(*arguments(folder, name, keys)) or results_of(folder, name)
     return results
 
 
-def tables(folder: Path) -> dict[str, str]:
-    results = {}
-    for records in sorted((ROOT / "experiments").glob("*/records")):
-        question = records.parent.name
-        shutil.copytree(records.parent, folder / question)
-        command("report", str(folder / question))
-        for path in sorted((folder / question / "tables").glob("*.csv")):
-            results[f"{question}/{path.name}"] = path.read_text()
+def kills(folder: Path) -> dict[str, object]:
+    """Runs that are killed after a checkpoint, three times, then left alone; and the same undisturbed."""
+    results: dict[str, object] = {}
+    cases = {
+        "average": "trainer.average_snapshots=5 trainer.average_share=0.9",
+        "carry": CONFIGURATIONS["runs"]["carry, turns"],
+    }
+    for name, keys in cases.items():
+        words = [sys.executable, "run.py", *arguments(folder, f"{name} killed", keys + LONG)]
+        before, killed = set(), 0
+        for _ in range(3):
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            process = subprocess.Popen(words, cwd=ROOT, start_new_session=True, **quiet)
+            while process.poll() is None and not set((folder / "runs").rglob("*.ckpt")) - before:
+                time.sleep(0.02)
+            time.sleep(random.uniform(0, 1))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            killed += process.wait() == -signal.SIGKILL
+            before |= set((folder / "runs").rglob("*.ckpt"))
+        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        failed = ended.stderr if ended.returncode else command(*arguments(folder, name, keys + LONG))
+        results[name] = failed or results_of(folder, name)
+        results[f"{name} killed"] = failed or results_of(folder, f"{name} killed")
+        print(f"  {name}: killed {killed} times")
     return results
+
+
+def corpora(folder: Path) -> dict[str, object]:
+    results: dict[str, object] = {}
+    for name, keys in CONFIGURATIONS["corpora"].items():
+        cache = folder / f"corpora-{len(results)}"
+        failed = command(*arguments(folder, name, f"{keys} {FEW} data.cache_dir={cache}"))
+        kinds = (".tokens", ".lengths", ".targets", ".groups")
+        files = sorted(path for path in cache.rglob("*") if path.suffix in kinds)
+        hashes = {path.name: digest(np.fromfile(path, "u1")) for path in files}
+        results[name] = failed or hashes | {"hash": results_of(folder, name)["corpus"]}
+    return results
+
+
+def tables(folder: Path) -> dict[str, object]:
+    """Every CSV file that a report of committed records makes. Figures, which take most of the time, are left empty."""
+    from matplotlib.figure import Figure
+
+    Figure.savefig = lambda self, file, **_: file.write(b"") if hasattr(file, "write") else Path(file).write_bytes(b"")
+    results: dict[str, object] = {}
+    for question in sorted(path for path in (ROOT / "experiments").iterdir() if list(path.glob("records*"))):
+        copy = folder / "experiments" / question.name
+        shutil.copytree(question, copy)
+        for path in copy.rglob("*.csv"):
+            path.unlink()
+        failed = command("report", str(copy))
+        print(f"  {question.name}{': ' * bool(failed)}{failed}", file=sys.stderr, flush=True)
+        for path in sorted(copy.rglob("*.csv")):
+            results[f"{question.name}/{path.name}"] = [list(row) for row in csv.reader(path.open())]
+    return results
+
+
+PARTS = {f.__name__: f for f in (operators, model, tasks, graphs, plans, tables, corpora, runs, kills)}
+
+
+def differences(was: object, now: object, place: str) -> list[str]:
+    if isinstance(was, dict) and isinstance(now, dict):
+        return [line for key in was for line in differences(was[key], now.get(key, "missing"), f"{place}: {key}")]
+    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        return [line for i, (a, b) in enumerate(zip(was, now)) for line in differences(a, b, f"{place}[{i}]")][:3]
+    renamed = str(was)
+    for new, old in {**OLD_VALUES["data.strategy"], **OLD_VALUES["trainer.boundary"]}.items():
+        renamed = re.sub(rf"\b{old}\b", new, renamed)
+    return [] if was == now or str(now) == renamed else [f"{place}: was {str(was)[:200]}, is {str(now)[:600]}"]
 
 
 def main() -> None:
-    action, file = sys.argv[1], Path(sys.argv[2])
-    some = sys.argv[3:]
-    found: dict[str, object] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parts = {
-            "operators": operators,
-            "model": model,
-            "graphs": graphs,
-            "plans": plans,
-            "losses": lambda: losses(folder),
-            "tables": lambda: tables(folder),
-        }
-        for part, make in parts.items():
-            if not some or part in some:
-                found[part] = make()
-    if action == "record":
-        file.write_text(json.dumps(found, indent=1))
-        return
-    golden = json.loads(file.read_text())
-    # Runs were named by more keys once.
-    golden["losses"] = {re.sub("-[0-9a-f]{10}$", "", key): value for key, value in golden.get("losses", {}).items()}
-    wrong = [
-        f"{part}: {key}: was {value}, is {found[part].get(key)}"
-        for part in found
-        for key, value in golden[part].items()
-        if found[part].get(key) != value
-    ]
-    print("\n".join(wrong) or f"all as recorded: {', '.join(f'{len(golden[p])} {p}' for p in found)}")
+    action, file, *some = sys.argv[1:]
+    golden = json.loads(Path(file).read_text()) if Path(file).is_file() else {}
+    torch.set_num_threads(1)
+    wrong: list[str] = []
+    for part in some or PARTS:
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name).resolve()
+            write_documents(folder)
+            if "manifest" not in golden:
+                from packmamba.data.recipe import make_manifest
+
+                golden["manifest"] = make_manifest(PACKAGES, progress=False)._text()
+            (folder / "manifest.gz").write_bytes(gzip.compress(golden["manifest"].encode(), mtime=0))
+            try:
+                found = json.loads(json.dumps(PARTS[part](folder)))
+            except Exception:
+                traceback.print_exc()
+                found = {}
+        lines = differences(golden[part], found, part) if action == "compare" else []
+        title = f"{part}: {len(found)} values, {len(lines)} differ, {time.monotonic() - begun:.0f} s"
+        print(title, *lines, sep="\n", flush=True)
+        wrong += lines
+        if action == "record":
+            golden[part] = found
+            Path(file).write_text(json.dumps(golden, indent=1))
     sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
     main()

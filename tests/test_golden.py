@@ -1,0 +1,68 @@
+"""Values of 2e9bfb9 that are the same on every machine: plans, documents of steps, synthetic corpora, float64 losses.
+
+In a checkout, ``PYTHONPATH=. python tests/test_golden.py`` records them. tests/golden.py compares more.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from golden import CONFIGURATIONS, arguments, command, digest, plans
+from packmamba.config import load_config
+from packmamba.data.datamodule import PackingDataModule
+
+DATA = Path(__file__).parent / "data" / "golden.json"
+GOLDEN = json.loads(DATA.read_text()) if DATA.is_file() else {}
+SMALL = (
+    "data.source=synthetic data.distribution=short data.num_documents=200 data.vocab_size=60 data.row_length=48 "
+    "data.tokens_per_step=192 data.max_tokens_per_batch=96 model.d_model=8 trainer.max_steps=4 trainer.validate_every=2 "
+    "trainer.precision=64-true ops.backend=reference data.validation_documents=5"
+)
+NOT_HERE = ("workers", "bfloat16", "reference", "deterministic", "inner", "block", "evaluated", "start")
+RUNS = {name: f"{SMALL} {keys}" for name, keys in CONFIGURATIONS["runs"].items() if name not in NOT_HERE}
+
+
+def steps(folder, name):
+    """Hashes of the tokens, targets and layouts of each of a run's first steps."""
+    data = PackingDataModule(load_config(None, arguments(folder, name, RUNS[name])[1:]))
+    data.prepare_data()
+    data.setup()
+    results = []
+    for step in data.train_dataloader():
+        batches = [
+            (b.tokens, b.targets * b.loss_mask, b.layout.position_indices, b.layout.seq_idx) for b in step.batches
+        ]
+        results.append(digest(*(tensor for batch in batches for tensor in batch)))
+    return [*results, data.corpora.corpus_hash]
+
+
+def losses(folder, name):
+    """Training and validation losses in float64 of the reference backend."""
+    assert not command(*arguments(folder, name, RUNS[name]))
+    (record,) = (folder / "runs" / name).rglob("record*/*.jsonl")
+    curves = json.loads(record.read_text())["curves"]
+    return [point["loss"] for part in ("train", "validation") for point in curves[part]]
+
+
+def test_plans_are_as_recorded(tmp_path):
+    assert plans(tmp_path) == GOLDEN["plans"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_documents_of_steps_are_as_recorded(name, tmp_path):
+    assert steps(tmp_path, name) == GOLDEN["steps"][name]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_are_as_recorded(name, tmp_path):
+    assert losses(tmp_path, name) == pytest.approx(GOLDEN["losses"][name], rel=1e-12, abs=0)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        found = {"plans": plans(folder), "steps": {name: steps(folder, name) for name in RUNS}}
+        found["losses"] = {name: losses(folder, name) for name in RUNS}
+    DATA.write_text(json.dumps(found, indent=1) + "\n")
