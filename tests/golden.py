@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -198,11 +199,15 @@ def run_folder(folder: Path, name: str) -> Path:
     return path
 
 
+def record_of(folder: Path, name: str) -> dict[str, Any]:
+    run = run_folder(folder, name)
+    (path,) = [*run.glob("record.json"), *run.glob("records/*.jsonl")]
+    return json.loads(path.read_text().splitlines()[-1])
+
+
 def results_of(folder: Path, name: str) -> dict[str, object]:
     """Losses, other numbers that repeat, and a hash of the final weights of the run in ``runs/<name>``."""
-    run = run_folder(folder, name)
-    (path,) = [*run.rglob("record.json"), *run.glob("records/*.jsonl")]
-    record = json.loads(path.read_text().splitlines()[-1])
+    run, record = run_folder(folder, name), record_of(folder, name)
     curves, times = record["curves"], re.compile("second|memory|wall|time")
     positions = [list(point.values()) for point in curves.get("loss_by_position", [])]
     return {

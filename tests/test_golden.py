@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from golden import CONFIGURATIONS, arguments, command, digest, plans
+from golden import CONFIGURATIONS, arguments, command, digest, plans, record_of
 from packmamba.config import load_config
 from packmamba.data.datamodule import PackingDataModule
 
@@ -41,8 +41,7 @@ def steps(folder, name):
 def losses(folder, name):
     """Training and validation losses in float64 of the reference backend."""
     assert not command(*arguments(folder, name, RUNS[name]))
-    (record,) = (folder / "runs" / name).rglob("record*/*.jsonl")
-    curves = json.loads(record.read_text())["curves"]
+    curves = record_of(folder, name)["curves"]
     return [point["loss"] for part in ("train", "validation") for point in curves[part]]
 
 
