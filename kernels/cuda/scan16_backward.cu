@@ -372,7 +372,7 @@ void scan16_backward(const ScanParams& p, cudaStream_t stream) {
   if (p.schedule.max_cut_segments) scan16_start_states(p, true, stream);
   const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items + 1);
   constexpr int bytes = sizeof(Block);
-  static_assert(PER_TOKEN_INDICES || bytes <= 109 * 1024);  // BACKWARD_SHARED_BYTES in packmamba/ops/scan/cuda.py
+  static_assert(PER_TOKEN_INDICES || bytes <= 109 * 1024);  // BACKWARD_SHARED_BYTES in packmamba/ops/scan.py
   with_switches(p, [&](auto gate, auto softplus) {
     const auto kernel = backward<decltype(gate)::value, decltype(softplus)::value>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

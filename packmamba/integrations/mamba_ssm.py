@@ -87,7 +87,7 @@ class Mamba(PackedMamba):
         position_indices: Tensor | None = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
-        """hidden_states (B, L, d_model) -> (B, L, d_model).
+        """Mix hidden_states (B, L, d_model) to the same shape.
 
         Args:
             inference_params: mamba_ssm's, with ``seqlen_offset`` and ``key_value_memory_dict``. At offset 0 the rows' last states
@@ -123,7 +123,7 @@ class Mamba(PackedMamba):
         return mixed
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One token a row: (B, 1, d_model), states (B, D, W) and (B, D, N) -> its output, and the states, changed in place."""
+        """Step one token a row: (B, 1, d_model), states (B, D, W) and (B, D, N); return its output and the states, updated in place."""
         if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
             raise ValueError(
                 f"hidden_states: expected one token a row, (B, 1, {self.d_model}), got {tuple(hidden_states.shape)}"
@@ -141,7 +141,7 @@ class Mamba(PackedMamba):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Zero states (B, D, W) and (B, D, N) of this dtype, or of the parameters'."""
+        """Allocate zero states (B, D, W) and (B, D, N) of this dtype, or of the parameters'."""
         conv, ssm = self.conv1d.weight, self.dt_proj.weight
         return (
             conv.new_zeros(batch_size, self.d_inner, self.d_conv, dtype=dtype),
@@ -168,7 +168,7 @@ class Mamba(PackedMamba):
 
 
 def replace(model: nn.Module) -> nn.Module:
-    """Exchanges every Mamba layer of mamba_ssm's in a model for ours, in place; returns the model.
+    """Replace every Mamba layer of mamba_ssm's in a model by ours, in place; return the model.
 
     Layers keep their parameters (the same tensors), names, modes and device. ``MambaLMHeadModel`` hands further arguments of its
     forward to its layers: ``model(input_ids, seq_idx=...)`` packs.
@@ -193,7 +193,7 @@ def replace(model: nn.Module) -> nn.Module:
 
 
 def _of(layer: Any) -> Mamba:
-    """Ours, with the layer's own parameters."""
+    """Build our layer with the given layer's parameters."""
     kind = type(layer).__name__
     if kind != "Mamba" or any(not hasattr(layer, part) for part in _PARTS):
         raise ValueError(f"model: expected layers of mamba_ssm's class Mamba (Mamba-1) alone, got {kind}")
@@ -225,7 +225,7 @@ def _of(layer: Any) -> Mamba:
 
 
 def _layout(hidden: Tensor, given: dict[str, Any]) -> SequenceLayout | None:
-    """What the boundary arguments say, on the device of ``hidden``; None if there are none."""
+    """Convert boundary arguments to a layout on the device of ``hidden``; None if there are none."""
     found: SequenceLayout | None = None
     for name, value in given.items():
         layout = _converted(name, value, hidden)

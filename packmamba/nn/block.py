@@ -1,8 +1,8 @@
 """The residual block. Shapes: B rows, L slots.
 
-Passes over tokens are what a block can save besides its operators. So the addition to the residual stream and the next norm
-are one step (``add_norm``), which keeps the normalised activations for its backward instead of the residual stream; and a
-norm's weight is the mixer's, which scales the columns of its first projection by it, once a call, instead of every token.
+Fuses residual addition and normalisation to save memory traffic: ``add_norm`` is one step, which saves the normalised
+activations for its backward instead of the residual stream; and the norm's weight scales the columns of the mixer's first
+projection, once a call, instead of every token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Block(nn.Module):
     Args:
         mixer: the block's, see ``packmamba.nn.mixers``.
         norm_epsilon: RMSNorm's epsilon.
-        recompute: whether the backward computes the whole mixer again from its input, instead of keeping what is inside.
+        recompute: whether the backward recomputes the whole mixer from its input (activation checkpointing).
     """
 
     def __init__(self, mixer: Any, norm_epsilon: float, recompute: bool = False) -> None:
@@ -43,7 +43,7 @@ class Block(nn.Module):
         state: State | None,
         return_state: bool,
     ) -> tuple[Tensor, Tensor, State | None]:
-        """residual (B, L, d_model) and the same normalised, without weight -> both after this block, and its state."""
+        """Apply the block to the residual stream (B, L, d_model), also given normalised; return both and its state."""
         arguments = (normed, self.norm.weight, conv_layout, ssm_layout, state, return_state)
         if self.recompute and torch.is_grad_enabled():
             mixed, state = checkpoint(self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 def add_norm(residual: Tensor, mixed: Tensor, epsilon: float | None) -> tuple[Tensor, Tensor]:
-    """(residual + mixed, the same divided by its root mean square along the last dimension, in mixed's dtype)."""
+    """Return residual + mixed, and the same divided by its root mean square along the last dimension, in mixed's dtype."""
     return _AddNorm.apply(residual, mixed, epsilon)
 
 

@@ -35,9 +35,9 @@ class MambaLM(nn.Module):
         n_layer: blocks.
         tie_embeddings: the head shares the embedding's weight.
         norm_epsilon: RMSNorm's epsilon.
-        recompute: what the backward computes again instead of keeping it: "none"; "inner", the convolution's output and delta
+        recompute: activations that the backward recomputes instead of saving: "none"; "inner", the convolution's output and delta
             (as mamba-ssm does; compiled kernels only); "block", all but each block's input (activation checkpointing).
-        mixer: what the blocks do with their tokens, a name in ``packmamba.nn.mixers.MIXERS``.
+        mixer: sequence mixer of the blocks, a name in ``packmamba.nn.mixers.MIXERS``.
         options: the mixer's; PackedMamba's are d_state, d_conv, expand, dt_rank, learned_initial_state, backend, ...
 
     Raises:
@@ -86,7 +86,7 @@ class MambaLM(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, **overrides: Any) -> MambaLM:
-        """From a published checkpoint's folder, state-spaces' or Hugging Face's, in one file or in shards.
+        """Load a published checkpoint's folder, state-spaces' or Hugging Face's, in one file or in shards.
 
         Args:
             overrides: arguments that the published configuration does not decide, such as ``backend``.
@@ -106,7 +106,7 @@ class MambaLM(nn.Module):
         return model
 
     def save_pretrained(self, directory: str | Path, format: str = "state_spaces") -> None:
-        """Writes a folder that ``from_pretrained`` reads.
+        """Write a folder that ``from_pretrained`` reads.
 
         Args:
             directory: made if it is not there.
@@ -129,7 +129,7 @@ class MambaLM(nn.Module):
         return_states: bool = False,
         return_hidden: bool = False,
     ) -> Any:
-        """tokens (B, L) integer -> logits (B, L, vocab_size), and with ``return_states`` a list of states by layer.
+        """Compute logits (B, L, vocab_size) of tokens (B, L), and with ``return_states`` a list of final states by layer.
 
         Args:
             tokens: ids; at padding any valid id, whose logits are finite and meaningless.
@@ -138,7 +138,7 @@ class MambaLM(nn.Module):
             states: one tuple per layer to start from, as the mixer has it: of PackedMamba (conv_state (S, D, W-1), ssm_state
                 (S, D, N)), indexed by the documents of conv_layout and ssm_layout (by rows under flow); None: zero, or the
                 learned states.
-            return_hidden: instead of logits, what the head makes them from (B, L, d_model): for ``linear_cross_entropy``.
+            return_hidden: return the head's input (B, L, d_model) instead of logits: for ``linear_cross_entropy``.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what came.
@@ -176,25 +176,26 @@ class MambaLM(nn.Module):
         return (result, final_states) if return_states else result
 
     def compile_blocks(self, **options: Any) -> None:
-        """Has torch.compile fuse what lies between the operators and matrix products, block by block: one compilation serves
-        all blocks and every layout. ``options`` are torch.compile's."""
+        """Compile block by block what lies between operators and matrix products: one compilation serves all blocks and layouts.
+
+        ``options`` are torch.compile's."""
         for layer in self.backbone.layers:
             layer.compile(**options)
         self._start = torch.compile(add_norm, **options)
 
     def _dtype(self, device: torch.device) -> torch.dtype:
-        """What matrix products compute in."""
+        """Return the dtype of matrix products."""
         if torch.is_autocast_enabled(device.type):
             return torch.get_autocast_dtype(device.type)
         return self.backbone.norm_f.weight.dtype
 
     def start_states(self, documents: int) -> list[State]:
-        """The states that this many fresh documents start from."""
+        """Return the initial states of this many documents."""
         layers: Any = self.backbone.layers
         return [layer.mixer.start_state(documents) for layer in layers]
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups: matrices decay; biases, norms, and what mixers exempt do not."""
+        """Return optimizer groups: matrices decay; biases, norms, and parameters that mixers exempt do not."""
         decayed: list[nn.Parameter] = []
         exempt: list[nn.Parameter] = []
         names = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)

@@ -19,14 +19,14 @@ from torch import Tensor
 from packmamba.ops.checks import accumulation_dtype
 
 CHUNK_LOGITS = 2048 * 50304
-"""Most logits at a time: in bfloat16 about 200 MB, and their gradients as much."""
+"""Maximum logits at a time: in bfloat16 about 200 MB, and their gradients as much."""
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, slots: Tensor | None = None, compiled: bool = False,
     shares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sum of ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``, differentiable, and each slot's loss.
+    """Sum ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``, differentiable; return also each slot's loss.
 
     Args:
         hidden: (B, L, d_model).
@@ -96,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) -> tuple[Tensor, Tensor]:
-    """Losses of a chunk and, in the logits' dtype, their gradient; zero where there is no target."""
+    """Return losses of a chunk and, in the logits' dtype, their gradient; zero where there is no target."""
     wide = accumulation_dtype(logits.dtype)
     log_p = F.log_softmax(logits.to(wide), dim=1)
     losses = torch.where(mask, -log_p.gather(1, targets[:, None]).squeeze(1), 0)
@@ -113,7 +113,7 @@ def _compiled_chunk() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in total's dtype."""
+    """Add a @ b to total, summed in total's dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cuda":

@@ -36,34 +36,29 @@ BUILD_COMMAND = f"{COMMAND} kernels build"
 # Libraries built for this version of the stable ABI load on it and on later ones.
 TORCH_TARGET_VERSION = 0x020B000000000000
 OLDEST_ARCHITECTURE = 80
+TORCH = Path(torch.__file__).parent
 
 
 @dataclass(frozen=True)
 class Build:
-    """How one library is made. Everything that changes the result is in ``key``."""
+    """How one library is made; ``target`` names the instruction set or the architectures, ``identity`` what native means here."""
 
     kind: str
     compiler: str
     version: str
-    """What the compiler says of itself."""
     target: str
-    """The instruction set or the architectures, for people."""
     flags: tuple[str, ...]
-    """For compiling each source."""
     link_flags: tuple[str, ...]
     sources: tuple[Path, ...]
     headers: tuple[Path, ...]
     identity: str = ""
-    """What else the result depends on: what ``native`` means on this machine."""
 
     @functools.cached_property
     def key(self) -> str:
-        digest = hashlib.sha256()
-        major_minor = ".".join(torch.__version__.split(".")[:2])
-        facts = (self.version, *self.flags, *self.link_flags, self.identity, major_minor)
-        for fact in facts:
-            # Where torch and the compiler lie does not matter, only which ones they are.
-            for name, folder in (("torch", _torch_folder()), ("compiler", Path(self.compiler).resolve().parents[1])):
+        """Hash of everything that changes the result; where torch and the compiler lie does not."""
+        digest = hashlib.sha256(".".join(torch.__version__.split(".")[:2]).encode())
+        for fact in (self.version, *self.flags, *self.link_flags, self.identity):
+            for name, folder in (("torch", TORCH), ("compiler", Path(self.compiler).resolve().parents[1])):
                 fact = fact.replace(str(folder), name)
             digest.update(fact.encode() + b"\0")
         for path in (*self.sources, *self.headers):
@@ -72,7 +67,6 @@ class Build:
 
     @property
     def path(self) -> Path:
-        """Where the library is, or will be."""
         return cache_folder() / f"{self.kind}-{self.key}.so"
 
     @property
@@ -81,14 +75,14 @@ class Build:
 
 
 def cache_folder() -> Path:
-    """``PACKMAMBA_CACHE``, else ``XDG_CACHE_HOME``/packmamba, else ~/.cache/packmamba."""
+    """Return ``PACKMAMBA_CACHE``, else ``XDG_CACHE_HOME``/packmamba, else ~/.cache/packmamba."""
     if named := os.environ.get("PACKMAMBA_CACHE"):
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packmamba"
 
 
 def kernel_folder() -> Path:
-    """Where the sources are: package data of an installed wheel, or the top of a checkout."""
+    """Find the sources: package data of an installed wheel, or the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "cpu").is_dir():
@@ -97,14 +91,14 @@ def kernel_folder() -> Path:
 
 
 def describe(kind: str) -> Build:
-    """How ``kind`` would be built here. Raises KernelError if it cannot be."""
+    """Return how ``kind`` would be built here. Raises KernelError if it cannot be."""
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     return _describe_cpu() if kind == "cpu" else _describe_cuda()
 
 
-def build(kind: str, verbose: bool = False) -> Path:
-    """The library of ``kind``, compiled unless it is cached; processes that ask at once compile it once.
+def build(kind: str) -> Path:
+    """Compile the library of ``kind`` unless it is cached; concurrent processes compile it once.
 
     Raises:
         KernelError: no compiler, or it failed.
@@ -116,7 +110,7 @@ def build(kind: str, verbose: bool = False) -> Path:
         recipe.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(recipe.path.with_suffix(".lock")):
             if not recipe.built:
-                _compile(recipe, verbose)
+                _compile(recipe)
     except OSError as error:
         raise KernelError(
             f"'{kind}' kernels cannot be cached in {cache_folder()} ({error}); set PACKMAMBA_CACHE to a writable folder"
@@ -130,10 +124,10 @@ _warned: dict[str, KernelError] = {}
 
 
 def load(kind: str) -> Path:
-    """Builds if need be and registers ``torch.ops.packmamba_<kind>``, once per process.
+    """Build if need be and register ``torch.ops.packmamba_<kind>``, once per process.
 
     Raises:
-        KernelError: as ``build``, or the library does not load. The first answer is kept.
+        KernelError: as ``build``, or the library does not load. The first outcome stays.
     """
     if kind not in _loaded:
         with _loading:
@@ -147,7 +141,7 @@ def load(kind: str) -> Path:
 
 @functools.cache
 def operator(kind: str, name: str) -> Callable[..., Any]:
-    """``torch.ops.packmamba_<kind>.<name>``, loaded. Raises KernelError as ``load``."""
+    """Return ``torch.ops.packmamba_<kind>.<name>``, loaded. Raises KernelError as ``load``."""
     load(kind)
     return getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
 
@@ -164,7 +158,7 @@ def _load(kind: str) -> Path | KernelError:
 
 
 def ready(kind: str) -> bool:
-    """Whether ``load`` succeeds; the first time in a process that it does not is a warning, the only one."""
+    """Return whether ``load`` succeeds; warn the first time in a process that it does not."""
     try:
         load(kind)
     except KernelError as error:
@@ -175,12 +169,12 @@ def ready(kind: str) -> bool:
     return True
 
 
-# torch.compile takes the answer as it is, as of torch.compiler.assume_constant_result, which imports the compiler: seconds.
+# A constant for torch.compile, as by torch.compiler.assume_constant_result, which imports the compiler: seconds.
 ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def info() -> list[dict[str, Any]]:
-    """For each kind: ``kind, compiler, target, path, built`` and ``problem`` (None, or why it cannot be built here)."""
+    """List ``kind, compiler, target, path, built`` of each kind, and ``problem``: None, or why it cannot be built here."""
     rows = []
     for kind in KINDS:
         row: dict[str, Any] = dict.fromkeys(("compiler", "target", "path", "problem")) | {"kind": kind, "built": False}
@@ -205,7 +199,7 @@ def _describe_cpu() -> Build:
     march = f"-march={os.environ.get('PACKMAMBA_MARCH') or 'native'}"
     flags = ["-std=c++17", "-O3", march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
-    link_flags = ["-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"]
+    link_flags = ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
     if sanitizers := os.environ.get("PACKMAMBA_SANITIZE"):
         flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g", "-O1"]
         link_flags += [f"-fsanitize={sanitizers}"]
@@ -222,14 +216,12 @@ def _describe_cuda() -> Build:
         raise KernelError(f"no nvcc: pip install 'packmamba[cuda]', then run `{BUILD_COMMAND}`")
     architectures = _cuda_architectures()
     flags = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-    if os.environ.get("PACKMAMBA_CUDA_REDUCED"):
-        flags.append("-DPACKMAMBA_REDUCED")
     for architecture in architectures:
         flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
     if os.environ.get("PACKMAMBA_PER_TOKEN_INDICES"):
         # An ablation: resets by a position per token instead of the schedule (kernels/cuda/params.h).
         flags.append("-DPACKMAMBA_PER_TOKEN_INDICES")
-    link_flags = ["-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"]
+    link_flags = ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
     # The wheels' nvcc does not look where the wheels' runtime lies.
     runtime = Path(compiler).resolve().parents[1] / "lib"
     if (runtime / "libcudart_static.a").is_file():
@@ -249,28 +241,23 @@ def _finish(
     link_flags: list[str],
     identity: str = "",
 ) -> Build:
-    folder = kernel_folder()
-    include = _torch_folder() / "include"
-    files = sorted(path for part in ("common", kind) for path in (folder / part).glob("*") if path.is_file())
+    files = sorted(path for part in ("common", kind) for path in (kernel_folder() / part).glob("*") if path.is_file())
     sources = tuple(path for path in files if path.parent.name == kind and path.suffix == suffix)
     headers = tuple(path for path in files if path.suffix in (".h", ".cuh"))
-    if not sources:
-        raise KernelError(f"this version has no '{kind}' kernels")
-    flags = [*flags, f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION:#x}", "-isystem", str(include)]
+    flags = [*flags, f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION:#x}", "-isystem", str(TORCH / "include")]
     return Build(kind, compiler, version, target, tuple(flags), tuple(link_flags), sources, headers, identity)
 
 
 def _find_nvcc() -> str | None:
-    """PACKMAMBA_NVCC, CUDA_HOME, PATH, or the ``cuda-toolkit`` wheels."""
-    folders = [Path(os.environ["CUDA_HOME"]) / "bin"] if os.environ.get("CUDA_HOME") else []
-    named = os.environ.get("PACKMAMBA_NVCC")
-    wheels = sorted(path for entry in sys.path if entry for path in Path(entry).glob("nvidia/cu*/bin"))
-    candidates = [named, *(str(folder / "nvcc") for folder in folders), "nvcc", *(str(f / "nvcc") for f in wheels)]
-    return next((found for candidate in candidates if candidate and (found := shutil.which(candidate))), None)
+    """Find nvcc by PACKMAMBA_NVCC, CUDA_HOME, PATH, or in the ``cuda-toolkit`` wheels."""
+    home = os.environ.get("CUDA_HOME")
+    wheels = sorted(path for entry in sys.path if entry for path in Path(entry).glob("nvidia/cu*/bin/nvcc"))
+    candidates = [os.environ.get("PACKMAMBA_NVCC"), home and f"{home}/bin/nvcc", "nvcc", *map(str, wheels)]
+    return next((path for candidate in candidates if candidate and (path := shutil.which(candidate))), None)
 
 
 def _cuda_architectures() -> list[str]:
-    """Compute capabilities without their dot: those named, else those of the devices here."""
+    """List compute capabilities without their dot: those named, else those of the devices here."""
     if named := os.environ.get("PACKMAMBA_CUDA_ARCHS"):
         parts = {part.strip().replace(".", "") for part in named.split(",")}
         if wrong := sorted(part for part in parts if not part.isdecimal() or int(part) < OLDEST_ARCHITECTURE):
@@ -280,18 +267,17 @@ def _cuda_architectures() -> list[str]:
         return sorted(parts, key=int)
     if not torch.cuda.is_available():
         raise KernelError("no CUDA device to build for; name architectures in PACKMAMBA_CUDA_ARCHS, such as 80,90")
-    capabilities = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
-    architectures = {10 * major + minor for major, minor in capabilities}
-    if max(architectures) < OLDEST_ARCHITECTURE:
-        newest = max(capabilities)
+    devices = (torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
+    architectures = sorted({10 * major + minor for major, minor in devices})
+    if architectures[-1] < OLDEST_ARCHITECTURE:
         raise KernelError(
-            f"this GPU is too old: the CUDA kernels need compute capability 8.0 (A100) or newer, it has "
-            f"{newest[0]}.{newest[1]}; backend 'reference' runs on it"
+            "this GPU is too old: the CUDA kernels need compute capability 8.0 (A100) or newer, it has "
+            f"{architectures[-1] / 10}; backend 'reference' runs on it"
         )
-    return [str(architecture) for architecture in sorted(architectures) if architecture >= OLDEST_ARCHITECTURE]
+    return [str(architecture) for architecture in architectures if architecture >= OLDEST_ARCHITECTURE]
 
 
-def _compile(recipe: Build, verbose: bool) -> None:
+def _compile(recipe: Build) -> None:
     print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: up to a minute or two", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=recipe.path.parent) as scratch:
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in recipe.sources]
@@ -300,18 +286,14 @@ def _compile(recipe: Build, verbose: bool) -> None:
             for source, made in zip(recipe.sources, objects)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(functools.partial(_run, recipe.kind, verbose=verbose), commands))
+            list(pool.map(functools.partial(_run, recipe.kind), commands))
         library = Path(scratch) / recipe.path.name
-        _run(recipe.kind, [recipe.compiler, *objects, *recipe.link_flags, "-o", str(library)], verbose)
+        _run(recipe.kind, [recipe.compiler, *objects, *recipe.link_flags, "-o", str(library)])
         os.replace(library, recipe.path)
 
 
-def _run(kind: str, command: list[str], verbose: bool) -> None:
-    if verbose:
-        print(" ".join(command), flush=True)
+def _run(kind: str, command: list[str]) -> None:
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if verbose and done.stdout:
-        print(done.stdout, flush=True)
     if done.returncode:
         raise KernelError(f"compiling the '{kind}' kernels failed:\n{' '.join(command)}\n{done.stdout[-4000:]}")
 
@@ -321,7 +303,3 @@ def _output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelError(f"the compiler does not run: {error}") from error
-
-
-def _torch_folder() -> Path:
-    return Path(torch.__file__).parent

@@ -1,4 +1,4 @@
-"""What operators ask of their arguments, each refusal one sentence that names the argument."""
+"""Check operators' arguments; each error is one sentence that names the argument."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _rows_layouts: dict[tuple, SequenceLayout] = {}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums, states and the scan's parameters are kept in beside activations of this dtype."""
+    """Return the dtype of sums, states and the scan's parameters beside activations of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_activations(tensor: Tensor, name: str) -> None:
-    """The operator's first argument, which sets the others' shape, dtype and device."""
+    """Check an operator's first argument, which sets the others' shape, dtype and device."""
     check_is_tensor(tensor, name)
     if tensor.dim() != 3 or 0 in tensor.shape:
         raise ValueError(f"{name}: expected shape (B, L, D) with no empty dimension, got {tuple(tensor.shape)}")
@@ -38,7 +38,7 @@ def check_tensor(
     like_name: str,
     unit_stride: bool = False,
 ) -> None:
-    """Another argument, against the shape, dtypes and device that the first one implies."""
+    """Check another argument against the shape, dtypes and device that the first one implies."""
     if (
         isinstance(tensor, Tensor)
         and tensor.shape == shape
@@ -63,7 +63,7 @@ def check_tensor(
 
 
 def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, name: str = "layout") -> SequenceLayout:
-    """The layout, or each row as one document if it is None."""
+    """Check and return the layout; None: each row is one document."""
     rows, row_length = shape = like.shape[:2]
     if layout is None:
         return _rows_layout(rows, row_length, like)
@@ -93,7 +93,7 @@ def check_flag(name: str, flag: object) -> None:
 
 
 def check_size(name: str, size: object, most: int) -> None:
-    """A dimension of parameters."""
+    """Check a dimension of parameters."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
     if size > most:
@@ -101,7 +101,7 @@ def check_size(name: str, size: object, most: int) -> None:
 
 
 def is_tracing() -> bool:
-    """Whether something else than autograd looks at what is called: a compiler, a transform, a mode."""
+    """Return whether a compiler, a functorch transform or a dispatch mode intercepts calls."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -110,7 +110,7 @@ def is_tracing() -> bool:
 
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
-    """Each row as one document, made once: by stream, since another's work might come before the layout's values are there."""
+    """Return a cached layout of one document per row, one per stream: another stream could read it before it is written."""
     if is_tracing() or (like.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return SequenceLayout.from_rows(rows, row_length, like.device)
     stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0

@@ -35,10 +35,10 @@ def conv1d_pack(
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])``; before a document, ``x`` is its initial state.
+    """Convolve documents causally: ``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])``.
 
-    The convolution of PackMamba (arXiv 2408.03865), with states. Differentiable in every tensor, also through the final
-    state.
+    Before a document, ``x`` is its initial state. The convolution of PackMamba (arXiv 2408.03865), with states. Differentiable
+    in every tensor, also through the final state.
 
     Args:
         x: (B, L, D), bfloat16, float16, float32 or float64 (not on a GPU's kernels); any row stride, unit channel
@@ -68,7 +68,7 @@ def conv1d_pack(
 
 
 class ConvArguments(NamedTuple):
-    """Arguments of every implementation, under the names of ``ops.conv1d_pack``; the layout is there."""
+    """Arguments of every implementation, under the names of ``ops.conv1d_pack``; the layout is never None."""
 
     x: Tensor
     weight: Tensor
@@ -80,11 +80,11 @@ class ConvArguments(NamedTuple):
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of the final state."""
+        """Dtype of the final state."""
         return self.x.dtype if self.initial_state is None else self.initial_state.dtype
 
     def check(self) -> None:
-        """Against x and the layout, which are right."""
+        """Check the other arguments against x and the layout."""
         x, weight, bias, initial_state, layout, activation, return_final_state = self
         channels = x.shape[2]
         check_is_tensor(weight, "weight")
@@ -104,7 +104,7 @@ class ConvArguments(NamedTuple):
 
 
 def _forward(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    """y, the final state, and what the kernels read instead of weight, bias and initial state."""
+    """Return y, the final state, and the widened weight, bias and initial state."""
     x, weight, _, _, layout, activation, return_final_state = a
     widened = _widened(a)
     y, final = empty_grad_like(x), None
@@ -135,7 +135,7 @@ def _backward(a: ConvArguments, widened: tuple, grads: tuple) -> tuple[Tensor | 
 
 
 def _widened(a: ConvArguments) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Weight, bias and initial state in the kernels' dtype; None for those that are absent or have it."""
+    """Convert weight, bias and initial state to the kernels' dtype; None for those absent or of that dtype."""
     _, weight, bias, initial_state, *_ = a
     wide = accumulation_dtype(a.x.dtype)
     return (
@@ -146,7 +146,7 @@ def _widened(a: ConvArguments) -> tuple[Tensor | None, Tensor | None, Tensor | N
 
 
 def _places(a: ConvArguments, widened: tuple) -> tuple[Any, ...]:
-    """weight, bias, starts, ends, initial_state as the kernels read them."""
+    """Return weight, bias, starts, ends, initial_state as the kernels read them."""
     _, weight, bias, initial_state, layout, _, _ = a
     weight, bias, initial_state = map(_dense, (weight, bias, initial_state), widened)
     return weight, bias, layout.starts, layout.ends, initial_state

@@ -28,7 +28,7 @@ _capture: object | None = None  # inside ``one_capture``
 
 
 class Schedule:
-    """One of a layout's schedules: of what state of its tensors it was made, its memory and its plan."""
+    """One of a layout's schedules: the version of the tensors it was made of, its memory and its plan."""
 
     made_of: tuple | None = None
     found: Found
@@ -37,7 +37,7 @@ class Schedule:
 def plan(
     slots: int, longest: int, channels: int, cuts: bool, device: torch.device, direction: str
 ) -> tuple[int, int, int]:
-    """(cut_above, cut_length, window) of a batch, from what the host knows without waiting for the device.
+    """Return (cut_above, cut_length, window) of a batch, without a device synchronisation.
 
     direction: forward or backward.
     """
@@ -63,7 +63,7 @@ def schedule(
     direction: str,
     stream: int | None = None,
 ) -> Found:
-    """The batch's schedule and its plan; made on the device at the first call for a layout, found again by later ones.
+    """Return the batch's schedule and its plan, made on the device at the first call for a layout and cached.
 
     A graph under capture makes its own, since its layout's tensors are filled again before each replay: at every call, or at
     the first inside ``one_capture``. So does each stream: another's work might come before a schedule is there.
@@ -89,7 +89,7 @@ def schedule(
 
 
 def schedules_of(starts: Tensor) -> dict:
-    """Those of the layout that these starts belong to."""
+    """Return the schedules of the layout that these starts belong to."""
     found = getattr(starts, "schedules", ())
     if type(found) is not Schedules:  # of a tensor that no layout made, or of a copy
         starts.schedules = found = Schedules(found)  # type: ignore[attr-defined]
@@ -97,14 +97,14 @@ def schedules_of(starts: Tensor) -> dict:
 
 
 def schedule_bytes(starts: Tensor) -> int:
-    """Of all schedules made of a layout so far."""
+    """Return the bytes of a layout's schedules."""
     memories = {id(made): made.found[0] for made in schedules_of(starts).values() if isinstance(made, Schedule)}
     return sum(memory.numel() * memory.element_size() for memory in memories.values())
 
 
 @contextmanager
 def one_capture() -> Iterator[None]:
-    """Around the capture of one graph in which nothing writes to layouts: its calls share their schedules."""
+    """Share schedules among the calls of one graph capture, in which nothing writes to layouts."""
     global _capture
     _capture = object()
     try:
@@ -114,14 +114,14 @@ def one_capture() -> Iterator[None]:
 
 
 def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
-    """Whether the scan's kernels may cut long documents; those for any dtype and number of states do not."""
+    """Return whether the tensor-core scan runs, which may cut long documents; the general kernels do not."""
     return states == 16 and u.dtype == torch.bfloat16 and u.shape[2] % 2 == 0
 
 
 def launch(
     name: str, direction: str, arguments: tuple, u: Tensor, documents: tuple, cuts: bool, last: tuple = ()
 ) -> None:
-    """``torch.ops.packmamba_cuda.<name>`` of the arguments, then the schedule and its plan, the stream, and ``last``.
+    """Call ``torch.ops.packmamba_cuda.<name>`` with the arguments, the schedule and its plan, the stream, and ``last``.
 
     Args:
         direction: forward or backward.

@@ -1,8 +1,8 @@
 """Register an operator of compiled kernels with PyTorch: a functional custom operator, its fake and its autograd.
 
 ``torch.ops.packmamba.<name>`` takes each layout as its two tensors, so that a traced graph holds for every layout; absent
-outputs are empty there. It is for what traces: an eager call goes around the dispatcher, whose part of it takes longer than the
-kernels of a small model, and meets autograd alone.
+outputs are empty there. Tracers use it; an eager call bypasses the dispatcher, whose overhead is longer than the kernels of a
+small model.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ SCHEMA = {
     bool: "bool {0}",
 }
 PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool}
-"""Types of arguments that nobody overloads."""
+"""Argument types without overloads."""
 
 KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {}, "cuda": {}}
-"""By device type: what runs, with the schemas of kernels/cpu, outputs last."""
+"""Kernels by device type, with the schemas of kernels/cpu, outputs last."""
 OUTPUTS: dict[str, int] = {}
-"""How many outputs end a kernel's arguments."""
+"""Number of outputs at the end of a kernel's arguments."""
 
 _library = torch.library.Library("packmamba", "FRAGMENT")
 
 
 def declare(name: str, outputs: int, cuda: Callable[..., None]) -> None:
-    """``torch.ops.packmamba_cpu.<name>``, and what launches the CUDA kernels. Outputs are allocated by whoever calls."""
+    """Declare a kernel: ``torch.ops.packmamba_cpu.<name>`` and the CUDA launch. Callers allocate the outputs."""
     OUTPUTS[name] = outputs
     KERNELS["cpu"][name] = _cpu(name, -outputs)
     KERNELS["cuda"][name] = cuda
@@ -66,7 +66,7 @@ def _cpu(name: str, first: int) -> Callable[..., None]:
 
 
 class Documents(NamedTuple):
-    """What is left of a layout in a traced graph."""
+    """A layout in a traced graph."""
 
     starts: Tensor
     ends: Tensor
@@ -82,7 +82,7 @@ def register(
     kept: int,
     gradients: int,
 ) -> Callable[[Arguments], tuple]:
-    """Defines the operator and its backward; returns the function that calls it.
+    """Define the operator and its backward; return the function that calls it.
 
     By hand rather than by torch.library.custom_op and register_autograd: what they add to each call (0.5 ms and 0.2 ms with
     PyTorch 2.11) is longer than the kernels of a small model.
@@ -143,7 +143,7 @@ def register(
             return operator.redispatch(keys & torch._C._after_autograd_keyset, *given)
 
     class Gradients(torch.autograd.Function):
-        """Of a backward whose own graph is kept: they refuse to be differentiated; else they would count as constants."""
+        """Gradients under create_graph: raise when differentiated, instead of counting as constants."""
 
         @staticmethod
         def forward(ctx: Any, found: tuple, *of: Tensor | None) -> tuple:
@@ -156,7 +156,7 @@ def register(
             )
 
     class Differentiable(torch.autograd.Function):
-        """Without keys, of an eager call: its results are made here. With those of the dispatcher: further down there."""
+        """Autograd of an eager call (no dispatch keys), or of a dispatched one, which computes further down the dispatcher."""
 
         @staticmethod
         def forward(ctx: Any, call: tuple[Any, bool, tuple], *given: Any) -> Any:
@@ -220,7 +220,7 @@ def _define(name: str, arguments: str, results: int, run: Callable, fake: Callab
 
 
 def none_to_empty(values: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """Empty tensors for absent ones."""
+    """Replace None by empty tensors."""
     return tuple(like.new_empty(0) if value is None else value for value in values)
 
 
@@ -232,7 +232,7 @@ def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def empty_grad_like(tensor: Any) -> Any:
-    """Contiguous room for a tensor's gradient; None for none."""
+    """Allocate a contiguous gradient of a tensor; None for None."""
     return None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
@@ -241,5 +241,5 @@ def dense(tensor: Any) -> Any:
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
-    """A gradient may come expanded or transposed; the kernels read rows."""
+    """Make channels contiguous: a gradient may come expanded or transposed."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -28,7 +28,7 @@ from packmamba.ops.custom_op import KERNELS, dense, empty_grad_like, register
 from packmamba.ops.scan import allocate_scan
 
 MAKE_Y = ("cuda",)
-"""Devices whose ``ssm_backward`` also writes y if asked to."""
+"""Devices whose ``ssm_backward`` can also write y."""
 
 
 def inner_pack(
@@ -50,7 +50,9 @@ def inner_pack(
     recompute: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """``x, z = xz; x = conv1d_pack(x); delta, B, C = x @ x_weight.T``, then
+    """Compute a Mamba block after its first projection.
+
+    ``x, z = xz; x = conv1d_pack(x); delta, B, C = x @ x_weight.T``, then
     ``ssm_pack(x, delta @ dt_weight.T, A, B, C, D, z) @ out_weight.T``.
 
     Args:
@@ -85,7 +87,7 @@ def inner_pack(
 
 
 class InnerArguments(NamedTuple):
-    """Arguments of every implementation, under the names of ``inner_pack``; the layouts are there.
+    """Arguments of every implementation, under the names of ``inner_pack``; layouts are never None.
 
     x_used, dt_used, out_used: x_weight, dt_weight and out_weight in xz's dtype, where their own is another.
     """
@@ -115,12 +117,12 @@ class InnerArguments(NamedTuple):
         return tuple(own if used is None else used for own, used in zip(self[3:6], self[11:14]))
 
     def parts(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Views of (B, L, R + 2 N): (B, L, R), (B, L, N), (B, L, N)."""
+        """Split (B, L, R + 2 N) into views (B, L, R), (B, L, N), (B, L, N)."""
         rank, states = self.dt_weight.shape[1], self.A.shape[1]
         return projected.split((rank, states, states), dim=2)
 
     def check(self) -> None:
-        """Against xz and the layouts, which are right."""
+        """Check the other arguments against xz and the layouts."""
         xz, out_weight = self.xz, self.out_weight
         if xz.shape[2] % 2:
             raise ValueError(f"xz: expected shape (B, L, 2 D), got {tuple(xz.shape)}")
@@ -176,7 +178,7 @@ def compiled(a: InnerArguments) -> tuple[Tensor, ...]:
 
 # Launching must not take longer than the GPU's work on a small model, so views are made once and nothing is looked up twice.
 def _forward(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    """mixed, both final states, and for the backward: the scan's kept states, projected, x, delta, y."""
+    """Return mixed, both final states, and saved for the backward: the scan's states, projected, x, delta, y."""
     x_in, z = a.xz.chunk(2, dim=2)
     y, conv_final, ssm_final, kept = _room(a, x_in, keep)
     x = torch.empty_like(y)
@@ -199,7 +201,7 @@ def _fake(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
 
 
 def _room(a: InnerArguments, x_in: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """For y, both final states and the states that the scan keeps."""
+    """Allocate y, both final states and the scan's saved states."""
     channels, width = a.conv_weight.shape
     y, ssm_final, kept = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, keep)
     shape = (a.conv_layout.starts.shape[0], channels, width - 1)
@@ -207,14 +209,14 @@ def _room(a: InnerArguments, x_in: Tensor, keep: bool) -> tuple[Tensor, Tensor |
 
 
 def _kept(a: InnerArguments, keep: bool, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Of projected, x, delta and y what the backward is to find."""
+    """Select those of projected, x, delta and y that are saved for the backward."""
     whole = keep and not a.recompute
     wanted = (keep, whole, whole, whole or (keep and a.xz.device.type not in MAKE_Y))
     return tuple(value if keeps else None for value, keeps in zip(values, wanted))
 
 
 def _kernel_arguments(a: InnerArguments) -> tuple[tuple, tuple]:
-    """The convolution's from weight to silu; the scan's A, D, and what follows z: delta_bias to initial_state."""
+    """Return the convolution's arguments from weight to silu; the scan's A, D, and those behind z."""
     conv, scan = a.conv_layout, a.ssm_layout
     return (
         (dense(a.conv_weight), dense(a.conv_bias), conv.starts, conv.ends, dense(a.conv_state), True),
@@ -265,14 +267,14 @@ def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | N
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (B, L, K), of any token stride, by a weight (M, K). By ``out=``, which autocast leaves alone."""
+    """Multiply x (B, L, K), of any token stride, by a weight (M, K); by ``out=``, which autocast leaves alone."""
     y = x.new_empty(*x.shape[:2], weight.shape[0])
     torch.mm(x.flatten(0, 1), weight.t(), out=y.flatten(0, 1))
     return y
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, rounded to out's dtype alone where PyTorch can."""
+    """Compute out = a @ b, rounded only to out's dtype where PyTorch can."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     elif out.is_cuda and out.dtype == torch.float32 and a.dtype.itemsize == 2:

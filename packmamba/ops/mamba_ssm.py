@@ -25,7 +25,7 @@ from packmamba.ops.scan import ScanArguments
 
 @functools.cache
 def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
-    """A function of a submodule, without the package's own ``__init__``, which imports far more than it needs."""
+    """Import a function of a submodule without running the package's ``__init__``, which imports far more."""
     if package not in sys.modules:
         found = importlib.util.find_spec(package)
         if found is None or found.submodule_search_locations is None:
@@ -35,7 +35,7 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
 
 
 def _real(layout: SequenceLayout) -> Tensor:
-    """(B, L, 1), which slots hold tokens. ValueError if a row holds more than one document."""
+    """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds more than one document."""
     if layout.packed:
         raise ValueError(
             "layout: backend 'mamba_ssm' takes one document per row (its kernels would leak state from one to the "
@@ -45,7 +45,7 @@ def _real(layout: SequenceLayout) -> Tensor:
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
-    """``ops.ssm_pack`` by mamba-ssm; no initial state, no gradient through the final one."""
+    """Compute ``ops.ssm_pack`` by mamba-ssm; no initial state, no gradient through the final one."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
     if initial_state is not None:
         raise ValueError("initial_state: backend 'mamba_ssm' starts from zero, expected None")
@@ -66,8 +66,7 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
 
 
 class _OwnStrides(torch.autograd.Function):
-    """The same values; their gradient gets the strides of its shape, which ``contiguous`` leaves as they are where a dimension is
-    1. causal-conv1d's backward refuses a row of one slot whose strides are others."""
+    """Identity whose gradient has the strides of its shape, also where a dimension is 1: causal-conv1d's backward needs them."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -79,7 +78,7 @@ class _OwnStrides(torch.autograd.Function):
 
 
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
-    """``ops.conv1d_pack`` by causal-conv1d, without states."""
+    """Compute ``ops.conv1d_pack`` by causal-conv1d, without states."""
     x, weight, bias, initial_state, layout, activation, return_final_state = a
     if initial_state is not None or return_final_state:
         raise ValueError(
@@ -96,5 +95,5 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
 
 
 def inner_pack(a: InnerArguments) -> tuple[Tensor | None, ...]:
-    """Both, between matrix products."""
+    """Compute ``ops.inner_pack`` by both, between matrix products."""
     return composed(a, conv1d_pack, ssm_pack)

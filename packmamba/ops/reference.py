@@ -24,7 +24,7 @@ CHUNK_LENGTH = 64
 
 
 def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
-    """The convolution, token by token."""
+    """Convolve token by token."""
     x, weight, bias, initial_state, layout, activation, return_final_state = a
     dtype = accumulation_dtype(x.dtype)
     width = weight.shape[1]
@@ -53,7 +53,7 @@ def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
 
 
 def conv1d_pack_vectorised(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
-    """The convolution, all tokens at once, tap by tap."""
+    """Convolve all tokens at once, tap by tap."""
     x, weight, bias, initial_state, layout, activation, return_final_state = a
     dtype = accumulation_dtype(x.dtype)
     width = weight.shape[1]
@@ -91,7 +91,7 @@ def conv1d_pack_vectorised(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
 
 
 def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
-    """The selective scan, token by token."""
+    """Scan token by token."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
     dtype = accumulation_dtype(u.dtype)
     u_slots, delta_slots, B_slots, C_slots = (tensor.flatten(0, 1) for tensor in (u, delta, B, C))
@@ -116,7 +116,7 @@ def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
 
 
 def ssm_pack_vectorised(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
-    """The selective scan, all chunks of all documents stepping together.
+    """Scan all chunks of all documents in parallel.
 
     Chunks that have a successor are scanned from zero for their end states; a short loop over the chunks of each
     document turns these into start states; then every chunk is scanned from its own.
@@ -175,7 +175,7 @@ def _step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) -
 def _scan_steps(
     size: Tensor, drive: Tensor, B: Tensor, C: Tensor | None, A: Tensor, h: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Steps all chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), h."""
+    """Step all chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), h."""
     y = []
     for t in range(size.shape[0]):
         h = torch.addcmul(drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h)
@@ -186,7 +186,7 @@ def _scan_steps(
 
 
 def _start_states(first: Tensor, ends: Tensor, decays: Tensor, per_document: Tensor) -> Tensor:
-    """The state each chunk starts from.
+    """Compute the start state of each chunk.
 
     first: (S, D, N), start states of documents; ends, decays: (K - S, D, N), of the chunks that have a successor, in
     document order: their end states from zero, and what they leave of their start state; per_document: (S,) chunks.
@@ -207,7 +207,7 @@ def _start_states(first: Tensor, ends: Tensor, decays: Tensor, per_document: Ten
 
 
 def composed(a: InnerArguments, conv1d_pack: Callable, ssm_pack: Callable) -> tuple[Tensor | None, ...]:
-    """By two implementations of the operators."""
+    """Compute ``ops.inner_pack`` by implementations of the two operators."""
     x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
     x, z = a.xz.chunk(2, dim=-1)
     x, conv_final = conv1d_pack(
@@ -234,5 +234,5 @@ def composed(a: InnerArguments, conv1d_pack: Callable, ssm_pack: Callable) -> tu
 
 
 def inner_pack_composed(a: InnerArguments) -> tuple[Tensor | None, ...]:
-    """By the references."""
+    """Compute ``ops.inner_pack`` by the references."""
     return composed(a, conv1d_pack_vectorised, ssm_pack_vectorised)

@@ -26,7 +26,7 @@ from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, re
 KEPT_TOKENS = 32
 KEPT_CHANNELS = 16
 BACKWARD_SHARED_BYTES = 109 << 10
-"""Of a block of the scan's backward by tensor cores."""
+"""Shared memory of a block of the scan's tensor-core backward."""
 
 
 def ssm_pack(
@@ -45,7 +45,7 @@ def ssm_pack(
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Mamba's recurrence, started anew (or from a given state) at each document.
+    """Scan documents by Mamba's recurrence, each from zero or from its initial state.
 
     ``delta' = softplus(delta + delta_bias)``, ``h[t] = exp(delta'[t] A) h[t-1] + delta'[t] B[t] u[t]``,
     ``y[t] = (C[t] . h[t] + D u[t]) * silu(z[t])`` (Mamba, arXiv 2312.00752; packed: PackMamba, arXiv 2408.03865).
@@ -80,7 +80,7 @@ def ssm_pack(
 
 
 class ScanArguments(NamedTuple):
-    """Arguments of every implementation, under the names of ``ops.ssm_pack``; the layout is there."""
+    """Arguments of every implementation, under the names of ``ops.ssm_pack``; the layout is never None."""
 
     u: Tensor
     delta: Tensor
@@ -96,7 +96,7 @@ class ScanArguments(NamedTuple):
     return_final_state: bool
 
     def check(self) -> None:
-        """Against u and the layout, which are right."""
+        """Check the other arguments against u and the layout."""
         u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = self
         rows, row_length, channels = shape = u.shape
         check_is_tensor(A, "A")
@@ -121,7 +121,7 @@ class ScanArguments(NamedTuple):
 
 
 def _forward(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    """y, the final state, and states kept for the backward."""
+    """Return y, the final state, and states saved for the backward."""
     results = allocate_scan(a.u, a.A, a.layout.starts, a.return_final_state, keep)
     KERNELS[a.u.device.type]["ssm_forward"](*_kernel_arguments(a), *results)
     return results
@@ -134,7 +134,7 @@ def _fake(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
 def allocate_scan(
     u: Tensor, A: Tensor, starts: Tensor, return_final_state: bool, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Room for the scan's y, final states and what it keeps for its backward."""
+    """Allocate the scan's y, final states and states saved for its backward."""
     channels, states = A.shape
     y = empty_grad_like(u)
     final = A.new_empty((starts.shape[0], channels, states)) if return_final_state else None
@@ -161,7 +161,7 @@ def _backward(a: ScanArguments, kept: tuple, grads: tuple) -> tuple[Tensor | Non
 
 
 def _kernel_arguments(a: ScanArguments) -> tuple:
-    """As the kernels take them; activations of any row stride, parameters dense."""
+    """Order arguments as the kernels do; activations of any row stride, parameters dense."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, _ = a
     return (
         u, delta, A.contiguous(), B, C, dense(D), z, dense(delta_bias), delta_softplus, layout.starts, layout.ends,
@@ -178,7 +178,7 @@ def _cuda_forward(*arguments: Any) -> None:
 
 
 def _cuda_backward(*arguments: Any, y: Tensor | None = None) -> None:
-    """With ``y``, written to it: the forward's output, from the states that the backward replays."""
+    """Launch the backward; write the forward's output to ``y`` if given, from the states that the backward replays."""
     dy, u = arguments[0], arguments[2]
     cuts = _cuts(*arguments[2:9])
     if cuts and not _even(dy):
@@ -188,7 +188,7 @@ def _cuda_backward(*arguments: Any, y: Tensor | None = None) -> None:
 
 @functools.cache
 def _check_backward_fits(device: torch.device) -> None:
-    """Before anything that will be differentiated is computed."""
+    """Check the GPU's shared memory before the forward. Raises KernelError."""
     properties = torch.cuda.get_device_properties(device)
     room = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
     if room < BACKWARD_SHARED_BYTES:
@@ -200,7 +200,7 @@ def _check_backward_fits(device: torch.device) -> None:
 
 
 def _even(tensor: Tensor) -> bool:
-    """Whether pairs of 16-bit channels can be read at once."""
+    """Return whether pairs of 16-bit channels can be loaded at once."""
     rows, tokens, _ = tensor.stride()
     return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
 

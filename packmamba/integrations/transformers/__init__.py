@@ -19,7 +19,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(model: Model) -> Model:
-    """Has a MambaForCausalLM or FalconMambaForCausalLM respect documents, computed by our kernels; returns the same model.
+    """Patch a MambaForCausalLM or FalconMambaForCausalLM in place to respect documents, by our kernels; return it.
 
     Its forward then takes packed rows: ``position_ids`` (B, L) that start again at 0, ``seq_idx`` (B, L) or ``cu_seq_lens_q``
     (S + 1,), any of them together if they agree, and ``attention_mask`` (B, L) with padding on either side. A document has the

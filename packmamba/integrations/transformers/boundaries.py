@@ -1,4 +1,4 @@
-"""Where documents lie in a Hugging Face batch: attention_mask and boundary arguments -> a layout. Shapes: B rows, L slots."""
+"""Convert attention_mask and boundary arguments of a Hugging Face batch to a layout. Shapes: B rows, L slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class Packing(NamedTuple):
-    """What every layer of a forward gets in place of an attention mask.
+    """Documents of a batch, handed to every layer in place of an attention mask.
 
     Attributes:
         layout: padding before a row's first token is a document of its own there, since a layout's padding is a row's tail.
@@ -32,7 +32,7 @@ class Packing(NamedTuple):
 def find(
     shape: tuple[int, int], device: torch.device, attention_mask: Tensor | None, given: Mapping[str, Tensor]
 ) -> Packing | None:
-    """The documents of a batch; None if each row is one without padding.
+    """Find the documents of a batch; None if each row is one without padding.
 
     Args:
         shape: (B, L).
@@ -153,7 +153,7 @@ BOUNDARIES: dict[str, Callable[[str, Tensor, Tensor, Tensor], Tensor]] = {
     "cu_seq_lens_q": _cu_seq_lens,
     "cu_seq_lens_k": _cu_seq_lens,
 }
-"""Arguments that say where documents start: (name, value, real tokens, first ones) -> (B, L) bool, true where one starts."""
+"""Boundary arguments: (name, value, real tokens, first ones) -> (B, L) bool, true where a document starts."""
 
 
 def _matrix(name: str, value: Tensor, shape: tuple[int, ...], hint: str = "", integer: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a patched mixer computes. Shapes: B rows, L slots, D channels."""
+"""Forward of a patched mixer. Shapes: B rows, L slots, D channels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packmamba.ops.checks import accumulation_dtype
 
 
 def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tensor:
-    """hidden (B, L, hidden_size) -> the same shape, by our operators and the mixer's own projections and norms.
+    """Mix hidden (B, L, hidden_size) by our operators and the mixer's own projections and norms.
 
     A projection that somebody has wrapped (adapters, hooks, quantisation) is called, since its weight is not all that it does.
     Where none is wrapped, and no norm lies between them, one operator takes their weights, which saves host time and memory.
@@ -64,7 +64,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
 
 
 def _plain(linear: nn.Module) -> bool:
-    """Whether its weight and bias are all that it does."""
+    """Return whether a projection is its weight and bias alone."""
     return (
         type(linear) is nn.Linear
         and "forward" not in vars(linear)
@@ -75,5 +75,5 @@ def _plain(linear: nn.Module) -> bool:
 
 
 def _blank(tensor: Tensor, packing: Packing | None) -> Tensor:
-    """(B, L, ...) with zeros at padding before a row's first token, as the operators have them behind its last."""
+    """Zero padding before a row's first token, as the operators do behind its last."""
     return tensor if packing is None or packing.left is None else tensor.masked_fill(packing.left[..., None], 0)

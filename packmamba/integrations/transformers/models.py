@@ -1,4 +1,4 @@
-"""transformers' Mamba models that pack: the classes that ``patch`` puts in place of transformers' own, under the same names."""
+"""Packing subclasses of transformers' Mamba models, which ``patch`` puts in place of the originals, under the same names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIXER_PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
 NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "kwargs"}
 OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids")
-"""What other libraries call document boundaries: transformers would take it without a word, and use it for nothing."""
+"""Other libraries' names of boundary arguments, which transformers would ignore silently."""
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 
@@ -34,7 +34,7 @@ def cache_names(forward: Callable) -> tuple[str, ...]:
 
 
 def check_supported(module: Any) -> None:
-    """Check that a model, backbone or mixer is as known and computable by our kernels; raise ValueError naming what is not."""
+    """Check that a model, backbone or mixer is as known and computable by our kernels; raise ValueError naming the difference."""
     name = type(module).__name__
     if "forward" in vars(module):
         raise ValueError(
@@ -80,18 +80,18 @@ def _near(name: str) -> list[str]:
 
 @torch.compiler.assume_constant_result  # its cache is none that torch.compile may look through
 def _misspelt(name: str) -> bool:
-    """Whether a name is nearly that of boundaries; Flash Attention's ``cu_seq_lens_k`` comes with the collator's."""
+    """Return whether a name resembles a boundary argument's; Flash Attention's ``cu_seq_lens_k`` is one."""
     return name not in (*BOUNDARIES, "cu_seq_lens_k") and bool(_near(name))
 
 
 def _cache(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """The cache that is given; under both names, transformers takes the first."""
+    """Return the cache argument; given under both names, transformers takes the first."""
     return kwargs.get(names[0], kwargs.get(names[-1]))
 
 
 @torch.compiler.disable  # what it makes depends on values
 def _arrange(kwargs: dict[str, Any], caches: tuple[str, ...]) -> dict[str, Any]:
-    """A model's arguments with a Packing for the attention mask wherever our layers are to compute.
+    """Replace the attention mask among a model's arguments by a Packing wherever our layers compute.
 
     What follows cached states, and what is padded behind its tokens and asks for a cache, stays transformers' own.
     ``caches`` are the names of ``cache_names``.
@@ -127,7 +127,7 @@ def _arrange(kwargs: dict[str, Any], caches: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
-    """Labels without those at a document's first token: what stands before it is another document, and alone it has no loss."""
+    """Mask labels at a document's first token, which has no loss alone."""
     starts = packing.layout.position_indices == 0
     found = {}
     for name, targets in (("labels", starts), ("shift_labels", starts.roll(-1, dims=1))):
@@ -152,7 +152,7 @@ def _check_continues(given: dict[str, Tensor]) -> None:
 
 
 def _packs(original: Any) -> Callable:
-    """The forward of a model: as transformers', with boundary arguments."""
+    """Wrap a model's forward to take boundary arguments."""
     signature = inspect.signature(original.forward)
     *named, others = signature.parameters.values()
     names, caches = [parameter.name for parameter in named[1:]], cache_names(original.forward)
@@ -182,7 +182,7 @@ def _packs(original: Any) -> Callable:
 
 
 def _generates(original: Any) -> Callable:
-    """``prepare_inputs_for_generation`` as transformers'; positions that generate makes are the prompt's boundaries, no more."""
+    """Wrap ``prepare_inputs_for_generation``: positions are boundaries in the prompt alone."""
 
     @functools.wraps(original.prepare_inputs_for_generation)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -256,7 +256,7 @@ MIXERS = (modeling_mamba.MambaMixer, modeling_falcon_mamba.FalconMambaMixer)
 
 
 def exchange(model: torch.nn.Module) -> None:
-    """Gives the modules inside, which keep all that they hold, our classes.
+    """Change the classes of the modules inside to ours; they keep their state.
 
     Raises:
         ValueError: one of them looks different from what we know; then none is changed.

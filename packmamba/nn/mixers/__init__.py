@@ -1,4 +1,4 @@
-"""Mixers: what a block does with its tokens, by the name that ``MambaLM(mixer=...)`` and ``model.mixer`` take.
+"""Sequence mixers by name: the values of ``MambaLM(mixer=...)`` and ``model.mixer``.
 
 A mixer is a file here, or a plugin that adds its class to ``MIXERS``. A class gives (S documents, B rows, L slots):
 
@@ -41,6 +41,6 @@ from torch import Tensor
 from packmamba.nn.mixers.mamba1 import PackedMamba
 
 State = tuple[Tensor, ...]
-"""What documents leave to their continuations: tensors whose first dimension counts documents."""
+"""States of documents: tensors whose first dimension counts documents."""
 
 MIXERS: dict[str, Any] = {"mamba1": PackedMamba}

@@ -106,7 +106,7 @@ class PackedMamba(nn.Module):
         state: State | None = None,
         return_state: bool = False,
     ) -> Any:
-        """hidden (B, L, d_model) -> (B, L, d_model), and with ``return_state`` the state that each document leaves.
+        """Mix hidden (B, L, d_model) to the same shape; with ``return_state`` return also each document's final state.
 
         Args:
             layout: where documents lie; None: each row is one.
@@ -134,7 +134,7 @@ class PackedMamba(nn.Module):
         return (mixed, state) if return_state else mixed
 
     def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
-        """As ``forward`` of normed * weight, all arguments given and unchecked; see ``packmamba.nn.mixers``."""
+        """Compute ``forward(normed * weight)`` with the norm weight folded into in_proj, without argument checks."""
         return self._mix(F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias), *others)
 
     def _mix(
@@ -145,7 +145,7 @@ class PackedMamba(nn.Module):
         state: State | None,
         return_state: bool,
     ) -> tuple[Tensor, State | None]:
-        """What follows in_proj: xz (B, L, 2 D) -> (B, L, d_model) and the state that each document leaves, or None."""
+        """Mix xz (B, L, 2 D), in_proj's output, to (B, L, d_model); return also final states or None."""
         if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
             raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
         conv_state, ssm_state = state if state is not None else (None, None)
@@ -174,7 +174,7 @@ class PackedMamba(nn.Module):
         return mixed if bias is None else mixed + bias.to(mixed.dtype), state
 
     def start_state(self, documents: int) -> State:
-        """The state that this many fresh documents start from: zeros, and the learned scan state if there is one."""
+        """Return the initial state of this many documents: zeros, and the learned scan state if there is one."""
         weight = self.conv1d.weight
         conv_state = weight.new_zeros(documents, self.d_inner, self.d_conv - 1)
         wide = accumulation_dtype(weight.dtype)
@@ -183,7 +183,7 @@ class PackedMamba(nn.Module):
         return conv_state, self.initial_state.to(wide).expand(documents, -1, -1).contiguous()
 
     def initialise_in_stack(self, n_layer: int) -> None:
-        """Biases at zero and the last projection divided by sqrt(n_layer) (Mamba follows GPT-2)."""
+        """Zero biases and divide the last projection by sqrt(n_layer) (Mamba follows GPT-2)."""
         with torch.no_grad():
             for projection in (self.in_proj, self.out_proj):
                 if projection.bias is not None:
@@ -192,7 +192,7 @@ class PackedMamba(nn.Module):
 
     @staticmethod
     def from_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
-        """This mixer's arguments in ``MambaConfig``'s words."""
+        """Translate ``MambaConfig``'s keys to this mixer's arguments."""
         hidden_act = config.get("hidden_act", "silu")
         if hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act: expected 'silu', got {hidden_act!r}")
@@ -207,7 +207,7 @@ class PackedMamba(nn.Module):
 
     @staticmethod
     def to_hugging_face(options: dict[str, Any]) -> dict[str, Any]:
-        """``MambaConfig``'s words for this mixer's arguments. Raises ValueError for what it cannot hold."""
+        """Translate this mixer's arguments to ``MambaConfig``'s keys. Raises ValueError for what it cannot hold."""
         if options.get("learned_initial_state"):
             raise ValueError("learned_initial_state: Hugging Face's format has no learned initial states, got True")
         return {
