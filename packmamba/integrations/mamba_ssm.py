@@ -123,7 +123,7 @@ class Mamba(PackedMamba):
         return mixed
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step one token a row: (B, 1, d_model), states (B, D, W) and (B, D, N); return its output and the states, updated in place."""
+        """Step one token a row: (B, 1, d_model), states (B, D, W) and (B, D, N), updated in place; return output and states."""
         if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
             raise ValueError(
                 f"hidden_states: expected one token a row, (B, 1, {self.d_model}), got {tuple(hidden_states.shape)}"
