@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from packmamba.data.corpus import load_corpora
+from packmamba.data.token_store import load_corpora
 from packmamba.records import METRICS, append_record, make_record
 from packmamba.training.claims import Taken, alone
 from packmamba.training.note import Note, Outcome

@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from packmamba.config import ConfigError
-from packmamba.data.corpus import evaluation_documents
 from packmamba.data.datamodule import PackingDataModule, StepSampler
 from packmamba.data.schedule import arrange
+from packmamba.data.token_store import evaluation_documents
 from runs import CARRY, SCHEMES, tiny_config
 
 

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import run
 from packmamba import MambaLM
 from packmamba.config import ConfigError
-from packmamba.data.tokenization import load_tokenizer
+from packmamba.data.tokenizer import load_tokenizer
 from packmamba.evaluation.registry import evaluate
 from packmamba.records import read_records
 from packmamba.training import evaluations

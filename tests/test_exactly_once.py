@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from packmamba.config import load_config
 from packmamba.data import schedule
-from packmamba.data.corpus import Corpora
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.data.packing import STRATEGIES
+from packmamba.data.token_store import Corpora
 from packmamba.training.module import MambaLitModule
 
 WINDOW = 17

@@ -10,10 +10,10 @@ import torch
 
 from packmamba.config import ConfigError, load_config
 from packmamba.data import workers
-from packmamba.data.corpus import load_corpora
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.data.sources import open_source
-from packmamba.data.tokenization import ByteTokenizer
+from packmamba.data.token_store import load_corpora
+from packmamba.data.tokenizer import ByteTokenizer
 from packmamba.errors import UserError
 from packmamba.evaluation.tasks import TASKS
 from packmamba.training.fit import fit

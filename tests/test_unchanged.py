@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from packmamba.config import DataConfig
-from packmamba.data.corpus import load_corpora
+from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError
 from packmamba.training.sweep import load_sweep, run_sweep
 from packmamba.training.unchanged import DECISIVE

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.corpus import load_corpora
 from packmamba.data.sources import open_source
+from packmamba.data.token_store import load_corpora
 
 TEXTS = [f"document {i} ☃\u2028 " * (i % 7) + str(i) for i in range(300)]
 

@@ -14,7 +14,7 @@ import torch
 
 from experiments.scoring.requests import Request
 from packmamba import MambaLM, SequenceLayout
-from packmamba.data.tokenizer_files import write_tokenizer
+from packmamba.data.tokenizer import write_tokenizer
 from packmamba.evaluation import Score, score
 from packmamba.evaluation.packed_forward import log_probabilities
 from packmamba.ops.mamba_ssm import _peer

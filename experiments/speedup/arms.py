@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from packmamba.config import DataConfig, at_least, each, key, one_of, some, unique
 from packmamba.data.batching import Arrangement, PackedBatch
-from packmamba.data.corpus import Corpus
 from packmamba.data.packing import STRATEGIES, plan_rows
 from packmamba.data.schedule import group
+from packmamba.data.token_store import Corpus
 from packmamba.nn import MambaLM
 from packmamba.ops.mamba_ssm import _peer
 

@@ -62,7 +62,6 @@ KEYS = {
     "train": "packmamba.config:Config",
     "demo": "packmamba.training.sweep:SweepConfig",
     "sweep": "packmamba.training.sweep:SweepConfig",
-    "corpus": "packmamba.cli.corpus:CorpusConfig",
     "eval": "packmamba.cli.models:EvalConfig",
     "generate": "packmamba.cli.models:GenerateConfig",
     "leakcheck": "packmamba.cli.leaks:LeakCheckConfig",
@@ -248,14 +247,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     return int(not all(right for right, _ in lines))
 
 
-def corpus(arguments: argparse.Namespace) -> None:
-    """Make a corpus from the Python packages of this machine, or check one against its manifest."""
-    from packmamba.cli.corpus import make_corpus
-
-    output, text = make_corpus(arguments.overrides)
-    print(f"\n{text}\nManifest and card: {output}")
-
-
 def eval(arguments: argparse.Namespace) -> None:
     """Ask a trained model: loss on text, tasks with a right answer, lm-evaluation-harness. The same command again resumes it."""
     from packmamba.cli.models import evaluate_model
@@ -293,7 +284,7 @@ def leakcheck(arguments: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     f.__name__: f
     for f in (
-        *(demo, train, sweep, corpus, eval, generate, export, leakcheck),
+        *(demo, train, sweep, eval, generate, export, leakcheck),
         *(bench, report, compare, reproduce, kernels, doctor),
     )
 }

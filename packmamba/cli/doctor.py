@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from packmamba import ops
-from packmamba.data.corpus import Corpus
-from packmamba.data.integrity import META, SPLITS, check
+from packmamba.data.token_store import Corpus
+from packmamba.data.tokenize import META, SPLITS
 from packmamba.errors import ConfigError
 from packmamba.ops import build
 from packmamba.ops.backends import Backend
@@ -57,7 +57,7 @@ def diagnose() -> Iterator[str]:
 
 
 def examine(folders: Iterable[str]) -> Iterator[tuple[bool, str]]:
-    """Whether each prepared corpus is, to the byte, what was written, and a line for a person. ConfigError: no folder."""
+    """Whether each prepared corpus is, as long as what was written, and a line for a person. ConfigError: no folder."""
     folders = list(folders)
     for folder in folders:
         if not Path(folder).is_dir():
@@ -68,7 +68,6 @@ def examine(folders: Iterable[str]) -> Iterator[tuple[bool, str]]:
             continue
         try:
             splits = [Corpus(folder, split) for split in SPLITS]
-            check(splits[0].folder, whole=True)
         except (OSError, ValueError, KeyError, TypeError) as error:
             yield (
                 False,

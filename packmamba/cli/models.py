@@ -275,7 +275,7 @@ def continue_text(folder: str, prompt: str, overrides: Sequence[str]) -> str:
 
 def export_model(folder: str, target: str) -> Path:
     """Writes the model and its tokenizer in Hugging Face's format. Raises ConfigError for what that cannot hold."""
-    from packmamba.data.tokenizer_files import write_tokenizer
+    from packmamba.data.tokenizer import write_tokenizer
     from packmamba.evaluation.load import load_model
 
     subject = load_model(folder, "cpu")

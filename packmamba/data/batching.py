@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packmamba.data.corpus import Corpus
 from packmamba.data.packing import PackingPlan
+from packmamba.data.token_store import Corpus
 from packmamba.layout import SequenceLayout
 
 

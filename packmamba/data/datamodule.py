@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packmamba.config import Config, ConfigError
-from packmamba.data.corpus import Corpora, Corpus, evaluation_documents, load_corpora
 from packmamba.data.schedule import Schedule, arrange, arrange_as_trained, group
 from packmamba.data.steps import EvaluationDataset, StepDataset, StepSampler, start_worker
+from packmamba.data.token_store import Corpora, Corpus, evaluation_documents, load_corpora
 
 
 class PackingDataModule(lightning.LightningDataModule):

@@ -1,15 +1,13 @@
-"""Length distributions for benchmarks: log-normal, clipped, rounded down; our choice, which every table must state."""
+"""Length distributions of synthetic documents: log-normal, clipped and rounded down; tables state which one."""
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True)
-class LengthDistribution:
+class LengthDistribution(NamedTuple):
     """exp(normal(mu, sigma)) tokens, clipped to [shortest, longest] and rounded down."""
 
     mu: float
@@ -18,9 +16,8 @@ class LengthDistribution:
     longest: int
 
     def __str__(self) -> str:
-        return (
-            f"log-normal, mu {self.mu}, sigma {self.sigma}, clipped to [{self.shortest}, {self.longest}], rounded down"
-        )
+        clipped = f"clipped to [{self.shortest}, {self.longest}]"
+        return f"log-normal, mu {self.mu}, sigma {self.sigma}, {clipped}, rounded down"
 
 
 LENGTH_DISTRIBUTIONS = {
@@ -31,25 +28,12 @@ LENGTH_DISTRIBUTIONS = {
 
 
 def draw_lengths(name: str, num_documents: int, seed: int) -> np.ndarray:
-    """Document lengths of a named distribution, the same on every machine.
+    """Draw document lengths, (num_documents,) int32, the same on every machine.
 
-    Args:
-        name: a key of LENGTH_DISTRIBUTIONS.
-        num_documents: how many, at least 0.
-        seed: seed of ``numpy.random.PCG64``.
-
-    Returns:
-        (num_documents,) int32, tokens of each document.
-
-    Raises:
-        ValueError: the name is unknown; num_documents or seed is negative.
+    Raises ValueError for an unknown name of LENGTH_DISTRIBUTIONS or a negative number.
     """
     if name not in LENGTH_DISTRIBUTIONS:
-        close = difflib.get_close_matches(str(name), LENGTH_DISTRIBUTIONS, n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        raise ValueError(f"distribution: '{name}' is unknown; {hint}known: {', '.join(LENGTH_DISTRIBUTIONS)}")
-    if num_documents < 0 or seed < 0:
-        raise ValueError(f"num_documents and seed: expected at least 0, got {num_documents} and {seed}")
+        raise ValueError(f"distribution: expected one of {', '.join(LENGTH_DISTRIBUTIONS)}, got '{name}'")
     d = LENGTH_DISTRIBUTIONS[name]
     drawn = np.random.Generator(np.random.PCG64(seed)).lognormal(d.mu, d.sigma, num_documents)
     return np.floor(np.clip(drawn, d.shortest, d.longest)).astype(np.int32)

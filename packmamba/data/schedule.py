@@ -9,9 +9,9 @@ import numpy as np
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.batching import Arrangement
-from packmamba.data.corpus import Corpus
 from packmamba.data.packing import STRATEGIES, plan_rows
 from packmamba.data.parts import Parts
+from packmamba.data.token_store import Corpus
 
 WINDOW_DOCUMENTS = 1_000_000
 

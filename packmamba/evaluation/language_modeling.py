@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from packmamba.config import ConfigError
-from packmamba.data.corpus import Corpus, evaluation_documents, load_corpora
-from packmamba.data.tokenization import Tokenizer
+from packmamba.data.token_store import Corpus, evaluation_documents, load_corpora
+from packmamba.data.tokenizer import Tokenizer
 from packmamba.evaluation.packed_forward import Reader, log_probabilities, read_documents, to_device
 from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, Evaluation
 from packmamba.evaluation.training_layout import TrainingLayoutReader

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from packmamba.config import CONFIGURATION, Config, ConfigError, load_config
-from packmamba.data.tokenization import Tokenizer
-from packmamba.data.tokenizer_files import TOKENIZER, read_tokenizer
+from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from packmamba.nn import MambaLM
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")

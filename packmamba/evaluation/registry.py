@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from packmamba.config import ConfigError, DataConfig, TrainerConfig
-from packmamba.data.tokenization import Tokenizer
+from packmamba.data.tokenizer import Tokenizer
 from packmamba.nn import MambaLM
 from packmamba.training.boundary import BOUNDARIES
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from packmamba.config import ConfigError, DataConfig, options
-from packmamba.data.corpus import load_corpora
-from packmamba.data.tokenization import ByteTokenizer, load_tokenizer
+from packmamba.data.token_store import load_corpora
+from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer
 from packmamba.evaluation.packed_forward import Reader, log_probabilities, read_documents
 from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, Evaluation
 from packmamba.evaluation.scoring import score

@@ -13,7 +13,7 @@ import torch
 from packmamba.config import Config, ConfigError
 from packmamba.data.packing import STRATEGIES
 from packmamba.data.sources import open_source
-from packmamba.data.tokenization import load_tokenizer
+from packmamba.data.tokenizer import load_tokenizer
 from packmamba.nn import MambaLM
 from packmamba.ops import BACKENDS
 from packmamba.training.boundary import BOUNDARIES

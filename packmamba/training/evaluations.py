@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packmamba.config import Config
 from packmamba.data.sources import open_source
-from packmamba.data.tokenization import Tokenizer, load_tokenizer
+from packmamba.data.tokenizer import Tokenizer, load_tokenizer
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import EvalResult, default_max_slots, evaluate
 from packmamba.nn import MambaLM

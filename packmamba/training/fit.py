@@ -26,7 +26,7 @@ from torch import Tensor
 from packmamba.config import CONFIGURATION, Config, ConfigError, to_dict
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.data.sources import open_source
-from packmamba.data.tokenizer_files import write_tokenizer
+from packmamba.data.tokenizer import write_tokenizer
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name

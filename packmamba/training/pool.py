@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from packmamba.config import Config
-from packmamba.data.corpus import load_corpora
+from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.training.attempt import attempt
 from packmamba.training.callbacks import newest_step

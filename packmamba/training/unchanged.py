@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from packmamba.config import Config, DataConfig
-from packmamba.data.corpus import load_corpora
+from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError
 from packmamba.training.run_id import find_record, id_of, record_path, run_id, training_records
 

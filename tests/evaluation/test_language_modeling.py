@@ -10,7 +10,7 @@ import torch
 
 from packmamba import MambaLM
 from packmamba.config import ConfigError
-from packmamba.data.corpus import load_corpora
+from packmamba.data.token_store import load_corpora
 from packmamba.evaluation import language_modeling
 from packmamba.evaluation.language_modeling import context_gains, means_between, sums_between, token_losses
 from packmamba.evaluation.registry import EVALUATIONS, EvalContext, default_max_slots, evaluate

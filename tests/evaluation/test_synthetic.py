@@ -10,7 +10,7 @@ import torch
 from packmamba import MambaLM
 from packmamba.config import DataConfig, TrainerConfig
 from packmamba.data.packing import plan_rows
-from packmamba.data.tokenization import ByteTokenizer
+from packmamba.data.tokenizer import ByteTokenizer
 from packmamba.evaluation.registry import EvalContext, evaluate
 from packmamba.evaluation.synthetic import accuracy, answer, predict, tokenize
 from packmamba.evaluation.tasks import TASKS

@@ -148,7 +148,7 @@ def test_trainer_with_flattened_batches(family, tmp_path):
 def test_trl_s_sft_trainer(way, tmp_path):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    from packmamba.data.tokenizer_files import write_tokenizer
+    from packmamba.data.tokenizer import write_tokenizer
 
     write_tokenizer(tmp_path, "bytes", None, "</s>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)

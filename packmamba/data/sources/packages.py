@@ -1,142 +1,129 @@
-"""Python source of installed packages, as a manifest names it: whole files, functions, or both."""
+"""Source of Python code: the files of installed packages that a manifest names, whole, as functions, or as a mixture.
+
+A manifest is a gzipped file of JSON lines. The first is a header; each further line is a package: its name, version, split and
+files as ``[path, hash, cluster, functions]``. ``cluster`` is a number that near-copies share, null without one. ``functions`` is
+null for a file that is left out as a near-copy; else ``n:hex``: the number of functions and, bit by bit from the lowest, which of
+them are documents. ``experiments/corpus/build.py`` writes manifests.
+"""
 
 from __future__ import annotations
 
+import ast
+import gzip
 import hashlib
 import importlib.metadata
+import io
+import json
+import tokenize
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.manifest import File, Manifest, read_manifest, which_bits
-from packmamba.data.python_files import functions_of, in_parallel
-from packmamba.data.sources.source import Document, Member, Source
+from packmamba.data.sources.source import Advance, Document, Source
 
 UNITS = ("files", "functions", "mixture")
 
 
-def open_packages(data: DataConfig) -> Source:
-    """The files that the manifest ``data.path`` names, from the packages installed here; ``data.unit`` says what a document is.
+class Manifest(NamedTuple):
+    """Parsed manifest."""
 
-    Validation is what the manifest says. A document's group is its package. A file that is missing here or has another content
-    is an error: the corpus would be another one.
+    hash: str
+    header: dict[str, Any]
+    packages: list[dict[str, Any]]
+
+    def taken(self) -> Iterator[tuple[dict[str, Any], str, str, list[bool]]]:
+        """Yield package, path, hash and the choice of functions of every file that is not left out."""
+        for package in self.packages:
+            for path, hash, _, functions in package["files"]:
+                if functions is not None:
+                    count, _, bits = functions.partition(":")
+                    yield package, path, hash, [bool(int(bits, 16) >> i & 1) for i in range(int(count))]
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Read a manifest. Raises ConfigError if the file is none."""
+    try:
+        content = gzip.decompress(Path(path).read_bytes())
+        header, *packages = map(json.loads, content.decode().splitlines())
+        if header["format"] != 1:
+            raise ValueError(f"format {header['format']}")
+    except (EOFError, ValueError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"data.path: expected a manifest of packages, got '{path}' ({error})") from None
+    return Manifest(hashlib.blake2b(content, digest_size=16).hexdigest(), header, packages)
+
+
+def open_packages(data: DataConfig) -> Source:
+    """Open the files of the manifest ``data.path``; ``data.unit`` is what a document is, its group is its package.
+
+    The manifest decides what is validation. A file that is missing or differs is an error: it would be another corpus.
     """
     if data.path is None:
-        raise ConfigError("data.source=packages needs data.path, a manifest; the command corpus writes one")
+        raise ConfigError("data.path: data.source=packages expected a manifest, got null")
     if data.validation_fraction != DataConfig.validation_fraction:
         raise ConfigError(
-            f"data.validation_fraction={data.validation_fraction}: the manifest {data.path} says what is validation; the command "
-            "corpus writes one with another fraction"
+            f"data.validation_fraction: the manifest {data.path} decides what is validation; leave it out"
         )
-    manifest = read_manifest(data.path)
-    unit = data.unit or "files"
-    taken = list(manifest.taken)
+    manifest, unit = read_manifest(data.path), data.unit or "files"
+    taken = list(manifest.taken())
 
-    def read(advance: Callable[[int], object], skipped: Counter[str]) -> Iterator[Document]:
-        compare(manifest).refuse(str(data.path))
-        places = installed(manifest)
-        jobs = [(places[package.name].root / file.path, file) for package, file in taken]
-        made = in_parallel(partial(texts, unit=unit), jobs)
-        for (package, _), some in zip(taken, made):
-            for text in some:
-                yield Member.of(package.name, package.split == "validation", text)
+    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+        for package, path, hash, chosen in taken:
+            code = _installed(package, path, hash)
+            whole = unit == "files" or (unit == "mixture" and int(hash[-1], 16) % 2 == 0)
+            functions = [] if whole else functions_of(code) or []
+            if not whole and len(functions) != len(chosen):
+                raise ConfigError(f"data.path: {path} has other functions here than in the manifest; use its Python")
+            for text in [code.decode()] if whole else [text for text, keep in zip(functions, chosen) if keep]:
+                yield Document(package["split"] == "validation", text, group=package["name"])
             advance(1)
 
     return Source([manifest.hash, unit], len(taken), "files", read)
 
 
-def texts(job: tuple[Path, File], unit: str) -> list[str]:
-    """The documents of one file. Raises ConfigError if its functions are not those that the manifest counts."""
-    path, file = job
-    code = path.read_bytes()
-    if unit == "files" or (unit == "mixture" and file.whole):
-        return [code.decode()]
-    found, taken = functions_of(code) or [], which_bits(file.functions or "0:")
-    if len(found) != len(taken):
+def _installed(package: dict[str, Any], path: str, hash: str) -> bytes:
+    """Read a file of an installed package. Raises ConfigError unless it is the manifest's."""
+    name, version = package["name"], package["version"]
+    try:
+        distribution = importlib.metadata.distribution(name)
+        code = Path(str(distribution.locate_file(path))).read_bytes()
+    except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
+        raise ConfigError(f"data.path: the manifest names {path} of {name} {version}, which is not installed") from None
+    if content_hash(code) != hash:
+        here = distribution.version
         raise ConfigError(
-            f"{path} has {len(found)} functions for this Python where the manifest counts {len(taken)}: the corpus would be "
-            "another one; use the manifest's Python"
+            f"data.path: {path} differs from the manifest's {name} {version}, got {here}; install that version"
         )
-    return [text for text, take in zip(found, taken) if take]
-
-
-class Place(NamedTuple):
-    version: str
-    root: Path
-
-
-def installed(manifest: Manifest) -> dict[str, Place]:
-    """Where those of the manifest's packages lie that are installed here."""
-    places = {}
-    for package in manifest.packages:
-        try:
-            distribution = importlib.metadata.distribution(package.name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        places[package.name] = Place(distribution.version, Path(str(distribution.locate_file(""))))
-    return places
-
-
-class Comparison(NamedTuple):
-    """What of a manifest is not here as it says."""
-
-    packages: list[str]
-    """Missing."""
-    versions: list[str]
-    """Installed in another version, as ``name 1.0 (here 1.1)``."""
-    missing: list[str]
-    different: list[str]
-    total: int
-    """Files that the corpus takes."""
-
-    @property
-    def same(self) -> bool:
-        return not (self.missing or self.different)
-
-    def refuse(self, manifest: str) -> None:
-        """Raises ConfigError unless all is as the manifest says."""
-        if self.same:
-            return
-        parts = [
-            f"{len(some)} {what} (first {some[0]})"
-            for what, some in (
-                ("packages are missing", self.packages),
-                ("packages have another version", self.versions),
-                ("files are missing", self.missing),
-                ("files differ", self.different),
-            )
-            if some
-        ]
-        raise ConfigError(
-            f"{manifest} names {self.total} files, and here {', '.join(parts)}: the corpus would be another one, and its numbers "
-            "not comparable; install those versions, or make a manifest of this machine's packages with the command corpus"
-        )
-
-
-def compare(manifest: Manifest) -> Comparison:
-    """Looks at every file of the corpus."""
-    places = installed(manifest)
-    found = Comparison([], [], [], [], sum(1 for _ in manifest.taken))
-    for package in manifest.packages:
-        if package.name not in places:
-            found.packages.append(package.name)
-        elif (here := places[package.name].version) != package.version:
-            found.versions.append(f"{package.name} {package.version} (here {here})")
-    for package, file in manifest.taken:
-        name = f"{package.name}: {file.path}"
-        try:
-            code = (places[package.name].root / file.path).read_bytes() if package.name in places else None
-        except OSError:
-            code = None
-        if code is None:
-            found.missing.append(name)
-        elif content_hash(code) != file.hash:
-            found.different.append(name)
-    return found
+    return code
 
 
 def content_hash(code: bytes) -> str:
     return hashlib.blake2b(code, digest_size=8).hexdigest()
+
+
+def functions_of(code: bytes) -> list[str] | None:
+    """Cut out every function and method that is not nested in another function, with its decorators; None if unparsable."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(code).readline)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old escapes in strings
+            tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    lines = code.splitlines(keepends=True)  # of bytes: splits where the parser counts lines, not at \f
+    found = []
+    for function in _functions(tree):
+        start = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+        found.append(b"".join(lines[start - 1 : function.end_lineno]).decode(encoding))
+    return found
+
+
+def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, block, ()):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield child
+            else:
+                yield from _functions(child)

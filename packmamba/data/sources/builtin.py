@@ -1,0 +1,113 @@
+"""Sources that need no files of the user's: the standard library's functions, random ids, examples of a task."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.lengths import draw_lengths
+from packmamba.data.sources.packages import functions_of
+from packmamba.data.sources.source import (
+    SEED,
+    Advance,
+    Document,
+    Source,
+    file_sizes,
+    held_out_count,
+    held_out_files,
+    list_files,
+    no_path,
+)
+
+# Tests are not typical functions, lib2to3's hold broken files, and installed packages are not the standard library.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+CHUNK = 1024
+"""Synthetic documents that are drawn at a time; part of what decides their ids."""
+
+
+def open_stdlib(data: DataConfig) -> Source:
+    """Open every function and method of the running Python's standard library, held out by file.
+
+    Unparsable files are left out and counted (``unparsable_files``).
+    """
+    no_path(data)
+    root = Path(sysconfig.get_path("stdlib"))
+    files = list_files(root, (".py",), SKIPPED_FOLDERS)
+    files = [name for name in files if (root / name).is_file()]  # systems have links to what is not installed
+    fingerprint, sizes = file_sizes(root, files)
+    held_out = held_out_files(files, data)
+
+    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+        for name in files:
+            code = (root / name).read_bytes()
+            functions = functions_of(code)
+            if functions is None:
+                skipped["unparsable_files"] += 1
+            for text in functions or ():
+                yield Document(name in held_out, text)
+            advance(len(code))
+
+    return Source([platform.python_version(), str(root), fingerprint], sum(sizes), "B", read)
+
+
+def open_synthetic(data: DataConfig) -> Source:
+    """Open ``data.num_documents`` documents of random ids below ``data.vocab_size``, with lengths of ``data.distribution``.
+
+    Held out by document. No begin and end tokens: they would change the lengths.
+    """
+    no_path(data)
+    count = held_out_count(data.num_documents, "documents", data)
+
+    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+        lengths = draw_lengths(data.distribution, data.num_documents, SEED)
+        held_out = np.zeros(data.num_documents, bool)
+        split_rng = np.random.Generator(np.random.PCG64([SEED, 1]))
+        held_out[split_rng.choice(data.num_documents, count, replace=False)] = True
+        token_rng = np.random.Generator(np.random.PCG64([SEED, 2]))
+        for first in range(0, data.num_documents, CHUNK):
+            chunk = lengths[first : first + CHUNK]
+            ends = np.cumsum(chunk, dtype=np.int64)
+            tokens = token_rng.integers(data.vocab_size, size=int(ends[-1]), dtype=np.uint32)
+            for index, document in enumerate(np.split(tokens, ends[:-1]), first):
+                yield Document(bool(held_out[index]), document)
+            advance(len(chunk))
+
+    fingerprint = [data.distribution, data.num_documents, data.vocab_size]
+    return Source(fingerprint, data.num_documents, " documents", read, vocab_size=data.vocab_size)
+
+
+def open_task(data: DataConfig) -> Source:
+    """Open ``data.num_documents`` examples of ``data.task`` with ``data.task_options``; targets stand where the mask says.
+
+    The last ``data.validation_fraction`` of them are held out.
+    """
+    from packmamba.evaluation.tasks import TASKS  # its package reads corpora
+
+    no_path(data)
+    if data.task not in TASKS:
+        raise ConfigError(f"data.task: expected one of {', '.join(TASKS)} with data.source=task, got '{data.task}'")
+    try:
+        task: Any = TASKS[data.task](**data.task_options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"data.task_options: {error}") from None
+    if task.num_examples is not None and data.num_documents > task.num_examples:
+        raise ConfigError(f"data.num_documents: task '{data.task}' has {task.num_examples}, got {data.num_documents}")
+    trained = data.num_documents - held_out_count(data.num_documents, "documents", data)
+
+    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+        for index in range(data.num_documents):
+            example = task.example(SEED, index)
+            yield Document(index >= trained, example.tokens, np.where(example.mask, example.targets, -1))
+            advance(1)
+
+    options = json.loads(json.dumps(data.task_options, sort_keys=True))
+    fingerprint = [data.task, options, data.num_documents]
+    return Source(fingerprint, data.num_documents, " documents", read, vocab_size=task.vocab_size)

@@ -1,0 +1,105 @@
+"""Sources that Hugging Face's package ``datasets`` reads: parquet files, and data sets of the Hub or of a folder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.sources.source import Advance, Read, Source, file_sizes, find_files, list_files, split_by_content
+
+ROWS = 256
+"""Rows in memory at a time."""
+
+
+def open_parquet(data: DataConfig) -> Source:
+    """Open the column ``data.text_key`` of the ``.parquet`` files of ``data.path``, each row a document."""
+    root, files = find_files(data, (".parquet",))
+    fingerprint, _ = file_sizes(root, files)
+    options = {"data_files": [str(root / name) for name in files], "split": "train", "streaming": True}
+    options |= {"batch_size": ROWS, "columns": [data.text_key]}
+    read = _read(data, functools.partial(_datasets().load_dataset, "parquet", **options))
+    return Source([str(root.resolve()), data.text_key, "error", fingerprint], None, " documents", read)
+
+
+def open_huggingface(data: DataConfig) -> Source:
+    """Open the column ``data.text_key`` of the split ``data.split`` of the data set ``data.path``, each row a document.
+
+    The path is a name on the Hub (``name@revision`` for one revision), a folder of files, or what ``save_to_disk`` wrote;
+    ``data.subset`` chooses among configurations.
+    """
+    if not data.path:
+        raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
+    path = Path(data.path)
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        if data.subset is not None:
+            raise ConfigError(
+                f"data.subset: expected null, since '{path}' holds one configuration, got '{data.subset}'"
+            )
+        version, load = file_sizes(path, list_files(path))[0], functools.partial(_load_saved, data)
+    else:
+        builder, revision = _builder(data.path, data.subset)
+        version = builder.hash
+        options = {"name": data.subset, "split": data.split, "revision": revision}
+        load = functools.partial(_datasets().load_dataset, builder.repo_id or data.path, **options)
+    name = str(path.resolve()) if path.exists() else data.path
+    fingerprint = [name, data.subset, data.split, data.text_key, "error", version]
+    return Source(fingerprint, None, " documents", _read(data, load))
+
+
+def _read(data: DataConfig, load: Callable[[], Any]) -> Read:
+    def contents(advance: Advance) -> Iterator[str]:
+        row = 0
+        try:
+            found = load()
+            texts = [name for name, kind in found.features.items() if "string" in str(getattr(kind, "dtype", ""))]
+            if data.text_key not in texts:
+                raise ConfigError(
+                    f"data.text_key: expected a column of text ({', '.join(texts)}), got '{data.text_key}'"
+                )
+            for batch in found.select_columns([data.text_key]).with_format("arrow").iter(ROWS):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    if text is None:
+                        raise ConfigError(f"data.path: row {row} of '{data.path}' has no text (null); remove it")
+                    yield text
+                    advance(1)
+        except ConfigError:
+            raise
+        except Exception as error:  # the package and those below it raise all kinds
+            raise ConfigError(f"data.path: cannot read '{data.path}' after row {row} ({_line(error)})") from None
+
+    return split_by_content(contents, data.validation_fraction)
+
+
+def _datasets() -> ModuleType:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError("data.source: parquet and huggingface need pip install 'packmamba[integrations]'") from None
+    return datasets
+
+
+def _load_saved(data: DataConfig) -> Any:
+    found = _datasets().load_from_disk(data.path)
+    splits = found if isinstance(found, dict) else {str(found.split or "train"): found, "train": found}
+    if data.split not in splits:
+        raise ConfigError(f"data.split: expected one of {', '.join(splits)}, got '{data.split}'")
+    return splits[data.split]
+
+
+@functools.lru_cache
+def _builder(path: str, subset: str | None) -> tuple[Any, str | None]:
+    """Return the builder and the revision; once a process, since the Hub may be gone when a run asks again."""
+    name, _, revision = (path, "", "") if Path(path).exists() else path.partition("@")
+    try:
+        return _datasets().load_dataset_builder(name, subset, revision=revision or None), revision or None
+    except Exception as error:
+        raise ConfigError(f"data.path: cannot load '{path}' as a data set ({_line(error)})") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

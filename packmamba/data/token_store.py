@@ -1,0 +1,154 @@
+"""Tokenised corpora on disk, memory-mapped; each is tokenised once, under a hash of everything that decides its tokens.
+
+A corpus folder holds ``meta.json`` and for each split, little-endian and without headers: ``<split>.tokens`` (uint16 or uint32),
+``<split>.offsets`` (int64), ``<split>.lengths`` (int32) and, where documents have targets or groups of their own,
+``<split>.targets`` and ``<split>.groups`` (int32).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.sources import SEED, open_source
+from packmamba.data.tokenize import META, tokenize
+from packmamba.data.tokenizer import TokenIds, Tokenizer, load_tokenizer, token_dtype
+
+FORMAT = 1
+"""Part of every corpus's key: raised when the same keys and files give other tokens or another folder."""
+
+logger = logging.getLogger(__name__)
+
+
+class Corpus:
+    """One split of a corpus, memory-mapped and read-only: n documents with T tokens in all. Pickles as its path.
+
+    Raises ValueError or OSError naming the file if a file is missing or has another size than ``meta.json`` says.
+    """
+
+    tokens: np.ndarray
+    """(T,) uint16 or uint32: all documents in order, begin and end tokens included."""
+    offsets: np.ndarray
+    """(n + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]."""
+    lengths: np.ndarray
+    """(n,) int32: tokens of each document, at least one."""
+    targets: np.ndarray | None
+    """(T,) int32: the target after each token, -1 for none; None: the next token of the document."""
+    groups: np.ndarray | None
+    """(n,) int32: each document's index into ``group_names``; None: no groups."""
+
+    def __init__(self, folder: str | Path, split: str) -> None:
+        self.folder = Path(folder).resolve()
+        self.split = split
+        meta = json.loads((self.folder / META).read_text())
+        counts = meta["splits"][split]
+        self.num_documents: int = counts["documents"]
+        self.num_tokens: int = counts["tokens"]
+        self.vocab_size: int = meta["vocab_size"]
+        self.begin_id: int | None = meta["begin_id"]
+        self.end_id: int | None = meta["end_id"]
+        self.corpus_hash: str = meta["corpus_hash"]
+        self.group_names: list[str] = counts.get("groups", [])
+        self.tokens = self._map("tokens", token_dtype(self.vocab_size).str, self.num_tokens)
+        self.offsets = self._map("offsets", "<i8", self.num_documents + 1)
+        self.lengths = self._map("lengths", "<i4", self.num_documents)
+        self.targets = self._map("targets", "<i4", self.num_tokens) if "answers" in counts else None
+        self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
+
+    def _map(self, name: str, dtype: str, size: int) -> np.ndarray:
+        path = self.folder / f"{self.split}.{name}"
+        expected = size * np.dtype(dtype).itemsize
+        if path.stat().st_size != expected:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, expected {expected}")
+        # A plain view: slicing a memmap object costs several times as much.
+        return np.memmap(path, dtype, "r", shape=(size,)).view(np.ndarray) if size else np.empty(0, dtype)
+
+    def document(self, index: int) -> np.ndarray:
+        """Return the tokens of a document, (lengths[index],), a view. Raises IndexError if there is none."""
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
+        begin, end = self.offsets[index : index + 2].tolist()
+        return self.tokens[begin:end]
+
+    def answers(self, index: int) -> np.ndarray | None:
+        """Return the targets of a document, (lengths[index],), a view; None where the corpus has no targets."""
+        if self.targets is None:
+            return None
+        begin, end = self.offsets[index : index + 2].tolist()
+        return self.targets[begin:end]
+
+    def group(self, index: int) -> str | None:
+        """Return the name of a document's group."""
+        return None if self.groups is None else self.group_names[self.groups[index]]
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Corpus, (self.folder, self.split)
+
+    def __repr__(self) -> str:
+        return f"Corpus({self.split}: {self.num_documents} documents, {self.num_tokens} tokens, {self.folder})"
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """Both splits of a corpus."""
+
+    train: Corpus
+    validation: Corpus
+    corpus_hash: str
+    """Hash of the tokens, lengths and targets of both splits; equal on every machine that has the same documents."""
+    skipped: dict[str, int]
+    """Counts of what was left out: empty_documents (no token of their own), unparsable_files."""
+
+
+def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
+    """Open the corpus that ``data`` describes in ``data.cache_dir``; tokenise it first if it is not there.
+
+    Of several processes one tokenises and the others wait. ``progress`` shows a bar on a terminal.
+    Raises ConfigError naming the key: a wrong key or file, or a corpus in the cache that is not whole.
+    """
+    source = open_source(data)
+    tokenizer: Tokenizer = load_tokenizer(data) if source.vocab_size is None else TokenIds(source.vocab_size)
+    identity = {
+        "format": FORMAT,
+        "source": [data.source, *source.fingerprint],
+        "tokenizer": tokenizer.fingerprint,
+        "validation_fraction": float(data.validation_fraction),
+        "corpus_seed": SEED,
+    }
+    key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
+    folder = Path(data.cache_dir).resolve() / f"{data.source}-{key}"
+    if not folder.exists():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_name(f".{folder.name}.lock")):
+                if not folder.exists():
+                    tokenize(folder, data, source, tokenizer, identity, progress)
+        except OSError as error:
+            raise ConfigError(f"data.cache_dir: cannot write '{data.cache_dir}' ({error.strerror or error})") from None
+    try:
+        train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
+        skipped = json.loads((folder / META).read_text())["skipped"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder") from None
+    if skipped:
+        counts = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in skipped.items())
+        logger.warning("the corpus of data.source=%s leaves out %s", data.source, counts)
+    return Corpora(train, validation, train.corpus_hash, skipped)
+
+
+def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
+    """Choose the validation documents of every arm and evaluation: all, or a fixed random choice."""
+    if data.validation_documents is None or data.validation_documents >= corpus.num_documents:
+        return np.arange(corpus.num_documents)
+    return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[: data.validation_documents])

@@ -1,0 +1,199 @@
+"""Tokenizers: UTF-8 bytes or a `tokenizers` JSON file, and the files that hold one beside a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from packmamba.config import ConfigError, DataConfig
+
+TOKENIZER, OPTIONS = "tokenizer.json", "tokenizer_config.json"
+BYTES = "packmamba_bytes"
+"""Key of ``tokenizer_config.json`` that marks a byte tokenizer, which needs no package."""
+
+
+class Tokenizer(Protocol):
+    """Ids of a text. ``encode`` never returns begin and end tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Upper bound of every id, begin and end tokens included."""
+
+    begin_id: int | None
+    """Id put before every document."""
+    end_id: int | None
+    """Id put after every document."""
+    fingerprint: str
+    """Text that changes with anything that may change an id."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, (length,) of dtype ``token_dtype(vocab_size)``."""
+
+    def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
+        """Return the ids of each text; faster than ``encode`` for many."""
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids without begin and end tokens; invalid UTF-8 becomes U+FFFD."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return little-endian uint16 where every id fits, else uint32."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def load_tokenizer(data: DataConfig) -> Tokenizer:
+    """Load the tokenizer of ``data.tokenizer``, ``data.begin_token`` and ``data.end_token``.
+
+    Raises ConfigError: no such file, not a tokenizer, package missing, or a begin or end token that the file lacks.
+    """
+    if data.tokenizer == "bytes":
+        return ByteTokenizer(data.begin_token, data.end_token)
+    return FileTokenizer(data.tokenizer, data.begin_token, data.end_token)
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8; begin and end tokens get the next ids (one id if they share a name)."""
+
+    def __init__(self, begin_token: str | None = None, end_token: str | None = None) -> None:
+        ids: dict[str | None, int] = {}
+        for token in (begin_token, end_token):
+            if token is not None:
+                ids.setdefault(token, 256 + len(ids))
+        self.begin_id = ids.get(begin_token)
+        self.end_id = ids.get(end_token)
+        self.vocab_size = 256 + len(ids)
+        self.fingerprint = f"bytes {begin_token!r} {end_token!r}"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(token_dtype(self.vocab_size))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        numbers = np.asarray(ids, np.int64)
+        return numbers[numbers < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizers` JSON file. The file's own truncation, padding and template of special tokens are not applied."""
+
+    def __init__(self, path: str | Path, begin_token: str | None = None, end_token: str | None = None) -> None:
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"data.tokenizer: expected bytes or a tokenizers JSON file, got '{path}', which is no file"
+            )
+        try:
+            import tokenizers
+        except ImportError:
+            raise ConfigError("data.tokenizer: a file needs the package tokenizers; pip install tokenizers") from None
+        content = Path(path).read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the package raises plain Exception
+            raise ConfigError(f"data.tokenizer: expected a tokenizers JSON file, got {path} ({error})") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = (
+            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )  # may have gaps
+        for key, token in (("begin_token", begin_token), ("end_token", end_token)):
+            if token is not None and self._tokenizer.token_to_id(token) is None:
+                added = self._tokenizer.get_added_tokens_decoder().values()
+                special = ", ".join([one.content for one in added if one.special][:8]) or "none"
+                raise ConfigError(f"data.{key}: expected null or a token of {path} (special: {special}), got '{token}'")
+        self.begin_id = None if begin_token is None else self._tokenizer.token_to_id(begin_token)
+        self.end_id = None if end_token is None else self._tokenizer.token_to_id(end_token)
+        self.fingerprint = f"{hashlib.sha256(content).hexdigest()} {begin_token!r} {end_token!r}"
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        own = [int(i) for i in ids if i not in (self.begin_id, self.end_id)]
+        return self._tokenizer.decode(own, skip_special_tokens=False)
+
+
+class TokenIds:
+    """Documents that are token ids already; no begin and end tokens. A callable vocabulary is counted at first use."""
+
+    begin_id: int | None = None
+    end_id: int | None = None
+    fingerprint = "ids"
+
+    def __init__(self, vocab_size: int | Callable[[], int]) -> None:
+        self._vocab_size = vocab_size
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return self._vocab_size() if callable(self._vocab_size) else self._vocab_size
+
+    def encode(self, text: Any) -> np.ndarray:
+        return np.asarray(text, token_dtype(self.vocab_size))
+
+    def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+def write_tokenizer(folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None) -> None:
+    """Write a tokenizer beside a model, for PackMamba and transformers' AutoTokenizer; arguments as in ``config.data``."""
+    folder = Path(folder)
+    content = _byte_level(begin_token, end_token) if tokenizer == "bytes" else Path(tokenizer).read_text("utf-8")
+    special = {"bos_token": begin_token, "eos_token": end_token}
+    options = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        BYTES: tokenizer == "bytes",
+        **{name: token for name, token in special.items() if token is not None},
+    }
+    (folder / TOKENIZER).write_text(content, encoding="utf-8")
+    (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
+
+
+def read_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read the tokenizer in the folder of a run or a checkpoint. Raises ConfigError if there is none."""
+    folder = Path(folder)
+    if not (folder / TOKENIZER).is_file():
+        raise ConfigError(f"data.tokenizer: expected one, since {folder} has no {TOKENIZER}")
+    options = json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
+    tokens = [options.get(name) for name in ("bos_token", "eos_token")]
+    begin, end = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    return ByteTokenizer(begin, end) if options.get(BYTES) else FileTokenizer(folder / TOKENIZER, begin, end)
+
+
+def _byte_level(begin_token: str | None, end_token: str | None) -> str:
+    """Write ``ByteTokenizer`` as a `tokenizers` JSON: byte-level BPE without merges, then begin and end tokens."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    names = [token for token in dict.fromkeys((begin_token, end_token)) if token is not None]
+    # ByteLevel names a printable byte by its own character, and the others by the characters from 256 on.
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = iter(range(256, 512))
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
+    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+    model |= {"vocab": {chr(i if i in printable else next(others)): i for i in range(256)}, "merges": []}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": 256 + i, "content": name, **flags} for i, name in enumerate(names)],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    return json.dumps(content, ensure_ascii=False, indent=1)
