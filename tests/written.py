@@ -1,4 +1,4 @@
-"""Documents that tests write for sources, and what sources make of them."""
+"""Documents that tests write for sources, and what sources read from them."""
 
 import gzip
 import json
@@ -17,16 +17,16 @@ TEXTS = [f"document {i} ☃\u2028 " * (i % 7) + str(i) for i in range(300)]
 
 
 def read(data):
-    """(held out, content) of every document, and the counts of what was skipped; checks the progress on the way."""
-    source = open_source(data)
-    skipped, advanced = Counter(), []
-    found = list(source.read(advanced.append, skipped))
+    """Return every document of a source; checks its progress."""
+    source, advanced = open_source(data), []
+    found = list(source.read(advanced.append, Counter()))
     assert source.total is None or sum(advanced) == source.total
-    return found, dict(skipped)
+    return found
 
 
-def refused(data, error=ConfigError):
-    with pytest.raises(error) as caught:
+def refused(data):
+    """Return the one-line ConfigError that the source raises."""
+    with pytest.raises(ConfigError) as caught:
         load_corpora(data, progress=False)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -44,17 +44,17 @@ def write_lines(path: Path, texts=TEXTS) -> Path:
 
 
 def of(path, source="jsonl", **keys):
-    return DataConfig(source=source, path=str(path), validation_fraction=0.2, **keys)
+    return DataConfig(source=source, path=str(path), **{"validation_fraction": 0.2, **keys})
 
 
-def write_megatron(prefix, documents, code=8, dtype="<u2", cut=(), **changes):
-    """As Megatron's own writer does: a sequence a document, or documents of several (``cut`` counts them)."""
-    sequences = [part for d in documents for part in np.array_split(np.array(d), cut or 1)] if cut else documents
+def write_megatron(prefix, documents, code=8, dtype="<u2", cut=1, version=1):
+    """Write as Megatron does: a sequence for each document, or ``cut`` sequences."""
+    sequences = [part for document in documents for part in np.array_split(np.array(document, dtype), cut)]
     lengths = [len(one) for one in sequences]
     places = np.cumsum([0, *lengths])[:-1] * np.dtype(dtype).itemsize
-    starts = np.arange(len(documents) + 1) * (cut or 1)
-    prefix.with_suffix(".bin").write_bytes(b"".join(np.array(one, dtype).tobytes() for one in sequences))
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", changes.get("version", 1), code, len(lengths), len(starts))
+    starts = np.arange(len(documents) + 1) * cut
+    prefix.with_suffix(".bin").write_bytes(b"".join(one.tobytes() for one in sequences))
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", version, code, len(lengths), len(starts))
     body = np.array(lengths, "<i4").tobytes() + places.astype("<i8").tobytes() + starts.astype("<i8").tobytes()
     prefix.with_suffix(".idx").write_bytes(head + body)
     return prefix

@@ -1,0 +1,341 @@
+"""Sources: what they read, what they hold out, what they refuse."""
+
+import json
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.lengths import draw_lengths
+from packmamba.data.sources import open_source
+from packmamba.data.sources.packages import functions_of
+from packmamba.data.token_store import load_corpora
+from packmamba.evaluation.tasks import TASKS
+from written import TEXTS, of, read, refused, write_lines, write_megatron
+
+
+@pytest.fixture
+def expected(tmp_path):
+    """The documents of plain JSON lines."""
+    return read(of(write_lines(tmp_path / "expected.jsonl")))
+
+
+def contents(documents):
+    return [document.content for document in documents]
+
+
+def held_out(documents):
+    return {document.content for document in documents if document.held_out}
+
+
+# --- JSON lines
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.gz"])
+def test_compressed_lines_are_the_lines(tmp_path, name, expected):
+    assert read(of(write_lines(tmp_path / name))) == expected
+
+
+def test_a_folder_and_a_pattern_take_compressed_and_plain_files(tmp_path, expected):
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    write_lines(folder / "a.jsonl", TEXTS[:100])
+    write_lines(folder / "b.jsonl.gz", TEXTS[100:200])
+    write_lines(folder / "deep" / "c.jsonl.zst", TEXTS[200:])
+    (folder / "notes.txt").write_text("not JSON")
+    for path in (folder, folder / "**" / "*.jsonl*", tmp_path / "fold*"):
+        assert read(of(path)) == expected
+    assert contents(read(of(folder / "*.gz"))) == TEXTS[100:200]
+    write_lines(folder / "b.jsonl")
+    assert "twice" in refused(of(folder))
+    assert refused(of("nothing*")).startswith("data.path")
+
+
+BROKEN = {
+    "json": b'{"text": "a"',
+    "missing": b'{"txt": "a", "id": 3}',
+    "null": b'{"text": null}',
+    "list": b'["text"]',
+    "utf8": b'{"text": "\xff"}',
+    "surrogate": b'{"text": "\\ud800"}',
+    "deep": b"[" * 200_000,
+}
+
+
+@pytest.mark.parametrize("line", BROKEN.values(), ids=BROKEN)
+def test_a_broken_line_is_named_by_file_and_line(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "good"}\n\n  \n' + line + b'\n{"text": "good"}\n')
+    with pytest.raises(ConfigError, match=r"^data\.path: .*a\.jsonl:4: "):
+        read(of(path))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_compressed_files_that_are_damaged_are_refused_by_name(tmp_path, name):
+    path = write_lines(tmp_path / name)
+    whole = path.read_bytes()
+    for damaged in (whole[:-20], whole[:-200] + bytes(100) + whole[-100:], b'{"text": "plain"}\n'):
+        path.write_bytes(damaged)
+        assert refused(of(path)).startswith(f"data.path: {path}")
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.0001])
+def test_the_split_is_by_content_and_holds_out_at_least_one(tmp_path, fraction):
+    texts = [f"document {i}" for i in range(1000)] * 2
+    forward = read(of(write_lines(tmp_path / "a.jsonl", ["", *texts]), validation_fraction=fraction))
+    backward = read(of(write_lines(tmp_path / "b.jsonl", texts[::-1]), validation_fraction=fraction))
+    assert held_out(forward) == held_out(backward)
+    assert not held_out(forward) & {one.content for one in forward if not one.held_out and one.content}
+    assert 70 < len(held_out(forward)) < 130 if fraction == 0.1 else len(held_out(forward) - {""}) == 1
+
+
+# --- text
+
+
+def write_texts(root: Path, texts: dict) -> DataConfig:
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text.encode())
+    return of(root, "text", validation_fraction=0.25)
+
+
+def test_text_reads_every_visible_file_in_the_order_of_its_name(tmp_path):
+    texts = {"b.txt": "\ufeffzwei\r\n", "a/z.md": "eins", "c": "drei ☃", ".hidden": "no", ".git/x": "no", "d.rst": ""}
+    assert contents(read(write_texts(tmp_path, texts))) == ["eins", "zwei\r\n", "drei ☃", ""]
+
+
+def test_text_is_held_out_by_name(tmp_path):
+    names = [f"{i}.txt" for i in range(40)]
+    first = held_out(read(write_texts(tmp_path / "a", {name: name for name in names})))
+    assert len(first) == 10
+    fewer = held_out(read(write_texts(tmp_path / "b", {name: name for name in names[:39]})))
+    assert len(fewer ^ first) <= 2  # a file more or less moves one other file at most
+    few = write_texts(tmp_path / "c", {"a": "a", "b": "b"})
+    few.validation_fraction = 0.01
+    assert sorted(document.held_out for document in read(few)) == [False, True]
+
+
+def test_text_that_is_not_utf8_is_refused_by_its_name(tmp_path):
+    data = write_texts(tmp_path, {"a": "a", "b": "b"})
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    assert "picture.png" in refused(data)
+
+
+# --- parquet and data sets
+
+
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    """The package, with a cache of the test's own."""
+    package = pytest.importorskip("datasets")
+    monkeypatch.setattr(package.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    package.disable_progress_bars()
+    return package
+
+
+def test_parquet_has_the_documents_and_the_split_of_json_lines(tmp_path, datasets, expected):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "p" / "deep").mkdir(parents=True)
+    pq.write_table(pa.table({"id": range(99), "text": TEXTS[:99]}), tmp_path / "p" / "a.parquet", row_group_size=7)
+    pq.write_table(pa.table({"text": pa.array(TEXTS[99:], pa.large_string())}), tmp_path / "p" / "deep" / "b.parquet")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "p" / "c.parquet")
+    pq.write_table(pa.table({"text": pa.array(TEXTS).dictionary_encode()}), tmp_path / "words.parquet")
+    for path in ("p", "p/**/*.parquet", "words.parquet"):
+        assert read(of(tmp_path / path, "parquet")) == expected
+
+
+@pytest.mark.parametrize("kind", ["saved", "splits", "folder"])
+def test_data_sets_have_the_documents_and_the_split_of_json_lines(tmp_path, datasets, expected, kind):
+    made = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(300))})
+    path = tmp_path / kind
+    if kind == "folder":
+        path.mkdir()
+        for part in range(3):
+            made.select(range(part * 100, part * 100 + 100)).to_parquet(path / f"train-{part}.parquet")
+    else:
+        (datasets.DatasetDict({"train": made, "test": made.select([1])}) if kind == "splits" else made).save_to_disk(
+            path
+        )
+    data = of(path, "huggingface")
+    assert read(data) == expected
+    before = open_source(data).fingerprint
+    if kind == "saved":
+        made.select(range(200)).save_to_disk(path)
+        assert open_source(data).fingerprint != before
+
+
+def test_rows_and_columns_without_text_are_refused(tmp_path, datasets):
+    made = datasets.Dataset.from_dict({"text": ["a", None, "b"], "id": [1, 2, 3], "words": [["a"], ["b"], ["c"]]})
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "folder").mkdir()
+    made.to_parquet(tmp_path / "folder" / "train.parquet")
+    for name, source in (("splits", "huggingface"), ("folder", "huggingface"), ("folder", "parquet")):
+        path = tmp_path / name
+        assert "row 2" in refused(of(path, source)) and "null" in refused(of(path, source))
+        for key in ("txt", "id", "words"):
+            assert key in refused(of(path, source, text_key=key))
+    assert refused(of(tmp_path / "splits", "huggingface", split="tset")).startswith("data.split")
+    assert refused(of(tmp_path / "splits", "huggingface", subset="en")).startswith("data.subset")
+    (tmp_path / "empty").mkdir()
+    assert refused(of(tmp_path / "empty", "huggingface")).startswith("data.path")
+    parquet = tmp_path / "folder" / "train.parquet"
+    parquet.write_bytes(parquet.read_bytes()[:100])
+    assert refused(of(parquet, "parquet")).startswith("data.path")
+
+
+@pytest.mark.parametrize(
+    ("source", "package", "name"),
+    [("parquet", "datasets", "a.parquet"), ("huggingface", "datasets", "a"), ("jsonl", "zstandard", "a.jsonl.zst")],
+)
+def test_a_missing_package_is_named(tmp_path, source, package, name, monkeypatch):
+    (tmp_path / name).write_bytes(b"a")
+    monkeypatch.setitem(sys.modules, package, None)
+    assert "pip install" in refused(of(tmp_path / name, source))
+
+
+# --- Megatron
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.integers(0, 200), min_size=1, max_size=9), min_size=8, max_size=30, unique_by=tuple),
+    kind=st.sampled_from([(1, "<u1"), (8, "<u2"), (4, "<i4"), (5, "<i8")]),
+    cut=st.sampled_from([1, 3]),
+)
+def test_megatron_s_documents_come_as_they_are(tmp_path_factory, documents, kind, cut):
+    prefix = write_megatron(tmp_path_factory.mktemp("m") / "corpus", documents, *kind, cut=cut)
+    corpora = load_corpora(of(prefix, "megatron", cache_dir=str(prefix.parent)), progress=False)
+    both = [split.document(i).tolist() for split in (corpora.train, corpora.validation) for i in range(len(split))]
+    assert sorted(both) == sorted(documents) and corpora.train.vocab_size == 1 + max(map(max, documents))
+    assert corpora.train.begin_id is corpora.train.end_id is None
+
+
+def test_megatron_s_files_that_do_not_fit_are_refused(tmp_path):
+    documents = [[1, 2, 3], [4, 5], [6]]
+    prefix = write_megatron(tmp_path / "corpus", documents)
+    binary, index = prefix.with_suffix(".bin"), prefix.with_suffix(".idx")
+    data = of(prefix, "megatron", cache_dir=str(tmp_path / "c"))
+    whole = index.read_bytes()
+    binary.write_bytes(binary.read_bytes() + b"\0\0")
+    assert str(binary) in refused(data)
+    for content in (whole[:-8], b"MMIDIDY" + whole[7:], b""):
+        index.write_bytes(content)
+        assert str(index) in refused(data)
+    for changes in ({"version": 2}, {"code": 7}):
+        write_megatron(prefix, documents, **changes)
+        assert str(index) in refused(data)
+    write_megatron(prefix, [[1], [-1]], 4, "<i4")
+    assert "-1" in refused(data)
+    index.unlink()
+    assert str(index) in refused(data)
+
+
+# --- the standard library, synthetic documents, tasks
+
+
+def test_functions_are_cut_out_as_they_stand_in_their_file():
+    code = (
+        "def a():\n    def inner():\n        pass\n    return inner\n"
+        "if True:\n    @dec(\n        1)\n    async def b(): pass\n"
+        "\fclass C:\n    def c(self):\n        x = 1\n\n    class D:\n        def d(self): pass"
+    )
+    assert functions_of(code.encode()) == [
+        "def a():\n    def inner():\n        pass\n    return inner\n",
+        "    @dec(\n        1)\n    async def b(): pass\n",
+        "    def c(self):\n        x = 1\n",
+        "        def d(self): pass",
+    ]
+    assert functions_of("# -*- coding: latin-1 -*-\ndef e(): return 'é'\n".encode("latin-1")) == [
+        "def e(): return 'é'\n"
+    ]
+    assert functions_of(b"def (") is None
+
+
+def test_the_standard_library_is_held_out_by_file(monkeypatch, tmp_path):
+    for i in range(40):
+        (tmp_path / f"m{i}.py").write_text(f"def a(): return {i}\ndef b(): return {i}\n")
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "t.py").write_text("def no(): pass\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    source, skipped = open_source(DataConfig(validation_fraction=0.25)), Counter()
+    sides = {}
+    for document in source.read(lambda _: None, skipped):
+        sides.setdefault(document.content.split()[-1], set()).add(document.held_out)
+    assert skipped == {"unparsable_files": 1} and len(sides) == 40
+    assert sum(side == {True} for side in sides.values()) == 10 == 40 - sum(side == {False} for side in sides.values())
+
+
+def test_the_standard_library_has_thousands_of_documents_with_a_heavy_tail():
+    root = Path(json.__file__).parent
+    documents = [document.content for document in read(DataConfig())]
+    sizes = np.array(list(map(len, documents)))
+    assert 10_000 < len(sizes) < 25_000 and sizes.max() > 20 * np.median(sizes)
+    dumps = next(text for text in documents if text.startswith("def dumps(obj, *, skipkeys"))
+    assert dumps in (root / "__init__.py").read_text()
+
+
+@pytest.mark.parametrize("name", ["documents-2k", "short", "heavy"])
+def test_synthetic_documents_have_the_lengths_of_the_distribution(name):
+    found = read(DataConfig(source="synthetic", distribution=name, num_documents=2500, vocab_size=300))
+    assert [len(document.content) for document in found] == draw_lengths(name, 2500, 0).tolist()
+    assert sum(document.held_out for document in found) == 125
+    tokens = np.concatenate(contents(found))
+    counts = np.bincount(tokens, minlength=300) / len(tokens) * 300
+    assert len(counts) == 300 and np.abs(counts - 1).max() < 6 / np.sqrt(len(tokens) / 300)
+
+
+def test_a_task_s_corpus_holds_its_examples_and_their_targets(tmp_path):
+    options = {"num_pairs": 4, "length": [20, 40], "vocab_size": 64}
+    data = DataConfig(source="task", task="mqar", task_options=options, num_documents=60, validation_fraction=0.2)
+    data.cache_dir = str(tmp_path)
+    corpora = load_corpora(data, progress=False)
+    task = TASKS["mqar"](num_pairs=4, length=(20, 40), vocab_size=64)
+    assert (len(corpora.train), len(corpora.validation)) == (48, 12) and corpora.train.vocab_size == 64
+    for corpus, first in ((corpora.train, 0), (corpora.validation, 48)):
+        for number in range(len(corpus)):
+            example = task.example(0, first + number)
+            assert np.array_equal(corpus.document(number), example.tokens)
+            assert np.array_equal(corpus.answers(number), np.where(example.mask, example.targets, -1))
+
+
+# --- keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"path": "corpus"}, "data.path"),
+        ({"source": "text"}, "data.path"),
+        ({"source": "jsonl", "path": "nowhere"}, "data.path"),
+        ({"source": "text", "path": "a.txt"}, "data.path"),
+        ({"source": "text", "path": "empty"}, "data.path"),
+        ({"source": "jsonl", "path": "empty"}, "data.path"),
+        ({"source": "text", "path": "one"}, "data.validation_fraction"),
+        ({"source": "synthetic", "num_documents": 1}, "data.validation_fraction"),
+        ({"source": "task"}, "data.task"),
+        ({"source": "task", "task": "mqarr"}, "data.task"),
+        ({"source": "task", "task": "mqar", "task_options": {"num_pair": 3}}, "data.task_options"),
+        ({"source": "task", "task": "mqar", "task_options": {"num_pairs": 0}}, "data.task_options"),
+        ({"source": "huggingface"}, "data.path"),
+        ({"source": "megatron"}, "data.path"),
+        ({"source": "packages"}, "data.path"),
+    ],
+    ids=str,
+)
+def test_a_wrong_key_is_refused_before_any_work(tmp_path, monkeypatch, keys, key):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("one").mkdir()
+    Path("one/a.txt").write_text("a")
+    Path("a.txt").write_text("a")
+    with pytest.raises(ConfigError, match=f"^{key}: [^\n]*$"):
+        open_source(DataConfig(**keys))
