@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import gzip
-import importlib
 import hashlib
+import importlib
 import io
 import json
 import os
