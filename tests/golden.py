@@ -312,7 +312,9 @@ def main() -> None:
             folder = Path(name).resolve()
             write_documents(folder)
             if "manifest" not in golden:
-                recipe = importlib.import_module("packmamba.data.recipe")  # of the old commit, where values are recorded
+                recipe = importlib.import_module(
+                    "packmamba.data.recipe"
+                )  # of the old commit, where values are recorded
                 golden["manifest"] = recipe.make_manifest(PACKAGES, progress=False)._text()
             (folder / "manifest.gz").write_bytes(gzip.compress(golden["manifest"].encode(), mtime=0))
             try:
