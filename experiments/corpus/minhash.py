@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 SHINGLE = 5
 FUNCTIONS = 256
-BAND = 4
-"""Columns that two signatures must share to be compared: one of the 64 bands is shared with probability 0.98 at 0.5."""
-ROUNDS = 64
-"""Maximum texts of a bucket that the others in it are compared with."""
+BAND = (
+    4  # columns that two signatures must share to be compared: one of 64 bands is shared with probability 0.98 at 0.5
+)
+ROUNDS = 64  # maximum texts of a bucket that the others in it are compared with
 
 _random = np.random.default_rng(5)
 _MULTIPLY, _ADD = _random.integers(0, 2**32, (2, 1, FUNCTIONS), dtype=np.uint32) | np.uint32(1)

@@ -1,0 +1,198 @@
+"""The corpus of installed packages: near-copies, the split, the manifest, and that other files are refused."""
+
+import importlib
+import json
+import re
+
+import numpy as np
+import pytest
+
+from experiments.corpus import build
+from experiments.corpus.minhash import clusters, shingles, signature
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.sources.packages import read_manifest
+from packmamba.data.token_store import load_corpora
+
+
+def runs_of_five(text):
+    """The set that ``shingles`` hashes, by a regular expression."""
+    tokens = re.findall(r"\w+|[^\w\s]", text)
+    width = min(5, len(tokens))
+    return {tuple(tokens[i : i + width]) for i in range(len(tokens) - width + 1)} if tokens else set()
+
+
+def jaccard(a, b):
+    a, b = runs_of_five(a), runs_of_five(b)
+    return len(a & b) / len(a | b)
+
+
+def words(rng, count):
+    return [f"word_{i}" for i in rng.integers(0, 500, count)]
+
+
+@pytest.mark.parametrize("text", ["", " \n\t", "one", "a b c d", "a b c d e", "f(x)==[1,2]\n" * 3, "größe = π + 1 # ä"])
+def test_shingles_are_the_runs_of_five_tokens(text):
+    assert len(shingles(text.encode())) == len(runs_of_five(text))
+    assert (shingles(text.encode()) == shingles(f"\n {text}\t".encode())).all()
+
+
+@pytest.mark.parametrize("replaced", [0, 40, 120, 250, 400])
+def test_signatures_estimate_the_jaccard_similarity(replaced):
+    rng = np.random.default_rng(replaced)
+    first = words(rng, 400)
+    first, second = " ".join(first), " ".join(first[replaced:] + words(rng, replaced))
+    estimate = (signature(first.encode()) == signature(second.encode())).mean()
+    assert estimate == pytest.approx(jaccard(first, second), abs=0.12)  # four standard deviations
+
+
+def test_clusters_are_those_of_all_pairs():
+    rng = np.random.default_rng(0)
+    texts = []
+    for _ in range(30):
+        base = words(rng, 200)
+        texts += [" ".join(base[cut:] + words(rng, cut)) for cut in (0, 10, 150)]
+        texts.append(" ".join(base))
+    signatures = np.stack([signature(text.encode()) for text in texts])
+    expected = np.arange(len(texts))
+    for i in range(len(texts)):
+        for j in range(i):
+            if (signatures[i] == signatures[j]).mean() >= 0.5:
+                expected[expected == expected[i]] = expected[j]
+    found = clusters(signatures)
+    assert (found == np.array([np.flatnonzero(expected == e)[0] for e in expected])).all()
+    assert len(np.unique(found)) == 60  # of each four, three are near-copies
+
+
+def test_validation_is_many_small_packages():
+    rng = np.random.default_rng(1)
+    sizes = {f"package{i}": int(size) for i, size in enumerate(rng.lognormal(10, 2, 300))}
+    total = sum(sizes.values())
+    held = build.validation_packages(sizes, 0.1, seed=0)
+    assert 0.1 * total <= sum(sizes[name] for name in held) <= 0.125 * total
+    assert max(sizes[name] for name in held) <= 0.025 * total
+    assert held == build.validation_packages(dict(reversed(sizes.items())), 0.1, seed=0)
+
+
+MODULE = """{doc}
+
+
+def {name}(a, b):
+    return {body}
+
+
+class C:
+    def shared(self, one, two, three, four):
+        self.a, self.b = one, two
+        return three + four
+"""
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Four packages: two hold a near-copy of the other two's file, all hold the same method, one has odd files."""
+    rng = np.random.default_rng(3)
+    texts = {
+        name: MODULE.format(doc=f'"""{" ".join(words(rng, 150))}"""', name=f"of_{name}", body=" + ".join(words(rng, 9)))
+        for name in ("alpha", "beta")
+    }
+    texts["gamma"] = texts["alpha"].replace("of_alpha", "of_gamma") + "\n# vendored\n"
+    texts["delta"] = texts["beta"]
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_text(text)
+        files = [f"{name}/a.py"]
+        if name == "alpha":
+            (tmp_path / name / "empty.py").write_text("\n")
+            (tmp_path / name / "latin.py").write_bytes(b"# \xe9\n")
+            (tmp_path / name / "broken.py").write_text("def broken(:\n    " + " ".join(words(rng, 40)))
+            files += [f"{name}/{file}.py" for file in ("empty", "latin", "broken")]
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    return tmp_path
+
+
+def corpus_of(site, *names, **options):
+    path = site / "packages.jsonl.gz"
+    build.make_manifest(path, names or ["alpha", "beta", "gamma", "delta"], **options)
+    return DataConfig(
+        source="packages", path=str(path), cache_dir=str(site / "cache"), begin_token=None, end_token=None
+    )
+
+
+def documents(data):
+    corpora = load_corpora(data, progress=False)
+    return {
+        corpus.split: [(corpus.group(i), bytes(corpus.document(i).tolist()).decode()) for i in range(len(corpus))]
+        for corpus in (corpora.train, corpora.validation)
+    }
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_of_near_copies_one_stays_and_packages_are_in_one_split(site, seed):
+    data = corpus_of(site, seed=seed)
+    manifest, content = read_manifest(data.path), (site / "packages.jsonl.gz").read_bytes()
+    taken = {f"{package['name']}/{path}" for package, path, *_ in manifest.taken()}
+    assert taken - {"beta/beta/a.py", "delta/delta/a.py"} == {"alpha/alpha/broken.py", "gamma/gamma/a.py"}
+    assert len(taken) == 3
+    found = documents(data)
+    assert found["train"] and found["validation"]
+    assert all(jaccard(a, b) < 0.5 for _, a in found["train"] for _, b in found["validation"])
+    held = {package["name"] for package in manifest.packages if package["split"] == "validation"}
+    assert {group for group, _ in found["validation"]} <= held and not {group for group, _ in found["train"]} & held
+    corpus_of(site, seed=seed)
+    assert (site / "packages.jsonl.gz").read_bytes() == content
+
+
+def test_functions_stand_once_and_a_mixture_has_some_files_whole(site):
+    data = corpus_of(site, "beta", "gamma", "delta")
+    found = {}
+    for data.unit in ("files", "functions", "mixture"):
+        found[data.unit] = {text for split in documents(data).values() for _, text in split}
+    assert len(found["functions"]) == 3  # of_gamma, of_beta, and the method that all share
+    assert sum("def shared" in text for text in found["functions"]) == 1
+    taken = read_manifest(data.path).taken()
+    whole = {(site / path).read_text() for _, path, hash, _ in taken if int(hash[-1], 16) % 2 == 0}
+    assert found["mixture"] - found["functions"] == whole <= found["files"]
+
+
+def test_other_files_are_refused_by_name(site):
+    data = corpus_of(site)
+    (site / "gamma" / "a.py").write_text("changed = True\n")
+    with pytest.raises(ConfigError, match=r"data.path: gamma/a.py differs from .* gamma 1.0"):
+        load_corpora(data, progress=False)
+    (site / "alpha" / "broken.py").unlink()
+    with pytest.raises(ConfigError, match="data.path: .*alpha/broken.py of alpha 1.0"):
+        load_corpora(data, progress=False)
+    data.validation_fraction = 0.2
+    with pytest.raises(ConfigError, match="data.validation_fraction"):
+        load_corpora(data, progress=False)
+    data = DataConfig(source="packages", path=__file__)
+    with pytest.raises(ConfigError, match="data.path: .*manifest"):
+        load_corpora(data, progress=False)
+
+
+def test_the_command_makes_a_corpus_and_checks_it(site):
+    common = ["--cache-dir", f"{site}/cache"]
+    names = ["--packages", "beta", "gamma", "delta"]
+    build.main(["--output", f"{site}/made", *names, "--tokenizer-size", "300", *common])
+    card = json.loads((site / "made" / "card.json").read_text())
+    assert (card["files"], card["files_left_out"], card["functions_left_out"]) == (3, 1, 1)
+    again = ["--manifest", f"{site}/made/packages.jsonl.gz", "--output", f"{site}/again", *common]
+    build.main(again)
+    assert json.loads((site / "again" / "card.json").read_text()) == card
+    data = DataConfig(source="packages", path=f"{site}/made/packages.jsonl.gz", cache_dir=f"{site}/cache")
+    data.tokenizer = f"{site}/made/tokenizer.json"
+    assert load_corpora(data, progress=False).train.vocab_size == 300
+    card["units"]["files"]["corpus_hash"] = "other"
+    (site / "made" / "card.json").write_text(json.dumps(card))
+    with pytest.raises(ConfigError, match="manifest: .*files"):
+        build.main(again)
+
+
+def test_the_committed_manifest_is_the_card_s():
+    folder = build.Path(build.__file__).parent
+    assert read_manifest(folder / "packages.jsonl.gz").hash == json.loads((folder / "card.json").read_text())["manifest"]
