@@ -195,4 +195,6 @@ def test_the_command_makes_a_corpus_and_checks_it(site):
 
 def test_the_committed_manifest_is_the_card_s():
     folder = build.Path(build.__file__).parent
-    assert read_manifest(folder / "packages.jsonl.gz").hash == json.loads((folder / "card.json").read_text())["manifest"]
+    assert (
+        read_manifest(folder / "packages.jsonl.gz").hash == json.loads((folder / "card.json").read_text())["manifest"]
+    )
