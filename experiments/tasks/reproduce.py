@@ -1,37 +1,32 @@
-"""What makes the experiment's records, and the numbers that its README rests on."""
+"""The sweep and the bench that make this question's records, and its headline numbers."""
 
 from packmamba.experiments import Headline, Step
 
 TINY = (
-    "grid.seed=[0]", "trainer.max_steps=3", "trainer.validate_every=3", "data.num_documents=300", "evaluation_examples=20",
-)  # fmt: skip
-STEPS = [
-    Step("tasks.yaml", small=TINY),
-    Step("contradiction.yaml", small=TINY),
-    Step("answers.yaml", small=("examples=10", "seeds=[0]")),
-]
-
-
-def _right(arm: str, length: int) -> Headline:
-    return Headline(
-        f"{arm}: right answers at length {length}", f"answers-{arm}", {"arm": arm, "value": length}, "accuracy"
-    )
-
-
+    "grid.seed=[0]",
+    "trainer.max_steps=3",
+    "trainer.validate_every=3",
+    "data.num_documents=300",
+    "evaluation_examples=20",
+)
+STEPS = [Step("tasks.yaml", small=TINY), Step("answers.yaml", small=("examples=10", "seeds=[0]"))]
 INTRUDING = {"evaluated": "as trained", "reads": "of keys that only the predecessor wrote"}
 HEADLINES = [
-    _right("induction", 256),
-    _right("induction", 4096),
-    _right("mqar", 64),
-    _right("parity", 1024),
-    Headline("contradiction: leak minus reset, intruding reads, points", "leak-contradiction", INTRUDING, "difference"),
-    Headline(
-        "contradiction, begin tokens: leak minus reset, intruding reads, points", "leak-contradiction-begin", INTRUDING,
-        "difference",
+    *(
+        Headline(f"{arm}: right answers at length {n}", f"answers-{arm}", {"arm": arm, "value": n}, "accuracy")
+        for arm, n in (("induction", 256), ("induction", 4096), ("mqar", 64), ("parity", 1024))
+    ),
+    *(
+        Headline(
+            f"contradiction{of}: leak minus reset, intruding reads, points",
+            f"leak-contradiction{name}",
+            INTRUDING,
+            "difference",
+        )
+        for of, name in (("", ""), (", begin tokens", "-begin"))
     ),
     *(
         Headline(f"{task}: untrained", "untrained", {"task": task}, "accuracy")
-        for task in ("mqar", "selective_copying", "induction", "fuzzy_recall", "noisy_recall", "passkey", "contradiction",
-                     "parity", "next_line")
+        for task in ("mqar", "passkey", "parity")
     ),
-]  # fmt: skip
+]
