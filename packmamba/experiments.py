@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from packmamba.config import ConfigError, import_plugins, parse_override, read_yaml, resolve, suggest
+from packmamba.config import ConfigError, import_plugins, parse_override, read_yaml, resolve, select_entries, suggest
 from packmamba.records import check_writable
 
 if TYPE_CHECKING:  # its libraries take a second
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     overrides: tuple[str, ...] = ()
     """``{output}`` in one is the folder that all steps write to."""
     small: tuple[str, ...] = ()
-    """Further overrides under scale=small: about a minute on two cores, or on one GPU."""
+    """Further overrides under scale=small, about a minute on two cores or one GPU; a step without them is left out."""
     gpus: int = 0
     gpu_gib: int = 0
     """Memory of each GPU."""
@@ -201,7 +201,7 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
         raise ConfigError(f"{path}: bench: expected <experiment>/<bench>, got none")
     layers = [(loaded, str(path))]
     for override in overrides or []:
-        layers.append((_selected(loaded, parse_override(override)), f"'{override}'"))
+        layers.append((select_entries(loaded, parse_override(override)), f"'{override}'"))
     folder, name = _named(path, str(_taken(layers, "bench")))
     benches = _benches(folder)
     if name not in benches:
@@ -224,21 +224,6 @@ def load_bench(what: str | Path, overrides: list[str] | None = None) -> LoadedBe
 def _taken(layers: list[tuple[DictConfig, str]], key: str) -> Any:
     """What the last layer that has the key says of it; the key is gone from all."""
     return ([layer.pop(key) for layer, _ in layers if key in layer] or [None])[-1]
-
-
-def _selected(loaded: DictConfig, override: DictConfig) -> DictConfig:
-    """Where the file has a mapping and the override a list of names, these entries alone stay: ``arms=[single,padded]``."""
-    for key in map(str, override):
-        known, names = loaded.get(key), override.get(key)
-        if not isinstance(known, DictConfig) or not isinstance(names, ListConfig):
-            continue
-        if unknown := [name for name in names if name not in known]:
-            raise ConfigError(f"{key}: expected of {', '.join(map(str, known))}, got {unknown[0]!r}")
-        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-            raise ConfigError(f"{key}: duplicate {twice[0]!r}")
-        override[key] = {name: known[name] for name in names}
-        loaded.pop(key)
-    return override
 
 
 def run_bench(what: str | Path, overrides: list[str] | None = None) -> Path:

@@ -133,9 +133,9 @@ def test_what_a_machine_can_do(monkeypatch):
 
 def test_a_sweep_whose_kernels_are_not_installed_is_left_out(monkeypatch):
     gpus(monkeypatch, 1, 140)
-    missing = Step("single-mamba-ssm.yaml", gpus=1, packages=("mamba_ssm_that_is_not_there",))
+    missing = Step("parity.yaml", gpus=1, packages=("mamba_ssm_that_is_not_there",))
     assert reproduce.lacks(missing, "parity") == (
-        "parity/single-mamba-ssm needs mamba_ssm_that_is_not_there, which is not installed"
+        "parity/parity needs mamba_ssm_that_is_not_there, which is not installed"
     )
     assert reproduce.lacks(missing._replace(file="gradients.yaml"), "parity") is None, "a bench leaves arms out"
 
@@ -190,11 +190,11 @@ def test_the_keys_of_every_step_are_its_file_s(tmp_path):
                 assert experiments.load_bench(path, keys).output == mine
             else:
                 one_seed = ["grid.seed=[1]"] * ("\ngrid:" in path.read_text())  # the others have the same keys
-                sweep, configs = load_sweep(path, [*keys, *one_seed], runs_here=not step.packages)
+                sweep, configs = load_sweep(path, [*keys, *one_seed], runs_here=False)
                 assert sweep.output == str(mine)
                 assert {c.trainer.init_from for c in configs} <= {None, f"{mine}:zero"}
                 windows = {c.evaluation_options.get("long_context", {}).get("window", 64) for c in configs}
-                assert windows == {64} or not step.small_on_cpu, "the standard library's functions are short"
+                assert windows == {64} or not step.small, "the standard library's functions are short"
 
 
 def test_a_folder_s_own_done_json_is_no_mark(tmp_path, caplog):

@@ -27,7 +27,9 @@ STREAMS = "common={data.row_length: 64, data.streams: 512}"
 
 def _sweep(name: str, arms: str, *keys: str, seeds: range = range(1, 9), small: tuple[str, ...] = ()) -> Step:
     overrides = ("jobs=auto", f"name={name}", f"arms=[{arms}]", f"grid.seed={[*seeds]}", *keys)
-    return Step("boundaries.yaml", overrides, small=(*SMALL, WINDOW, *small), gpus=1, small_on_cpu=bool(small))
+    return Step(
+        "boundaries.yaml", overrides, small=(*SMALL, WINDOW, *small) if small else (), gpus=1, small_on_cpu=True
+    )
 
 
 def _suffixed(suffix: str, *arms: str) -> str:

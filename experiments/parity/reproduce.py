@@ -1,5 +1,7 @@
 """Sweeps and benches that make this question's records, and its headline numbers."""
 
+from typing import Any
+
 from packmamba.experiments import Headline, Step
 
 TINY = (
@@ -27,7 +29,7 @@ UNITS = ("files", "functions", "mixture")
 MAIN = "padded,packed-reset,packed-control"
 
 
-def _sweep(name: str, arms: str, *keys: str, **more: tuple[str, ...]) -> Step:
+def _sweep(name: str, arms: str, *keys: str, **more: Any) -> Step:
     return Step("parity.yaml", ("jobs=auto", f"name={name}", f"arms=[{arms}]", *keys), gpus=1, **more)
 
 
@@ -41,7 +43,7 @@ def _steps(steps: int) -> tuple[str, ...]:
 
 SEED_2 = ("keys=[data.unit=mixture,data.num_workers=0,seed=2]", "arms=[padded,packed-reset,packed-control]")
 STEPS = [
-    _sweep("files", MAIN, small=(*SMALL, "arms={packed-control: {data.slots_per_batch: 1024}}")),
+    _sweep("files", MAIN, small=(*SMALL, "arms={packed-control: {data.slots_per_batch: 1024}}"), small_on_cpu=True),
     *(_sweep(unit, MAIN, f"data.unit={unit}") for unit in UNITS[1:]),
     _sweep("single", "single", "grid.seed=[1,2,3,4,5]"),
     _sweep("single-mamba-ssm", "single-mamba-ssm", "grid.seed=[1,2,3,4,5]", packages=PEERS),

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from experiments.speedup import config
 from experiments.speedup.arms import Arm as Rows
 from packmamba import timing
-from packmamba.config import ConfigError, at_least, each, key, named, one_of, some
+from packmamba.config import ConfigError, at_least, each, key, one_of, some
 from packmamba.data.packing import STRATEGIES
 from packmamba.records import append_record, make_record, provenance
 
@@ -31,7 +31,7 @@ TOLERANCE = {"bf16-mixed": 2e-3, "32-true": 1e-5}
 class Arm:
     """What the table compares; its record holds these fields."""
 
-    parallel: str = key("ddp", "Lightning's strategy.", named("packmamba.training.strategy:STRATEGIES"))
+    parallel: str = key("ddp", "Lightning's strategy.", one_of("ddp", "fsdp2"))
     devices: int = key(1, "How many.", at_least(1))
 
 

@@ -2,13 +2,9 @@
 
 from packmamba.experiments import Headline, Step
 
-TINY = (
-    "grid.seed=[0]",
-    "trainer.max_steps=3",
-    "trainer.validate_every=3",
-    "data.num_documents=300",
-    "evaluation_examples=20",
-)
+SHORT = "{trainer.max_steps: 3, trainer.validate_every: 3, data.num_documents: 300}"
+ARMS = ("induction", "mqar", "parity", "packed-reset", "packed-leak", "packed-reset-begin", "packed-leak-begin")
+TINY = ("grid.seed=[0]", "evaluation_examples=20", f"arms={{{', '.join(f'{arm}: {SHORT}' for arm in ARMS)}}}")
 STEPS = [Step("tasks.yaml", small=TINY), Step("answers.yaml", small=("examples=10", "seeds=[0]"))]
 INTRUDING = {"evaluated": "as trained", "reads": "of keys that only the predecessor wrote"}
 HEADLINES = [

@@ -72,7 +72,7 @@ def load_plans(what: str, arguments: list[str]) -> list[Plan]:
         small = scale == "small"
         needs = {s: s._replace(gpus=0) if small and s.small_on_cpu else s for s in steps}
         lacking = {s: problem for s in steps if (problem := lacks(needs[s], question))}
-        able = [s for s in steps if s not in lacking]
+        able = [s for s in steps if s not in lacking and (s.small or not small)]
         if not able:
             refused += list(lacking.values())
             continue

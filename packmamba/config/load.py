@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from packmamba.config.schema import MIXER_KEYS, Config, ModelConfig
@@ -63,15 +63,28 @@ def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), 
     Raises:
         ConfigError: naming the key.
     """
-    layers = [] if path is None else [(read_yaml(path, command), str(path))]
-    return resolve(schema, [*layers, *((parse_override(override), f"'{override}'") for override in overrides)])
+    file = OmegaConf.create() if path is None else read_yaml(path, command)
+    layers = [(select_entries(file, parse_override(override)), f"'{override}'") for override in overrides]
+    return resolve(schema, [(file, str(path)), *layers])
+
+
+def select_entries(file: DictConfig, override: DictConfig) -> DictConfig:
+    """Keep only the named entries of a mapping in a file where the override lists names: ``arms=[single,padded]``."""
+    for key in map(str, override):
+        known, names = file.get(key), override.get(key)
+        if isinstance(known, DictConfig) and isinstance(names, ListConfig):
+            if unknown := [name for name in names if name not in known]:
+                raise ConfigError(f"{key}: expected some of {', '.join(map(str, known))}, got {shown(unknown[0])}")
+            file.pop(key)
+            override[key] = {name: known[name] for name in names}
+    return override
 
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> Schema:
     """Merge layers, each with its name in errors, over the defaults of ``schema`` and validate the result."""
     config = copy.deepcopy(_defaults(schema))
     for update, origin in layers:
-        if isinstance(update.get("model"), str) and "model" in config:
+        if isinstance(update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
             if update.model not in sizes:
                 raise ConfigError(
