@@ -83,12 +83,7 @@ def demo(arguments: argparse.Namespace) -> None:
     )
     print("Loading PyTorch ...", flush=True)
     from packmamba.config import CONFIGS
-    from packmamba.timing import OtherPrograms, crowding
 
-    others = OtherPrograms()
-    time.sleep(0.5)
-    if busy := crowding(others.cores()):
-        print(f"Everything takes longer now: {busy}. Arms are timed in turns, so all are slowed alike.")
     arguments.config = str(CONFIGS / "demo.yaml")
     sweep(arguments)
 

@@ -100,8 +100,6 @@ def _measure(configs: list[Config], rounds: int, output: str, progress: bool) ->
         rounds, warm_up=WARM_UP, gate=gate, bar="interleaved steps" if progress else None,
     )  # fmt: skip
     wall_seconds, cores = time.perf_counter() - begun, others.cores()
-    if progress and (busy := timing.crowding(cores)):
-        print(f"While arms took turns, {busy}: times are longer than on an idle machine.", flush=True)
     for name, arm in arms.items():
         seconds, tokens, slots = zip(*samples[name])
         yield make_record(
