@@ -1,10 +1,8 @@
-"""Processes that tests start. Importing what a run needs takes seconds, so most are forked from one that has imported it."""
+"""Processes that tests start: as a user does, or forked from a server that has imported what a run needs."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
@@ -13,91 +11,87 @@ import subprocess
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import run
-from packmamba.training import worker
-from packmamba.training.process import die_with_parent
-
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
-SPAWN = util.spawnv_passfds
-
-
-def start_server() -> None:
-    """Forks the server of later forks from this process as it is: a process that has computed gradients must not fork."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's start in the background ignores it
-    resource_tracker.ensure_running()
-    util.spawnv_passfds = _serve
-    try:
-        forkserver.ensure_running()
-    finally:
-        util.spawnv_passfds = SPAWN
-
-
-def _serve(_: bytes, arguments: list[str], passed: list[int]) -> int:
-    """What Python has a new interpreter do, in a fork instead."""
-    if pid := os.fork():
-        return pid
-    util.spawnv_passfds = SPAWN
-    forkserver._forkserver.__init__()  # whose lock is held here: a fork that runs pytest has a server of its own
-    die_with_parent()
-    atexit._clear()
-    logging.root.handlers.clear()  # pytest's, as its standard streams are
-    sys.stdout, sys.stderr = (open(stream, "w", 1, closefd=False) for stream in (1, 2))
-    try:
-        exec(arguments[-1])
-    finally:
-        os._exit(0)
+FORKS.set_forkserver_preload(["lightning", "torchmetrics", "packmamba.cli", "packmamba.training.fit"])
 
 
 def run_py(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
-    """``python run.py arguments``, as a user starts it."""
+    """Start ``python run.py arguments``."""
     command = [sys.executable, str(ROOT / "run.py"), *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
 def fork(function: Callable, *arguments: Any, output: Path, **environment: str) -> multiprocessing.Process:
-    """``function(*arguments)`` in a process and process group of its own, whose exit status is what it returns (None is 0);
-    all it prints goes to the end of ``output``. Its environment is this process's, not that of the server's start."""
+    """Start ``function(*arguments)`` in a process and process group of its own, its exit status what it returns (None: 0).
+
+    Its standard streams are appended to ``output``; ``environment`` is added to this process's.
+    """
     process = FORKS.Process(target=_child, args=(function, arguments, output, {**os.environ, **environment}))
     process.start()
     return process
 
 
 def _child(function: Callable, arguments: tuple, output: Path, environment: dict[str, str]) -> None:
+    import torch
+
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method(None, force=True)  # loaders start their workers as anywhere else
+    multiprocessing.set_start_method(None, force=True)  # data loaders' workers start as anywhere else
     torch.set_num_threads(1)
     sys.exit(function(*arguments))
 
 
 def fork_ranks(count: int, function: Callable, *arguments: Any, output: Path) -> list[multiprocessing.Process]:
-    """The same in each of ``count`` ranks, which find in their environment what torchrun says."""
-    said = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    """Start ``function(*arguments)`` in ``count`` ranks with torchrun's environment variables."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
-        fork(function, *arguments, output=output, **said, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)
+        fork(function, *arguments, output=output, **common, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(count)
     ]
+
+
+def kill(*processes: multiprocessing.Process) -> None:
+    """Send SIGKILL to each process and to what it has started."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.join()
+
+
+def statuses(*processes: multiprocessing.Process, timeout: float = 300) -> list[int]:
+    """Wait for the processes' exit statuses; -9 for one that had to be killed after ``timeout`` seconds."""
+    for process in processes:
+        process.join(timeout)
+    kill(*(process for process in processes if process.is_alive()))
+    return [process.exitcode for process in processes]
 
 
 class ForkedWorker:
     """What ``subprocess.Popen`` is to a sweep's worker, forked from the sweep's own process, which must not have trained."""
 
     def __init__(self, command: list[str], env: dict[str, str], pass_fds: list[int], **_: Any) -> None:
-        assert command[1:3] == ["-m", worker.__name__]
+        assert command[1:3] == ["-m", "packmamba.training.worker"]
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid:
@@ -109,6 +103,8 @@ class ForkedWorker:
                 os.closerange(low + 1, high)
             os.environ.clear()
             os.environ.update(env)
+            from packmamba.training import worker
+
             worker.main(Connection(int(command[3])))
             os._exit(0)
         except BaseException:
@@ -131,28 +127,10 @@ class ForkedWorker:
 
 def sweep_with_forked_workers(*arguments: str) -> int:
     """``run.py sweep arguments``, for a fork."""
+    import types
+
+    import run
+    from packmamba.training import worker
+
     worker.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": ForkedWorker})
     return run.main(["sweep", *arguments])
-
-
-def kill(*processes: multiprocessing.Process) -> None:
-    """SIGKILL to each process and to what it has started."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-            os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.join()
-
-
-def statuses(*processes: multiprocessing.Process, timeout: float = 300) -> list[int]:
-    """Waits; -9 for one that had to be killed."""
-    for process in processes:
-        process.join(timeout)
-    kill(*(process for process in processes if process.is_alive()))
-    return [process.exitcode for process in processes]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
