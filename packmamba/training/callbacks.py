@@ -267,11 +267,8 @@ class Checkpoint(LightningCheckpoint):
     """Save every ``every`` optimizer steps and at the last, after that step's validation; keep the two newest.
 
     Args:
-        signals: its signal stops the run after the step, with a checkpoint.
-        stop: called after each step with the run's metrics; True stops the run in the same way.
-
-    Raises:
-        Stopped: a stop was requested. Several ranks agree at logged steps.
+        signals: its signal stops the run after the step, with a checkpoint; ``stopped`` is then the exception that says so.
+        stop: called after each step with the run's metrics; True stops the run in the same way. Several ranks agree at logged steps.
     """
 
     def __init__(
@@ -285,6 +282,7 @@ class Checkpoint(LightningCheckpoint):
     ) -> None:
         self.folder, self.every, self.validate_every = folder, every, validate_every
         self.metrics, self.signals, self.stop = metrics, signals, stop
+        self.stopped: Stopped | None = None
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step % self.validate_every != 0:
@@ -311,7 +309,8 @@ class Checkpoint(LightningCheckpoint):
             if trainer.is_global_zero:
                 keep_newest(self.folder, 2)
         if stop:
-            raise Stopped(step, trainer.max_steps, signum if signum > 1 else 0)
+            self.stopped = Stopped(step, trainer.max_steps, signum if signum > 1 else 0)
+            trainer.should_stop, trainer.limit_val_batches = True, 0  # without a last validation
 
 
 def weights_are_finite(module: torch.nn.Module) -> bool:

@@ -152,6 +152,9 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
                 each.log_hyperparams(recorded_config(config))
         resume = newest_checkpoint(folder / "checkpoints")
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+        for callback in trainer.callbacks:
+            if isinstance(callback, Checkpoint) and callback.stopped is not None:
+                raise callback.stopped
         if not metrics.validation or metrics.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
         last = metrics.validation[-1]
