@@ -12,7 +12,6 @@ from packmamba.data.datamodule import PackingDataModule
 from packmamba.records import METRICS, read_records
 from packmamba.report import training_figures
 from packmamba.report.folder import build_sections, table_files
-from packmamba.training import evaluations
 from packmamba.training.fit import fit
 from packmamba.training.module import MambaLitModule
 from packmamba.training.run_id import run_folder, run_id

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from packmamba.config import Config
 from packmamba.data.batching import PackedBatch, StepBatch
+from packmamba.data.sources import open_source
+from packmamba.data.tokenizer import Tokenizer, load_tokenizer
 from packmamba.errors import ConfigError, UserError
+from packmamba.evaluation.registry import EvalContext, EvalResult, default_max_slots, evaluate
 from packmamba.isolation.probes import eager, moved, reseed, undisturbed
 from packmamba.nn import MambaLM
 from packmamba.training.boundary import Boundary
@@ -267,8 +271,10 @@ class Checkpoint(LightningCheckpoint):
     """Save every ``every`` optimizer steps and at the last, after that step's validation; keep the two newest.
 
     Args:
-        signals: its signal stops the run after the step, with a checkpoint; ``stopped`` is then the exception that says so.
-        stop: called after each step with the run's metrics; True stops the run in the same way. Several ranks agree at logged steps.
+        signals: its signal stops the run after the step, with a checkpoint; ``stopped`` is then the exception to raise.
+        stop: called after each step with the run's metrics; True stops the run in the same way.
+
+    Several ranks agree on a stop at logged steps.
     """
 
     def __init__(
@@ -503,9 +509,96 @@ class ProgressBar(TQDMProgressBar):
 
     def init_train_tqdm(self) -> Any:
         with contextlib.redirect_stdout(sys.stderr):
-            return super().init_train_tqdm()
+            bar = super().init_train_tqdm()
+        bar.total = self.trainer.max_steps  # Lightning does not set it where a run resumes
+        return bar
 
     def init_validation_tqdm(self) -> Any:
         return Tqdm(
             desc="Validation", leave=False, dynamic_ncols=True, file=sys.stderr, disable=not sys.stderr.isatty()
         )
+
+
+Numbers = dict[str, float | None]
+
+
+def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
+    """Return the context of one of the run's evaluations."""
+    options = config.evaluation_options.get(name, {})
+    more = {"tokenizer": None, "examples": config.evaluation_examples, "options": options} | more
+    return EvalContext(config.data, key="evaluation_options", trainer=config.trainer, **more)
+
+
+def evaluate_model(
+    config: Config, model: MambaLM, tokenizer: Tokenizer | None
+) -> tuple[Numbers, dict[str, EvalResult]]:
+    """Run the configured evaluations; return numbers by ``<evaluation>.<metric>``, null where not finite, and the results."""
+    shared: dict[str, Any] = {"tokenizer": tokenizer, "max_slots": default_max_slots(model), "losses": {}}
+    results = {name: evaluate(name, model, evaluation_context(config, name, **shared)) for name in config.evaluations}
+    metrics = {
+        f"{name}.{metric}": value for name, result in results.items() for metric, value in result.metrics.items()
+    }
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}, results
+
+
+class Evaluations(Callback):
+    """Evaluate the model every ``trainer.evaluate_every`` steps before the last, without changing the training.
+
+    The first rank evaluates, the others wait. Points are saved in checkpoints, so a resumed run has one curve.
+    """
+
+    def __init__(self, config: Config, metrics: RunMetrics) -> None:
+        self.config, self.metrics = config, metrics
+        self.points: list[dict[str, Any]] = []
+        self.tokenizer = None if open_source(config.data).vocab_size is not None else load_tokenizer(config.data)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.points}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.points = state_dict["points"]
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+        step = trainer.global_step
+        if step % (self.config.trainer.evaluate_every or 1) or step == trainer.max_steps:
+            return
+        with self.metrics.paused():
+            weights = model_weights(trainer.strategy.lightning_module_state_dict())  # gathered, on all ranks
+            results: list[Any] = [None]
+            try:
+                if trainer.is_global_zero:
+                    results = [self._evaluate(module, weights)]
+            finally:  # the other ranks fail with the first
+                if trainer.world_size > 1:
+                    torch.distributed.broadcast_object_list(results, device=trainer.strategy.root_device)
+            if results[0] is None:
+                raise RuntimeError("an evaluation failed in the first rank")
+            self.add(trainer, results[0])
+
+    def _evaluate(self, module: Any, weights: dict[str, Tensor]) -> Numbers:
+        """Evaluate a second model that shares the weights: neither compiled nor sharded."""
+        with torch.device("meta"):
+            model = MambaLM(**module.model.config)
+        model.load_state_dict(weights, assign=True)
+        return evaluate_model(self.config, model.to(module.device).eval(), self.tokenizer)[0]
+
+    def add(self, trainer: lightning.Trainer, numbers: Numbers) -> None:
+        """Add the numbers of this step to the curve, and log them."""
+        step = trainer.global_step
+        point = {"step": step, "real_tokens": self.metrics.totals["real_tokens"]} | numbers
+        self.points = [other for other in self.points if other["step"] != step] + [point]
+        logged = {f"evaluation/{name}": value for name, value in numbers.items() if value is not None}
+        for each in trainer.loggers:
+            each.log_metrics(logged, step - 1)
+
+    def add_points_of(self, records: Mapping[int, Mapping[str, Any]]) -> None:
+        """Add the last points of records, by step, of the same run with fewer steps."""
+        every, known = self.config.trainer.evaluate_every or 1, {point["step"] for point in self.points}
+        steps = [step for step in records if step not in known and step % every == 0]
+        earlier = [p for step in steps for p in records[step]["curves"].get("evaluations", []) if p["step"] == step]
+        self.points = sorted([*self.points, *earlier], key=lambda point: point["step"])
+
+
+def model_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's weights of a Lightning module's state."""
+    return {name.removeprefix("model."): weight for name, weight in state.items() if name.startswith("model.")}

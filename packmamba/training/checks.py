@@ -51,10 +51,6 @@ def check_run(config: Config, here: bool = True) -> None:
     BOUNDARIES[trainer.boundary](**trainer.boundary_options)
     if here:
         check_memory(config)
-    if config.evaluations:
-        from packmamba.training.asking import check_evaluations
-
-        check_evaluations(config)
 
 
 def check_documents(config: Config) -> None:

@@ -26,7 +26,9 @@ from torch import Tensor
 from packmamba.config import CONFIGURATION, Config, ConfigError, to_dict
 from packmamba.data.datamodule import PackingDataModule
 from packmamba.data.sources import open_source
-from packmamba.data.tokenizer import write_tokenizer
+from packmamba.data.tokenizer import load_tokenizer, write_tokenizer
+from packmamba.evaluation.load import load_model
+from packmamba.evaluation.registry import EVALUATIONS
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name
@@ -37,26 +39,29 @@ from packmamba.records import (
     make_record,
     provenance,
     read_records,
+    write_items,
     write_whole,
 )
-from packmamba.training.asking import check_evaluations
+from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.callbacks import (
     Average,
     Checkpoint,
     CheckpointFile,
+    Evaluations,
     LeakCheck,
     ProgressBar,
     RunMetrics,
     StopOnSignal,
+    evaluate_model,
+    evaluation_context,
     keep_newest,
+    model_weights,
     newest_checkpoint,
     newest_step,
     read_checkpoint,
     snapshot_steps,
 )
-from packmamba.training.checks import check_accelerator, check_run
 from packmamba.training.distributed import disable_lightning_signals, make_strategy
-from packmamba.training.evaluations import Evaluations, run_evaluations
 from packmamba.training.module import MambaLitModule
 from packmamba.training.run_id import (
     RunLock,
@@ -105,7 +110,6 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     begun = time.perf_counter()
     provenance()  # cached: the commit of the run is that of its start
     check_run(config)
-    check_accelerator(config)
     path, folder, options = record_path(config), run_folder(config), config.trainer
     if (done := find_record(config)) is not None:
         if done["corpus_hash"] != PackingDataModule(config, progress=progress).corpora.corpus_hash:
@@ -143,7 +147,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             return done
         lightning.seed_everything(config.seed, workers=True, verbose=False)
         module = MambaLitModule(config, data.corpora.train.vocab_size)
-        check_evaluations(config, len(module.model.lm_head.weight))
+        for name in config.evaluations:
+            EVALUATIONS[name].check(evaluation_context(config, name), len(module.model.lm_head.weight))
         if start is not None:
             metrics.started_from = load_start(config, module.model, start)
         if trainer.is_global_zero:
@@ -171,13 +176,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             lock.check()
             if metrics.diverged is None:
                 write_model(folder, config, module.model.config, weights)
-                numbers, curves = run_evaluations(config, folder, trainer.strategy.root_device, progress)
-                record["metrics"] |= numbers
-                record["curves"] |= curves
+                numbers = evaluate_run(config, folder, trainer.strategy.root_device, record)
                 if evaluations:
                     evaluations.add(trainer, numbers)
             if evaluations:
-                evaluations.add_ends_of(records_of(config))
+                evaluations.add_points_of(records_of(config))
                 record["curves"]["evaluations"] = evaluations.points
             record["wall_seconds"] = time.perf_counter() - begun
             lock.check()
@@ -185,6 +188,17 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             _warn(config, metrics, record["metrics"])
             keep_newest(folder / "checkpoints", 1)
     return record
+
+
+def check_run(config: Config) -> None:
+    """Check, before documents are read, what only the parts of a run know. Raises ConfigError naming the key."""
+    BOUNDARIES[config.trainer.boundary](**config.trainer.boundary_options)
+    size = open_source(config.data).vocab_size
+    corpus = load_tokenizer(config.data).vocab_size if size is None else size
+    if isinstance(corpus, int) and (config.model.vocab_size or corpus) < corpus:
+        raise ConfigError(f"model.vocab_size: expected at least {corpus}, the corpus's, got {config.model.vocab_size}")
+    for name in config.evaluations:
+        EVALUATIONS[name].check(evaluation_context(config, name), None)
 
 
 def _snapshots(config: Config) -> tuple[int, int, float]:
@@ -327,11 +341,6 @@ def weights_path(config: Config) -> Path:
     return paths.pop()
 
 
-def model_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model's weights of a Lightning module's state."""
-    return {name.removeprefix("model."): weight for name, weight in state.items() if name.startswith("model.")}
-
-
 def write_configuration(folder: Path, config: Config) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / CONFIGURATION, OmegaConf.to_yaml(OmegaConf.create(to_dict(config))).encode())
@@ -342,6 +351,19 @@ def write_model(folder: Path, config: Config, model: Mapping[str, Any], state: M
     write_pretrained(folder, dict(model), model_weights(state))
     if open_source(config.data).vocab_size is None:
         write_tokenizer(folder, config.data.tokenizer, config.data.begin_token, config.data.end_token)
+
+
+def evaluate_run(config: Config, folder: Path, device: torch.device, record: dict[str, Any]) -> dict[str, Any]:
+    """Evaluate the model of the run's folder, as ``eval`` does; add numbers and curves to the record, return the numbers."""
+    if not config.evaluations:
+        return {}
+    loaded = load_model(folder, str(device))
+    numbers, results = evaluate_model(config, loaded.model, loaded.tokenizer)
+    for name, result in results.items():
+        write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
+        record["curves"] |= {f"{name}.{curve}": points for curve, points in result.curves.items()}
+    record["metrics"] |= numbers
+    return numbers
 
 
 def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:
