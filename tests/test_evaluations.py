@@ -123,7 +123,9 @@ def test_the_main_number_of_a_table_and_seeds_without_it():
 def test_a_run_whose_evaluation_failed_only_evaluates(tmp_path, monkeypatch):
     config = tiny(tmp_path, *ASKED)
     with monkeypatch.context() as patch:
-        patch.setattr("packmamba.training.callbacks.evaluate", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        patch.setattr(
+            "packmamba.training.callbacks.evaluate", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        )
         with pytest.raises(RuntimeError, match="out of memory"):
             fit(config, progress=False)
     monkeypatch.setattr(MambaLitModule, "training_step", lambda *_: pytest.fail("trained again"))
