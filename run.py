@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from packmamba import cli
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before PyTorch: else OpenMP's threads spin for ms on a busy machine
 
 
 def main(argv: list[str] | None = None) -> int:
+    from packmamba import cli
+
     return cli.main(argv, prog="run.py")
 
 

@@ -71,7 +71,7 @@ def test_a_run_is_refused_before_documents_are_read(tmp_path, override, message)
 
 def test_a_backend_whose_packages_are_missing_is_named(tmp_path, monkeypatch):
     missing = Backend(packages=("not_there", "not_there.kernels"))
-    monkeypatch.setitem(BACKENDS.data, "mine", missing)
+    monkeypatch.setitem(BACKENDS, "mine", missing)
     message = "^ops.backend: 'mine' needs not_there and not_there.kernels, not installed here$"
     with pytest.raises(ConfigError, match=message):
         fit(tiny_config(tmp_path, "ops.backend=mine"), progress=False)

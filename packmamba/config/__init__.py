@@ -16,7 +16,6 @@ from packmamba.config.load import (
     parse_override,
     read_yaml,
     resolve,
-    select_entries,
     suggest,
     to_dict,
     validate,

@@ -63,13 +63,16 @@ def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), 
     Raises:
         ConfigError: naming the key.
     """
+    return resolve(schema, read_layers(path, overrides, command))
+
+
+def read_layers(path: Any, overrides: Iterable[str], command: str | None = None) -> list[tuple[DictConfig, str]]:
+    """Read a file and overrides; an override that lists names of a mapping's entries selects them: ``arms=[single,padded]``."""
     file = OmegaConf.create() if path is None else read_yaml(path, command)
-    layers = [(select_entries(file, parse_override(override)), f"'{override}'") for override in overrides]
-    return resolve(schema, [(file, str(path)), *layers])
+    return [(file, str(path)), *((_select(file, parse_override(one)), f"'{one}'") for one in overrides)]
 
 
-def select_entries(file: DictConfig, override: DictConfig) -> DictConfig:
-    """Keep only the named entries of a mapping in a file where the override lists names: ``arms=[single,padded]``."""
+def _select(file: DictConfig, override: DictConfig) -> DictConfig:
     for key in map(str, override):
         known, names = file.get(key), override.get(key)
         if isinstance(known, DictConfig) and isinstance(names, ListConfig):

@@ -1,0 +1,506 @@
+"""Commands: ``packmamba <command>``, or ``python run.py <command>`` in a checkout.
+
+Command functions import what they need, so that help and errors come at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from packmamba.config import (
+    CONFIGS,
+    CONFIGURATION,
+    Config,
+    ConfigError,
+    DataConfig,
+    key,
+    load,
+    load_config,
+    parse_override,
+    resolve,
+    suggest,
+)
+from packmamba.config.load import choices_of, sections_of, shown
+from packmamba.errors import Unfinished, UserError
+
+FIRST_KEYS = (
+    "data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer optimizer.lr "
+    "trainer.boundary trainer.max_steps"
+).split()
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass
+class EvalConfig:
+    tasks: list[str] = key(["perplexity"], "Evaluations, or tasks of lm-evaluation-harness.")
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    examples: int = key(200, "Examples of each task.", low=1)
+    seed: int = key(1_000_000, "Seed of the tasks' examples.", low=0)
+    options: dict[str, Any] = key({}, "Parameters of each evaluation, such as options.mqar.num_pairs=4.")
+    max_slots: Optional[int] = key(None, "Tokens of a forward pass; null for what fills the device.", low=1)
+    device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
+    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+    include_path: Optional[str] = key(None, "A folder of YAML tasks for lm-evaluation-harness.")
+    limit: Optional[int] = key(None, "Maximum examples of a task of lm-evaluation-harness.", low=1)
+    output: Optional[str] = key(None, "Folder of records and items; null for evaluation/ in the model's folder.")
+    plugins: list[str] = key([], "Python modules to import first.")
+
+
+@dataclasses.dataclass
+class GenerateConfig:
+    max_new_tokens: int = key(64, "Maximum tokens to generate.", low=1)
+    temperature: float = key(0.0, "Sampling temperature; 0 for the most likely token.", low=0)
+    top_p: float = key(1.0, "Sample among the most likely tokens of this total probability.", above=0, high=1)
+    seed: int = key(0, "Seed of sampling.", low=0)
+    device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
+    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+
+
+@dataclasses.dataclass
+class LeakcheckConfig:
+    boundaries: str = key(
+        "position_ids",
+        "Boundary argument of Hugging Face models: position_ids, seq_idx, cu_seq_lens_q, joined by +, or attention_mask.",
+    )
+    patch: bool = key(False, "Patch a Hugging Face Mamba first, with packmamba.integrations.transformers.")
+    lengths: Optional[list[int]] = key(None, "Lengths of at least two documents; null for awkward ones.", low=1)
+    device: str = key("cpu", "cpu, cuda, cuda:1, ...")
+    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+
+
+@dataclasses.dataclass
+class ReportConfig:
+    baseline: Optional[str] = key(
+        None, "Arm that the others are compared with; null for the first of padded, single, packed."
+    )
+    output: Optional[str] = key(
+        None, "Folder for tables, figures and report.html of several folders; null: print a table only."
+    )
+
+
+def train(words: list[str]) -> None:
+    """Train a model; the same command again resumes it."""
+    files, overrides = split(words, "a YAML file", 0, 1)
+    config = load_config(*files or [CONFIGS / "train.yaml"], overrides)
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from packmamba.report.folder import format_table
+    from packmamba.training.fit import fit
+    from packmamba.training.run_id import record_path, run_folder
+
+    record = fit(config)
+    if not rank_zero_only.rank:
+        print(f"\n{format_table([record])}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}")
+    if "diverged_at_step" in record["metrics"]:
+        raise Unfinished(f"the loss diverged at step {record['metrics']['diverged_at_step']}; reduce optimizer.lr")
+
+
+def sweep(words: list[str]) -> None:
+    """Train every run of one or more sweeps, and report; the same command again continues."""
+    begun = time.monotonic()
+    files, overrides = split(words, "YAML files", 1, len(words))
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from packmamba.records import has_records
+    from packmamba.training.sweep import load_sweep, run_sweeps
+
+    sweeps = [load_sweep(file, overrides) for file in files]
+    try:
+        run_sweeps(sweeps, begun=begun)
+    finally:
+        for folder in dict.fromkeys(sweep.output for sweep, _ in sweeps):
+            if has_records(folder) and not rank_zero_only.rank and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+                report([folder])
+
+
+def demo(words: list[str]) -> None:
+    """Train a small model with five batching schemes on a CPU, in minutes, and compare them."""
+    print("One small Mamba and five batching schemes, on functions of Python's standard library.", flush=True)
+    sweep([str(CONFIGS / "demo.yaml"), *words])
+
+
+def evaluate(words: list[str]) -> None:
+    """Evaluate a trained model: perplexity, synthetic tasks, lm-evaluation-harness. Finished evaluations are not repeated."""
+    (folder,), overrides = split(words, "the folder of a run or checkpoint", 1, 1)
+    from omegaconf import OmegaConf
+
+    from packmamba.evaluation.load import load_model, read_config, weights_id
+    from packmamba.evaluation.registry import EVALUATIONS, EvalContext, default_max_slots
+    from packmamba.evaluation.registry import evaluate as run_evaluation
+    from packmamba.records import append_record, check_writable, has_records, make_record, read_records, write_items
+    from packmamba.report.folder import format_table
+    from packmamba.training.run_id import RunLock
+
+    data = OmegaConf.create({"data": dataclasses.asdict(read_config(folder).data)})
+    config = resolve(EvalConfig, [(data, folder), *((parse_override(o), f"'{o}'") for o in overrides)])
+    for name, options in config.options.items():
+        if name not in config.tasks or not isinstance(options, dict):
+            raise ConfigError(f"options.{name}: expected keys and values of one of tasks{suggest(name, config.tasks)}")
+    output = Path(config.output or Path(folder, "evaluation"))
+    check_writable(output, "output")
+    model = load_model(folder, config.device, config.dtype)
+    max_slots = config.max_slots or default_max_slots(model.model)
+    common = {"max_slots": max_slots, "dtype": config.dtype, "weights": weights_id(model.model)}
+    manager = _task_manager([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
+    contexts, settings = {}, {}
+    for name in config.tasks:
+        if name not in EVALUATIONS:
+            settings[name] = {"name": name, "harness": True, "limit": config.limit, "include_path": config.include_path}
+            continue
+        own = dict(config.options.get(name, {}))
+        arguments = (config.data, model.tokenizer, config.examples, config.seed, max_slots, own)
+        contexts[name] = EvalContext(*arguments, trainer=model.config.trainer, losses=model.losses)
+        EVALUATIONS[name].check(contexts[name], len(model.model.lm_head.weight))
+        settings[name] = {"name": name, "examples": config.examples, "seed": config.seed, "options": own}
+        settings[name]["data"] = {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}
+        if contexts[name].boundary().as_trained:
+            settings[name]["boundary"] = {model.config.trainer.boundary: model.config.trainer.boundary_options}
+    records = []
+    with RunLock(output):
+        for number, name in enumerate(config.tasks, start=1):
+            print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
+            asked = settings[name] | common
+            digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:10]
+            old = [r for r in read_records(output) if r["config"].get("id") == digest] if has_records(output) else []
+            if not old:
+                begun = time.perf_counter()
+                if name in contexts:
+                    found = run_evaluation(name, model.model, contexts[name])
+                    result = (found.metrics, found.curves, found.items, found.corpus_hash)
+                else:
+                    result = _harness(name, model, max_slots, config.limit, manager)
+                write_items(output / "items" / f"{name}-{digest}.jsonl", result[2])
+                record = make_record(
+                    kind="evaluation",
+                    experiment=model.name,
+                    arm=model.name,
+                    config={"id": digest, "evaluation": asked, "model": model.model.config},
+                    seed=model.config.seed if model.trained else 0,
+                    corpus_hash=result[3],
+                    metrics=result[0],
+                    curves=result[1],
+                    wall_seconds=time.perf_counter() - begun,
+                )
+                append_record(output / "records.jsonl", record)
+            records += old or [record]
+    tables = "\n".join(format_table([record]) for record in records)
+    print(f"\n{tables}\n\nRecords and items: {output}")
+
+
+def _task_manager(names: list[str], config: EvalConfig, known: list[str]) -> Any:
+    """Return the harness's manager of tasks, None if no names are given. Raises ConfigError for an unknown name."""
+    if not names:
+        return None
+    if importlib.util.find_spec("lm_eval") is None:
+        hint = "; tasks of lm-evaluation-harness need pip install 'packmamba[eval]'"
+        raise ConfigError(f"tasks: expected an evaluation, got '{names[0]}'{suggest(names[0], known)}{hint}")
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=config.include_path)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        raise ConfigError(
+            f"tasks: expected evaluations, or tasks of the harness, got '{unknown[0]}'{suggest(unknown[0], known)}"
+        )
+    return manager
+
+
+def _harness(name: str, model: Any, max_slots: int, limit: int | None, manager: Any) -> tuple[Any, dict, list, str]:
+    """Run a task of lm-evaluation-harness; return metrics, curves, items and the corpus's name."""
+    import lm_eval
+
+    from packmamba.evaluation.lm_eval_adapter import PackMambaLM
+
+    adapter = PackMambaLM(model.model, str(model.folder), max_slots)
+    found = lm_eval.simple_evaluate(adapter, tasks=[name], limit=limit, task_manager=manager, log_samples=True)
+    metrics = {k.partition(",")[0]: v for k, v in found["results"][name].items() if isinstance(v, (int, float))}
+    items = [
+        {"doc_id": sample["doc_id"], "responses": sample["filtered_resps"]} | {m: sample[m] for m in sample["metrics"]}
+        for sample in found["samples"][name]
+    ]
+    return metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}"
+
+
+def generate(words: list[str]) -> None:
+    """Continue a text with a trained model."""
+    if len(words) < 2:
+        raise UserError("generate: expected the folder of a run or checkpoint, and a text")
+    folder, prompt, *overrides = words
+    config = load(GenerateConfig, None, overrides)
+    from packmamba.evaluation import generate as continue_tokens
+    from packmamba.evaluation.load import load_model
+
+    model = load_model(folder, config.device, config.dtype)
+    if (tokenizer := model.tokenizer) is None:
+        raise ConfigError(f"{folder}: expected a model of text, got one without a tokenizer")
+    ids = [*([] if tokenizer.begin_id is None else [tokenizer.begin_id]), *tokenizer.encode(prompt).tolist()]
+    sampling = (config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed)
+    try:
+        (new,) = continue_tokens(model.model, [ids], *sampling, max_slots=max(2048, len(ids)))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    print(prompt + tokenizer.decode(new))
+
+
+def export(words: list[str]) -> None:
+    """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or another folder."""
+    (folder, *target), _ = split(words, "the folder of a run or checkpoint, and a new folder", 1, 2)
+    from packmamba.data.tokenizer import write_tokenizer
+    from packmamba.evaluation.load import load_model
+
+    model, path = load_model(folder, "cpu"), Path(*target or [folder, "huggingface"])
+    if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
+        raise ConfigError(
+            f"{path}: expected a new folder, got one with files; remove it, or name another after the run"
+        )
+    try:
+        model.model.save_pretrained(path, format="huggingface")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if model.tokenizer is not None:
+        data = model.config.data
+        write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token)
+        # Without eos_token_id, transformers takes 0, which may be any token.
+        ids = {"bos_token_id": model.tokenizer.begin_id, "eos_token_id": model.tokenizer.end_id}
+        (path / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+    print(f"Written: {path}, for transformers' AutoModelForCausalLM")
+
+
+def leakcheck(words: list[str]) -> int:
+    """Check whether anything crosses a document boundary in a model, also Hugging Face's; exit status 1 if so."""
+    (folder,), overrides = split(words, "the folder of a run or checkpoint", 1, 1)
+    config = load(LeakcheckConfig, None, overrides)
+    import torch
+
+    from packmamba.data.batching import PackedBatch
+    from packmamba.evaluation.load import load_model
+    from packmamba.integrations.folders import load_with_transformers, of_transformers
+    from packmamba.isolation import leakcheck as check
+    from packmamba.layout import SequenceLayout
+    from packmamba.training.boundary import BOUNDARIES
+
+    try:
+        if of_transformers(folder):
+            theirs = load_with_transformers(folder, config.device, config.dtype)
+            if config.patch:
+                from packmamba.integrations.transformers import patch
+
+                theirs = patch(theirs)
+            result = check(theirs, config.boundaries, lengths=config.lengths)
+        else:
+            model = load_model(folder, config.device, config.dtype)
+            trainer = model.config.trainer
+
+            def as_trained(tokens: Any, lengths: Sequence[int]) -> Any:
+                layout = SequenceLayout.from_lengths([list(lengths)], row_length=tokens.shape[1]).to(tokens.device)
+                batch = PackedBatch(tokens, tokens, torch.ones_like(tokens).bool(), layout)
+                boundary = BOUNDARIES[trainer.boundary](**trainer.boundary_options)
+                return model.model.lm_head(boundary.hidden(model.model, batch))
+
+            whole = not model.trained or trainer.boundary == "reset"
+            vocab_size = None if whole else len(model.model.lm_head.weight)
+            result = check(model.model if whole else as_trained, vocab_size=vocab_size, lengths=config.lengths)
+            if not whole:
+                result.boundaries = f"as the run was trained, trainer.boundary={trainer.boundary}"
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from None
+    print(result)
+    return 0 if result.ok else 2 if result.raises is not None else 1
+
+
+def report(words: list[str]) -> None:
+    """Make tables, figures and report.html of a folder of records or of an experiment; several folders meet in one table."""
+    folders, overrides = split(words, "folders of records or runs, or an experiment", 1, len(words))
+    config = load(ReportConfig, None, overrides)
+    from packmamba.records import append_record, has_records, read_records, write_sweep
+    from packmamba.report.folder import format_table, write_report
+    from packmamba.report.items import with_items
+    from packmamba.reproduce import experiments, kinds_of
+    from packmamba.training.run_id import find_record
+
+    records: list[dict[str, Any]] = []
+    for name in folders:
+        folder = Path(name) if Path(name).is_dir() else experiments().get(name)
+        if folder is None:
+            raise ConfigError(f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}")
+        run = load_config(folder / CONFIGURATION) if (folder / CONFIGURATION).is_file() else None
+        found = [find_record(run)] if run is not None else read_records(folder) if has_records(folder) else [None]
+        if None in found:
+            raise ConfigError(f"{folder}: expected records, or a run that has ended, got none")
+        records += with_items(folder, found)
+    kinds, output = kinds_of(folder, records), folder
+    if len(folders) > 1 or config.baseline is not None:
+        arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
+        if config.baseline not in (None, *arms):
+            raise ConfigError(f"baseline: expected one of {', '.join(arms)}, got '{config.baseline}'")
+        table = {"baseline": config.baseline, "tuned": None, "absent": {}, "apart": True}
+        records = [record | {"sweep": {**table, "seeds": arms[record["arm"]]}} for record in records]
+        if config.output is not None:
+            output = Path(config.output)
+            for record in records:
+                append_record(output / "records.jsonl", record)
+            write_sweep(output, "report", arms, config.baseline, apart=True)
+    print(f"\n{format_table(records, kinds)}")
+    if len(folders) == 1 or config.output is not None:
+        print(f"\nReport, with figures: {write_report(output, kinds)}")
+
+
+def bench(words: list[str]) -> None:
+    """Measure time or memory, and report."""
+    names, overrides = split(words, "an experiment, <experiment>/<bench>, or a YAML file", 0, 1)
+    from packmamba.reproduce import run_bench
+
+    report([str(run_bench("".join(names), overrides))])
+
+
+def reproduce(words: list[str]) -> None:
+    """Run an experiment from nothing and compare its numbers with the committed ones; scale=small: in a minute."""
+    names, overrides = split(words, "an experiment, or <experiment>/<step>", 0, 1)
+    from packmamba.reproduce import reproduce as run_steps
+
+    run_steps("".join(names), overrides)
+
+
+def kernels(words: list[str]) -> None:
+    """Show compiled kernels, versions, cards, compilers, and which backend runs; build: compile the kernels."""
+    if words not in ([], ["build"]):
+        raise UserError(f"kernels: expected nothing, or build, got {' '.join(words)}")
+    import torch
+
+    from packmamba.ops import BACKENDS, build
+    from packmamba.ops.backends import backend_name
+
+    for row in build.info() if words else ():
+        if row["problem"] is None:
+            print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
+            build.build(row["kind"])
+    rows = {row["kind"]: row for row in build.info()}
+    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "lightning", "numpy"))
+    print(f"packmamba {version()}, Python {sys.version.split()[0]}, {versions}; {os.cpu_count()} CPUs")
+    for i in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(i)
+        print(f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}")
+    for kind, row in rows.items():
+        state = (
+            row["problem"]
+            or f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
+        )
+        print(f"{kind} kernels: {state}")
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        name = backend_name("auto", torch.device(device))
+        why = rows[device]["problem"] or "compiled kernels"
+        print(f"On {device}, ops.backend=auto runs {name} ({why})")
+    missing = [
+        f"{name} (needs {' and '.join(backend.missing)})" for name, backend in BACKENDS.items() if backend.missing
+    ]
+    print(
+        f"Backends: {', '.join(name for name in BACKENDS if not BACKENDS[name].missing)}; missing: {', '.join(missing) or 'none'}"
+    )
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str, type | str | None]] = {
+    "demo": (demo, "[key=value ...]", "packmamba.training.sweep:SweepConfig"),
+    "train": (train, "[FILE.yaml] [key=value ...]", Config),
+    "sweep": (sweep, "FILE.yaml ... [key=value ...]", "packmamba.training.sweep:SweepConfig"),
+    "eval": (evaluate, "RUN [tasks=[...]] [key=value ...]", EvalConfig),
+    "generate": (generate, "RUN TEXT [key=value ...]", GenerateConfig),
+    "export": (export, "RUN [FOLDER]", None),
+    "leakcheck": (leakcheck, "FOLDER [key=value ...]", LeakcheckConfig),
+    "report": (report, "FOLDER ... [baseline=ARM]", ReportConfig),
+    "bench": (bench, "EXPERIMENT [key=value ...]", None),
+    "reproduce": (reproduce, "EXPERIMENT [scale=small] [key=value ...]", None),
+    "kernels": (kernels, "[build]", None),
+}
+
+
+def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[str], list[str]]:
+    """Split a command's words into arguments and ``key=value`` overrides."""
+    arguments = [word for word in words if "=" not in word]
+    if dashed := [word for word in words if word.startswith("--")]:
+        raise UserError(f"expected key=value, got {dashed[0]}; keys have no dashes")
+    if not least <= len(arguments) <= most:
+        raise UserError(f"expected {expected}, got {', '.join(arguments) or 'none'}")
+    return arguments, [word for word in words if "=" in word]
+
+
+def version() -> str:
+    import packmamba
+
+    return packmamba.__version__
+
+
+def help_of(command: str, prog: str) -> Iterator[str]:
+    """Yield the lines of a command's help: usage, and its keys by section with defaults and values."""
+    function, usage, schema = COMMANDS[command]
+    yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
+    if isinstance(schema, str):
+        schema = choices_of(schema)
+    if schema is None:
+        return
+    keys: dict[str, list[str]] = {}
+    for prefix, section in sections_of(schema()):
+        for field in dataclasses.fields(section):
+            if "help" in field.metadata:
+                choices = choices_of(field.metadata["limits"].get("choices")) or ()
+                values = f" One of {', '.join(map(str, choices))}." if choices else ""
+                line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
+                keys.setdefault(prefix.rstrip("."), []).append(
+                    textwrap.indent(textwrap.fill(line, 112, subsequent_indent="    "), "  ")
+                )
+    if schema is Config:
+        yield "\nThe keys to begin with:"
+        yield from (line for lines in keys.values() for line in lines if line.strip().split("=")[0] in FIRST_KEYS)
+    for name, lines in keys.items():
+        yield f"\n{name or 'Keys'}:"
+        yield from lines
+
+
+def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
+    """Run a command; return its exit status. A user's error is one line."""
+    words = sys.argv[1:] if argv is None else [*argv]
+    try:
+        if words[:1] == ["--version"]:
+            print(f"packmamba {version()}")
+            return 0
+        if not words or words[0] in ("-h", "--help"):
+            print(f"usage: {prog} COMMAND ...    ({prog} COMMAND --help: its keys)\n")
+            for name, (function, usage, _) in COMMANDS.items():
+                print(f"  {name} {usage}\n      {function.__doc__}")
+            return 0 if words else 2
+        command, *words = words
+        if command not in COMMANDS:
+            raise UserError(f"expected a command, got '{command}'{suggest(command, COMMANDS)}")
+        if {"-h", "--help"}.intersection(words):
+            print("\n".join(help_of(command, prog)))
+            return 0
+        status = COMMANDS[command][0](words) or 0
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        message, status = str(error), error.status
+    except BrokenPipeError:  # as of | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ModuleNotFoundError as error:
+        message, status = f"the package '{error.name}' is missing; pip install 'packmamba[train]'", 2
+    except KeyboardInterrupt:
+        message, status = "stopped; the same command continues from the last checkpoint", 130
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "out of memory" not in str(error):
+            raise
+        message, status = (
+            f"{error}; reduce data.slots_per_batch or the model" * (not isinstance(error, OSError)) or str(error),
+            2,
+        )
+    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,225 @@
+"""Experiments by name: benches, reports, and the steps that make an experiment's records from nothing.
+
+``experiments/<question>/`` holds YAML files, ``bench.py`` (``BENCHES``), ``report.py`` (``KINDS``), ``reproduce.py`` (``STEPS``,
+``HEADLINES``), records, tables and figures.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+
+from packmamba.config import import_plugins, read_yaml, resolve, suggest
+from packmamba.config.load import read_layers
+from packmamba.errors import ConfigError
+from packmamba.records import check_writable, read_records
+
+DONE = "done.json"
+"""The steps that ``reproduce`` has finished in a folder."""
+
+
+class Bench(NamedTuple):
+    """A measurement: the dataclass of its keys, and ``run(config, records_path, progress)``, which appends records."""
+
+    config: type
+    run: Callable[[Any, Path, bool], None]
+
+
+class LoadedBench(NamedTuple):
+    question: str
+    name: str
+    run: Callable[[Any, Path, bool], None]
+    config: Any
+    output: Path
+
+
+class Step(NamedTuple):
+    """A bench or sweep that makes records of an experiment; ``{output}`` in an override is the folder of all steps.
+
+    ``small``: overrides with scale=small, a minute on two cores (``small_on_cpu``) or a GPU; steps without are left out.
+    ``packages``: needed by a sweep; a bench leaves out arms without them.
+    """
+
+    file: str
+    overrides: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    gpus: int = 0
+    gpu_gib: int = 0
+    packages: tuple[str, ...] = ()
+    small_on_cpu: bool = False
+
+
+class Headline(NamedTuple):
+    """A number of an experiment's README: a column of the row with these values in tables/``table``.csv, over that of a row.
+
+    ``alone``: the table where all records are of one corpus. ``small``: values of the row with scale=small.
+    """
+
+    name: str
+    table: str
+    row: Mapping[str, Any]
+    column: str
+    over: Mapping[str, Any] | None = None
+    paper: str = ""
+    alone: str = ""
+    small: Mapping[str, Any] = {}
+
+
+def experiments() -> dict[str, Path]:
+    """Return the folders of all experiments by name: those of the current folder, then those of the checkout."""
+    roots = [root / "experiments" for root in (Path(__file__).resolve().parents[1], Path.cwd())]
+    return {file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))}
+
+
+def find(name: str) -> Path:
+    """Return the folder of an experiment. Raises ConfigError."""
+    if name not in (known := experiments()):
+        raise ConfigError(f"expected an experiment, got '{name}'{suggest(name, known)}")
+    return known[name]
+
+
+def module(name: str, part: str) -> ModuleType | None:
+    """Import ``experiments.<name>.<part>``; None if there is no such file."""
+    root = str(find(name).parents[1])
+    sys.path += {root}.difference(sys.path)
+    return importlib.import_module(f"experiments.{name}.{part}") if (find(name) / f"{part}.py").is_file() else None
+
+
+def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the tables and figures that an experiment's report.py declares, for the records in a folder."""
+    records, known = list(records), experiments()
+    import_plugins({plugin for record in records for plugin in record["config"].get("plugins") or ()})
+    made = {record["experiment"] for record in records} | {title.partition("/")[0] for title in finished(folder)}
+    own = [name for name, path in known.items() if path.resolve() == folder.resolve()]
+    reports = [module(name, "report") for name in own or sorted(made & known.keys())]
+    return {kind: one for report in reports if report is not None for kind, one in report.KINDS.items()}
+
+
+def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> LoadedBench:
+    """Load the bench ``<question>``, ``<question>/<name>`` or of a YAML file. Raises ConfigError naming the key."""
+    path = Path(what)
+    if path.suffix not in (".yaml", ".yml"):
+        question, _, name = str(what).partition("/")
+        path = find(question) / f"{name or question}.yaml"
+        if not path.is_file():
+            benches = [file.stem for file in path.parent.glob("*.yaml") if "bench" in read_yaml(file)]
+            raise ConfigError(f"expected a bench of {question}, got '{path.stem}'{suggest(path.stem, benches)}")
+    layers = read_layers(path, overrides, "bench")
+    taken = {key: layer.pop(key) for layer, _ in layers for key in ("bench", "output", "plugins") if key in layer}
+    question, _, name = str(taken["bench"]).rpartition("/")
+    question, plugins = question or path.resolve().parent.name, list(taken.get("plugins") or [])
+    import_plugins(plugins)
+    known = getattr(module(question, "bench"), "BENCHES", {})
+    if name not in known:
+        raise ConfigError(f"bench: expected one of {', '.join(known)}, got '{name}' in {path}")
+    keys = {field.name for field in dataclasses.fields(known[name].config)}
+    own = {key: value for key, value in {"experiment": question, "plugins": plugins}.items() if key in keys}
+    config = resolve(known[name].config, [(OmegaConf.create(own), ""), *layers])
+    return LoadedBench(question, name, known[name].run, config, Path(taken.get("output") or f"runs/{name}"))
+
+
+def run_bench(what: str | Path, overrides: Iterable[str] = ()) -> Path:
+    """Run a bench, append its records, and return the folder that holds them."""
+    bench = load_bench(what, overrides)
+    check_writable(bench.output, "output")
+    bench.run(bench.config, bench.output / "records" / f"{bench.name}.jsonl", True)
+    return bench.output
+
+
+def finished(folder: Path) -> list[str]:
+    return json.loads((folder / DONE).read_text()) if (folder / DONE).is_file() else []
+
+
+def missing(step: Step, is_bench: bool, small: bool) -> str:
+    """Return what this machine lacks for a step, or an empty string."""
+    packages = [name for name in step.packages if importlib.util.find_spec(name) is None]
+    if packages and not is_bench:
+        return f"the package {packages[0]}"
+    gpus = [torch.cuda.get_device_properties(i).total_memory / 2**30 for i in range(torch.cuda.device_count())]
+    enough = sum(gib >= step.gpu_gib for gib in gpus) >= step.gpus or (small and step.small_on_cpu)
+    return "" if enough else f"{step.gpus} GPU" + f" of {step.gpu_gib} GiB" * bool(step.gpu_gib)
+
+
+def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
+    """Make the records of an experiment, or of one step such as ``speedup/multi_gpu``, and compare its headline numbers.
+
+    Args:
+        overrides: ``scale=small``, ``output=FOLDER``, and keys of the steps. The same command again continues.
+
+    Raises:
+        ConfigError: naming the key, or what this machine lacks for every step.
+    """
+    from packmamba.report.folder import write_report
+    from packmamba.training.sweep import load_sweep, run_sweep
+
+    own = dict(override.split("=", 1) for override in overrides if override.startswith(("scale=", "output=")))
+    keys = [override for override in overrides if not override.startswith(("scale=", "output="))]
+    question, _, name = what.partition("/")
+    folder, declared, small = find(question), module(question, "reproduce"), own.get("scale") == "small"
+    known = [Path(step.file).stem for step in getattr(declared, "STEPS", ())]
+    if own.get("scale", "full") not in ("full", "small"):
+        raise ConfigError(f"scale: expected full or small, got {own['scale']}")
+    if declared is None or name not in ("", *known):
+        raise ConfigError(f"expected a step of {question}, got '{name}'{suggest(name, known)}")
+    steps = [step for step in declared.STEPS if name in ("", Path(step.file).stem) and (step.small or not small)]
+    output = Path(own.get("output", f"runs/reproduce/{question}{'-small' if small else ''}"))
+    check_writable(output, "output")
+    output.mkdir(parents=True, exist_ok=True)
+    done = finished(output) or [f"{question}/"]
+    for number, step in enumerate(steps, start=1):
+        given = [*step.overrides, *(step.small if small else ()), *keys]
+        title, path = " ".join([f"{question}/{step.file}", *given]), folder / step.file
+        is_bench = "bench" in read_yaml(path)
+        lacking = missing(step, is_bench, small)
+        state = ": done before" if title in done else f": left out, as it needs {lacking}" if lacking else ""
+        print(f"[{number}/{len(steps)}] {title}{state}", flush=True)
+        if not state:
+            given = [*(override.replace("{output}", str(output)) for override in given), f"output={output}"]
+            run_bench(path, given) if is_bench else run_sweep(*load_sweep(path, given))
+            done.append(title)
+            (output / DONE).write_text(json.dumps(done, indent=1))
+    if len(done) == 1:
+        raise ConfigError(f"{what}: expected what one of the steps needs, got a machine that lacks it, see above")
+    print(f"Report: {write_report(output, kinds_of(folder, read_records(output)))}\n")
+    lines = ["| headline | the paper | committed | now | now / committed |", "|---|---|---|---|---|"]
+    for headline in declared.HEADLINES:
+        then, now = number_of(headline, folder, False), number_of(headline, output, small)
+        ratio = f"{now[0] / then[0]:.2f}" if then and now and then[0] and not small else "-"
+        lines.append(f"| {headline.name} | {headline.paper or '-'} | {_shown(then)} | {_shown(now)} | {ratio} |")
+    (output / "headlines.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def number_of(headline: Headline, folder: Path, small: bool) -> list[float]:
+    """Read a headline's number, with its interval if it has one, from a folder's tables; [] if there is none."""
+
+    def rows(wanted: Mapping[str, Any]) -> list[dict[str, str]]:
+        values = {key: f"{value:.8g}" if isinstance(value, float) else str(value) for key, value in wanted.items()}
+        return [row for row in table if values.items() <= row.items()]
+
+    names = [headline.table, headline.alone, *([f"{headline.alone}-*"] if small and headline.small else [])]
+    columns = [headline.column, f"{headline.column}_low", f"{headline.column}_high"]
+    for path in [path for name in names if name for path in sorted((folder / "tables").glob(f"{name}.csv"))]:
+        table = list(csv.DictReader(path.open()))
+        for row in rows({**headline.row, **(headline.small if small else {})}):
+            found = [float(row[column]) for column in columns if row.get(column)]
+            if headline.over is None or not found:
+                return found
+            for over in rows({**headline.over, **({"run": row["run"]} if "run" in row else {})}):  # times of one run
+                return [found[0] / float(over[headline.column])] if over[headline.column] else []
+    return []
+
+
+def _shown(number: list[float]) -> str:
+    return "-" if not number else f"{number[0]:.4g}" + (f" [{number[1]:.2g}, {number[2]:.2g}]" if number[2:] else "")

@@ -1,0 +1,175 @@
+"""Each command at tiny size, help, exit statuses and typos."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import run
+from packmamba import MambaLM, cli
+from packmamba.records import read_records
+from processes import ROOT
+from runs import tiny_config, write_config
+
+BYTES = ["data.begin_token=<s>", "data.end_token=</s>"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """Folders of two runs of the same documents, in rows that leak and without packing."""
+    runs = {}
+    for name, keys in {"leaks": ["trainer.boundary=leak_conv"], "single": ["data.strategy=single"]}.items():
+        file = write_config(folder / f"{name}.yaml", tiny_config(folder, f"name={name}", *keys, *BYTES))
+        assert cli.main(["train", str(file), "trainer.max_steps=2", "trainer.loggers=[]"]) == 0
+        (runs[name],) = (folder / "runs").glob(f"{name}-*")
+    return runs
+
+
+def test_train_resumes_and_repeats_nothing(folder, trained, capsys):
+    before = (trained["single"] / "record.json").read_text()
+    assert cli.main(["train", str(folder / "single.yaml"), "trainer.max_steps=2", "trainer.loggers=[]"]) == 0
+    assert (trained["single"] / "record.json").read_text() == before
+    assert str(trained["single"]) in capsys.readouterr().out
+
+
+def test_sweep_and_report(folder, tmp_path, capsys):
+    write_config(tmp_path / "base.yaml", tiny_config(folder, "trainer.max_steps=1"))
+    (tmp_path / "sweep.yaml").write_text(
+        f"base: base.yaml\noutput: {tmp_path}/out\ngrid: {{seed: [0, 1]}}\n"
+        "arms: {single: {data.strategy: single}, packed: {data.strategy: greedy}, padded: {data.strategy: padded}}\n"
+    )
+    assert cli.main(["sweep", str(tmp_path / "sweep.yaml"), "arms=[single,packed]", "trainer.loggers=[]"]) == 0
+    records = read_records(tmp_path / "out")
+    assert sorted((record["arm"], record["seed"]) for record in records) == [
+        ("packed", 0), ("packed", 1), ("single", 0), ("single", 1)
+    ]  # fmt: skip
+    assert (tmp_path / "out/report.html").is_file() and (tmp_path / "out/tables/training.md").is_file()
+    assert cli.main(["report", str(tmp_path / "out"), "baseline=packed"]) == 0
+    assert "packed" in capsys.readouterr().out
+
+
+def test_report_of_runs_trained_apart(trained, tmp_path, capsys):
+    folders = [str(path) for path in trained.values()]
+    assert cli.main(["report", *folders, "baseline=single", f"output={tmp_path}/both"]) == 0
+    assert "single" in capsys.readouterr().out and len(read_records(tmp_path / "both")) == 2
+    assert cli.main(["report", *folders, "baseline=singel"]) == 2
+    assert "baseline" in capsys.readouterr().err
+
+
+def test_eval(trained, capsys):
+    command = ["eval", str(trained["single"]), "tasks=[perplexity,parity]", "examples=3"]
+    assert cli.main(command) == 0 and cli.main(command) == 0
+    records = read_records(trained["single"] / "evaluation")
+    assert len(records) == 2, "a finished evaluation is not repeated"
+    losses = {record["config"]["evaluation"]["name"]: record["metrics"] for record in records}
+    expected = read_records(trained["single"])[0]["metrics"]["val_loss"]
+    assert losses["perplexity"]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert len(list((trained["single"] / "evaluation/items").iterdir())) == 2
+    assert cli.main(["eval", str(trained["single"]), "tasks=[parity]", "options.mqar.num_pairs=3"]) == 2
+    assert "options.mqar" in capsys.readouterr().err
+
+
+def test_generate_and_export(trained, tmp_path, capsys):
+    run = str(trained["single"])
+    assert cli.main(["generate", run, "a = b", "max_new_tokens=5"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("a = b") and cli.main(["generate", run, "a = b", "max_new_tokens=5", "device=cpu"]) == 0
+    assert capsys.readouterr().out == text
+    assert cli.main(["export", run, str(tmp_path / "exported")]) == 0
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= set(os.listdir(tmp_path / "exported"))
+    assert cli.main(["export", run, str(tmp_path / "exported")]) == 2
+    assert cli.main(["export", run]) == 0 and (trained["single"] / "huggingface/config.json").is_file()
+
+
+def test_leakcheck(trained, tmp_path, capsys):
+    """A run is checked with its boundary scheme, a published checkpoint with zero states."""
+    assert cli.main(["leakcheck", str(trained["leaks"])]) == 1
+    assert "trainer.boundary=leak_conv" in capsys.readouterr().out
+    assert cli.main(["leakcheck", str(trained["single"]), "lengths=[3,4]", "dtype=float64"]) == 0
+    torch.manual_seed(0)
+    MambaLM(40, 16, 2).save_pretrained(tmp_path / "theirs", format="huggingface")
+    assert cli.main(["leakcheck", str(tmp_path / "theirs")]) == 1
+    assert cli.main(["leakcheck", str(tmp_path / "theirs"), "boundaries=seq_idx", "patch=true"]) == 0
+    assert cli.main(["leakcheck", str(tmp_path / "theirs"), "boundaries=nowhere"]) == 2
+
+
+def test_kernels(capsys):
+    assert cli.main(["kernels"]) == 0
+    output = capsys.readouterr().out
+    assert torch.__version__ in output and "On cpu, ops.backend=auto runs cpu" in output
+
+
+def test_help_and_version(capsys):
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out == "packmamba 0.1.0\n"
+    assert cli.main(["--help"]) == 0 and cli.main([]) == 2
+    output = capsys.readouterr().out
+    assert all(f"\n  {command}" in output for command in cli.COMMANDS)
+    for command in cli.COMMANDS:
+        assert cli.main([command, "--help"]) == 0
+    output = capsys.readouterr().out
+    assert all(f"  {key}=" in output for key in cli.FIRST_KEYS) and "leak_conv" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["train", "--lr=3"], "keys have no dashes"),
+        (["train", "a.yaml", "b.yaml"], "expected a YAML file"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: expected a YAML file"),
+        (["train", "configs/demo.yaml"], "run.py sweep configs/demo.yaml"),
+        (["train", "trainer.max_steps=1e3"], "trainer.max_steps: expected an integer, got 1000.0"),
+        (["train", "optimizer.lr=fast"], "optimizer.lr: expected a number"),
+        (["train", "data.strategy=greedly"], "did you mean 'greedy'?"),
+        (["train", "data.source=text", "data.path=/nowhere"], "data.path"),
+        (["train", "runs_dir=/dev/null/mine"], "runs_dir"),
+        (["sweep"], "expected YAML files"),
+        (["sweep", "configs/demo.yaml", "jobz=2"], "did you mean 'jobs'?"),
+        (["eval", "nowhere"], "nowhere"),
+        (["eval", "runs/a", "runs/b"], "expected the folder"),
+        (["generate", "nowhere"], "expected the folder of a run or checkpoint, and a text"),
+        (["report", "nowhere"], "expected a folder or an experiment"),
+        (["report", "configs"], "configs: expected records"),
+        (["leakcheck", "configs"], "configs"),
+        (["bench", "packign"], "did you mean 'packing'?"),
+        (["bench", "packing", "roundss=1"], "did you mean 'rounds'?"),
+        (["reproduce"], "packing"),
+        (["kernels", "bild"], "expected nothing, or build"),
+    ],
+)
+def test_an_error_is_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert run.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("run.py: error: ") and message in error and error.count("\n") == 1
+
+
+def test_interrupted_and_unread(monkeypatch, capsys):
+    for raised, status, message in (
+        (KeyboardInterrupt, 130, "the same command continues"),
+        (OSError(28, "No space left on device", "x"), 2, "No space left"),
+        (ModuleNotFoundError("No module named 'datasets'", name="datasets"), 2, "'datasets'"),
+        (RuntimeError("CUDA out of memory"), 2, "reduce data.slots_per_batch"),
+    ):
+        monkeypatch.setitem(cli.COMMANDS, "kernels", (_raiser(raised), "", None))
+        assert cli.main(["kernels"]) == status and message in capsys.readouterr().err
+    code = "from packmamba import cli; cli.main(['train', '--help'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"", "as of | head"
+
+
+def _raiser(error):
+    def command(words):
+        raise error
+
+    return command
