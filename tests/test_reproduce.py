@@ -140,3 +140,16 @@ def test_every_headline_has_a_committed_number():
             continue
         numbers = {headline.name: reproduce.number_of(headline, folder, False) for headline in declared.HEADLINES}
         assert len(numbers) == len(declared.HEADLINES) and [key for key, value in numbers.items() if not value] == []
+
+
+def test_the_keys_of_every_step_are_valid(tmp_path):
+    """With scale=small, which adds keys; sweeps with one seed, as the others have the same keys."""
+    from packmamba.training.sweep import load_sweep
+
+    for name, folder in reproduce.experiments().items():
+        for step in getattr(reproduce.module(name, "reproduce"), "STEPS", ()) if ROOT in folder.parents else ():
+            keys = [key.replace("{output}", str(tmp_path)) for key in (*step.overrides, *step.small)]
+            if "\nbench:" in f"\n{(folder / step.file).read_text()}":
+                reproduce.load_bench(folder / step.file, keys)
+            else:
+                load_sweep(folder / step.file, [*keys, "grid.seed=[1]"], runs_here=False)
