@@ -10,7 +10,6 @@ import pytest
 from test_sweeps import write_sweep
 
 import run
-from packmamba.cli.status import sweep_status
 from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
 from packmamba.records import append_record, read_records
@@ -318,22 +317,6 @@ def test_status_says_how_far_each_run_is(tmp_path, capsys):
     ], "speed and time left stand where a run goes on"
     assert lines[-2] == "1 done, 1 waiting, 1 interrupted, 1 failed."
 
-
-def test_status_says_how_fast_a_run_is_and_how_long_it_needs(tmp_path, monkeypatch):
-    _, (config, *_) = load_sweep(sweep_of(tmp_path))
-    now = 100.0
-    monkeypatch.setattr(note.time, "time", lambda: now)
-    with alone(run_folder(config)):
-        said = note.Note(config, "GPU 1")
-        for clock, step, tokens in ((110.0, 1, 100), (112.0, 11, 1100), (113.0, 16, 1600)):
-            now = clock
-            said.step(step, tokens)
-        assert read_note(config)["step"] == 11, "a note each two seconds"
-        table = sweep_status([config])
-        cells = dict(zip((column.title for column in table.columns), (cell.text for cell in table.rows[0])))
-        assert (cells["state"], cells["step"], cells["tokens/s"], cells["left"]) == ("running", "11", "500", "0:00:10")
-        assert cells["where"] == "GPU 1"
-    assert sweep_status([config]).rows[0][-4].text == "-", "it runs no more"
 
 
 @pytest.mark.slow
