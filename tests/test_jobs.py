@@ -318,7 +318,6 @@ def test_status_says_how_far_each_run_is(tmp_path, capsys):
     assert lines[-2] == "1 done, 1 waiting, 1 interrupted, 1 failed."
 
 
-
 @pytest.mark.slow
 def test_what_a_worker_warns_of_is_said_once_where_it_is_seen(tmp_path, capfd):
     """Its own output goes to a file."""
