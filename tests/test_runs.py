@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 import packmamba.training.fit as one_run
 from packmamba.config import ConfigError
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.ops import BACKENDS
 from packmamba.ops.backends import Backend
 from packmamba.records import read_records
 from packmamba.training.callbacks import RunMetrics, checkpoints
 from packmamba.training.fit import fit
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import recorded_config, run_folder, run_id
 from runs import final_state, tiny_config
 
@@ -99,7 +99,7 @@ def test_throughput_leaves_out_the_first_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(RunMetrics, "settle", lambda _: None)  # laps where some test has used a GPU
     config = tiny_config(tmp_path, "data.strategy=greedy")
     metrics = fit(config, progress=False)["metrics"]
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     data.setup()
     tokens = [data.steps[i].num_tokens for i in range(6)]
     assert metrics["train_seconds"] == 6 and metrics["real_tokens"] == sum(tokens)
@@ -119,7 +119,7 @@ def test_clipping_limits_the_step(tmp_path, clip, moves, accelerator):
     config = tiny_config(tmp_path, "data.strategy=greedy", *keys)
     fit(config, progress=False)
     lightning.seed_everything(config.seed, workers=True, verbose=False)
-    start = MambaLitModule(config, 256).state_dict()
+    start = PackedLitModule.from_config(config, 256).state_dict()
     end = final_state(config)["state_dict"]
     most = max(float((end[name].cpu() - start[name]).abs().max()) for name in end)
     # AdamW's first step is the learning rate wherever the gradient is far above its epsilon, 1e-8.
@@ -227,10 +227,10 @@ def test_memory_is_that_of_training(monkeypatch):
 def test_a_step_s_mean_may_be_over_rows(tmp_path, strategy):
     """The gradient is that of the mean of row means, pass by pass; a record's losses stay means over targets."""
     config = tiny_config(tmp_path, f"data.strategy={strategy}", "data.slots_per_batch=100000", "trainer.mean_over=rows")
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     data.setup()
     torch.manual_seed(0)
-    module = MambaLitModule(config, data.corpora.train.vocab_size)
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn_like(parameter)  # rows' losses differ

@@ -227,7 +227,6 @@ def _check_together(config: Config) -> None:
 
     need(data.unit is None or data.source == "packages", "data.unit", "null, unless data.source=packages")
     need(data.streams == 1 or strategy.splits_documents, "data.streams", "1, unless data.strategy=split")
-    need(not (data.cut_at_steps and streamed), "data.cut_at_steps", "false, unless data.mode=matched")
     of_one_length = data.row_length is not None
     need(
         of_one_length or not strategy.needs_row_length,

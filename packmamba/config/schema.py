@@ -94,7 +94,7 @@ class DataConfig:
     cut_documents: Optional[int] = key(
         None, "Cut training documents into pieces of this length, each from zero.", low=1
     )
-    cut_at_steps: bool = key(False, "Cut documents at steps, which then hold exactly tokens_per_step (mode matched).")
+    cut_at_steps: bool = key(True, "Cut documents at steps, which then hold exactly tokens_per_step (mode matched).")
     slots_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
     validation_documents: Optional[int] = key(None, "Documents to validate on; null for all held out.", low=1)
     num_workers: int = key(0, "Processes that prepare batches; 0 for none.", low=0)
