@@ -76,7 +76,9 @@ def test_a_step_is_a_function_of_its_number(tmp_path, mode, keys):
     fresh = module(tmp_path, *keys)
     for i in (11, 0, 7, 3):
         assert_same(fresh.steps[i], in_order[i])
-    loader = DataLoader(module(tmp_path, *keys).steps, batch_size=None, sampler=StepSampler(lambda: 4, 12, 12), num_workers=2)
+    loader = DataLoader(
+        module(tmp_path, *keys).steps, batch_size=None, sampler=StepSampler(lambda: 4, 12, 12), num_workers=2
+    )
     assert len(StepSampler(lambda: 4, 12, 12)) == 12
     for i, step in zip(range(4, 12), loader, strict=True):
         assert_same(step, in_order[i])
