@@ -1,6 +1,5 @@
 """One run: its record and logs, what it is named after, what it refuses."""
 
-import logging
 import time
 from types import SimpleNamespace
 
@@ -173,15 +172,6 @@ def test_a_run_that_another_process_finishes_meanwhile_is_not_recorded_twice(tmp
     with pytest.raises(ConfigError, match="another process has just finished this run"):
         fit(config, progress=False)
     assert len(read_records(run_folder(config))) == 1
-
-
-def test_a_run_says_once_what_its_corpus_leaves_out(tmp_path, caplog):
-    config = tiny_config(tmp_path, "trainer.max_steps=1", "data.bad_lines=skip")
-    with open(config.data.path, "a") as file:
-        file.write("not JSON\n")
-    with caplog.at_level(logging.WARNING):
-        fit(config, progress=False)
-    assert caplog.text.count("1 bad line") == 1
 
 
 def test_the_last_step_is_evaluated_whatever_the_interval(tmp_path):
