@@ -133,9 +133,7 @@ class OptimizerConfig:
     )
     weight_decay: float = key(0.1, "Of matrices; biases, norms, A_log, D and initial states have none.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
-    schedule_steps: Optional[int] = key(
-        None, "Steps of the learning rate schedule; null: trainer.max_steps.", low=1
-    )
+    schedule_steps: Optional[int] = key(None, "Steps of the learning rate schedule; null: trainer.max_steps.", low=1)
     final_lr_fraction: float = key(0.1, "The cosine ends at this fraction of the peak.", low=0, high=1)
     grad_clip: Optional[float] = key(1.0, "Maximum gradient norm; null for no clipping.", above=0)
 
