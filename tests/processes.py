@@ -9,15 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
+# The server of forks imports this checkout.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 FORKS.set_forkserver_preload(["lightning", "torchmetrics", "packmamba.cli", "packmamba.training.fit"])
 
 
@@ -85,52 +84,3 @@ def statuses(*processes: multiprocessing.Process, timeout: float = 300) -> list[
         process.join(timeout)
     kill(*(process for process in processes if process.is_alive()))
     return [process.exitcode for process in processes]
-
-
-class ForkedWorker:
-    """What ``subprocess.Popen`` is to a sweep's worker, forked from the sweep's own process, which must not have trained."""
-
-    def __init__(self, command: list[str], env: dict[str, str], pass_fds: list[int], **_: Any) -> None:
-        assert command[1:3] == ["-m", "packmamba.training.worker"]
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        try:
-            os.setsid()
-            edges = [2, *pass_fds, os.sysconf("SC_OPEN_MAX")]
-            for low, high in zip(edges, edges[1:]):
-                os.closerange(low + 1, high)
-            os.environ.clear()
-            os.environ.update(env)
-            from packmamba.training import worker
-
-            worker.main(Connection(int(command[3])))
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-
-    def poll(self) -> int | None:
-        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.returncode = os.waitstatus_to_exitcode(ended[1])
-        return self.returncode
-
-    def wait(self, timeout: float = 300) -> int:
-        end = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a forked worker", timeout)
-            time.sleep(0.005)
-        return self.returncode
-
-
-def sweep_with_forked_workers(*arguments: str) -> int:
-    """``run.py sweep arguments``, for a fork."""
-    import types
-
-    import run
-    from packmamba.training import worker
-
-    worker.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": ForkedWorker})
-    return run.main(["sweep", *arguments])

@@ -1,6 +1,1 @@
-"""Training with Lightning."""
-
-from packmamba.data.datamodule import PackedDataModule
-from packmamba.training.lit_module import PackedLitModule
-
-__all__ = ["PackedDataModule", "PackedLitModule"]
+"""Training with Lightning: the module, carried states, metrics, callbacks, runs and sweeps."""

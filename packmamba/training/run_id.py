@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ LEASE_SECONDS = 60.0
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
     """Replace the sections of a configuration by their keys' dotted names."""
-    sections = {f"{name}.{key}": value for name in SECTIONS for key, value in values.get(name, {}).items()}
-    return {name: value for name, value in values.items() if name not in SECTIONS} | sections
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        section = name in SECTIONS and isinstance(value, dict)
+        flat |= {f"{name}.{key}": each for key, each in value.items()} if section else {name: value}
+    return flat
 
 
 def recorded_config(config: Config) -> dict[str, Any]:
@@ -88,20 +92,27 @@ def training_records(folder: str | Path) -> list[dict[str, Any]]:
     return [record for record in records if record["kind"] == "training"]
 
 
-def records_of(config: Config) -> dict[int, dict[str, Any]]:
-    """Read a run's records, by the number of steps after which they were made."""
-    own, folder = run_id(config), record_path(config).parent
-    records = [record for record in training_records(folder) if record["arm"] == config.name]
-    return {
-        record["config"]["trainer"]["max_steps"]: record
-        for record in records
-        if id_of(record["arm"], record["config"]) == own
+def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
+    """Read the record of each run, None for one that is not finished."""
+    folders = {record_path(config).parent for config in configs}
+    records = {
+        (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
+        for folder in folders
+        for record in training_records(folder)
     }
+    return [records.get((record_path(c).parent, run_id(c), c.trainer.max_steps)) for c in configs]
 
 
 def find_record(config: Config) -> dict[str, Any] | None:
     """Read the run's record; None: it is not finished."""
-    return records_of(config).get(config.trainer.max_steps)
+    return find_records([config])[0]
+
+
+def records_of(config: Config) -> dict[int, dict[str, Any]]:
+    """Read the run's records, by the number of steps after which it ended."""
+    records, own = training_records(record_path(config).parent), run_id(config)
+    own_records = [record for record in records if id_of(record["arm"], record["config"]) == own]
+    return {record["config"]["trainer"]["max_steps"]: record for record in own_records}
 
 
 def may_be_raised(config: Config) -> bool:

@@ -1,293 +1,266 @@
-"""A grid of training runs over arms, keys and seeds; a run that is done is not repeated."""
+"""Train every run of a grid of arms, keys and seeds; finished runs are skipped."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
+import os
 import re
+import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import (
-    Config,
-    ConfigError,
-    Holds,
-    above,
-    assign,
-    at_least,
-    each,
-    key,
-    load,
-    named,
-    one_of,
-    parse_override,
-    read_yaml,
-    resolve,
-    some,
-    suggest,
-)
-from packmamba.records import append_record, check_writable, has_records, write_sweep
+from packmamba.config import Config, key, load, parse_override, read_yaml, resolve, suggest, to_dict
+from packmamba.data.token_store import load_corpora
+from packmamba.errors import ConfigError, Unfinished
+from packmamba.records import METRICS, append_record, check_writable, has_records, read_records, write_sweep
+from packmamba.training.benchmark import measure_throughput
 from packmamba.training.checks import check_accelerator, check_all_documents, check_run
-from packmamba.training.dotted import by_dotted_names, keys_of, meet
-from packmamba.training.places import places, several_devices, speaks
-from packmamba.training.process import imports
-from packmamba.training.run_id import may_be_raised, record_path, run_id
-from packmamba.training.slurm import SlurmConfig, run_as_jobs, slurm_executor
-from packmamba.training.table import TableConfig, check_table, check_tuned
-from packmamba.training.tune import TuneConfig, Tuning
-from packmamba.training.worker import Place
+from packmamba.training.launch import (
+    Outcome,
+    Slot,
+    SlurmConfig,
+    check_slurm,
+    device_slots,
+    run_as_jobs,
+    run_here,
+    run_in_slots,
+)
+from packmamba.training.run_id import find_records, flatten, id_of, may_be_raised, record_path, run_id
+
+
+@dataclass
+class TableConfig:
+    metrics: list[str] = key(
+        [], "Metrics of the table, such as [val_loss, mqar.accuracy]; []: losses, first evaluation."
+    )
+    columns: Optional[list[str]] = key(None, "Other metrics and keys, such as optimizer.lr; null for the usual ones.")
+    paired: bool = key(True, "Differences are taken seed by seed; false: between means over all seeds.")
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Return the keys for ``sweep.json``, {} at their defaults."""
+        usual = not self.metrics and self.columns is None and self.paired
+        return {} if usual else {"metrics": self.metrics, "columns": self.columns, "paired": self.paired}
+
+
+@dataclass
+class TuneConfig:
+    grid: dict[str, list[Any]] = key(
+        {}, "Keys of which each arm takes its best value, such as optimizer.lr: [1e-3, 3e-3]."
+    )
+    seeds: list[int] = key([], "Seeds that the values are tried with, none of grid.seed.")
+    metric: str = key("val_loss", "Metric of a run's record that decides, in the mean over seeds.")
+    best: str = key("least", "Whether the least or the most of it is best.", choices=("least", "most"))
 
 
 @dataclass
 class SweepConfig:
-    output: str = key(
-        "runs/sweep",
-        "Folder of the sweep's records, tables and report: experiments/<question>, or below runs/ for one's own.",
-    )
-    name: Optional[str] = key(
-        None, "What sweep.json, beside the records, calls the sweep; null for the name of its file."
-    )
-    base: Optional[str] = key(
-        None,
-        "A training configuration that every run starts from, beside this file or below; null for the defaults.",
-    )
+    output: str = key("runs/sweep", "Folder of the sweep's records, tables and report.")
+    name: Optional[str] = key(None, "Name of the sweep in sweep.json; null for the name of its file.")
+    base: Optional[str] = key(None, "Training configuration that every run starts from, relative to this file.")
     common: dict[str, Any] = key({}, "Keys that every run sets, such as data.row_length: 512.")
-    arms: dict[str, dict[str, Any]] = key({}, "What is compared: for each arm's name, the keys it sets.", some("arm"))
-    grid: dict[str, list[Any]] = key(
-        {}, "For each key the values it takes, in every combination with every arm, such as seed: [0, 1, 2]."
+    arms: dict[str, dict[str, Any]] = key(
+        {}, "What is compared: for each arm's name, the keys it sets.", check=("at least one arm", bool)
     )
-    evaluations: list[str] = key(
-        [],
-        "Evaluations that every run's model answers when it is trained, such as [next_line, passkey].",
-        each(named("packmamba.evaluation.registry:EVALUATIONS")),
-    )
+    grid: dict[str, list[Any]] = key({}, "Values of keys, in every combination with every arm, such as seed: [0, 1].")
+    evaluations: list[str] = key([], "Evaluations of every run's trained model, such as [next_line, passkey].")
     evaluation_options: dict[str, Any] = key({}, "For each of the evaluations its parameters; see the key of a run.")
     plugins: list[str] = key([], "Python modules that every run imports first; see the key of a run.")
-    throughput_rounds: int = key(
-        0,
-        "Before training, time this many interleaved steps of all arms in one process; 0 for none.",
-        at_least(0),
-    )
-    only: dict[str, list[Any]] = key(
-        {},
-        "Of arm, and of keys of the grid, the values whose runs this command trains, such as {arm: [padded], seed: [1, 2]}; "
-        "the sweep still has the others.",
-    )
+    throughput_rounds: int = key(0, "Before training, time so many interleaved steps of all arms; 0 for none.", low=0)
+    only: dict[str, list[Any]] = key({}, "Train these runs alone now, such as {arm: [padded], seed: [1, 2]}.")
     train: bool = key(True, "Train the runs; false: only time them.")
-    baseline: Optional[str] = key(
-        None,
-        "The arm that tables compare the others with; null: the first there is of padded, single, packed with reset.",
-    )
+    baseline: Optional[str] = key(None, "Arm that tables compare with; null: the first of padded, single, packed.")
     table: TableConfig = field(default_factory=TableConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(
         1,
-        "Runs at a time, each in a process of its own on its own GPU or share of the cores; auto: one on each GPU that is free, "
-        "or without a GPU one for each four cores.",
-        Holds("auto or an integer of at least 1", lambda value: value == "auto" or (type(value) is int and value >= 1)),
+        "Runs at a time, on GPUs or shares of the cores; auto: one on each free GPU, or one on each four cores.",
+        check=("auto or an integer of at least 1", lambda jobs: jobs == "auto" or (type(jobs) is int and jobs > 0)),
     )
-    launcher: str = key(
-        "local",
-        "Where runs go: local, processes of this machine; slurm, jobs of the cluster.",
-        one_of("local", "slurm"),
-    )
+    launcher: str = key("local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm"))
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     deadline: Optional[float] = key(
-        None, "Seconds after which all runs have stopped, with checkpoints; the same command goes on later.", above(0)
+        None, "Seconds until all runs have stopped; the same command resumes them.", above=0
     )
+
+    @property
+    def in_slots(self) -> bool:
+        """Return whether runs have worker processes on this machine."""
+        return self.launcher == "local" and (self.jobs != 1 or self.deadline is not None)
 
     def problems(self) -> Iterator[str]:
         if not self.train and not self.throughput_rounds:
-            yield "train: expected true without throughput_rounds, got false: there is nothing to do"
-        if self.launcher == "slurm" and self.throughput_rounds:
-            yield f"throughput_rounds: expected 0 with launcher=slurm, whose jobs only train, got {self.throughput_rounds}"
-        if self.launcher == "slurm" and self.deadline is not None:
-            yield f"deadline: expected null with launcher=slurm, whose jobs have slurm.time, got {self.deadline}"
-        for name, values in self.grid.items():
-            if not values:
-                yield f"grid.{name}: expected at least one value, got none"
-            if len(values) != len(set(map(str, values))):
-                yield f"grid.{name}: expected distinct values, got {values}"
-        for where, section in {
-            "common": self.common,
-            **{f"arms.{arm}": keys for arm, keys in self.arms.items()},
-        }.items():
-            for name in ("data", "optimizer", "trainer", "ops"):
-                if not isinstance(value := section.get(name, {}), dict):
-                    yield f"{where}.{name}: expected keys and their values, got {value!r}"
-        for where, keys in {
-            "common": self.common,
-            **{f"arms.{arm}": keys for arm, keys in self.arms.items()},
-            "grid": self.grid,
-        }.items():
-            yield from (
-                f"{where}.{name}: expected no such key, a sweep sets it for each run"
-                for name in OF_RUNS
-                if name in keys
-            )
+            yield "train: expected true without throughput_rounds, got false"
+        if self.launcher == "slurm" and (self.throughput_rounds or self.deadline is not None):
+            yield "launcher: expected local with throughput_rounds or deadline, got slurm"
         if self.baseline is not None and self.baseline not in self.arms:
             yield f"baseline: expected one of {', '.join(self.arms)} or null, got '{self.baseline}'"
+        if bool(self.tune.grid) != bool(self.tune.seeds):
+            yield "tune: expected both grid and seeds, or neither"
+        if both := set(self.tune.seeds).intersection(self.grid.get("seed", [0])):
+            yield f"tune.seeds: expected none of grid.seed, got {both.pop()}"
+        for where, grid in {"grid": self.grid, "tune.grid": self.tune.grid, "only": self.only}.items():
+            for name, values in grid.items():
+                if not values or len(values) != len(set(map(str, values))):
+                    yield f"{where}.{name}: expected at least one value and none twice, got {values}"
         for name, values in self.only.items():
-            known = {"arm": [*self.arms], **self.grid}.get(name)
-            if known is None:
-                yield f"only.{name}: expected arm or a key of the grid{suggest(name, ['arm', *self.grid])}"
-            elif not values:
-                yield f"only.{name}: expected at least one value, got none"
-            elif others := [value for value in values if value not in known]:
-                yield f"only.{name}: expected some of {', '.join(map(str, known))}, got {others[0]!r}"
-        for name in self.grid:
-            if of := self._arms_with(name):
-                yield f"grid.{name}: expected a key that no arm sets, but {of[0]} does; give it in one of the two places"
-        if both := [seed for seed in self.tune.seeds if seed in self.grid.get("seed", [0])]:
-            yield f"tune.seeds: expected none of grid.seed, whose runs are reported, got {both[0]}"
-        for name in self.tune.grid:
-            if of := [*self._arms_with(name), *("grid" for key in self.grid if meet(name, key))]:
-                yield f"tune.grid.{name}: expected a key that no arm and no grid sets, but {of[0]} does"
-
-    def _arms_with(self, name: str) -> list[str]:
-        return [arm for arm, keys in self.arms.items() if any(meet(name, key) for key in by_dotted_names(keys))]
-
-    @property
-    def apart(self) -> bool:
-        """Whether runs have processes of their own on this machine."""
-        return self.launcher == "local" and (self.jobs != 1 or self.deadline is not None)
+            known = {"arm": [*self.arms], **self.grid}
+            if others := [value for value in values if value not in known.get(name, [])]:
+                yield f"only.{name}: expected arm, or a key of the grid, and some of its values, got {others[0]}"
+        arms = {f"arms.{arm}": keys for arm, keys in self.arms.items()}
+        for where, keys in {"common": self.common, "grid": self.grid, **arms}.items():
+            for name in keys.keys() & {"name", "output", "runs_dir"}:
+                yield f"{where}.{name}: expected no such key; the sweep sets it for each run"
+        for where, grid, others in (
+            ("grid", self.grid, arms),
+            ("tune.grid", self.tune.grid, arms | {"grid": self.grid}),
+        ):
+            for name, (other, keys) in itertools.product(grid, others.items()):
+                if any(_overlap(name, given) for given in flatten(keys)):
+                    yield f"{where}.{name}: expected a key that {other} does not set"
 
 
-SWEEP_KEYS = (*SweepConfig.__dataclass_fields__,)
-OF_RUNS = ("name", "output", "experiment", "runs_dir")
-"""Keys of a run that its sweep sets."""
-EVALUATED = ("evaluations", "evaluation_options")
-"""Keys of a sweep that become those of its runs."""
+def _overlap(one: str, other: str) -> bool:
+    """Return whether setting one key changes the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def load_sweep(
-    path: str | Path, overrides: list[str] | None = None, runs_here: bool = True
+    path: str | Path, overrides: Sequence[str] = (), runs_here: bool = True
 ) -> tuple[SweepConfig, list[Config]]:
-    """The sweep and the configuration of each of its runs, all checked. Raises ConfigError naming the key.
+    """Load a sweep and the configurations of its runs.
 
-    Overrides are of the sweep's own keys, such as ``output=runs/mine``, or of every run's. ``runs_here``: whether this
-    machine must be able to train them, if it is the one that would.
+    Args:
+        overrides: of the sweep's own keys, such as ``output=runs/mine``, or of every run's.
+        runs_here: check that this machine can train the runs.
+
+    Raises:
+        ConfigError: naming the key.
     """
-    own = [override for override in overrides or [] if override.partition("=")[0].partition(".")[0] in SWEEP_KEYS]
-    sweep = load(SweepConfig, path, map(_of_a_grid, own), "sweep")
+    known = SweepConfig.__dataclass_fields__
+    own = [override for override in overrides if re.split(r"[.=]", override)[0] in known]
+    # A key of a grid is a whole name: grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
+    dotted = r"((?:tune\.)?grid|only)\.([\w.-]+)=(.*)"
+    sweep = load(SweepConfig, path, [re.sub(dotted, r"\1={\2: \3}", each, flags=re.DOTALL) for each in own], "sweep")
     sweep.name = sweep.name or Path(path).stem
-    layers = []
-    if sweep.base is not None:
-        base = Path(path).parent / sweep.base
-        layers.append((read_yaml(base, "train"), str(base)))
-    others = [override for override in overrides or [] if override not in own]
-    for override in others:
-        _refuse_a_typo_of_the_sweep_s(override)
-    last = [(parse_override(override), f"'{override}'") for override in others]
-    _refuse_what_is_compared(sweep, last)
-    configs = [_resolve(layers, assigned, last) for assigned in _runs(sweep)]
+    base = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
+    last = [(parse_override(override), f"'{override}'") for override in overrides if override not in own]
+    for layer, origin in last:
+        _check_override(sweep, layer, origin)
+    layers = [[*base, (_layer(keys), str(path)), *last] for keys in _runs(sweep)]
+    configs = [resolve(Config, copy.deepcopy(each)) for each in layers]
+    here = {id(config) for config in chosen(sweep, configs)} if runs_here and sweep.launcher == "local" else set()
     checked: list[tuple[Config, bool]] = []
-    now = {id(config) for config in chosen(sweep, configs)}
     for config in configs:
-        here = runs_here and sweep.launcher == "local" and id(config) in now
-        if (alike := (replace(config, seed=0), here)) not in checked:
-            check_run(config, here)
+        if (alike := (replace(config, seed=0), id(config) in here)) not in checked:
+            check_run(*alike)
             checked.append(alike)
-        if sweep.launcher == "slurm" and config.trainer.num_nodes > 1:
-            raise ConfigError(
-                f"launcher: slurm trains each run on one machine, got trainer.num_nodes={config.trainer.num_nodes}"
-            )
-        if sweep.apart and several_devices(config):
-            raise ConfigError(
-                "jobs: expected 1, and no deadline, where a run takes several devices, got "
-                f"{sweep.jobs} with trainer.devices={config.trainer.devices}"
-            )
-    Tuning(sweep.tune, configs)  # refuses its keys
-    check_table(sweep.table, configs)
-    if sweep.tune.grid:
-        check_tuned(sweep.tune.metric, configs)
+        if config.trainer.num_nodes > 1:
+            raise ConfigError(f"trainer.num_nodes: expected 1 in a sweep, got {config.trainer.num_nodes}")
+        if config.trainer.devices > 1 and sweep.launcher == "local" and sweep.jobs != 1:
+            raise ConfigError(f"jobs: expected 1 with trainer.devices={config.trainer.devices}, got {sweep.jobs}")
+    numbers = [*METRICS["training"], "val_loss_last_weights"]
+    evaluations = tuple(f"{name}." for config in configs for name in config.evaluations)
+    metric = [sweep.tune.metric] if sweep.tune.grid else []
+    keys = {*flatten(to_dict(configs[0])), "speedup"}
+    tables = {"table.metrics": sweep.table.metrics, "table.columns": sweep.table.columns or [], "tune.metric": metric}
+    for where, names in tables.items():
+        for name in names:
+            if name not in numbers and not name.startswith(evaluations):
+                if where != "table.columns" or not any(_overlap(name, each) for each in keys):
+                    raise ConfigError(f"{where}: expected some of {', '.join(numbers)}, got '{name}'")
     return sweep, configs
 
 
-def _of_a_grid(override: str) -> str:
-    """``grid.optimizer.lr=[...]`` as what it means: the grid's key is the whole name. Raises ConfigError for an empty mapping."""
-    if re.fullmatch(r"(tune\.)?grid=\s*\{\s*\}", override):
-        raise ConfigError(f"'{override}': expected keys with their values; these are added to the file's, key by key")
-    found = re.fullmatch(r"((?:tune\.)?grid|only)\.([\w.-]+)=(.*)", override, re.DOTALL)
-    return "{}={{{}: {}}}".format(*found.groups()) if found else override
+def _check_override(sweep: SweepConfig, layer: DictConfig, origin: str) -> None:
+    """Refuse a misspelt key of the sweep, and a key for all runs that the grid or the arms give different values."""
+    for given in flatten(OmegaConf.to_container(layer)):  # type: ignore[arg-type]
+        runs, own = Config.__dataclass_fields__, SweepConfig.__dataclass_fields__
+        if (name := given.split(".")[0]) not in runs:
+            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(name, (*runs, *own))}")
+        for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
+            for name in grid:
+                if _overlap(name, given):
+                    raise ConfigError(f"{origin}: expected {where}.{name}=[...], where this sweep has its values")
+        values = [value for arm in sweep.arms.values() for name, value in flatten(arm).items() if _overlap(name, given)]
+        if len(values) >= len(sweep.arms) > 1 and any(value != values[0] for value in values):
+            raise ConfigError(f"{origin}: expected a key in which arms do not differ; set arms.<name>.{given}")
 
 
-def _refuse_a_typo_of_the_sweep_s(override: str) -> None:
-    """Else what the runs know would be listed, where a key of the sweep was meant."""
-    key = override.partition("=")[0].partition(".")[0]
-    hint = suggest(key, (*Config.__dataclass_fields__, *SWEEP_KEYS))
-    if key not in Config.__dataclass_fields__ and "did you mean" in hint:
-        raise ConfigError(f"unknown key '{key}' in '{override}'{hint}")
+def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
 
 
-def _refuse_what_is_compared(sweep: SweepConfig, last: list[tuple[DictConfig, str]]) -> None:
-    """Refuses a key for all runs that the grid, or every arm, gives a value: what is compared would be one."""
-    for layer, said in last:
-        for given in keys_of(layer):
-            for grid, keys in (("grid", sweep.grid), ("tune.grid", sweep.tune.grid)):
-                for name in keys:
-                    if meet(name, given):
-                        raise ConfigError(
-                            f"{said}: expected {grid}.{name}=[...], which is where this sweep has its values"
-                        )
-            values = [value for keys in sweep.arms.values() for name, value in keys.items() if meet(name, given)]
-            if len(values) >= len(sweep.arms) > 1 and any(value != values[0] for value in values):
-                raise ConfigError(f"{said}: expected a key in which arms do not differ; set it as arms.<name>.{given}")
-
-
-def _resolve(
-    first: list[tuple[DictConfig, str]], assigned: dict[str, Any], last: list[tuple[DictConfig, str]]
-) -> Config:
-    """A run's configuration. Its keys are one layer, which is quick; where that is refused, one each, to name the wrong one."""
-    with suppress(Exception):
-        together = OmegaConf.create()
-        for name, value in assigned.items():
-            OmegaConf.update(together, name, value)
-        return resolve(Config, copy.deepcopy([*first, (together, "")]) + copy.deepcopy(last))
-    return resolve(Config, copy.deepcopy([*first, *(assign(name, value) for name, value in assigned.items()), *last]))
+def _suffix(point: dict[str, Any]) -> str:
+    return "".join(f" {name.rpartition('.')[2]}={value}" for name, value in point.items() if name != "seed")
 
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
-    """What each run sets over the base; grid values other than seeds become part of the arm's name."""
-    for combination in itertools.product(*sweep.grid.values()):
-        point = dict(zip(sweep.grid, combination))
-        suffix = "".join(f" {key.rpartition('.')[2]}={value}" for key, value in point.items() if key != "seed")
-        for arm, keys in sweep.arms.items():
-            place: dict[str, Any] = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
-            place |= {"plugins": sweep.plugins} if sweep.plugins else {}
-            asked = {key: value for key in EVALUATED if (value := getattr(sweep, key))}
-            yield {**asked, **by_dotted_names(sweep.common), **by_dotted_names(keys), **point, **place}
+    """Yield the keys that each run sets; grid values other than seeds become part of the arm's name."""
+    own = {name: getattr(sweep, name) for name in ("plugins", "evaluations", "evaluation_options")}
+    own = {name: value for name, value in own.items() if value}
+    for point, (arm, keys) in itertools.product(_points(sweep.grid), sweep.arms.items()):
+        place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
+        yield {**own, **flatten(sweep.common), **flatten(keys), **point, **place}
+
+
+def _layer(keys: dict[str, Any]) -> DictConfig:
+    layer = OmegaConf.create()
+    for name, value in keys.items():
+        OmegaConf.update(layer, name, value)
+    return layer
 
 
 def chosen(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
-    """Those of all runs of a sweep that ``only`` asks for."""
-    if not sweep.only:
-        return configs
-    points = [
-        {"arm": arm, **dict(zip(sweep.grid, values))}
-        for values in itertools.product(*sweep.grid.values())
-        for arm in sweep.arms
-    ]
-    asked = sweep.only.items()
-    return [c for c, point in zip(configs, points, strict=True) if all(point[name] in some for name, some in asked)]
+    """Return the runs of a sweep that ``only`` names."""
+    points = [{"arm": arm, **point} for point in _points(sweep.grid) for arm in sweep.arms]
+    some = [all(point[name] in values for name, values in sweep.only.items()) for point in points]
+    return [config for config, wanted in zip(configs, some, strict=True) if wanted]
 
 
-def runs_of(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
-    """All runs of a sweep in their order: first those that choose values, then the others, with their values once known."""
-    from packmamba.training.pool import Queue
+def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
+    """Return the runs that choose an arm's values: for each combination, a run with each seed."""
+    points, output = _points(tune.grid) if tune.grid else [], f"{config.output}/tuning"
+    keys = [{"name": config.name + _suffix(point), "output": output, **point} for point in points]
+    return [[_with(config, {**each, "seed": seed}) for seed in tune.seeds] for each in keys]
 
-    return Queue(configs, False, tuning=Tuning(sweep.tune, configs)).configs
+
+def _with(config: Config, keys: dict[str, Any]) -> Config:
+    return resolve(Config, [(OmegaConf.create(to_dict(config)), config.name), (_layer(keys), "tune.grid")])
+
+
+def best(tune: TuneConfig, tried: list[list[Config]]) -> int:
+    """Return which combination of values has the best mean of the metric; one with which a run diverged is left out.
+
+    Raises:
+        Unfinished: a run diverged with every combination.
+        ConfigError: the runs have no such metric.
+    """
+    means: dict[int, float] = {}
+    for number, runs in enumerate(tried):
+        metrics = [record["metrics"] for record in find_records(runs) if record is not None]
+        metrics = [each for each in metrics if "diverged_at_step" not in each]
+        for each in metrics:
+            if each.get(tune.metric) is None:
+                raise ConfigError(
+                    f"tune.metric: expected one of {', '.join(each)}, got '{tune.metric}', which has no value"
+                )
+        if len(metrics) == len(runs):
+            means[number] = statistics.fmean(each[tune.metric] for each in metrics)
+    if not means:
+        raise Unfinished(f"no {' and '.join(tune.grid)} has a finite {tune.metric} with every seed")
+    return (min if tune.best == "least" else max)(means, key=lambda number: means[number])
 
 
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
-    """``run_sweeps`` of one. Returns the folder with the records."""
+    """Run one sweep; see ``run_sweeps``. Return the folder with its records."""
     run_sweeps([(sweep, configs)], progress, begun)
     return Path(sweep.output)
 
@@ -295,100 +268,169 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
 def run_sweeps(
     sweeps: Sequence[tuple[SweepConfig, list[Config]]], progress: bool = True, begun: float | None = None
 ) -> None:
-    """Times the arms of each sweep if asked, then trains each run that has no record yet, those of all sweeps in one queue.
+    """Time the arms of each sweep if ``throughput_rounds`` says so, then train each run that has no record.
 
     Args:
-        begun: of ``time.monotonic``, where the deadline's seconds begin; None: now.
+        begun: of ``time.monotonic``, when the deadline's seconds begin; None: now.
 
     Raises:
-        ConfigError: the sweeps cannot share a queue.
-        Unfinished: runs failed, or are left. Those that could be trained are.
+        ConfigError: before any run.
+        Unfinished: runs failed, or are not done. The others are.
     """
-    first, _ = sweeps[0]
-    _check_together([sweep for sweep, _ in sweeps])
-    for sweep, _ in sweeps:
-        check_writable(Path(sweep.output) / "records", "output")
-    with imports():  # takes seconds: a wrong key has been refused
-        from packmamba.training.benchmark import measure_throughput
-        from packmamba.training.pool import Queue, run_one_by_one, run_side_by_side
-        from packmamba.training.unchanged import check_unchanged
-    executor = None
+    first, *others = [sweep for sweep, _ in sweeps]
+    for name in ("jobs", "deadline", "launcher"):
+        if any(getattr(sweep, name) != getattr(first, name) for sweep in others):
+            raise ConfigError(f"{name}: expected one value for all sweeps of a command; set it after the files")
+    if others and (first.launcher == "slurm" or any(sweep.tune.grid for sweep, _ in sweeps)):
+        raise ConfigError("launcher, tune: expected one sweep with launcher=slurm or tune.grid, got several")
     if first.launcher == "slurm":
-        executor = slurm_executor(first.slurm, first.jobs, first.name or "sweep", first.output)
-    else:
-        for sweep, configs in sweeps:
-            for config in chosen(sweep, configs) if sweep.train else configs:
-                check_accelerator(config)
-    every = [config for _, configs in sweeps for config in configs]
-    begun = time.monotonic() if begun is None else begun
-    wanted = (config for sweep, configs in sweeps if sweep.train for config in chosen(sweep, configs))
-    runs = {(run_id(config), record_path(config), config.trainer.max_steps): config for config in wanted}
-    trained = list(runs.values())  # two sweeps may have the same run
-    queue = Queue(trained, progress, begun, first.deadline, Tuning(first.tune, trained))
-    others = [c for sweep, configs in sweeps if sweep.train for c in configs if c not in trained]
-    check_all_documents(queue.configs[number] for number in queue.open())
-    check_unchanged([*queue.configs, *others], queue.configs, progress)
-    on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in every)
-    where: AbstractContextManager[list[Place]] = places(first.jobs, on_gpu) if first.apart else nullcontext([])
-    with where as side_by_side:
-        for sweep, configs in sweeps:
-            timings = Path(sweep.output) / "records" / f"{'throughput' if sweep.train else sweep.name}.jsonl"
-            arms = configs[: len(sweep.arms)]
-            timed = not sweep.throughput_rounds or {config.name for config in arms} <= _timed(timings)
-            if not timed and speaks(configs[0]):
-                for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
-                    append_record(timings, record)
-        queue.say_what_is_done()
-        for sweep, configs in sweeps:
-            _say_which(sweep, configs if sweep.train else [])
+        check_slurm()
+    trained = [config for sweep, configs in sweeps if sweep.train for config in configs]
+    runs = [config for sweep, configs in sweeps if sweep.train for config in chosen(sweep, configs)]
+    runs = list({(record_path(c), run_id(c), c.trainer.max_steps): c for c in runs}.values())  # of several sweeps once
+    tried = {config.name: trials(first.tune, config) for config in runs}
+    trial_runs = [run for arm in tried.values() for point in arm for run in point]
+    timed = [config for sweep, configs in sweeps if sweep.throughput_rounds for config in configs[: len(sweep.arms)]]
+    for sweep, _ in sweeps:
+        check_writable(sweep.output, "output")
+    for config in [*trial_runs, *runs, *timed] if first.launcher == "local" else ():
+        check_accelerator(config)
+    _waves(runs)
+    _check_corpora([*trial_runs, *runs], trained, progress)
+    on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in runs)
+    with device_slots(first.jobs, on_gpu) if first.in_slots else nullcontext([]) as slots:
+        queue = Queue(first, slots, (begun or time.monotonic()) + (first.deadline or float("inf")), progress)
         try:
-            if executor is not None:
-                run_as_jobs(queue, executor, first.slurm.grace)
-            elif first.apart:
-                run_side_by_side(queue, side_by_side)
-            else:
-                run_one_by_one(queue)
+            for sweep, configs in sweeps:
+                _measure_throughput(sweep, configs[: len(sweep.arms)], progress)
+                _write_sweep(sweep, configs)
+            queue.train(trial_runs)
+            queue.train([tuned for config in runs if (tuned := queue.tune(config, tried[config.name])) is not None])
         finally:
             for sweep, configs in sweeps:
-                _say_which(sweep, configs if sweep.train else [])
-    queue.check()
+                _write_sweep(sweep, configs)
+    queue.check(len(trial_runs) + len(runs))
 
 
-def _check_together(sweeps: list[SweepConfig]) -> None:
-    """Refuses sweeps that differ in what one queue has once. Raises ConfigError naming the key."""
-    first, *others = sweeps
-    for other in others:
-        for name in ("jobs", "deadline", "launcher"):
-            one, two = getattr(first, name), getattr(other, name)
-            if one != two:
-                raise ConfigError(
-                    f"{name}: expected one value for all sweeps of a command, got {one} in {first.name} and {two} in "
-                    f"{other.name}; set it after the files, {name}=..."
-                )
-    for sweep in sweeps if others else []:
-        if sweep.launcher == "slurm":
-            raise ConfigError("launcher: slurm takes one sweep, got several files")
-        if sweep.tune.grid:
-            raise ConfigError(
-                f"tune: a sweep that chooses values is a command of its own, got {sweep.name} beside others"
+class Queue:
+    """The runs of a command, and their outcomes."""
+
+    def __init__(self, sweep: SweepConfig, slots: list[Slot], deadline: float, progress: bool) -> None:
+        self.sweep, self.slots, self.deadline, self.progress = sweep, slots, deadline, progress
+        self.outcomes: list[tuple[Config, Outcome]] = []
+
+    def train(self, runs: list[Config]) -> None:
+        """Train the runs that have no record."""
+        records = find_records(runs)
+        done = [run for run, record in zip(runs, records) if record is not None]
+        self.outcomes += [(run, Outcome("done")) for run in done]
+        for arm in dict.fromkeys(run.name for run in done):
+            self._print(f"done before: {arm}, seeds {', '.join(str(run.seed) for run in done if run.name == arm)}")
+        for wave in _waves([run for run, record in zip(runs, records) if record is None]):
+            if self.sweep.launcher == "slurm":
+                run_as_jobs(wave, self.sweep.slurm, self.sweep.jobs, self.sweep.output, self.report)
+            elif self.sweep.in_slots:
+                run_in_slots(wave, self.slots, self.report, self.deadline)
+            else:
+                run_here(wave, self.report, self.progress)
+
+    def tune(self, config: Config, tried: list[list[Config]]) -> Config | None:
+        """Return a run with the best values of its arm; None if they are not known."""
+        if not tried:
+            return config
+        if any(record is None for runs in tried for record in find_records(runs)):
+            return None
+        try:
+            return _with(config, _points(self.sweep.tune.grid)[best(self.sweep.tune, tried)])
+        except Unfinished as error:
+            self.report(config, Outcome("failed", str(error)))
+            return None
+
+    def report(self, config: Config, outcome: Outcome | None, place: str = "") -> None:
+        if outcome is not None:
+            self.outcomes.append((config, outcome))
+        what, why = ("begins", "") if outcome is None else outcome
+        self._print(f"{config.name}, seed {config.seed}: {what}{place and f' on {place}'}{why and f': {why}'}")
+
+    def _print(self, line: str) -> None:
+        if self.progress:
+            print(line, flush=True)
+
+    def check(self, total: int) -> None:
+        """Raise Unfinished unless every run is done."""
+        states = [outcome.state for _, outcome in self.outcomes]
+        done, failed, locked = (
+            states.count("done") + states.count("diverged"),
+            states.count("failed"),
+            states.count("locked"),
+        )
+        for config, outcome in self.outcomes:
+            if outcome.state == "failed":
+                self._print(f"{config.name}, seed {config.seed}: failed: {outcome.why}")
+        if failed:
+            raise Unfinished(
+                f"{failed} of {total} runs failed, {done} are done; the same command tries the others again"
+            )
+        if done < total:
+            elsewhere = f", other processes train {locked}" if locked else ""
+            raise Unfinished(
+                f"{done} of {total} runs are done{elsewhere}; the same command resumes the others", status=3
             )
 
 
-def _timed(path: Path) -> set[str]:
-    """The arms whose steps were timed: with new ones, all are timed again, since only arms timed together compare."""
-    return {json.loads(line)["arm"] for line in path.read_text().splitlines() if line} if path.is_file() else set()
+def _waves(runs: list[Config]) -> list[list[Config]]:
+    """Sort runs so that those that start from another one's weights are in a later wave. Raises ConfigError for a circle."""
+    waves, left = [], list(runs)
+    while left:
+        names = {(os.path.realpath(str(run.output)), run.name, run.seed) for run in left}
+        wave = []
+        for run in left:
+            folder, _, arm = str(run.trainer.init_from).rpartition(":")
+            if (os.path.realpath(folder), arm, run.seed) not in names:
+                wave.append(run)
+        if not wave:
+            raise ConfigError(f"trainer.init_from: expected another run's weights, got {left[0].name}'s own")
+        waves.append(wave)
+        left = [run for run in left if run not in wave]
+    return waves
 
 
-def _say_which(sweep: SweepConfig, configs: list[Config]) -> None:
-    """Beside the records, if there are any: which runs the sweep has, its baseline, and what was tuned."""
-    arms: dict[str, set[int]] = {}
-    for config in configs:
-        arms.setdefault(config.name, set()).add(config.seed)
-    if arms and has_records(sweep.output):
-        tune, steps = sweep.tune, {config.name: config.trainer.max_steps for config in configs if may_be_raised(config)}
-        tuned: dict[str, list[Any]] | None = (
-            {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
-        )
-        write_sweep(
-            sweep.output, sweep.name or "sweep", arms, sweep.baseline, tuned=tuned, steps=steps, table=sweep.table.said
-        )
+def _check_corpora(runs: list[Config], every: list[Config], progress: bool) -> None:
+    """Prepare the corpora of runs, and compare those of finished ones with their records."""
+    opened = [run for run, record in zip(runs, find_records(runs)) if record is None]
+    done = [(run, record) for run, record in zip([*every, *runs], find_records([*every, *runs])) if record is not None]
+    check_all_documents(opened)
+    hashes: dict[str, str | None] = {}
+    for run, record in [*((run, None) for run in opened), *done]:
+        if (documents := repr(run.data)) not in hashes:
+            try:
+                hashes[documents] = load_corpora(run.data, progress=progress).corpus_hash
+            except ConfigError as error:
+                if record is None:
+                    raise
+                hashes[documents] = None
+                print(f"the documents of finished runs cannot be compared: {error}", flush=True)
+        if record is not None and hashes[documents] not in (None, record["corpus_hash"]):
+            raise ConfigError(
+                f"data: the documents have changed since {run.name}, seed {run.seed}, was trained; give another output, or "
+                f"remove its record in {record_path(run).parent} and its folder in {run.runs_dir}"
+            )
+
+
+def _measure_throughput(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:
+    """Time the arms of a sweep, unless all of them have been timed: only arms that were timed together compare."""
+    records = read_records(sweep.output) if has_records(sweep.output) else []
+    timed = {id_of(record["arm"], record["config"]) for record in records if record["kind"] == "throughput"}
+    if sweep.throughput_rounds and not timed.issuperset(map(run_id, arms)):
+        for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
+            append_record(Path(sweep.output) / "records.jsonl", record)
+
+
+def _write_sweep(sweep: SweepConfig, configs: list[Config]) -> None:
+    """Write the sweep's arms and seeds beside its records, if there are any."""
+    if sweep.train and has_records(sweep.output):
+        tune, arms = sweep.tune, {c.name: [other.seed for other in configs if other.name == c.name] for c in configs}
+        steps = {config.name: config.trainer.max_steps for config in configs if may_be_raised(config)}
+        tuned = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
+        name, table = str(sweep.name), sweep.table.said
+        write_sweep(sweep.output, name, arms, sweep.baseline, tuned=tuned, steps=steps, table=table)

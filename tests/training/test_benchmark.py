@@ -1,0 +1,94 @@
+"""Timing optimizer steps of several arms in turns."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from packmamba import timing
+from packmamba.report.training import throughput_tables
+from packmamba.training import benchmark
+from packmamba.training.benchmark import measure_throughput
+from packmamba.training.fit import fit
+from packmamba.training.module import MambaLitModule
+from runs import final_state, tiny_config
+
+
+def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
+    seconds = iter([100.0] * (1 + benchmark.WARM_UP) + [2.0] * 2)
+    monkeypatch.setattr(timing, "seconds", lambda call, device: (call(), next(seconds))[1])
+    (record,) = measure_throughput([tiny_config(tmp_path)], rounds=2, output="x", progress=False)
+    assert record["metrics"]["seconds_per_step_median"] == 2 and record["metrics"]["seconds_per_step_spread"] == 0
+
+
+def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
+    keys = ([], ["data.strategy=single"], ["model.d_state=3"], ["trainer.boundary=leak"], ["data.corpus_seed=5"])
+    configs = [tiny_config(tmp_path, f"name=arm{i}", *overrides) for i, overrides in enumerate(keys)]
+    list(measure_throughput(configs, rounds=1, output="x", progress=False))
+    accumulate, calls = MambaLitModule.accumulate, []
+
+    def off(module, *arguments):
+        calls.append(module)
+        return accumulate(module, *arguments) * (1 + 1e-3 * (len(calls) > 1))
+
+    monkeypatch.setattr(MambaLitModule, "accumulate", off)
+    with pytest.raises(RuntimeError, match="nothing is timed: arms disagree .* arm0 has 5.5.*, arm1 has 5.5"):
+        list(measure_throughput(configs, rounds=1, output="x", progress=False))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+def test_the_step_that_is_timed_is_the_one_that_trains(tmp_path, precision):
+    """Clipped, at its learning rate, in the run's precision: the weights after it are the run's, to the bit."""
+    config = tiny_config(tmp_path, f"trainer.precision={precision}", "optimizer.grad_clip=0.9", "trainer.max_steps=4")
+    fit(config, progress=False)
+    arm = benchmark.Arm(config)
+    for step in range(4):
+        arm.step(step)
+    trained = final_state(config)["state_dict"]
+    assert all(torch.equal(value, trained[name]) for name, value in arm.module.state_dict().items() if "model" in name)
+
+
+@pytest.mark.parametrize("boundary", ["reset", "leak", "carry"])
+def test_graphs_of_all_steps_are_captured_before_any_is_timed(tmp_path, monkeypatch, boundary):
+    taken = []
+
+    class Replaying(benchmark.Arm):
+        """Called so; a CPU has no graphs."""
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.config = replace(config, trainer=replace(config.trainer, cuda_graphs=True))
+
+        def step(self, number):
+            taken.append(number)
+            return super().step(number)
+
+    monkeypatch.setattr(benchmark, "Arm", Replaying)
+    config = tiny_config(tmp_path, "data.strategy=split", f"trainer.boundary={boundary}", "trainer.max_steps=20")
+    list(measure_throughput([config], rounds=3, output="x", progress=False))
+    captured = [1, 2, 3, 4] if boundary != "carry" else []  # rows that go on have one shape, and states in their order
+    assert taken == [0, *captured, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr(timing, "now", lambda device: float(next(seconds)))
+    monkeypatch.setattr(timing.OtherPrograms, "cores", lambda self: 1.25)
+    configs = [
+        tiny_config(tmp_path, f"name={strategy}", f"data.strategy={strategy}")
+        for strategy in ("single", "padded", "greedy")
+    ]
+    records = list(measure_throughput(configs, rounds=4, output="x", progress=False))
+    assert [record["arm"] for record in records] == ["single", "padded", "greedy"]
+    padding = [record["metrics"]["padding_fraction"] for record in records]
+    assert padding[0] == 0 and padding[1] > padding[2] > 0
+    for record in records:
+        metrics = record["metrics"]
+        assert metrics["seconds_per_step_median"] == 1
+        assert 60 < metrics["real_tokens_per_second"] < 140, "about data.tokens_per_step real tokens a step"
+        assert metrics["cores_of_others"] == 1.25
+    (table,) = throughput_tables(records)
+    assert table.notes[-1] == "Cores that other programs kept busy during this timing: 1.2."

@@ -1,0 +1,206 @@
+"""Launching runs: device slots, runs that fail, are killed, locked or stopped, several devices, and jobs of SLURM."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from sweeps import sweep_in_forks, write_sweep
+
+from packmamba.config import ConfigError
+from packmamba.errors import Unfinished
+from packmamba.records import read_records
+from packmamba.training import launch
+from packmamba.training.callbacks import checkpoints
+from packmamba.training.launch import Job, device_slots
+from packmamba.training.run_id import find_record, run_folder
+from packmamba.training.sweep import load_sweep, run_sweep
+from processes import fork, statuses
+
+GPUS = {"GPU-a": 3, "GPU-b": 70000, "GPU-c": 0}
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """Three GPUs, of which the second is in use, and 64 cores."""
+    monkeypatch.setattr(launch, "_gpus", lambda: GPUS)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+def test_slots_are_free_gpus_first(gpus):
+    with device_slots("auto", True) as slots:
+        assert slots == [("GPU 0", "GPU-a", 4), ("GPU 2", "GPU-c", 4)]
+        with pytest.raises(ConfigError, match="jobs: .* none of the 3 GPUs is free"), device_slots("auto", True):
+            pass
+    with device_slots(4, True) as slots:
+        assert [slot.name for slot in slots] == ["GPU 0", "GPU 2", "GPU 1", "GPU 0"]
+    with device_slots("auto", False) as slots:
+        assert len(slots) == 16 and slots[-1] == ("CPU 15", "", 4)
+
+
+def test_gpus_are_those_that_cuda_shows(monkeypatch, tmp_path):
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text(
+        '#!/bin/sh\necho "GPU-a, 3"\n[ "$3" = -i ] || echo "GPU-b, 70000"\n[ -z "$3" ] || echo "$4" >&2\n'
+    )
+    listing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for visible, found in ((None, 2), ("0", 1), ("", 0)):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert len(launch._gpus()) == found
+
+
+PLUGIN = """
+import os
+from packmamba.training.boundary import BOUNDARIES, Leak
+
+class Breaks(Leak):
+    def __init__(self, how="raise"):
+        self.how = how
+
+    def layouts(self, layout):
+        if self.how == "raise":
+            raise RuntimeError("made to fail")
+        os._exit(5)
+
+BOUNDARIES["breaks"] = Breaks
+"""
+
+
+def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path, monkeypatch):
+    (tmp_path / "breaking.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path)
+    died = {"trainer.boundary": "breaks", "trainer.boundary_options": {"how": "exit"}}
+    arms = {"a": {"trainer.boundary": "breaks"}, "b": died, "c": {"data.strategy": "greedy"}}
+    path, output = write_sweep(tmp_path, arms=arms, plugins=["breaking"], grid={}), tmp_path / "output.txt"
+    assert statuses(fork(sweep_in_forks, path, "deadline=300", output=output)) == [1]
+    said = output.read_text()
+    assert "a, seed 0: failed on CPU 0: RuntimeError: made to fail" in said
+    assert "b, seed 0: failed: its process was killed" in said and "2 of 3 runs failed, 1 are done" in said
+    assert [record["arm"] for record in read_records(tmp_path / "sweep")] == ["c"]
+    _, configs = load_sweep(path)
+    assert "Traceback" in (run_folder(configs[0]) / "output.txt").read_text()
+
+
+def wait_for(condition, process):
+    end = time.monotonic() + 60
+    while not condition():
+        assert process.is_alive() and time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_sweep_that_is_killed_three_times_has_each_record_once(tmp_path):
+    keys = {"trainer.max_steps": 24, "trainer.checkpoint_every": 1, "trainer.validate_every": 24}
+    path, output = write_sweep(tmp_path, common=keys), tmp_path / "output.txt"
+    sweep, configs = load_sweep(path, [f"output={tmp_path}/whole"])
+    run_sweep(sweep, configs, progress=False)
+    sweep, configs = load_sweep(path)
+    folders = [run_folder(config) / "checkpoints" for config in configs]
+
+    def steps():
+        return [len(checkpoints(folder)) and int(checkpoints(folder)[-1].stem[5:]) for folder in folders]
+
+    def more_than(before):
+        return lambda: sum(steps()) > sum(before)
+
+    def start():
+        return fork(sweep_in_forks, path, "jobs=2", output=output)
+
+    process = start()
+    wait_for(more_than([0]), process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    time.sleep(1)
+    before = steps()
+    assert 0 < sum(before) < 96, "its workers died with it"
+    time.sleep(0.5)
+    assert steps() == before
+    process = start()
+    wait_for(more_than(before), process)
+    workers = [file.read_text() for file in Path(f"/proc/{process.pid}/task").glob("*/children")]
+    os.kill(int(" ".join(workers).split()[0]), signal.SIGKILL)
+    assert statuses(process) == [1] and "its process was killed" in output.read_text()
+    before = steps()
+    process = start()
+    wait_for(more_than(before), process)
+    os.kill(process.pid, signal.SIGTERM)
+    assert statuses(process) == [130], output.read_text()
+    run_sweep(sweep, configs, progress=False)
+    counts = Counter((record["arm"], record["seed"]) for record in read_records(sweep.output))
+    assert counts == {(arm, seed): 1 for arm in ("padded", "packed") for seed in (0, 1)}
+    losses = [
+        {(r["arm"], r["seed"]): r["metrics"]["val_loss"] for r in read_records(folder)}
+        for folder in (sweep.output, tmp_path / "whole")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_locked_run_is_left_to_its_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "RETRY_SECONDS", 0.5)
+    sweep, configs = load_sweep(write_sweep(tmp_path, grid={"seed": [0]}))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run_folder(configs[0]))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout.readline() == b"\n"
+    with pytest.raises(Unfinished, match="1 of 2 runs are done, other processes train 1") as caught:
+        run_sweep(sweep, configs)
+    assert caught.value.status == 3
+    holder.communicate()
+    run_sweep(sweep, configs)
+    assert len(read_records(sweep.output)) == 2
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from packmamba.training.run_id import RunLock
+with RunLock(Path(sys.argv[1])):
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_runs_stop_at_the_deadline_with_a_checkpoint(tmp_path):
+    path, output = write_sweep(tmp_path, common={"trainer.max_steps": 100000}, grid={}), tmp_path / "output.txt"
+    assert statuses(fork(sweep_in_forks, path, "jobs=2", "deadline=16", output=output)) == [3]
+    assert output.read_text().count("stopped on CPU") == 2
+    _, configs = load_sweep(path)
+    assert all(checkpoints(run_folder(config) / "checkpoints") for config in configs)
+
+
+def test_a_run_on_several_devices_in_a_worker(tmp_path, capsys):
+    path = write_sweep(tmp_path, grid={})
+    sweep, configs = load_sweep(path, ["trainer.devices=2", "only.arm=[packed]", "deadline=300"])
+    run_sweep(sweep, configs)
+    (record,) = read_records(sweep.output)
+    assert record["config"]["trainer"]["devices"] == 2 and record["metrics"]["steps"] == 2
+    assert "packed, seed 0: done" in capsys.readouterr().out
+
+
+def test_runs_as_jobs_of_submitit(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "CLUSTER", "debug")
+    sweep, configs = load_sweep(write_sweep(tmp_path, grid={}), ["launcher=slurm", "jobs=auto"])
+    run_sweep(sweep, configs)
+    assert {record["arm"] for record in read_records(sweep.output)} == {"padded", "packed"}
+    assert "packed, seed 0: done on job" in capsys.readouterr().out
+
+
+def test_a_requeued_job_is_the_same_job(tmp_path):
+    _, (config, *_) = load_sweep(write_sweep(tmp_path))
+    again = pickle.loads(pickle.dumps(Job())).checkpoint(config)
+    assert isinstance(again.function, Job) and again.args == (config,)
+    assert again.function(config).state == "done" and find_record(config) is not None
+
+
+def test_slurm_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="launcher: .*sbatch"):
+        run_sweep(*load_sweep(write_sweep(tmp_path), ["launcher=slurm"]))

@@ -1,0 +1,292 @@
+"""Sweeps: the runs of a grid, what is refused before any run, what is skipped, tuned values, and runs that wait for others."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from sweeps import write_sweep
+
+from made_records import training
+from packmamba import cli
+from packmamba.config import ConfigError
+from packmamba.errors import Unfinished
+from packmamba.records import METRICS, append_record, make_record, read_records
+from packmamba.training import sweep as sweep_module
+from packmamba.training.launch import Outcome
+from packmamba.training.run_id import record_path, recorded_config, run_id
+from packmamba.training.sweep import best, chosen, load_sweep, run_sweep, run_sweeps, trials
+
+TUNE = {"grid": {"optimizer.lr": [1e-3, 1e-2]}, "seeds": [100, 101]}
+
+
+def done(config, **metrics):
+    """Leave the record of a finished run."""
+    values = training("padded")["metrics"] | {"val_loss": 2.0} | metrics
+    made = make_record("training", "x", config.name, recorded_config(config), config.seed, "hash", values, 1.0)
+    append_record(record_path(config), made)
+
+
+def runs_of(folder):
+    return Counter((record["arm"], record["seed"]) for record in read_records(folder))
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Runs are recorded without being trained; their list."""
+    seen = []
+
+    def pretend(configs, report, progress):
+        for config in configs:
+            seen.append((config.name, config.seed))
+            done(config)
+            report(config, Outcome("done"))
+
+    monkeypatch.setattr(sweep_module, "run_here", pretend)
+    monkeypatch.setattr(sweep_module, "_check_corpora", lambda *_: None)
+    return seen
+
+
+def test_every_arm_runs_with_every_value_of_the_grid(tmp_path):
+    path = write_sweep(tmp_path, grid={"seed": [0, 1], "model.d_state": [2, 4]})
+    _, configs = load_sweep(path, ["model.d_model=4"])
+    assert len({run_id(config) for config in configs}) == 8
+    assert {(c.name, c.seed, c.model.d_state, c.data.strategy) for c in configs} == {
+        (f"{arm} d_state={n}", seed, n, strategy)
+        for arm, strategy in (("padded", "padded"), ("packed", "greedy")) for seed in (0, 1) for n in (2, 4)
+    }  # fmt: skip
+    assert all(config.data.row_length == 30 and config.model.d_model == 4 for config in configs)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_arm_s_section_leaves_the_other_keys_of_all_runs(tmp_path, nested):
+    keys = {"data": {"strategy": "padded"}} if nested else {"data.strategy": "padded"}
+    common = {"data": {"row_length": 37, "validation_documents": 3}}
+    _, (config, *_) = load_sweep(write_sweep(tmp_path, arms={"one": keys}, common=common))
+    assert (config.data.strategy, config.data.row_length, config.data.validation_documents) == ("padded", 37, 3)
+
+
+def test_names_and_values_are_not_read_as_yaml_again(tmp_path):
+    names, values = ["a: b", "a # b", "null", "[x"], {"data.end_token": "true", "data.begin_token": "< #1: a>"}
+    _, configs = load_sweep(write_sweep(tmp_path, arms=dict.fromkeys(names, values), grid={}))
+    assert {config.name for config in configs} == set(names)
+    assert {(config.data.begin_token, config.data.end_token) for config in configs} == {("< #1: a>", "true")}
+
+
+def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
+    overrides = [f"output={tmp_path}/mine", "name=mine", "grid.seed=[7]", "grid.optimizer.lr=[0.3]", "model.d_model=4"]
+    sweep, configs = load_sweep(write_sweep(tmp_path), overrides)
+    assert sweep.name == "mine" and {config.output for config in configs} == {f"{tmp_path}/mine"}
+    assert {(c.name, c.optimizer.lr, c.seed, c.model.d_model) for c in configs} == {
+        ("padded lr=0.3", 0.3, 7, 4), ("packed lr=0.3", 0.3, 7, 4)
+    }  # fmt: skip
+    arms = {"plain": {}, "leak": {"trainer.boundary": "leak"}}
+    _, configs = load_sweep(write_sweep(tmp_path, arms=arms), ["trainer.boundary=reset"])
+    assert {config.trainer.boundary for config in configs} == {"reset"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arm": {}}, "unknown key 'arm'.*'arms'"),
+        ({"arms": {}}, "arms: expected at least one arm"),
+        ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
+        ({"arms": {"x": {"trainer.boundary": "lek"}}}, "trainer.boundary: expected one of"),
+        ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected split"),
+        ({"arms": {"x": {"runs_dir": "y"}}}, "arms.x.runs_dir: expected no such key"),
+        ({"arms": {"x": {"model": {"d_state": 2}}}, "grid": {"model.d_state": [4]}}, "grid.model.d_state: .*arms.x"),
+        ({"base": "missing.yaml"}, "missing.yaml"),
+        ({"common": {"trainer.max_steps": 0}}, "trainer.max_steps"),
+        ({"common": {"trainer.devices": 2}, "jobs": 2}, "jobs: expected 1 with trainer.devices=2"),
+        ({"grid": {"seed": []}}, "grid.seed"),
+        ({"grid": {"seed": [0, 1, 0]}}, "grid.seed"),
+        ({"grid": {"seed": 0}}, "grid.seed"),
+        ({"train": False}, "train: expected true without throughput_rounds"),
+        ({"jobs": 0}, "jobs: expected auto or an integer"),
+        ({"jobs": True}, "jobs: expected auto or an integer"),
+        ({"launcher": "slurm", "deadline": 5}, "launcher: expected local"),
+        ({"slurm": {"time": "4 hours"}}, "slurm.time: expected minutes, hours or days"),
+        ({"slurm": {"time": "1m", "grace": 60}}, "slurm.grace: expected less than slurm.time"),
+        ({"baseline": "padde"}, "baseline: expected one of padded, packed or null"),
+        ({"only": {"arms": ["packed"]}}, "only.arms"),
+        ({"only": {"arm": ["pack"]}}, "only.arm"),
+        ({"only": {"seed": [7]}}, "only.seed"),
+        ({"table": {"metrics": ["val_los"]}}, "table.metrics: expected some of .*val_loss"),
+        ({"table": {"columns": ["optimizer.lrr"]}}, "table.columns"),
+        ({"tune": {"grid": {"optimizer.lr": [1]}}}, "tune: expected both grid and seeds"),
+        ({"tune": TUNE | {"seeds": [1]}}, "tune.seeds: expected none of grid.seed, got 1"),
+        ({"tune": TUNE | {"grid": {"data.strategy": ["padded"]}}}, "tune.grid.data.strategy: .* arms.padded"),
+        ({"tune": TUNE | {"metric": "vall_loss"}}, "tune.metric: expected some of .*val_loss"),
+        ({"tune": TUNE | {"best": "fewest"}}, "tune.best: expected one of least, most"),
+    ],
+)  # fmt: skip
+def test_a_wrong_sweep_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(write_sweep(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=5", "'seed=5': expected grid.seed="),
+        ("model={d_state: 8}", "expected grid.model.d_state="),
+        ("optimizer.lr=1", "expected tune.grid.optimizer.lr="),
+        ("data.strategy=single", "expected a key in which arms do not differ"),
+        ("outptu=x", "unknown key 'outptu'.*'output'"),
+    ],
+)
+def test_what_is_compared_is_not_one_for_all_runs(tmp_path, override, message):
+    path = write_sweep(tmp_path, grid={"seed": [0, 1], "model.d_state": [2, 4]}, tune=TUNE)
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(path, [override])
+
+
+def test_a_machine_that_submits_need_not_be_able_to_train(tmp_path, monkeypatch):
+    path = write_sweep(tmp_path, common={"trainer.cuda_graphs": True, "trainer.accelerator": "auto"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    load_sweep(path, ["launcher=slurm"])
+    with pytest.raises(ConfigError, match="trainer.cuda_graphs"):
+        load_sweep(path)
+
+
+def test_documents_that_are_not_there_are_refused_before_any_run(tmp_path, capsys):
+    arms = {"one": {}, "two": {"data.source": "text", "data.path": str(tmp_path / "nowhere")}}
+    assert cli.main(["sweep", str(write_sweep(tmp_path, arms=arms))]) == 2
+    said = capsys.readouterr()
+    assert f"{tmp_path}/nowhere" in said.err and "begins" not in said.out
+    assert cli.main(["sweep", str(write_sweep(tmp_path)), str(tmp_path / "nothing.yaml")]) == 2
+    assert "nothing.yaml" in capsys.readouterr().err
+
+
+def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys):
+    path = str(write_sweep(tmp_path, throughput_rounds=1))
+    assert cli.main(["sweep", path, "only.arm=[packed]"]) == 0
+    records = tmp_path / "sweep" / "records.jsonl"
+    part = records.read_bytes()
+    assert cli.main(["sweep", path, "only={arm: [packed], seed: [1]}"]) == 0
+    assert records.read_bytes() == part, "nothing that is done is done again"
+    assert "done before: packed, seeds 1" in capsys.readouterr().out
+    assert cli.main(["sweep", path, "trainer.log_every=1"]) == 0
+    assert records.read_bytes().startswith(part)
+    assert runs_of(tmp_path / "sweep") == {("padded", 0): 2, ("padded", 1): 1, ("packed", 0): 2, ("packed", 1): 1}
+    assert (tmp_path / "sweep" / "report.html").is_file()
+    said = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["sweep"]
+    assert said["arms"] == {"padded": [0, 1], "packed": [0, 1]}
+
+
+def test_what_is_added_later_alone_is_run(tmp_path, pretended):
+    def added(arms, grid, **changes):
+        pretended.clear()
+        path = write_sweep(tmp_path, arms={arm: {"data.buffer": 1 + ord(arm)} for arm in arms}, grid=grid, **changes)
+        run_sweep(*load_sweep(path), progress=False)
+        return pretended[:]
+
+    assert added("a", {"seed": [0]}) == [("a", 0)]
+    assert added("a", {"seed": [0]}) == []
+    assert added("ab", {"seed": [0, 1]}) == [("b", 0), ("a", 1), ("b", 1)]
+    assert added("a", {"seed": [0]}, common={"trainer.max_steps": 3, "optimizer.schedule_steps": 2}) == [("a", 0)]
+    for part in ("only.seed=[1]", "only.arm=[a]"):
+        sweep, configs = load_sweep(tmp_path / "sweep.yaml", ["grid.seed=[0,1]", part])
+        assert len(configs) == 2 and len(chosen(sweep, configs)) == (1 if "seed" in part else 2)
+
+
+def test_arms_are_timed_again_with_a_new_one(tmp_path, monkeypatch):
+    timed = []
+
+    def times(configs, *_):
+        timed.append([config.name for config in configs])
+        metrics = dict.fromkeys(METRICS["throughput"])
+        for c in configs:
+            yield make_record("throughput", "x", c.name, recorded_config(c) | {"run": 1}, 0, "x", metrics, 1.0)
+
+    monkeypatch.setattr(sweep_module, "measure_throughput", times)
+    arms = {"a": {}, "b": {"trainer.boundary": "leak"}, "c": {"data.strategy": "greedy"}}
+    for names in ("ab", "ab", "abc"):
+        some = {arm: arms[arm] for arm in names}
+        path = write_sweep(tmp_path, arms=some, grid={}, train=False, throughput_rounds=1)
+        run_sweep(*load_sweep(path), progress=False)
+    assert timed == [["a", "b"], ["a", "b", "c"]]
+
+
+def test_finished_runs_of_other_documents_are_refused(tmp_path, capsys):
+    path = write_sweep(tmp_path, arms={"packed": {"data.strategy": "greedy"}}, grid={"seed": [0, 1]})
+    run_sweep(*load_sweep(path, ["only.seed=[0]"]), progress=False)
+    documents = tmp_path / "documents.jsonl"
+    whole = documents.read_text()
+    documents.write_text(whole + '{"text": "abcd"}\n')
+    with pytest.raises(ConfigError, match="data: the documents have changed since packed, seed 0"):
+        run_sweep(*load_sweep(path), progress=False)
+    documents.unlink()
+    run_sweep(*load_sweep(path, ["only.seed=[0]"]), progress=False)
+    assert "cannot be compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("best_is", ["least", "most"])
+def test_an_arm_takes_the_values_that_are_best_in_the_mean_and_never_diverge(tmp_path, best_is):
+    sweep, configs = load_sweep(write_sweep(tmp_path, tune=TUNE | {"best": best_is}))
+    tried = trials(sweep.tune, configs[0])
+    assert [(c.name, c.seed) for runs in tried for c in runs] == [
+        (f"padded lr={lr}", seed) for lr in (0.001, 0.01) for seed in (100, 101)
+    ]
+    for config, loss in zip([c for runs in tried for c in runs], (2.0, 3.0, 2.4, 2.5)):
+        done(config, val_loss=loss)
+    assert best(sweep.tune, tried) == (1 if best_is == "least" else 0)
+    sweep.tune.metric = "mqar.accuracy"
+    with pytest.raises(ConfigError, match="tune.metric: expected one of .*val_loss"):
+        best(sweep.tune, tried)
+    other = trials(sweep.tune, configs[1])
+    for config in [c for runs in other for c in runs]:
+        done(config, **{"val_loss": None, "diverged_at_step": 1} if config.seed == 100 else {})
+    sweep.tune.metric = "val_loss"
+    with pytest.raises(Unfinished, match="no optimizer.lr has a finite val_loss"):
+        best(sweep.tune, other)
+
+
+def test_a_sweep_tunes_on_other_seeds_than_it_reports(tmp_path, pretended):
+    sweep, configs = load_sweep(write_sweep(tmp_path, tune=TUNE), ["only.arm=[packed]"])
+    run_sweep(sweep, configs, progress=False)
+    assert runs_of(sweep.output) == {("packed", 0): 1, ("packed", 1): 1}
+    assert {record["config"]["optimizer"]["lr"] for record in read_records(sweep.output)} == {1e-3}
+    assert {seed for _, seed in runs_of(Path(sweep.output, "tuning"))} == {100, 101}
+    assert len(pretended) == 6
+    run_sweep(sweep, configs, progress=False)
+    assert len(pretended) == 6
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A sweep whose runs start from the weights of another one's arm packed, and that one."""
+    first = write_sweep(tmp_path)
+    arms = {"after": {"trainer.init_from": f"{tmp_path}/sweep:packed"}}
+    path = tmp_path / "later.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(first.read_text()) | {"output": f"{tmp_path}/later", "arms": arms}))
+    return path, first
+
+
+def test_runs_wait_for_those_that_they_start_from(two, tmp_path, capsys):
+    assert cli.main(["sweep", *map(str, two)]) == 0
+    said = capsys.readouterr().out
+    assert said.index("packed, seed 1: done") < said.index("after, seed 0: begins")
+    assert len({record["metrics"]["started_from_checksum"] for record in read_records(tmp_path / "later")}) == 2
+
+
+def test_sweeps_of_one_command(two, tmp_path, pretended):
+    first = load_sweep(two[1])
+    run_sweeps([first, first], progress=False)
+    assert len(pretended) == 4, "a run of two sweeps is one"
+    for override in ("jobs=2", "tune={grid: {optimizer.lr: [1, 2]}, seeds: [8]}"):
+        with pytest.raises(ConfigError, match="jobs|tune"):
+            run_sweeps([load_sweep(two[0]), load_sweep(two[1], [override])], progress=False)
+
+
+def test_runs_that_would_start_from_themselves_are_refused(two, tmp_path):
+    circle = yaml.safe_load(two[0].read_text())
+    circle["arms"] = {
+        "after": {"trainer.init_from": f"{tmp_path}/later:other"},
+        "other": {"trainer.init_from": f"{tmp_path}/../{tmp_path.name}/later:after"},
+    }
+    two[0].write_text(yaml.safe_dump(circle))
+    with pytest.raises(ConfigError, match="trainer.init_from"):
+        run_sweeps([load_sweep(two[0])], progress=False)
