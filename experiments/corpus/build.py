@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from experiments.corpus.minhash import FUNCTIONS, clusters, signature
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources import share_of
 from packmamba.data.sources.packages import UNITS, content_hash, functions_of, read_manifest
+from packmamba.data.sources.source import share_of
 from packmamba.data.token_store import Corpus, load_corpora
 
 SIMILARITY = 0.5
@@ -164,7 +164,7 @@ def describe(data: DataConfig) -> dict[str, Any]:
 
 def summary(corpus: Corpus) -> dict[str, Any]:
     """Summarise the lengths of a split's documents."""
-    lengths, groups = corpus.lengths, corpus.groups
+    lengths, groups = corpus.lengths, np.asarray(corpus.groups)
     reaches = {str(n): [int((lengths >= n).sum()), len(np.unique(groups[lengths >= n]))] for n in REACHES}
     return {
         "documents": len(lengths),
@@ -195,8 +195,9 @@ def train_tokenizer(data: DataConfig, size: int, path: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    options = {"special_tokens": ["<s>", "</s>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    tokenizer.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=size, show_progress=False, **options))
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=special)
+    tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save(str(path))
 
 

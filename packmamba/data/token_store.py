@@ -18,7 +18,8 @@ import numpy as np
 from filelock import FileLock
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources import SEED, open_source
+from packmamba.data.sources import open_source
+from packmamba.data.sources.source import SEED
 from packmamba.data.tokenize import META, tokenize
 from packmamba.data.tokenizer import TokenIds, Tokenizer, load_tokenizer, token_dtype
 
@@ -49,13 +50,14 @@ class Corpus:
         self.folder = Path(folder).resolve()
         self.split = split
         meta = json.loads((self.folder / META).read_text())
-        counts = meta["splits"][split]
-        self.num_documents: int = counts["documents"]
-        self.num_tokens: int = counts["tokens"]
+        self.corpus_hash: str = meta["corpus_hash"]
+        self.skipped: dict[str, int] = meta["skipped"]
         self.vocab_size: int = meta["vocab_size"]
         self.begin_id: int | None = meta["begin_id"]
         self.end_id: int | None = meta["end_id"]
-        self.corpus_hash: str = meta["corpus_hash"]
+        counts = meta["splits"][split]
+        self.num_documents: int = counts["documents"]
+        self.num_tokens: int = counts["tokens"]
         self.group_names: list[str] = counts.get("groups", [])
         self.tokens = self._map("tokens", token_dtype(self.vocab_size).str, self.num_tokens)
         self.offsets = self._map("offsets", "<i8", self.num_documents + 1)
@@ -85,18 +87,11 @@ class Corpus:
         begin, end = self.offsets[index : index + 2].tolist()
         return self.targets[begin:end]
 
-    def group(self, index: int) -> str | None:
-        """Return the name of a document's group."""
-        return None if self.groups is None else self.group_names[self.groups[index]]
-
     def __len__(self) -> int:
         return self.num_documents
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Corpus, (self.folder, self.split)
-
-    def __repr__(self) -> str:
-        return f"Corpus({self.split}: {self.num_documents} documents, {self.num_tokens} tokens, {self.folder})"
 
 
 @dataclass(frozen=True)
@@ -138,13 +133,12 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
             raise ConfigError(f"data.cache_dir: cannot write '{data.cache_dir}' ({error.strerror or error})") from None
     try:
         train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
-        skipped = json.loads((folder / META).read_text())["skipped"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder") from None
-    if skipped:
-        counts = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in skipped.items())
+    if train.skipped:
+        counts = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in train.skipped.items())
         logger.warning("the corpus of data.source=%s leaves out %s", data.source, counts)
-    return Corpora(train, validation, train.corpus_hash, skipped)
+    return Corpora(train, validation, train.corpus_hash, train.skipped)
 
 
 def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:

@@ -19,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources import Document, Source
+from packmamba.data.sources.source import Document, Source
 from packmamba.data.tokenizer import FileTokenizer, Tokenizer, token_dtype
 from packmamba.errors import UserError
 
@@ -50,48 +49,34 @@ def tokenize(
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     work.mkdir()
     skipped: Counter[str] = Counter()
-    bar = tqdm(
-        total=source.total,
-        unit=source.unit,
-        unit_scale=True,
-        desc=f"Tokenising {data.source}",
-        disable=None if progress else True,
-    )
+    ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
+    hidden = None if progress else True  # None: hidden where there is no terminal
+    bar = tqdm(None, f"Tokenising {data.source}", source.total, unit=source.unit, unit_scale=True, disable=hidden)
     try:
         with bar, contextlib.ExitStack() as stack:
-            writers = [stack.enter_context(_SplitWriter(work, split)) for split in SPLITS]
-            ids = (tokenizer.vocab_size, tokenizer.begin_id, tokenizer.end_id)
+            writers = [_SplitWriter(work, split, stack) for split in SPLITS]
             chunks = stack.enter_context(contextlib.closing(_encoded(source, tokenizer, data, bar.update, skipped)))
             for documents, tokens, lengths in chunks:
                 skipped["empty_documents"] += int((lengths == 0).sum())
                 writers[documents[0].held_out].add(documents, tokens, lengths)
-        _check_split(*(writer.counts["documents"] for writer in writers), data)
-        digests = [writer.digests[name] for writer in writers for name in _HASHED if name in writer.digests]
-        header = [*ids, *(digest.hexdigest() for digest in digests)]
-        meta = {
-            "identity": identity,
-            "corpus_hash": hashlib.blake2b(json.dumps(header).encode(), digest_size=16).hexdigest(),
-            **dict(zip(("vocab_size", "begin_id", "end_id"), ids)),
-            "splits": {writer.split: writer.meta() for writer in writers},
-            "skipped": dict(+skipped),
-        }
+        _check_split(data, *(writer.counts["documents"] for writer in writers))
+        header = [*ids.values(), *(digest for writer in writers for digest in writer.hashes())]
+        corpus_hash = hashlib.blake2b(json.dumps(header).encode(), digest_size=16).hexdigest()
+        splits = {writer.split: writer.meta() for writer in writers}
+        meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": splits, "skipped": dict(+skipped)}
         (work / META).write_text(json.dumps(meta, indent=1))
         os.rename(work, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-_HASHED = ("tokens", "lengths", "targets")
-
-
 class _SplitWriter:
     """The growing files of one split, and their hashes."""
 
-    def __init__(self, folder: Path, split: str) -> None:
-        self.split, self._folder = split, folder
+    def __init__(self, folder: Path, split: str, stack: contextlib.ExitStack) -> None:
+        self.split, self._folder, self._stack = split, folder, stack
         self.counts = Counter({"documents": 0, "tokens": 0})
-        self.digests: dict[str, Any] = {}
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, tuple[BinaryIO, Any]] = {}
         self._groups: dict[str, int] = {}
         self._append("offsets", np.zeros(1, "<i8"))
         for name in ("tokens", "lengths"):
@@ -119,30 +104,25 @@ class _SplitWriter:
 
     def _append(self, name: str, array: np.ndarray) -> None:
         if name not in self._files:
-            self._files[name] = open(self._folder / f"{self.split}.{name}", "wb")
-            self.digests[name] = hashlib.blake2b(digest_size=16)
-        self._files[name].write(array.data)
-        self.digests[name].update(array.data)
+            opened = self._stack.enter_context(open(self._folder / f"{self.split}.{name}", "wb"))
+            self._files[name] = (opened, hashlib.blake2b(digest_size=16))
+        file, digest = self._files[name]
+        file.write(array.data)
+        digest.update(array.data)
+
+    def hashes(self) -> list[str]:
+        return [self._files[name][1].hexdigest() for name in ("tokens", "lengths", "targets") if name in self._files]
 
     def meta(self) -> dict[str, Any]:
         return dict(self.counts) | ({"groups": list(self._groups)} if self._groups else {})
 
-    def __enter__(self) -> _SplitWriter:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-
-
-def _check_split(train: int, validation: int, data: DataConfig) -> None:
+def _check_split(data: DataConfig, train: int, validation: int) -> None:
     if train + validation == 0:
         raise ConfigError(f"data.path: expected documents with a token in them, got none in '{data.path}'")
     if train == 0 or (validation == 0 and data.validation_fraction):
-        raise ConfigError(
-            f"data.validation_fraction: expected training and validation documents, got {train} and {validation} "
-            f"with {data.validation_fraction}; 0 holds out none"
-        )
+        got = f"{train} and {validation} with {data.validation_fraction}"
+        raise ConfigError(f"data.validation_fraction: expected training and validation documents, got {got}")
 
 
 def _encoded(
@@ -150,10 +130,11 @@ def _encoded(
 ) -> Generator[tuple[list[Document], np.ndarray, np.ndarray], None, None]:
     """Yield chunks in order: documents of one split, their tokens (T,), and the length of each, 0 if it is empty."""
     # Reading bytes or ids is cheaper in this process than sending them to another one.
-    processes = (data.num_proc or _cores()) if isinstance(tokenizer, FileTokenizer) else 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = (data.num_proc or cores) if isinstance(tokenizer, FileTokenizer) else 1
     pending: deque[tuple[list[Document], Future]] = deque()
     with _pool(tokenizer, processes) as submit:
-        for chunk in _chunks(_readable(source.read(advance, skipped), data)):
+        for chunk in _chunks(source.read(advance, skipped), data):
             pending.append((chunk, submit([document.content for document in chunk])))
             if len(pending) >= CHUNKS_AHEAD * processes:
                 documents, future = pending.popleft()
@@ -163,28 +144,20 @@ def _encoded(
             yield documents, *future.result()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _readable(documents: Iterator[Document], data: DataConfig) -> Iterator[Document]:
-    try:
-        yield from documents
-    except OSError as error:
-        raise ConfigError(f"data.path: cannot read {error.filename or data.path} ({error.strerror or error})") from None
-
-
-def _chunks(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def _chunks(documents: Iterator[Document], data: DataConfig) -> Iterator[list[Document]]:
     """Yield the documents of each split in order, about CHUNK_CHARACTERS at a time."""
     chunks: dict[bool, list[Document]] = {False: [], True: []}
     sizes: Counter[bool] = Counter()
-    for document in documents:
-        held_out = document.held_out
-        chunks[held_out].append(document)
-        sizes[held_out] += len(document.content)
-        if sizes[held_out] >= CHUNK_CHARACTERS or len(chunks[held_out]) >= CHUNK_DOCUMENTS:
-            yield chunks[held_out]
-            chunks[held_out], sizes[held_out] = [], 0
+    try:
+        for document in documents:
+            held_out = document.held_out
+            chunks[held_out].append(document)
+            sizes[held_out] += len(document.content)
+            if sizes[held_out] >= CHUNK_CHARACTERS or len(chunks[held_out]) >= CHUNK_DOCUMENTS:
+                yield chunks[held_out]
+                chunks[held_out], sizes[held_out] = [], 0
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename or data.path} ({error.strerror or error})") from None
     yield from filter(None, chunks.values())
 
 
@@ -218,14 +191,14 @@ def _pool(tokenizer: Tokenizer, processes: int) -> Iterator[Callable[[list[Any]]
     """Start a pool and yield its ``submit`` for the contents of a chunk; a single process encodes in a thread."""
     if processes == 1:
         with ThreadPoolExecutor(1) as thread:
-            yield partial(thread.submit, encode, tokenizer)
+            yield lambda contents: thread.submit(encode, tokenizer, contents)
         return
     spawn = multiprocessing.get_context("spawn")  # a fork would copy the locks of PyTorch's threads
     pool = ProcessPoolExecutor(processes, spawn, _start_worker, (tokenizer,))
     # A spawned process imports the user's script, which without a guard would tokenise again: it gets an empty one.
     script, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
-        yield partial(pool.submit, _encode_in_worker)
+        yield lambda contents: pool.submit(_encode_in_worker, contents)
     except BrokenProcessPool:
         raise UserError("data.num_proc: a tokenising process was killed, perhaps out of memory; lower it") from None
     finally:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,26 +19,27 @@ BYTES = "packmamba_bytes"
 """Key of ``tokenizer_config.json`` that marks a byte tokenizer, which needs no package."""
 
 
-class Tokenizer(Protocol):
-    """Ids of a text. ``encode`` never returns begin and end tokens."""
+class Tokenizer(ABC):
+    """Encode texts, without begin and end tokens."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Upper bound of every id, begin and end tokens included."""
-
-    begin_id: int | None
+    vocab_size: int
+    """Upper bound of every id, begin and end tokens included."""
+    begin_id: int | None = None
     """Id put before every document."""
-    end_id: int | None
+    end_id: int | None = None
     """Id put after every document."""
     fingerprint: str
     """Text that changes with anything that may change an id."""
 
-    def encode(self, text: str) -> np.ndarray:
+    @abstractmethod
+    def encode(self, text: Any) -> np.ndarray:
         """Return the ids of a text, (length,) of dtype ``token_dtype(vocab_size)``."""
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
-        """Return the ids of each text; faster than ``encode`` for many."""
+        """Return the ids of each text."""
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids without begin and end tokens; invalid UTF-8 becomes U+FFFD."""
 
@@ -57,65 +59,52 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
     return FileTokenizer(data.tokenizer, data.begin_token, data.end_token)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8; begin and end tokens get the next ids (one id if they share a name)."""
 
     def __init__(self, begin_token: str | None = None, end_token: str | None = None) -> None:
-        ids: dict[str | None, int] = {}
-        for token in (begin_token, end_token):
-            if token is not None:
-                ids.setdefault(token, 256 + len(ids))
-        self.begin_id = ids.get(begin_token)
-        self.end_id = ids.get(end_token)
-        self.vocab_size = 256 + len(ids)
+        names = [token for token in dict.fromkeys((begin_token, end_token)) if token is not None]
+        self.begin_id, self.end_id = (256 + names.index(t) if t in names else None for t in (begin_token, end_token))
+        self.vocab_size = 256 + len(names)
         self.fingerprint = f"bytes {begin_token!r} {end_token!r}"
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: Any) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(token_dtype(self.vocab_size))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         numbers = np.asarray(ids, np.int64)
         return numbers[numbers < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A `tokenizers` JSON file. The file's own truncation, padding and template of special tokens are not applied."""
 
     def __init__(self, path: str | Path, begin_token: str | None = None, end_token: str | None = None) -> None:
-        if not Path(path).is_file():
-            raise ConfigError(
-                f"data.tokenizer: expected bytes or a tokenizers JSON file, got '{path}', which is no file"
-            )
         try:
             import tokenizers
         except ImportError:
             raise ConfigError("data.tokenizer: a file needs the package tokenizers; pip install tokenizers") from None
-        content = Path(path).read_bytes()
         try:
+            content = Path(path).read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises plain Exception
-            raise ConfigError(f"data.tokenizer: expected a tokenizers JSON file, got {path} ({error})") from None
+            raise ConfigError(f"data.tokenizer: expected bytes or a JSON file, got '{path}' ({error})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size = (
-            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        )  # may have gaps
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)  # ids may have gaps
         for key, token in (("begin_token", begin_token), ("end_token", end_token)):
-            if token is not None and self._tokenizer.token_to_id(token) is None:
+            if token is not None and token not in vocabulary:
                 added = self._tokenizer.get_added_tokens_decoder().values()
                 special = ", ".join([one.content for one in added if one.special][:8]) or "none"
                 raise ConfigError(f"data.{key}: expected null or a token of {path} (special: {special}), got '{token}'")
-        self.begin_id = None if begin_token is None else self._tokenizer.token_to_id(begin_token)
-        self.end_id = None if end_token is None else self._tokenizer.token_to_id(end_token)
+        self.begin_id, self.end_id = (None if t is None else vocabulary[t] for t in (begin_token, end_token))
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()} {begin_token!r} {end_token!r}"
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: Any) -> np.ndarray:
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
 
@@ -124,25 +113,20 @@ class FileTokenizer:
         return self._tokenizer.decode(own, skip_special_tokens=False)
 
 
-class TokenIds:
+class TokenIds(Tokenizer):
     """Documents that are token ids already; no begin and end tokens. A callable vocabulary is counted at first use."""
 
-    begin_id: int | None = None
-    end_id: int | None = None
     fingerprint = "ids"
 
     def __init__(self, vocab_size: int | Callable[[], int]) -> None:
         self._vocab_size = vocab_size
 
     @cached_property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int:  # type: ignore[override]
         return self._vocab_size() if callable(self._vocab_size) else self._vocab_size
 
     def encode(self, text: Any) -> np.ndarray:
         return np.asarray(text, token_dtype(self.vocab_size))
-
-    def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return " ".join(str(int(i)) for i in ids)
@@ -153,12 +137,8 @@ def write_tokenizer(folder: str | Path, tokenizer: str, begin_token: str | None,
     folder = Path(folder)
     content = _byte_level(begin_token, end_token) if tokenizer == "bytes" else Path(tokenizer).read_text("utf-8")
     special = {"bos_token": begin_token, "eos_token": end_token}
-    options = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        BYTES: tokenizer == "bytes",
-        **{name: token for name, token in special.items() if token is not None},
-    }
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    options |= {BYTES: tokenizer == "bytes"} | {name: token for name, token in special.items() if token is not None}
     (folder / TOKENIZER).write_text(content, encoding="utf-8")
     (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
 
@@ -181,7 +161,7 @@ def _byte_level(begin_token: str | None, end_token: str | None) -> str:
     # ByteLevel names a printable byte by its own character, and the others by the characters from 256 on.
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
+    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     model |= {"vocab": {chr(i if i in printable else next(others)): i for i in range(256)}, "merges": []}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}

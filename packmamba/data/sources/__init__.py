@@ -10,7 +10,7 @@ from packmamba.data.sources.datasets import open_huggingface, open_parquet
 from packmamba.data.sources.jsonl import open_jsonl
 from packmamba.data.sources.megatron import open_megatron
 from packmamba.data.sources.packages import open_packages
-from packmamba.data.sources.source import SEED, Document, Source, file_sizes, share_of, source_path, split_by_content
+from packmamba.data.sources.source import Source
 from packmamba.data.sources.text import open_text
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
@@ -25,18 +25,6 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "megatron": open_megatron,
 }
 """Values of ``data.source``: each checks its keys and lists its files, and reads none yet. Plugins may add to it."""
-
-__all__ = [
-    "SEED",
-    "SOURCES",
-    "Document",
-    "Source",
-    "file_sizes",
-    "open_source",
-    "share_of",
-    "source_path",
-    "split_by_content",
-]
 
 
 def open_source(data: DataConfig) -> Source:

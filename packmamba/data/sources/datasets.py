@@ -11,16 +11,15 @@ from typing import Any
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources.source import Advance, Read, Source, file_sizes, find_files, list_files, split_by_content
 
-ROWS = 256
-"""Rows in memory at a time."""
+ROWS = 256  # in memory at a time
 
 
 def open_parquet(data: DataConfig) -> Source:
     """Open the column ``data.text_key`` of the ``.parquet`` files of ``data.path``, each row a document."""
     root, files = find_files(data, (".parquet",))
     fingerprint, _ = file_sizes(root, files)
-    options = {"data_files": [str(root / name) for name in files], "split": "train", "streaming": True}
-    options |= {"batch_size": ROWS, "columns": [data.text_key]}
+    paths = [str(root / name) for name in files]
+    options = {"data_files": paths, "split": "train", "streaming": True, "batch_size": ROWS, "columns": [data.text_key]}
     read = _read(data, functools.partial(_datasets().load_dataset, "parquet", **options))
     return Source([str(root.resolve()), data.text_key, "error", fingerprint], None, " documents", read)
 
@@ -36,9 +35,7 @@ def open_huggingface(data: DataConfig) -> Source:
     path = Path(data.path)
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         if data.subset is not None:
-            raise ConfigError(
-                f"data.subset: expected null, since '{path}' holds one configuration, got '{data.subset}'"
-            )
+            raise ConfigError(f"data.subset: expected null for a saved data set, got '{data.subset}'")
         version, load = file_sizes(path, list_files(path))[0], functools.partial(_load_saved, data)
     else:
         builder, revision = _builder(data.path, data.subset)
@@ -57,9 +54,7 @@ def _read(data: DataConfig, load: Callable[[], Any]) -> Read:
             found = load()
             texts = [name for name, kind in found.features.items() if "string" in str(getattr(kind, "dtype", ""))]
             if data.text_key not in texts:
-                raise ConfigError(
-                    f"data.text_key: expected a column of text ({', '.join(texts)}), got '{data.text_key}'"
-                )
+                raise ConfigError(f"data.text_key: expected one of {', '.join(texts) or 'none'}, got '{data.text_key}'")
             for batch in found.select_columns([data.text_key]).with_format("arrow").iter(ROWS):
                 for text in batch.column(0).to_pylist():
                     row += 1

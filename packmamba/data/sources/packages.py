@@ -9,6 +9,7 @@ them are documents. ``experiments/corpus/build.py`` writes manifests.
 from __future__ import annotations
 
 import ast
+import functools
 import gzip
 import hashlib
 import importlib.metadata
@@ -17,7 +18,7 @@ import json
 import tokenize
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,15 +64,14 @@ def open_packages(data: DataConfig) -> Source:
     if data.path is None:
         raise ConfigError("data.path: data.source=packages expected a manifest, got null")
     if data.validation_fraction != DataConfig.validation_fraction:
-        raise ConfigError(
-            f"data.validation_fraction: the manifest {data.path} decides what is validation; leave it out"
-        )
+        raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
     manifest, unit = read_manifest(data.path), data.unit or "files"
     taken = list(manifest.taken())
 
     def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+        find = functools.lru_cache(importlib.metadata.distribution)
         for package, path, hash, chosen in taken:
-            code = _installed(package, path, hash)
+            code = _installed(find, package, path, hash)
             whole = unit == "files" or (unit == "mixture" and int(hash[-1], 16) % 2 == 0)
             functions = [] if whole else functions_of(code) or []
             if not whole and len(functions) != len(chosen):
@@ -83,19 +83,16 @@ def open_packages(data: DataConfig) -> Source:
     return Source([manifest.hash, unit], len(taken), "files", read)
 
 
-def _installed(package: dict[str, Any], path: str, hash: str) -> bytes:
+def _installed(find: Callable[[str], Any], package: dict[str, Any], path: str, hash: str) -> bytes:
     """Read a file of an installed package. Raises ConfigError unless it is the manifest's."""
-    name, version = package["name"], package["version"]
+    expected = f"data.path: expected {path} of {package['name']} {package['version']}, as in the manifest"
     try:
-        distribution = importlib.metadata.distribution(name)
-        code = Path(str(distribution.locate_file(path))).read_bytes()
+        distribution = find(package["name"])
+        code = Path(distribution.locate_file(path)).read_bytes()
     except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
-        raise ConfigError(f"data.path: the manifest names {path} of {name} {version}, which is not installed") from None
+        raise ConfigError(f"{expected}, which is not installed here") from None
     if content_hash(code) != hash:
-        here = distribution.version
-        raise ConfigError(
-            f"data.path: {path} differs from the manifest's {name} {version}, got {here}; install that version"
-        )
+        raise ConfigError(f"{expected}, got another file (version {distribution.version}); install that version")
     return code
 
 

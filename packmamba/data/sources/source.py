@@ -73,15 +73,15 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
     """
     path = Path(data.path or "")
     if data.path and not path.exists() and glob.has_magic(data.path):
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         found = [Path(name) for name in glob.glob(data.path, recursive=True)]
-        root = Path(*itertools.takewhile(lambda name: not glob.has_magic(name), path.parts))
-        names = {one.relative_to(root).as_posix() for one in found if not one.is_dir()}
-        for folder in (one for one in found if one.is_dir()):
-            names |= {(folder / name).relative_to(root).as_posix() for name in list_files(folder, suffixes)}
-    elif source_path(data).is_dir():
-        root, names = path, set(list_files(path, suffixes))
     else:
-        root, names = path.parent, {path.name}
+        found = [source_path(data)]
+        root = path if path.is_dir() else path.parent
+    names = set()
+    for one in found:
+        inside = list_files(one, suffixes) if one.is_dir() else [""]
+        names |= {(one / name).relative_to(root).as_posix() for name in inside}
     if not names:
         raise ConfigError(f"data.path: expected files {' '.join(filter(None, suffixes))} in '{data.path}', got none")
     return root, sorted(names)
@@ -96,10 +96,8 @@ def list_files(root: Path, suffixes: tuple[str, ...] = ("",), skipped_folders: I
     found = []
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
-        relative = Path(folder).relative_to(root)
-        found += [
-            (relative / name).as_posix() for name in names if not name.startswith(".") and name.endswith(suffixes)
-        ]
+        visible = [name for name in names if not name.startswith(".") and name.endswith(suffixes)]
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in visible]
     return sorted(found)
 
 
@@ -121,11 +119,11 @@ def held_out_files(files: list[str], data: DataConfig) -> frozenset[str]:
 
 def held_out_count(available: int, what: str, data: DataConfig) -> int:
     """Return how many of the files or documents are validation: at least one unless the fraction is 0."""
-    count = max(1, round(data.validation_fraction * available)) if data.validation_fraction else 0
+    fraction = data.validation_fraction
+    count = max(1, round(fraction * available)) if fraction else 0
     if count == available:
         raise ConfigError(
-            f"data.validation_fraction: {data.validation_fraction} holds out {count} of {available} {what}, expected "
-            f"fewer; lower it, or add {what}"
+            f"data.validation_fraction: {fraction} holds out all {available} {what}; lower it, or add {what}"
         )
     return count
 
@@ -142,8 +140,15 @@ def split_by_content(contents: Callable[[Advance], Iterable[Any]], fraction: flo
     """
 
     def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
-        # Shares up to the first that is held out, usually about 1 / fraction of them.
-        limit = _reachable_limit((_share(one) for one in contents(lambda _: None) if len(one)), fraction)
+        limit, smallest = 0.0, 1.0
+        if (
+            fraction
+        ):  # if no share is below it, the smallest is held out; usually about 1 / fraction shares are looked at
+            for content in contents(lambda _: None):
+                smallest = min(smallest, _share(content)) if len(content) else smallest
+                if smallest < fraction:
+                    break
+            limit = fraction if smallest < fraction else float(np.nextafter(smallest, 2))
         for content in contents(advance):
             yield Document(_share(content) < limit, content)
 
@@ -152,13 +157,3 @@ def split_by_content(contents: Callable[[Advance], Iterable[Any]], fraction: flo
 
 def _share(content: Any) -> float:
     return share_of(content.encode() if isinstance(content, str) else np.asarray(content, "<i8").tobytes())
-
-
-def _reachable_limit(shares: Iterable[float], fraction: float) -> float:
-    """Return ``fraction``, or just above the smallest share where no share is below it."""
-    smallest = 1.0
-    for share in shares if fraction else ():
-        if share < fraction:
-            return fraction
-        smallest = min(smallest, share)
-    return float(np.nextafter(smallest, 2)) if fraction else 0.0
