@@ -284,18 +284,24 @@ def leakcheck(words: list[str]) -> int:
 
     from packmamba.data.batching import PackedBatch
     from packmamba.evaluation.load import load_model
-    from packmamba.integrations.folders import load_with_transformers, of_transformers
     from packmamba.isolation import leakcheck as check
     from packmamba.layout import SequenceLayout
     from packmamba.training.boundary import BOUNDARIES
 
+    published = Path(folder, "config.json")
+    if not published.is_file():
+        raise ConfigError(f"{folder}: expected the folder of a run or checkpoint, with config.json, got none")
     try:
-        if of_transformers(folder):
-            theirs = load_with_transformers(folder, config.device, config.dtype)
+        if "model_type" in json.loads(published.read_text(encoding="utf-8")):
+            from transformers import AutoModelForCausalLM
+
+            dtype = None if config.dtype is None else getattr(torch, config.dtype)
+            theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype).to(config.device)
             if config.patch:
                 from packmamba.integrations.transformers import patch
 
                 theirs = patch(theirs)
+            theirs.eval()
             result = check(theirs, config.boundaries, lengths=config.lengths)
         else:
             model = load_model(folder, config.device, config.dtype)
@@ -312,8 +318,8 @@ def leakcheck(words: list[str]) -> int:
             result = check(model.model if whole else as_trained, vocab_size=vocab_size, lengths=config.lengths)
             if not whole:
                 result.boundaries = f"as the run was trained, trainer.boundary={trainer.boundary}"
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from None
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
     print(result)
     return 0 if result.ok else 2 if result.raises is not None else 1
 

@@ -44,6 +44,7 @@ def tiny_config(folder: Path, *overrides: str) -> Config:
             "data.row_length=24",
             "data.overlong=pieces",
             "data.tokens_per_step=96",
+            "data.cut_at_steps=false",
             "data.slots_per_batch=72",
             "model.d_model=8",
             "model.n_layer=2",

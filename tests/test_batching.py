@@ -8,14 +8,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from packmamba.config import ConfigError
-from packmamba.data.datamodule import PackingDataModule, StepSampler
+from packmamba.data.datamodule import PackedDataModule, StepSampler
 from packmamba.data.schedule import arrange
 from packmamba.data.token_store import evaluation_documents
 from runs import CARRY, SCHEMES, tiny_config
 
 
 def module(folder, *overrides):
-    data = PackingDataModule(tiny_config(folder, *overrides), progress=False)
+    data = PackedDataModule.from_config(tiny_config(folder, *overrides), progress=False)
     data.setup()
     return data
 
@@ -76,8 +76,10 @@ def test_a_step_is_a_function_of_its_number(tmp_path, mode, keys):
     fresh = module(tmp_path, *keys)
     for i in (11, 0, 7, 3):
         assert_same(fresh.steps[i], in_order[i])
-    loader = DataLoader(module(tmp_path, *keys).steps, batch_size=None, sampler=StepSampler(4, 12), num_workers=2)
-    assert len(StepSampler(4, 12)) == 12
+    loader = DataLoader(
+        module(tmp_path, *keys).steps, batch_size=None, sampler=StepSampler(lambda: 4, 12, 12), num_workers=2
+    )
+    assert len(StepSampler(lambda: 4, 12, 12)) == 12
     for i, step in zip(range(4, 12), loader, strict=True):
         assert_same(step, in_order[i])
     other = module(tmp_path, *keys, "seed=1").steps[0]
@@ -130,7 +132,7 @@ def test_rows_of_carrying_batches_continue(tmp_path, mode):
 def test_ranks_share_the_evaluation(tmp_path):
     found = []
     for rank in range(2):
-        data = PackingDataModule(tiny_config(tmp_path), progress=False)
+        data = PackedDataModule.from_config(tiny_config(tmp_path), progress=False)
         data.trainer = SimpleNamespace(world_size=2, global_rank=rank)
         data.setup()
         (evaluation,) = data.evaluations
@@ -144,7 +146,7 @@ def test_ranks_share_the_evaluation(tmp_path):
 def test_a_part_of_the_validation_documents_is_drawn(tmp_path):
     data = module(tmp_path, "data.validation_documents=5")
     corpus = data.corpora.validation
-    drawn = evaluation_documents(corpus, data.config.data).tolist()
+    drawn = evaluation_documents(corpus, data.config).tolist()
     assert drawn == sorted(set(drawn)) and len(drawn) == 5 and drawn[-1] < corpus.num_documents
     assert (
         sum(batch.layout.num_documents for batch in (data.evaluations[0][i] for i in range(len(data.evaluations[0]))))
@@ -195,7 +197,7 @@ def test_a_validation_document_longer_than_a_row_is_refused_where_rows_are_train
     data = module(tmp_path, "data.overlong=error", "data.row_length=1000", "trainer.boundary=leak")
     validation = data.corpora.validation
     with pytest.raises(ConfigError, match=r"^data.overlong is 'error' and document \d+ has \d+ tokens"):
-        arrange(validation, np.arange(len(validation)), replace(data.config.data, row_length=3))
+        arrange(validation, np.arange(len(validation)), replace(data.config, row_length=3))
 
 
 def test_refuses_a_carrying_step_that_would_cut_batches(tmp_path):

@@ -8,12 +8,12 @@ import yaml
 
 import run
 from made_records import table, training
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.records import METRICS, read_records
 from packmamba.report import training_figures
 from packmamba.report.folder import build_sections, table_files
 from packmamba.training.fit import fit
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder, run_id
 from packmamba.training.sweep import load_sweep, run_sweep
 from processes import fork_ranks, statuses
@@ -128,7 +128,7 @@ def test_a_run_whose_evaluation_failed_only_evaluates(tmp_path, monkeypatch):
         )
         with pytest.raises(RuntimeError, match="out of memory"):
             fit(config, progress=False)
-    monkeypatch.setattr(MambaLitModule, "training_step", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(PackedLitModule, "training_step", lambda *_: pytest.fail("trained again"))
     record = fit(config, progress=False)
     assert record["metrics"]["steps"] == 2 and record["metrics"]["perplexity.loss"] == pytest.approx(
         record["metrics"]["val_loss"], abs=1e-5
@@ -147,7 +147,7 @@ def test_one_of_several_ranks_evaluates(tmp_path, strategy):
         "trainer.devices=2",
         f"trainer.strategy={strategy}",
     )
-    ranks = [PackingDataModule(config)._evaluations(2, rank)[0] for rank in range(2)]
+    ranks = [PackedDataModule.from_config(config)._evaluations(2, rank)[0] for rank in range(2)]
     assert len(ranks[0].groups) == len(ranks[1].groups) + 1 and len(ranks[0]) == len(ranks[1]), (
         "one rank has a batch more"
     )

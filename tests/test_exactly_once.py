@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from packmamba.config import load_config
 from packmamba.data import schedule
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.packing import STRATEGIES
 from packmamba.data.token_store import Corpora
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 
 WINDOW = 17
 """Documents of a window, in place of a million."""
@@ -49,7 +49,8 @@ def data_of(lengths, ranks, keys):
     config = load_config(None, ["data.row_length=16", "data.tokens_per_step=48", "data.slots_per_batch=40", *keys])
     made = []
     for rank in range(ranks):
-        data = PackingDataModule(config, progress=False)
+        data = PackedDataModule.from_config(config, progress=False)
+        data.run = config
         data._corpora = Corpora(Numbered(lengths), Numbered([4, 2]), "numbered", {})
         data.trainer = SimpleNamespace(world_size=ranks, global_rank=rank)
         data.setup()
@@ -203,7 +204,7 @@ def test_ranks_together_have_one_process_s_gradient(strategy, mode):
     ]
     torch.manual_seed(0)
     alone = data_of(LONG, 1, keys)
-    module = MambaLitModule(alone[0].config, sum(LONG)).double()
+    module = PackedLitModule.from_config(alone[0].run, sum(LONG)).double()
     shared = {ranks: data_of(LONG, ranks, keys) for ranks in (2, 3)}
     uneven = set()
     for step in range(3):

@@ -11,7 +11,7 @@ import pytest
 
 from golden import CONFIGURATIONS, arguments, command, digest, plans, record_of
 from packmamba.config import load_config
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 
 DATA = Path(__file__).parent / "data" / "golden.json"
 GOLDEN = json.loads(DATA.read_text()) if DATA.is_file() else {}
@@ -26,7 +26,7 @@ RUNS = {name: f"{SMALL} {keys}" for name, keys in CONFIGURATIONS["runs"].items()
 
 def steps(folder, name):
     """Hashes of the tokens, targets and layouts of each of a run's first steps."""
-    data = PackingDataModule(load_config(None, arguments(folder, name, RUNS[name])[1:]))
+    data = PackedDataModule.from_config(load_config(None, arguments(folder, name, RUNS[name])[1:]))
     data.prepare_data()
     data.setup()
     results = []

@@ -10,7 +10,7 @@ import torch
 from experiments.speedup import report_growth as growth
 from packmamba.config import ConfigError, load_config
 from packmamba.data.batching import PackedBatch
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.layout import SequenceLayout
 from packmamba.report.summary import training_arms
 from packmamba.training import graphs
@@ -18,7 +18,7 @@ from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.carry import flat
 from packmamba.training.fit import fit
 from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from runs import CARRY, tiny_config
 
 
@@ -103,7 +103,7 @@ def module(*overrides, device="cuda"):
     torch.manual_seed(0)
     config = load_config(None, ["model.vocab_size=50", "model.d_model=64", "model.recompute=inner", *overrides])
     with torch.device(device):
-        return MambaLitModule(config, 50)
+        return PackedLitModule.from_config(config, 50)
 
 
 def gradients(lit):
@@ -224,9 +224,11 @@ def check_keeping(folder, device, tolerance, **options):
         config = tiny_config(
             folder, *keys, f"trainer.boundary={scheme}", *(f"model.{k}={v}" for k, v in options.items())
         )
-        data = PackingDataModule(config, progress=False)
+        data = PackedDataModule.from_config(config, progress=False)
         data.setup()
-        eager, replayed = (MambaLitModule(config, data.corpora.train.vocab_size).to(device) for _ in range(2))
+        eager, replayed = (
+            PackedLitModule.from_config(config, data.corpora.train.vocab_size).to(device) for _ in range(2)
+        )
         replayed.load_state_dict(eager.state_dict())  # a copy would not be compiled
         replayed.cuda_graphs = True
         yield replayed

@@ -1,6 +1,5 @@
 """One run: its record and logs, what it is named after, what it refuses."""
 
-import logging
 import time
 from types import SimpleNamespace
 
@@ -11,13 +10,13 @@ import torch.nn.functional as F
 
 import packmamba.training.fit as one_run
 from packmamba.config import ConfigError
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.ops import BACKENDS
 from packmamba.ops.backends import Backend
 from packmamba.records import read_records
 from packmamba.training.callbacks import RunMetrics, checkpoints
 from packmamba.training.fit import fit
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import recorded_config, run_folder, run_id
 from runs import final_state, tiny_config
 
@@ -99,7 +98,7 @@ def test_throughput_leaves_out_the_first_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(RunMetrics, "settle", lambda _: None)  # laps where some test has used a GPU
     config = tiny_config(tmp_path, "data.strategy=greedy")
     metrics = fit(config, progress=False)["metrics"]
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     data.setup()
     tokens = [data.steps[i].num_tokens for i in range(6)]
     assert metrics["train_seconds"] == 6 and metrics["real_tokens"] == sum(tokens)
@@ -119,7 +118,7 @@ def test_clipping_limits_the_step(tmp_path, clip, moves, accelerator):
     config = tiny_config(tmp_path, "data.strategy=greedy", *keys)
     fit(config, progress=False)
     lightning.seed_everything(config.seed, workers=True, verbose=False)
-    start = MambaLitModule(config, 256).state_dict()
+    start = PackedLitModule.from_config(config, 256).state_dict()
     end = final_state(config)["state_dict"]
     most = max(float((end[name].cpu() - start[name]).abs().max()) for name in end)
     # AdamW's first step is the learning rate wherever the gradient is far above its epsilon, 1e-8.
@@ -175,15 +174,6 @@ def test_a_run_that_another_process_finishes_meanwhile_is_not_recorded_twice(tmp
     assert len(read_records(run_folder(config))) == 1
 
 
-def test_a_run_says_once_what_its_corpus_leaves_out(tmp_path, caplog):
-    config = tiny_config(tmp_path, "trainer.max_steps=1", "data.bad_lines=skip")
-    with open(config.data.path, "a") as file:
-        file.write("not JSON\n")
-    with caplog.at_level(logging.WARNING):
-        fit(config, progress=False)
-    assert caplog.text.count("1 bad line") == 1
-
-
 def test_the_last_step_is_evaluated_whatever_the_interval(tmp_path):
     config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.validate_every=4", "trainer.max_steps=5")
     assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == [4, 5]
@@ -227,10 +217,10 @@ def test_memory_is_that_of_training(monkeypatch):
 def test_a_step_s_mean_may_be_over_rows(tmp_path, strategy):
     """The gradient is that of the mean of row means, pass by pass; a record's losses stay means over targets."""
     config = tiny_config(tmp_path, f"data.strategy={strategy}", "data.slots_per_batch=100000", "trainer.mean_over=rows")
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     data.setup()
     torch.manual_seed(0)
-    module = MambaLitModule(config, data.corpora.train.vocab_size)
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn_like(parameter)  # rows' losses differ

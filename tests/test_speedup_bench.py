@@ -94,7 +94,7 @@ def test_long_work_shows_how_far_it_is(everything):
 @pytest.mark.slow
 def test_a_wrong_arm_is_not_timed(tmp_path, monkeypatch):
     """Here packed rows leak: the layout that the model is given is not the batch's."""
-    module = bare_loop.growth.MambaLitModule
+    module = bare_loop.growth.PackedLitModule
     loss = module.loss
     monkeypatch.setattr(module, "loss", lambda self, batch, _=None: loss(self, batch, Leak()))
     with pytest.raises(RuntimeError, match="packed-512-in_order: losses are off by .*; nothing is timed"):

@@ -99,7 +99,7 @@ def test_steps_have_the_memory_of_the_bare_loop(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_steps_that_do_not_fit_leave_their_memory(tmp_path, monkeypatch):
     """The next arm is timed when those that failed, and their trainer, are not referred to any more."""
-    weights, alive, make = [], [], steps.MambaLitModule
+    weights, alive, make = [], [], steps.PackedLitModule
 
     def note(*arguments):
         alive.append(sum(weight() is not None for weight in weights))
@@ -111,7 +111,7 @@ def test_steps_that_do_not_fit_leave_their_memory(tmp_path, monkeypatch):
         module.kept = self
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(steps, "MambaLitModule", note)
+    monkeypatch.setattr(steps, "PackedLitModule", note)
     monkeypatch.setattr(steps.Watch, "on_train_batch_end", fail)
     bench.run(
         configured(Config, TINY, arms=some("padded-256", "packed-512-best_fit"), parts=[STEPS], rounds=1),

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 import run
 from packmamba.config import ConfigError
-from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
+from packmamba.data.datamodule import PackedDataModule, StepDataset, StepSampler
 from packmamba.evaluation.language_modeling import token_losses
 from packmamba.evaluation.training_layout import TrainingLayoutReader
 from packmamba.training.boundary import BOUNDARIES, Carry, Reset
 from packmamba.training.fit import fit
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from processes import fork_ranks, statuses
 from runs import final_state, losses_of, tiny_config, write_config
 
@@ -29,7 +29,7 @@ STARTS = ["reset", "carry", "carry_scan", "foreign", "noise"]
 
 
 def pool(folder, *overrides):
-    data = PackingDataModule(tiny_config(folder, *POOL, *overrides), progress=False)
+    data = PackedDataModule.from_config(tiny_config(folder, *POOL, *overrides), progress=False)
     data.setup()
     return data
 
@@ -59,7 +59,7 @@ def rows_of(step):
 @pytest.mark.slow
 def test_every_arm_has_the_same_tokens_in_the_same_steps(tmp_path):
     arms = {name: pool(tmp_path, f"trainer.boundary={name}") for name in STARTS}
-    loader = DataLoader(arms["foreign"].steps, batch_size=None, sampler=StepSampler(0, 16), num_workers=2)
+    loader = DataLoader(arms["foreign"].steps, batch_size=None, sampler=StepSampler(lambda: 0, 16), num_workers=2)
     for step, of_workers in zip(range(16), loader, strict=True):
         expected = arms["reset"].steps[step]
         for other in (*(data.steps[step] for data in arms.values()), of_workers):
@@ -251,7 +251,7 @@ class ByHand:
 def test_losses_are_those_of_pieces_computed_by_hand(tmp_path, scheme):
     data = pool(tmp_path, f"trainer.boundary={scheme}", "model.learned_initial_state=true", "model.n_layer=1")
     lightning.seed_everything(3, verbose=False)
-    module = MambaLitModule(data.config, data.corpora.train.vocab_size).double()
+    module = PackedLitModule.from_config(data.config, data.corpora.train.vocab_size).double()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
@@ -269,7 +269,7 @@ def test_losses_are_those_of_pieces_computed_by_hand(tmp_path, scheme):
 def test_documents_are_read_as_trained_in_streams_of_a_batch(tmp_path):
     """By the run's evaluation and by others: as many streams as a batch has rows, each from a document's beginning."""
     data = pool(tmp_path, "trainer.boundary=carry")
-    module = MambaLitModule(data.config, data.corpora.train.vocab_size).double()
+    module = PackedLitModule.from_config(data.config, data.corpora.train.vocab_size).double()
     documents = [data.corpora.validation.document(i) for i in range(data.corpora.validation.num_documents)]
     rows = TrainingLayoutReader(documents, data.config.data, BOUNDARIES["carry"]())
     sums = np.zeros(2)
@@ -297,7 +297,7 @@ def test_a_long_document_is_not_read_as_trained_beside_empty_rows(tmp_path, leng
 def test_states_of_another_shape_are_refused(tmp_path):
     """PyTorch would give one document's state to all."""
     data = pool(tmp_path, "trainer.boundary=carry")
-    module = MambaLitModule(data.config, data.corpora.train.vocab_size)
+    module = PackedLitModule.from_config(data.config, data.corpora.train.vocab_size)
 
     class One(BOUNDARIES["carry"]):
         def of_continuing(self, own, fresh, layout):
@@ -311,7 +311,7 @@ def test_states_of_another_shape_are_refused(tmp_path):
 
 def test_gradients_stop_where_states_come_from(tmp_path):
     data = pool(tmp_path, "trainer.boundary=foreign")
-    module = MambaLitModule(data.config, data.corpora.train.vocab_size)
+    module = PackedLitModule.from_config(data.config, data.corpora.train.vocab_size)
     for name in ("carry_scan", "foreign", "noise", "foreign_heads"):
         scheme = BOUNDARIES[name]()
         for step in range(8):
@@ -331,7 +331,7 @@ def test_gradients_stop_where_states_come_from(tmp_path):
 @pytest.mark.parametrize(("scheme", "workers"), [("noise", 2), ("foreign_heads", 0)])
 def test_a_stopped_run_ends_as_one_that_was_not(tmp_path, monkeypatch, scheme, workers):
     """Two batches a step; noise carries states as other schemes do, and has random numbers of its own."""
-    take = MambaLitModule.take_step
+    take = PackedLitModule.take_step
 
     def stop(module, step, optimizer, number, *others):
         if number == 7:
@@ -342,10 +342,10 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path, monkeypatch, scheme, w
             "trainer.max_steps=10", "trainer.checkpoint_every=1", "trainer.validate_every=5", "trainer.threads=1"]  # fmt: skip
     whole, stopped = (tiny_config(tmp_path, f"runs_dir={tmp_path}/{name}", *keys) for name in ("whole", "stopped"))
     expected = fit(whole, progress=False)
-    monkeypatch.setattr(MambaLitModule, "take_step", stop)
+    monkeypatch.setattr(PackedLitModule, "take_step", stop)
     with pytest.raises(RuntimeError, match="stopped"):
         fit(stopped, progress=False)
-    monkeypatch.setattr(MambaLitModule, "take_step", take)
+    monkeypatch.setattr(PackedLitModule, "take_step", take)
     assert losses_of(fit(stopped, progress=False)) == losses_of(expected)
     if scheme == "noise":
         assert expected["metrics"]["state_age_steps"] == 2

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from packmamba.config import load_config
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.training.fit import fit
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 
 OPTIONS = {"num_pairs": 4, "length": [20, 40], "vocab_size": 64}
 
@@ -29,7 +29,7 @@ def make_config(folder, *overrides):
 @pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "split"])
 def test_every_answer_is_a_target_once_under_every_strategy(tmp_path, strategy):
     config = make_config(tmp_path, f"data.strategy={strategy}", "data.tokens_per_step=100000")
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     arrangement, groups = data.schedule().step(0)
     found = []
     for rows in groups:
@@ -47,8 +47,8 @@ def test_packed_with_reset_has_the_gradient_of_single(tmp_path):
     for strategy in ("single", "greedy"):
         config = make_config(tmp_path, f"data.strategy={strategy}", "trainer.precision=64-true")
         torch.manual_seed(0)
-        module = MambaLitModule(config, 64).double()
-        data = PackingDataModule(config, progress=False)
+        module = PackedLitModule.from_config(config, 64).double()
+        data = PackedDataModule.from_config(config, progress=False)
         data.setup()
         arrangement, groups = data.schedule().step(0)
         targets = arrangement.count(groups)[0]

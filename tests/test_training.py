@@ -11,11 +11,11 @@ from packmamba import SequenceLayout
 from packmamba.config import ConfigError
 from packmamba.data import datamodule
 from packmamba.data.batching import PackedBatch
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.training.boundary import BOUNDARIES, Carry, Leak, Reset
 from packmamba.training.fit import fit
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.metrics import LossByPosition
-from packmamba.training.module import MambaLitModule
 from runs import CARRY, SCHEMES, tiny_config
 
 
@@ -30,9 +30,9 @@ class Gradients(lightning.Callback):
 def train(folder, *overrides, precision="64-true", steps=4):
     """(gradients of each step before clipping, module) of a float64 run."""
     config = tiny_config(folder, f"trainer.precision={precision}", f"trainer.max_steps={steps}", *overrides)
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     lightning.seed_everything(0, verbose=False)
-    module = MambaLitModule(config, data.corpora.train.vocab_size)
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size)
     gradients = Gradients()
     trainer = lightning.Trainer(
         accelerator="cpu", precision=precision, max_steps=steps, logger=False, enable_checkpointing=False,
@@ -91,7 +91,7 @@ def test_carrying_equals_reset_where_nothing_continues(single):
 
 def carry_batches(folder):
     config = tiny_config(folder, *CARRY, "data.mode=stream", "data.tokens_per_step=72", "data.row_length=24")
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     data.setup()
     return config, data, [data.steps[i].batches[0] for i in range(6)]
 
@@ -99,7 +99,7 @@ def carry_batches(folder):
 def test_carried_losses_are_those_of_whole_documents(tmp_path):
     config, data, batches = carry_batches(tmp_path)
     torch.manual_seed(0)
-    module = MambaLitModule(config, data.corpora.train.vocab_size).double()
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size).double()
     carry = Carry()
     seen, continued = {}, 0
     whole_documents = {tuple(data.corpora.train.document(i).tolist()) for i in range(data.corpora.train.num_documents)}
@@ -134,7 +134,7 @@ def losses_alone(module, tokens):
 
 def test_carry_refuses_states_of_another_place(tmp_path):
     config, data, batches = carry_batches(tmp_path)
-    module = MambaLitModule(config, data.corpora.train.vocab_size)
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size)
     goes_on = next(i for i, batch in enumerate(batches) if batch.layout.continues.any())
     with pytest.raises(ValueError, match="continues, but no batch came before"):
         module.losses(batches[goes_on], Carry())
@@ -169,7 +169,7 @@ class Foreign(Carry):
 def test_a_scheme_for_continuing_pieces_is_one_method(tmp_path):
     config, data, batches = carry_batches(tmp_path)
     torch.manual_seed(0)
-    module = MambaLitModule(config, data.corpora.train.vocab_size).double()
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size).double()
     losses = {}
     for scheme in (Reset(), Carry(), Zero(), ScanOnly(), Foreign()):
         with torch.no_grad():
@@ -186,7 +186,7 @@ def test_a_scheme_for_continuing_pieces_is_one_method(tmp_path):
 def test_no_gradient_flows_through_carried_states_but_into_learned_starts(tmp_path):
     config, data, batches = carry_batches(tmp_path)
     config.model.learned_initial_state = True
-    module = MambaLitModule(config, data.corpora.train.vocab_size)
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size)
     carry = Carry()
     for batch in batches:
         module.losses(batch, carry)
@@ -198,9 +198,9 @@ def test_no_gradient_flows_through_carried_states_but_into_learned_starts(tmp_pa
 
 def test_the_loss_is_a_token_mean_of_the_whole_step(tmp_path):
     config = tiny_config(tmp_path, "data.strategy=single")
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     data.setup()
-    module = MambaLitModule(config, data.corpora.train.vocab_size)
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size)
     step = data.steps[0]
     total = module.accumulate(step, torch.Tensor.backward)
     losses = [losses_alone(module, batch.tokens[0].tolist()) for batch in step.batches if batch.layout.num_tokens > 1]
@@ -214,10 +214,10 @@ def test_the_loss_is_a_token_mean_of_the_whole_step(tmp_path):
 
 def test_evaluation_is_one_document_at_a_time(tmp_path):
     config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.boundary=leak")
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     data.setup()
     torch.manual_seed(0)
-    module = MambaLitModule(config, data.corpora.train.vocab_size).double()
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size).double()
     alone, leaking = LossByPosition(), LossByPosition()
     with torch.no_grad():
         for metric, evaluation, boundary in zip((alone, leaking), data.evaluations, (Reset(), Leak())):
@@ -238,10 +238,10 @@ def test_evaluation_is_one_document_at_a_time(tmp_path):
 @pytest.mark.parametrize("keys", [["data.strategy=greedy", "trainer.boundary=leak"], CARRY], ids=["leak", "carry"])
 def test_evaluation_as_trained_lets_through_what_training_does(tmp_path, keys):
     config = tiny_config(tmp_path, *keys)
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     data.setup()
     torch.manual_seed(0)
-    module = MambaLitModule(config, data.corpora.train.vocab_size).double()
+    module = PackedLitModule.from_config(config, data.corpora.train.vocab_size).double()
     as_trained, reset = LossByPosition(), LossByPosition()
     scheme = BOUNDARIES[config.trainer.boundary]()
     module.on_validation_epoch_start()
@@ -269,7 +269,7 @@ def test_positions_fall_into_their_buckets():
 
 def test_learning_rate_warms_up_and_falls_to_its_share(tmp_path):
     config = tiny_config(tmp_path, "optimizer.lr=1", "optimizer.warmup_steps=4", "trainer.max_steps=20")
-    module = MambaLitModule(config, 8)
+    module = PackedLitModule.from_config(config, 8)
     rates = [module.learning_rate(step) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and max(rates) == 1.0
     assert rates[-1] == pytest.approx(0.1) and rates[4:] == sorted(rates[4:], reverse=True)
@@ -298,7 +298,7 @@ def test_every_step_takes_its_learning_rate(tmp_path):
 )
 def test_refuses_in_one_sentence(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        MambaLitModule(tiny_config(tmp_path, override), 8)
+        PackedLitModule.from_config(tiny_config(tmp_path, override), 8)
     assert "\n" not in str(caught.value)
 
 
@@ -334,7 +334,7 @@ def test_documents_of_which_nothing_can_be_predicted_are_refused(tmp_path, monke
     with pytest.raises(ConfigError, match="^data: expected documents of train with something to predict, got none"):
         fit(config, progress=False)
     path.write_text("".join(f'{{"text": "a{letter}"}}\n' for letter in letters))
-    data = PackingDataModule(config, progress=False)
+    data = PackedDataModule.from_config(config, progress=False)
     data.check_targets()
     monkeypatch.setattr(datamodule, "has_target", lambda corpus, _: corpus.split == "train")
     with pytest.raises(ConfigError, match="^data: expected documents of validation with something to predict"):

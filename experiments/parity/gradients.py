@@ -16,11 +16,11 @@ from tqdm import tqdm
 from packmamba.config import Config as Run
 from packmamba.config import ConfigError, key, load_config, some
 from packmamba.data.batching import StepBatch
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.ops import BACKENDS
 from packmamba.records import append_record, make_record, provenance
 from packmamba.training.checks import check_accelerator, check_run
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import recorded_config
 from packmamba.training.runtime import configured_runtime
 
@@ -115,16 +115,18 @@ def _device(config: Run) -> torch.device:
 def _measure(c: Config, runs: dict[str, Run], begun: float, progress: bool) -> Iterator[dict[str, Any]]:
     first, *_ = runs
     device = _device(runs[first])
-    datas = {name: PackingDataModule(config, progress) for name, config in runs.items()}
+    datas = {name: PackedDataModule.from_config(config, progress) for name, config in runs.items()}
     for data in datas.values():
         data.setup()
     if len({data.corpora.corpus_hash for data in datas.values()}) > 1:
         raise ConfigError("arms: expected the same documents in every arm, got several corpora")
     torch.manual_seed(runs[first].seed)
-    modules: dict[str, MambaLitModule] = {}  # by backend; their weights are the first arm's
+    modules: dict[str, PackedLitModule] = {}  # by backend; their weights are the first arm's
     for name, config in runs.items():
         if config.ops.backend not in modules:
-            modules[config.ops.backend] = MambaLitModule(config, datas[name].corpora.train.vocab_size).to(device)
+            modules[config.ops.backend] = PackedLitModule.from_config(config, datas[name].corpora.train.vocab_size).to(
+                device
+            )
     module = modules[runs[first].ops.backend]
     optimizer = module.configure_optimizers()
     curves: dict[tuple[str, str], list[dict[str, float]]] = {(name, p): [] for p in c.precisions for name in runs}
@@ -166,7 +168,7 @@ def against(c: Config, runs: Iterable[str], arm: str, precision: str) -> str:
 
 def _compare(
     c: Config,
-    arms: dict[str, tuple[MambaLitModule, StepBatch]],
+    arms: dict[str, tuple[PackedLitModule, StepBatch]],
     number: int,
     curves: dict[tuple[str, str], list[dict[str, float]]],
 ) -> None:
@@ -188,7 +190,7 @@ def _compare(
         kept = kept or own
 
 
-def _gradients(module: MambaLitModule, step: StepBatch, precision: str) -> tuple[float, list[Tensor]]:
+def _gradients(module: PackedLitModule, step: StepBatch, precision: str) -> tuple[float, list[Tensor]]:
     """The step's loss and the gradient of every parameter."""
     module.zero_grad()
     with _autocast(precision, step.batches[0].tokens.device):

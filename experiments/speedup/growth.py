@@ -15,10 +15,10 @@ from packmamba.data.batching import PackedBatch
 from packmamba.data.lengths import draw_lengths
 from packmamba.layout import SequenceLayout
 from packmamba.training.graphs import BatchGraphs
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 
 
-def measure(model: Model, module: MambaLitModule) -> None:
+def measure(model: Model, module: PackedLitModule) -> None:
     """Appends a growth record for each row length and for each mean document length; points take turns."""
     c = model.c
     points = [("row_length", length, draw(c.distribution, length, c.seed), length) for length in c.row_lengths]

@@ -13,7 +13,7 @@ from experiments.speedup.breakdown import Breakdown
 from experiments.speedup.config import Config, run_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.records import append_record, make_record
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 
 
 class Model:
@@ -28,12 +28,12 @@ class Model:
         self.documents = Documents(draw_lengths(c.distribution, c.documents, c.seed), self.vocab_size, c.seed)
         self.begun = time.perf_counter()
 
-    def build(self) -> MambaLitModule:
+    def build(self) -> PackedLitModule:
         """The model with weights of ``dtype``, but A and D, which mamba-ssm keeps in float32 too."""
         torch.compiler.reset()  # compiled code of other sizes counts against the limit for this one
         torch.manual_seed(self.c.seed)
         with self.device:
-            module = MambaLitModule(self.config, 1)
+            module = PackedLitModule.from_config(self.config, 1)
         for name, parameter in module.named_parameters():
             if not name.endswith(("A_log", ".D")):
                 parameter.data = parameter.data.to(getattr(torch, self.c.dtype))
@@ -48,7 +48,7 @@ class Model:
         model = self.config.model
         if not hasattr(self, "flop_parameters"):
             with torch.device("meta"):
-                lm = MambaLitModule(self.config, 1).model
+                lm = PackedLitModule.from_config(self.config, 1).model
             self.flop_parameters = sum(p.numel() for p in lm.parameters())
             if not model.tie_embeddings:
                 self.flop_parameters -= lm.backbone.embedding.weight.numel()

@@ -218,7 +218,7 @@ def _headline(bare: dict[str, Arms], steps: dict[str, Arms], idle: dict[str, flo
                 ]
             )
     table.notes = [
-        "Forward and backward of the bare loop; optimizer steps: the same through Lightning with PackingDataModule, float32 "
+        "Forward and backward of the bare loop; optimizer steps: the same through Lightning with PackedDataModule, float32 "
         "masters and AdamW. The paper's column is packed over single on an A100 (arXiv 2408.03865), on its own documents. "
         "Single waits for the host, so its speed is the host's; kernels alone: as if the device never waited. -graph: a batch's "
         "forward and backward replayed as one CUDA graph; on equal terms against single and padded as graphs too.",

@@ -1,4 +1,4 @@
-"""Whole optimizer steps through Lightning with PackingDataModule, arms in turns: what training costs."""
+"""Whole optimizer steps through Lightning with PackedDataModule, arms in turns: what training costs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from experiments.speedup.model import Model
 from packmamba import timing
 from packmamba.config import Config
 from packmamba.data.batching import StepBatch
-from packmamba.data.datamodule import PackingDataModule, StepDataset, StepSampler
+from packmamba.data.datamodule import PackedDataModule, StepDataset, StepSampler
 from packmamba.training.callbacks import RunMetrics
 from packmamba.training.distributed import disable_lightning_signals, make_strategy
 from packmamba.training.fit import quieten
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 
 TURN_STEPS = 4
 """Of a turn: the device waits for the host at its start, as it does not in training."""
@@ -149,12 +149,12 @@ class Turns(Dataset):
         return self.arms[arm][step]
 
 
-class TurnsData(PackingDataModule):
-    """The steps of several PackingDataModules, the first one's loader."""
+class TurnsData(PackedDataModule):
+    """The steps of several PackedDataModules, the first one's loader."""
 
     def __init__(self, configs: list[Config], turns: list[Turn]) -> None:
-        super().__init__(configs[0], progress=False)
-        self.parts = [PackingDataModule(config, progress=False) for config in configs]
+        super().__init__(configs[0].data, plugins=configs[0].plugins, progress=False)
+        self.parts = [PackedDataModule.from_config(config, progress=False) for config in configs]
         self.turns = turns
 
     def setup(self, stage: str | None = None) -> None:
@@ -163,7 +163,7 @@ class TurnsData(PackingDataModule):
         self.order = Turns([StepDataset(part.schedule(world_size), rank) for part in self.parts], self.turns)
 
     def train_dataloader(self) -> DataLoader:
-        return self._loader(self.order, StepSampler(0, len(self.order.order)))
+        return self._loader(self.order, StepSampler(lambda: 0, len(self.order.order)))
 
 
 class Watch(Callback):
@@ -257,7 +257,7 @@ def take_turns(configs: list[Config], turns: list[Turn], progress: bool = False)
     lightning.seed_everything(config.seed, verbose=False)
     data = TurnsData(configs, turns)
     with trainer.strategy.root_device:
-        module = MambaLitModule(config, config.data.vocab_size)
+        module = PackedLitModule.from_config(config, config.data.vocab_size)
     try:
         trainer.fit(module, data)
     except SystemExit:  # how Lightning ends a run on Ctrl-C

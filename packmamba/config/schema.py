@@ -32,69 +32,46 @@ def key(default: Any, help: str, *rules: dict[str, Any], **limits: Any) -> Any:
 class DataConfig:
     source: str = key("stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES")
     path: Optional[str] = key(
-        None,
-        "A folder in which every file is a document (text); a file, folder or pattern such as a/*.parquet (jsonl, parquet); a "
-        "dataset's name or folder (huggingface); the path of .bin and .idx without its suffix (megatron).",
+        None, "Folder, file, or pattern such as a/*.parquet; dataset (huggingface); prefix (megatron)."
     )
     unit: Optional[str] = key(
-        None,
-        "Documents of source packages: files, functions, or mixture (half of the files whole, the functions of the others).",
-        choices=("files", "functions", "mixture"),
+        None, "Documents of source packages; null: files.", choices=("files", "functions", "mixture")
     )
     text_key: str = key("text", "Field or column that holds the document (jsonl, parquet, huggingface).")
     subset: Optional[str] = key(None, "Configuration of the dataset (huggingface).")
     split: str = key("train", "Split of the dataset, such as train[:10%] (huggingface).")
-    streaming: bool = key(False, "Read over the network as it comes (huggingface).")
-    bad_lines: str = key("error", "A line or row that cannot be read: error, or skip.", choices=("error", "skip"))
     tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json of the tokenizers library.")
     begin_token: Optional[str] = key("<s>", "Token put before every document; null for none.")
     end_token: Optional[str] = key("</s>", "Token put after every document; null for none.")
     validation_fraction: float = key(
-        0.05,
-        "Fraction of files (text, stdlib) or documents (other sources) held out for validation.",
-        check=("above 0 and below 1", lambda value: 0 < value < 1),
+        0.05, "Fraction of files (text, stdlib) or documents held out.", above=0, high=0.99
     )
     distribution: str = key(
-        "documents-2k",
-        "Length distribution of synthetic documents.",
-        choices="packmamba.data.lengths:LENGTH_DISTRIBUTIONS",
+        "documents-2k", "Lengths of synthetic documents.", choices="packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
     )
     num_documents: int = key(10000, "Number of synthetic documents, or of a task's examples.", low=1)
     vocab_size: int = key(256, "Vocabulary of synthetic documents.", low=1)
-    task: Optional[str] = key(
-        None, "Task whose examples are the documents of source task.", choices="packmamba.evaluation.tasks:TASKS"
-    )
+    task: Optional[str] = key(None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
-    corpus_seed: int = key(0, "Seed of synthetic documents and of the split.", low=0)
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
     num_proc: Optional[int] = key(None, "Processes that tokenize; null for one per core.", low=1)
     mode: str = key(
         "matched",
-        "matched: draw a step's documents, then arrange them in rows; stream: fill rows with documents as they come.",
+        "Draw a step's documents, then arrange them (matched), or fill rows (stream).",
         choices=("matched", "stream"),
     )
     strategy: str = key("greedy", "How documents become rows.", choices="packmamba.data.packing:STRATEGIES")
-    row_length: Optional[int] = key(
-        1024, "Tokens of a row, padding included; with single or padded, null for the documents' lengths.", low=1
-    )
-    overlong: str = key(
-        "error",
-        "For a document longer than a row: error, truncate, or cut it into pieces, each from zero.",
-        choices=("error", "truncate", "pieces"),
-    )
+    row_length: Optional[int] = key(1024, "Tokens of a row, padding included; null (single, padded): no limit.", low=1)
+    overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "pieces"))
     buffer: int = key(4096, "Window of greedy, in documents.", low=1)
-    streams: int = key(
-        1,
-        "Parallel streams of split: row b of a batch continues row b of the batch before.",
-        low=1,
-    )
+    streams: int = key(1, "Parallel streams of split: row b continues row b of the batch before.", low=1)
     stagger: bool = key(False, "Begin each stream inside its first document (strategy split, mode stream).")
     shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (mode stream).", low=1)
     tokens_per_step: int = key(4096, "Tokens of an optimizer step; in mode stream, padding included.", low=1)
     cut_documents: Optional[int] = key(
         None, "Cut training documents into pieces of this length, each from zero.", low=1
     )
-    cut_at_steps: bool = key(False, "Cut documents at steps, which then hold exactly tokens_per_step (mode matched).")
+    cut_at_steps: bool = key(True, "Cut documents at steps, which then hold exactly tokens_per_step (mode matched).")
     slots_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
     validation_documents: Optional[int] = key(None, "Documents to validate on; null for all held out.", low=1)
     num_workers: int = key(0, "Processes that prepare batches; 0 for none.", low=0)
@@ -133,11 +110,7 @@ class ModelConfig:
     tie_embeddings: bool = key(True, "The head shares the embedding's weight.")
     learned_initial_state: bool = key(False, "Learn each layer's initial scan state instead of zero.")
     compile: bool = key(False, "Compile each block and the loss with torch.compile.")
-    recompute: str = key(
-        "none",
-        "Recompute in the backward pass, to save memory: inner (the convolution's output and delta) or block.",
-        choices=("none", "inner", "block"),
-    )
+    recompute: str = key("none", "Recompute in the backward pass, to save memory.", choices=("none", "inner", "block"))
 
     def of_mixer(self) -> dict[str, Any]:
         """Return the arguments of the mixer: its keys and its further options."""
@@ -160,11 +133,7 @@ class OptimizerConfig:
     )
     weight_decay: float = key(0.1, "Of matrices; biases, norms, A_log, D and initial states have none.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
-    schedule_steps: Optional[int] = key(
-        None,
-        "Steps of the learning rate schedule; null for trainer.max_steps, which may be raised later if this is set.",
-        low=1,
-    )
+    schedule_steps: Optional[int] = key(None, "Steps of the learning rate schedule; null: trainer.max_steps.", low=1)
     final_lr_fraction: float = key(0.1, "The cosine ends at this fraction of the peak.", low=0, high=1)
     grad_clip: Optional[float] = key(1.0, "Maximum gradient norm; null for no clipping.", above=0)
 
@@ -173,16 +142,12 @@ class OptimizerConfig:
 class TrainerConfig:
     boundary: str = key(
         "reset",
-        "State at a document's start: reset (zero), leak (the previous document's), carry (a document that a row's end cuts "
-        "continues from its own state in the next batch), or a variant.",
+        "State at a document's start: zero (reset), the previous document's (leak), its own of the previous batch, where a row's "
+        "end cuts it (carry), or a variant.",
         choices="packmamba.training.boundary:BOUNDARIES",
     )
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
-    mean_over: str = key(
-        "targets",
-        "Mean of a step's loss: over its targets, or over rows of each row's mean, which depends on the packing.",
-        choices=("targets", "rows"),
-    )
+    mean_over: str = key("targets", "Mean of a step's loss; rows: of each row's mean.", choices=("targets", "rows"))
     max_steps: int = key(200, "Optimizer steps.", low=1)
     validate_every: int = key(50, "Steps between validations; the last step is always validated.", low=1)
     average_snapshots: int = key(1, "Average the weights of this many evenly spaced steps up to the last.", low=1)
@@ -192,33 +157,25 @@ class TrainerConfig:
     log_every: int = key(10, "Steps between logged points.", low=1)
     loggers: list[Any] = key(
         ["csv", "tensorboard"],
-        f"Lightning loggers: {', '.join(LOGGERS)}, a class path, or {{class_path: ..., init_args: {{...}}}}; [] for none.",
+        f"{', '.join(LOGGERS)}, a logger's class path, or {{class_path: ..., init_args: {{...}}}}.",
         check=(
             f"some of {', '.join(LOGGERS)}, or class paths",
-            lambda names: all("." in str(n) or n in LOGGERS for n in names),
+            lambda value: all("." in str(n) or n in LOGGERS for n in value),
         ),
     )
-    callbacks: list[Any] = key(
-        [], "Lightning callbacks: class paths such as my_module.MyCallback, or {class_path: ..., init_args: {...}}."
-    )
+    callbacks: list[Any] = key([], "Class paths of Lightning callbacks, or {class_path: ..., init_args: {...}}.")
     leakcheck_every: Optional[int] = key(
-        0, "Steps between leakchecks of a training batch; 0: only the first; null: never.", low=0
+        0, "Steps between leakchecks of a batch; 0: only the first; null: none.", low=0
     )
     precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
     accelerator: str = key("auto", "Lightning's.", choices=("auto", "cpu", "gpu", "cuda", "mps", "tpu"))
     devices: int = key(1, "Devices of each machine.", low=1)
     num_nodes: int = key(1, "Machines, each started by torchrun or SLURM.", low=1)
     strategy: str = key("auto", "Over several devices; auto is ddp.", choices=("auto", "ddp", "fsdp2"))
-    cuda_graphs: bool = key(
-        False, "Replay forward and backward as a CUDA graph per batch shape: faster for small models."
-    )
+    cuda_graphs: bool = key(False, "Replay forward and backward as CUDA graphs: faster for small models.")
     deterministic: bool = key(False, "The same command gives the same bits, on a CPU or one GPU; partly slower.")
-    init_from: Optional[str] = key(
-        None, "Initial weights: a folder of a run or a published checkpoint, a .ckpt file, or <sweep folder>:<arm>."
-    )
-    threads: Optional[int] = key(
-        None, "CPU threads; null for PyTorch's default, or one if trainer.deterministic.", low=1, high=1024
-    )
+    init_from: Optional[str] = key(None, "Initial weights: a run, checkpoint or .ckpt file, or <sweep folder>:<arm>.")
+    threads: Optional[int] = key(None, "CPU threads; null: PyTorch's default, or 1 if deterministic.", low=1, high=1024)
 
 
 @dataclass
@@ -231,9 +188,7 @@ class Config:
     name: str = key("train", "Name of the run's folder and of its arm in tables.")
     output: Optional[str] = key(None, "Folder for the run's record; null for the run's own folder.")
     plugins: list[str] = key([], "Python modules to import first; keys may name what they register.")
-    evaluations: list[str] = key(
-        [], "Evaluations of the trained model.", choices="packmamba.evaluation.registry:EVALUATIONS"
-    )
+    evaluations: list[str] = key([], "Of the trained model.", choices="packmamba.evaluation.registry:EVALUATIONS")
     evaluation_options: dict[str, Any] = key({}, "Their parameters, such as evaluation_options.mqar.num_pairs=4.")
     evaluation_examples: int = key(200, "Examples of each task among the evaluations.", low=1)
     seed: int = key(0, "Seed of initial weights and of the order of documents.", low=0, high=2**32 - 1)

@@ -1,7 +1,9 @@
-"""The Lightning data module: from a configuration to batches, sized, seeded and resumable."""
+"""The Lightning data module: from documents to batches, sized, seeded and resumable."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,40 +11,77 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from packmamba.config import Config, ConfigError
+from packmamba.config import Config, ConfigError, DataConfig, TrainerConfig, import_plugins, validate
+from packmamba.config.load import choices_of
+from packmamba.data.batching import Arrangement, PackedBatch, StepBatch, empty_batch
 from packmamba.data.schedule import Schedule, arrange, arrange_as_trained, group
-from packmamba.data.steps import EvaluationDataset, StepDataset, StepSampler, start_worker
 from packmamba.data.token_store import Corpora, Corpus, evaluation_documents, load_corpora
 
 
-class PackingDataModule(lightning.LightningDataModule):
-    """Documents in rows, as ``config.data`` says; the strategy is one of its keys.
+class PackedDataModule(lightning.LightningDataModule):
+    """Pack documents into rows.
 
-    Training gives one StepBatch per optimizer step. Validation gives PackedBatches: of whole documents, each from zero state, the
-    same for every arm (packed, which changes nothing: docs/pui.md); and, for arms that train with leak or carry, a second loader
-    with the same documents arranged as in training.
+    Training gives one StepBatch per optimizer step. Validation gives PackedBatches of whole documents, each from zero state, the
+    same for every arm (packed, which changes nothing: docs/pui.md); and, where the boundary scheme of the trained module leaks or
+    carries, a second loader with the same documents arranged as in training. Testing gives the same as validation.
+
+    Args:
+        config: the keys of the section ``data``; None: ``keys`` and defaults.
+        seed: of the order of documents.
+        boundary: the boundary scheme; None: ``trainer.lightning_module.boundary``, and without one, reset.
+        plugins: modules that worker processes import first.
+        progress: show a bar while a corpus is prepared.
+        keys: of the section ``data``, such as ``source="text"``.
 
     Raises:
         ConfigError: naming the key, before any document is read where the configuration alone shows it.
     """
 
-    def __init__(self, config: Config, progress: bool = True) -> None:
+    def __init__(
+        self,
+        config: DataConfig | None = None,
+        *,
+        seed: int = 0,
+        boundary: Any = None,
+        plugins: Sequence[str] = (),
+        progress: bool = True,
+        **keys: Any,
+    ) -> None:
         super().__init__()
-        self.config = config
-        from packmamba.training.boundary import BOUNDARIES
-
-        self.boundary = BOUNDARIES[config.trainer.boundary]
+        self.config = validate(Config(data=replace(config or DataConfig(), **keys))).data
+        self.seed = seed
+        self.plugins = list(plugins)
         self.progress = progress
+        self._boundary = boundary
+        self.max_steps: int | None = None  # of a loader without a Trainer
         self._corpora: Corpora | None = None
+
+    @classmethod
+    def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
+        """Build the data module of a configured run."""
+        boundary = choices_of("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
+        data = cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
+        data.max_steps = config.trainer.max_steps
+        return data
 
     @property
     def corpora(self) -> Corpora:
         """Training and validation documents, prepared at first use."""
         if self._corpora is None:
-            self._corpora = load_corpora(self.config.data, progress=self.progress)
+            self._corpora = load_corpora(self.config, progress=self.progress)
         return self._corpora
+
+    @property
+    def vocab_size(self) -> int:
+        return self.corpora.train.vocab_size
+
+    @property
+    def boundary(self) -> Any:
+        """The boundary scheme of the trained module, or its class: something with ``continues`` and ``as_trained``, or None."""
+        module = getattr(self.trainer, "lightning_module", None)
+        return self._boundary or getattr(module, "boundary", None)
 
     def prepare_data(self) -> None:
         _ = self.corpora
@@ -51,22 +90,24 @@ class PackingDataModule(lightning.LightningDataModule):
         return {"corpus_hash": self.corpora.corpus_hash}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ConfigError where a run would go on with other documents than it began with."""
+        """Raise ConfigError where a run would resume with other documents than it began with."""
         if state_dict["corpus_hash"] != self.corpora.corpus_hash:
             raise ConfigError(
-                "the documents have changed since this run was stopped; to train anew, remove its folder or give another runs_dir"
+                "data: the documents have changed since this run was stopped; to train anew, remove its folder or give another "
+                "runs_dir"
             )
 
     def setup(self, stage: str | None = None) -> None:
-        world_size = self.trainer.world_size if self.trainer else 1
-        rank = self.trainer.global_rank if self.trainer else 0
-        self.steps = StepDataset(self.schedule(world_size), rank)
-        self.evaluations = self._evaluations(world_size, rank)
+        ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        if self._boundary is None and self.boundary is not None:
+            validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks)))
+        self.steps = StepDataset(self.schedule(ranks), rank)
+        self.evaluations = self._evaluations(ranks, rank)
 
     def check_targets(self) -> None:
-        """Refuses to train on, or to be judged by, documents with nothing to predict. Raises ConfigError."""
+        """Raise ConfigError for training or validation documents without any target."""
         train, validation = self.corpora.train, self.corpora.validation
-        documents = np.arange(train.num_documents), evaluation_documents(validation, self.config.data)
+        documents = np.arange(train.num_documents), evaluation_documents(validation, self.config)
         for split, corpus, some in zip(("train", "validation"), (train, validation), documents):
             if len(some) and not has_target(corpus, some):
                 raise ConfigError(
@@ -74,55 +115,128 @@ class PackingDataModule(lightning.LightningDataModule):
                 )
 
     def schedule(self, world_size: int = 1) -> Schedule:
-        """What each step consumes."""
-        return Schedule(self.corpora.train, self.config.data, self.config.seed, self.boundary.continues, world_size)
+        """Return what each step consumes."""
+        continues = getattr(self.boundary, "continues", False)
+        return Schedule(self.corpora.train, self.config, self.seed, continues, world_size)
 
     def _evaluations(self, world_size: int, rank: int) -> list[EvaluationDataset]:
-        data, corpus = self.config.data, self.corpora.validation
+        data, corpus = self.config, self.corpora.validation
         if corpus.num_documents == 0:
             raise ConfigError(
                 f"data.validation_fraction={data.validation_fraction}: expected to hold out at least one document, got none; "
                 "raise it"
             )
         documents = evaluation_documents(corpus, data)
-        longest = int(corpus.lengths[documents].max())
-        row_length = max(longest, data.slots_per_batch)
+        row_length = max(int(corpus.lengths[documents].max()), data.slots_per_batch)
         alone = replace(data, strategy="best_fit", row_length=row_length, overlong="error", streams=1, stagger=False)
         arrangement = arrange(corpus, documents, alone)
         groups = group(arrangement, np.arange(arrangement.plan.num_rows), alone, carry=False)
         evaluations = [EvaluationDataset(arrangement, groups[rank::world_size], -(-len(groups) // world_size))]
-        if self.boundary.as_trained:
+        if getattr(self.boundary, "as_trained", False):
             # Every rank evaluates all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
             arrangement, groups = arrange_as_trained(corpus, documents, data, self.boundary.continues)
             evaluations.append(EvaluationDataset(arrangement, groups, len(groups)))
         return evaluations
 
     def train_dataloader(self) -> DataLoader:
-        first = self.trainer.global_step if self.trainer else 0
-        return self._loader(self.steps, StepSampler(first, self.config.trainer.max_steps))
+        """Return the steps from the Trainer's current one on.
+
+        An epoch is ``max_steps``, or where the Trainer has ``max_epochs``, as many steps as one pass over all documents.
+        """
+        trainer = self.trainer
+        if trainer is None:
+            return self._loader(self.steps, StepSampler(lambda: 0, self.max_steps or self.steps.schedule.epoch_steps()))
+        accumulated = trainer.accumulate_grad_batches  # by a module that does not step with each StepBatch
+        last = trainer.max_steps * accumulated if trainer.max_steps > 0 else None
+        epoch = last if last is not None and trainer.max_epochs in (-1, None) else self.steps.schedule.epoch_steps()
+        return self._loader(self.steps, StepSampler(lambda: trainer.global_step * accumulated, epoch, last))
 
     def val_dataloader(self) -> list[DataLoader]:
-        return [self._loader(evaluation) for evaluation in self.evaluations]
+        return [self._loader(each, StepSampler(lambda: 0, len(each))) for each in self.evaluations]
+
+    test_dataloader = val_dataloader
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch.to(device, non_blocking=True)  # from pinned memory, see _loader
 
-    def _loader(self, dataset: Dataset, sampler: Sampler[int] | None = None) -> DataLoader:
+    def _loader(self, dataset: Dataset, sampler: StepSampler) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
             dataset,
             batch_size=None,
             sampler=sampler,
-            num_workers=self.config.data.num_workers,
+            num_workers=self.config.num_workers,
             pin_memory=on_gpu,
             # Its own generator: a loader that is made again on resuming must not move the global one.
             generator=torch.Generator(),
-            worker_init_fn=partial(start_worker, self.config.plugins),
+            worker_init_fn=partial(start_worker, self.plugins),
         )
 
 
+class StepDataset(Dataset):
+    """Item i is the StepBatch of optimizer step i for one rank."""
+
+    def __init__(self, schedule: Schedule, rank: int = 0) -> None:
+        self.schedule = schedule
+        self.rank = rank
+
+    def __getitem__(self, step: int) -> StepBatch:
+        arrangement, groups = self.schedule.step(step)
+        ranks = self.schedule.world_size
+        mine = groups[self.rank :: ranks]
+        batches = [replace(arrangement.batch(rows), turn=self.schedule.turn(rows)) for rows in mine]
+        # Every rank computes as many batches, so that gradients meet.
+        missing = -len(groups) % ranks
+        batches += [empty_batch()] * (-(-len(groups) // ranks) - len(mine))
+        targets, tokens, slots = arrangement.count(groups)
+        return StepBatch(batches, targets, tokens, slots + missing, *arrangement.count_behind(groups))
+
+
+class EvaluationDataset(Dataset):
+    """Batches of whole documents (item i: a PackedBatch), in a fixed order; every rank has as many, the last of some are empty:
+    ranks whose parameters are shards communicate in each."""
+
+    def __init__(self, arrangement: Arrangement, groups: list[np.ndarray], batches: int) -> None:
+        self.arrangement = arrangement
+        self.groups = groups
+        self.batches = batches
+
+    def __getitem__(self, index: int) -> PackedBatch:
+        return self.arrangement.batch(self.groups[index]) if index < len(self.groups) else empty_batch()
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+class StepSampler(DistributedSampler):
+    """Yield ``length`` numbers from ``first()`` on, below ``last``, the same on every rank: items are a rank's share of a step.
+
+    It is a DistributedSampler so that Lightning does not replace it where there are several ranks. A resumed epoch has the length
+    of a whole one: Lightning counts from its first step.
+    """
+
+    def __init__(self, first: Callable[[], int], length: int, last: int | None = None) -> None:
+        self.first = first
+        self.length = length
+        self.last = last
+
+    def __iter__(self) -> Iterator[int]:
+        first = self.first()
+        last = first + self.length
+        return iter(range(first, last if self.last is None else min(last, self.last)))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def start_worker(plugins: list[str], worker: int) -> None:
+    for received in (signal.SIGINT, signal.SIGTERM):  # to all of a group: the training process ends its step first
+        signal.signal(received, signal.SIG_IGN)
+    import_plugins(plugins)  # a worker that is not forked has imported nothing
+
+
 def has_target(corpus: Corpus, documents: np.ndarray) -> bool:
-    """Whether any of these documents has a token after which something is to be said."""
+    """Return whether any of these documents has a target."""
     if corpus.targets is None:
         return bool(corpus.lengths[documents].max(initial=0) > 1)
     return any((answers >= 0).any() for answers in map(corpus.answers, documents.tolist()) if answers is not None)

@@ -33,9 +33,19 @@ class Parts:
         """Every part longer than ``longest`` in pieces of that length and a rest."""
         return self._cut(np.zeros(len(self), np.int64), longest)
 
-    def cut_at(self, budget: int) -> Parts:
-        """Cut wherever a multiple of ``budget`` tokens has come before."""
-        return self._cut((np.cumsum(self.lengths) - self.lengths) % budget, budget)
+    @staticmethod
+    def joined(several: list[Parts]) -> Parts:
+        return Parts(
+            *(np.concatenate([getattr(p, name) for p in several]) for name in ("documents", "begins", "lengths"))
+        )
+
+    def between(self, first: int, last: int) -> Parts:
+        """Return the parts that hold these tokens of all, one after another; the outermost are cut."""
+        ends = np.cumsum(self.lengths)
+        here = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1)
+        starts = ends[here] - self.lengths[here]
+        skipped = np.maximum(first - starts, 0)
+        return Parts(self.documents[here], self.begins[here] + skipped, np.minimum(ends[here], last) - starts - skipped)
 
     def stagger(self, count: int) -> Parts:
         """The first ``count`` parts are cut in two, at places that multiples of the golden section spread evenly. What follows

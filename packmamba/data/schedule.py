@@ -65,9 +65,10 @@ class Schedule:
     """Steps without end: epochs of shuffled windows of about a million documents, each planned by itself.
 
     Matched: a step is the next documents until ``data.tokens_per_step`` real tokens, arranged by the strategy, so that
-    every strategy gets the same documents. Stream: the strategy fills rows from the window's documents, and a step is
-    the next rows until ``data.tokens_per_step`` slots. The last step of a window may be smaller; nothing is dropped.
-    Documents may be cut first (``data.cut_documents``), and by the ends of matched steps (``data.cut_at_steps``).
+    every strategy gets the same documents. With ``data.cut_at_steps`` it is exactly as many tokens: the document at its end is
+    cut, and at a window's end the next window's documents follow. Without, and in stream, where the strategy fills rows from the
+    window's documents and a step is the next rows until ``data.tokens_per_step`` slots, the last step of a window may be
+    smaller; nothing is dropped. Documents may be cut first (``data.cut_documents``).
 
     Args:
         corpus: training documents.
@@ -95,10 +96,16 @@ class Schedule:
                 "data.overlong=pieces or truncate"
             )
         self._first_steps = [0]
+        self._first_tokens = [0]
         self._cached: tuple[int, _Window] | None = None
 
     def step(self, step: int) -> tuple[Arrangement, list[np.ndarray]]:
         """The step's arrangement, and its rows grouped into batches, those of all ranks."""
+        if self.exact:
+            budget = self.data.tokens_per_step
+            arrangement = arrange(self.corpus, self._tokens(step * budget, (step + 1) * budget), self.data)
+            rows = np.arange(arrangement.plan.num_rows)
+            return arrangement, group(arrangement, rows, self.data, self.carry, self.world_size)
         while self._first_steps[-1] <= step:
             steps = len(self._window(len(self._first_steps) - 1).edges) - 1
             self._first_steps.append(self._first_steps[-1] + steps)
@@ -112,23 +119,54 @@ class Schedule:
             arrangement, rows = window.arrangement, np.asarray(window.order[first:last])
         return arrangement, group(arrangement, rows, self.data, self.carry, self.world_size)
 
+    @property
+    def exact(self) -> bool:
+        """Whether every step has exactly ``data.tokens_per_step`` tokens."""
+        return self.data.mode == "matched" and self.data.cut_at_steps
+
+    def epoch_steps(self) -> int:
+        """Return in how many steps all documents come once, in the first epoch."""
+        if self.exact:
+            return -(-int(self.corpus.lengths.sum(dtype=np.int64)) // self.data.tokens_per_step)
+        windows = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
+        return sum(len(self._window(number).edges) - 1 for number in range(windows))
+
+    def _tokens(self, first: int, last: int) -> Parts:
+        """Return the parts of documents that hold these tokens of all windows, one after another."""
+        found = []
+        while first < last:
+            while self._first_tokens[-1] <= first:
+                begin, end = self._documents(len(self._first_tokens) - 1)[1]
+                tokens = int(self.corpus.lengths[begin:end].sum(dtype=np.int64))
+                self._first_tokens.append(self._first_tokens[-1] + tokens)
+            number = bisect.bisect_right(self._first_tokens, first) - 1
+            begins, ends = self._first_tokens[number : number + 2]
+            parts = self._window(number).order
+            assert isinstance(parts, Parts)
+            found.append(parts.between(first - begins, min(last, ends) - begins))
+            first = ends
+        return found[0] if len(found) == 1 else Parts.joined(found)
+
+    def _documents(self, number: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
+        """Return a window's seed, and where its documents begin and end."""
+        per_epoch = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
+        epoch, place = divmod(number, per_epoch)
+        part = int(np.random.default_rng([self.seed, epoch]).permutation(per_epoch)[place])
+        end = min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents)
+        return (self.seed, epoch, part), (part * WINDOW_DOCUMENTS, end)
+
     def _window(self, number: int) -> _Window:
         if self._cached is None or self._cached[0] != number:
             self._cached = (number, self._plan_window(number))
         return self._cached[1]
 
     def _plan_window(self, number: int) -> _Window:
-        per_epoch = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
-        epoch, place = divmod(number, per_epoch)
-        part = np.random.default_rng([self.seed, epoch]).permutation(per_epoch)[place]
-        documents = np.arange(part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents))
-        rng = np.random.default_rng([self.seed, epoch, part])
+        seed, (begin, end) = self._documents(number)
+        documents, rng = np.arange(begin, end), np.random.default_rng(seed)
         parts = parts_of(self.corpus, rng.permutation(documents), self.data)
         if self.data.cut_documents is not None:
             parts = parts[rng.permutation(len(parts))]  # else steps would be full of one long document
         if self.data.mode == "matched":
-            if self.data.cut_at_steps:
-                parts = parts.cut_at(self.data.tokens_per_step)
             return _Window(parts, _edges(parts.lengths, self.data.tokens_per_step), None)
         arrangement = arrange(self.corpus, parts, self.data)
         rows = np.arange(arrangement.plan.num_rows)

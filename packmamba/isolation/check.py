@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -62,13 +61,8 @@ def leakcheck(
         Exception: the model's own, where it fails without boundaries too.
     """
     model = adapt(model_or_callable, boundaries, vocab_size)
-    if lengths is not None:
-        try:
-            lengths = [operator.index(length) for length in lengths]
-        except TypeError:
-            raise TypeError(f"lengths: expected integers, such as [3, 5], got {lengths!r}") from None
-        if len(lengths) < 2 or min(lengths) < 1:
-            raise ValueError(f"lengths: expected at least two documents of at least one token, got {lengths}")
+    if lengths is not None and (len(lengths) < 2 or not all(isinstance(n, int) and n > 0 for n in lengths)):
+        raise ValueError(f"lengths: expected at least two integers above 0, such as [3, 5], got {lengths!r}")
     rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest]
     if not rows:
         raise ValueError(f"lengths: the model takes {model.longest} positions; name documents that fit")
@@ -93,11 +87,11 @@ def leakcheck(
         if not model.vocab_size:
             model = replace(model, vocab_size=two_tokens().shape[-1])
         first = checked("evaluation mode" if model.modules else "as it is", rows, True)
+        result.modes["evaluation" if model.modules else "as it is"] = first
         if own:
             first.notes.append(
-                "Checked without the kernels that are installed: with them the model does not run on this device."
+                "Checked without the installed kernels: with them the model does not run on this device."
             )
-        result.modes["evaluation" if model.modules else "as it is"] = first
         if first.raises is not None or not model.modules:
             return result
         result.padding = {way.name: padding_is_harmless(model, way, rows[0]) for way in model.padded}
@@ -108,10 +102,10 @@ def leakcheck(
             with WithoutDropout(), eager():
                 other = checked("training mode", rows[:1], False)
             if not other.leaks:
-                other.notes.append(
+                mode = other
+                mode.notes.append(
                     "Checked without dropout: with it, other documents decide which random numbers are drawn."
                 )
-                mode = other
         result.modes["training"] = mode
     return result
 
@@ -206,12 +200,7 @@ def check(model: CheckedModel, way: DocumentInput, lengths: Sequence[int], mode:
         return
     mode.isolated_forward = False
     if mode.module is None and watched is not None:
-        found = first_module(way, model.modules, documents.tokens, tokens, documents.lengths, watched)
-        if found is not None:
-            mode.module, last = found
-            if last is not None and mode.after:
-                mode.module_reach = last - documents.spans[0][1] + 1
-                mode.module_endless = last == len(tokens) - 1
+        mode.module = first_module(way, model.modules, documents.tokens, tokens, documents.lengths, watched)
 
 
 def _forward(
@@ -227,19 +216,14 @@ def _forward(
         slots = sizes > 4 * noise
         if number == 0:
             if not slots[last]:
-                raise ValueError(
-                    "logits: a changed token does not move its own logits, so no leak would be seen either"
-                )
+                raise ValueError("logits: a changed token does not change its own logits, so no leak would show either")
             noise = float(_moves(logits_of(way.call, documents.tokens, documents.lengths), base).max())
             if noise:
+                differ = f"Two calls with the same tokens differ by {noise:.1g}"
                 if noise > rounding:
-                    mode.notes.append(
-                        f"Two calls with the same tokens differ by {noise:.2g}: something is carried from one call to the next."
-                    )
+                    mode.notes.append(f"{differ}: something is carried from one call to the next.")
                     return tokens, None, noise
-                mode.notes.append(
-                    f"Two calls with the same tokens differ by {noise:.1g}; smaller moves than 4 times that are not seen."
-                )
+                mode.notes.append(f"{differ}; smaller changes than 4 times that are not seen.")
                 slots &= sizes > 4 * noise
         slots &= watched
         if not slots.any():

@@ -200,31 +200,28 @@ def first_module(
     changed: Tensor,
     lengths: Sequence[int],
     watched: Tensor,
-) -> tuple[str, int | None] | None:
-    """Name the first module whose output changes at watched slots while its input does not, and the last slot that changes.
+) -> str | None:
+    """Name the first module whose output changes at watched slots while its input does not.
 
     Where a module's input changes first, code of the module that calls it changed it.
     """
+    before: dict[Any, list[Tensor]] = {}
+    callers: list[str] = []
+    marks = way.place(watched, lengths)
+
+    def compare(key: Any, caller: str, tensors: list[Tensor]) -> None:
+        for one, other in zip(before.get(key, []), tensors) if not callers else ():
+            if one.shape == other.shape and (slots := by_slot(moved(one, other), *marks.shape)) is not None:
+                if (slots & marks).any():
+                    callers.append(caller)
+                    return
+
     with torch.no_grad(), eager():
-        before: dict[Any, list[Tensor]] = {}
         with _events(modules, lambda key, caller, tensors: before.setdefault(key, [t.clone() for t in tensors])):
             logits_of(way.call, base, lengths)
-        found: list[tuple[str, int | None]] = []
-        marks = way.place(watched, lengths)
-
-        def compare(key: Any, caller: str, tensors: list[Tensor]) -> None:
-            if found:
-                return
-            for one, other in zip(before.get(key, []), tensors):
-                if one.shape == other.shape and (slots := by_slot(moved(one, other), *marks.shape)) is not None:
-                    if (slots := slots & marks).any():
-                        last = int(slots[0].nonzero().max()) if way.name == "packed" else None
-                        found.append((caller, last))
-                        return
-
         with _events(modules, compare):
             logits_of(way.call, changed, lengths)
-    return found[0] if found else None
+    return callers[0] if callers else None
 
 
 @contextmanager

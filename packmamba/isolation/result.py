@@ -20,7 +20,7 @@ class ModeResult:
         largest: largest change of another document's logits.
         after: tokens behind a document that its changed last token reaches; ``endless``: up to the end of the row.
         before: tokens of earlier documents that a document's changed first token reaches.
-        module, module_reach, module_endless: the first module whose output another document changes, and its reach there.
+        module: the first module whose output another document changes.
         difference: largest relative difference between a document packed and alone; ``tolerance``: its bound for rounding.
         rounding: other documents change logits by rounding alone: no gradient connects them.
         ignored: the boundary argument changes no bit; None: there is none.
@@ -37,8 +37,6 @@ class ModeResult:
     endless: bool = False
     before: int = 0
     module: str | None = None
-    module_reach: int | None = None
-    module_endless: bool = False
     difference: float | None = None
     tolerance: float | None = None
     rounding: bool = False
@@ -63,8 +61,7 @@ class ModeResult:
         if self.before:
             yield f"  A document's first token reaches {self.before} tokens of the documents before it."
         if self.module is not None:
-            far = "" if self.module_reach is None else f": {_reach(self.module_reach, self.module_endless)}"
-            yield f"  The first module that leaks is {self.module}{far}."
+            yield f"  The first module that leaks is {self.module}."
         if self.isolated_backward is not None:
             yield f"  A document's loss has {'no' if self.isolated_backward else 'a'} gradient at another document's tokens."
         if self.rounding:

@@ -1,1 +1,6 @@
-"""Training with Lightning: the module, carried states, metrics, callbacks, runs and sweeps."""
+"""Training with Lightning."""
+
+from packmamba.data.datamodule import PackedDataModule
+from packmamba.training.lit_module import PackedLitModule
+
+__all__ = ["PackedDataModule", "PackedLitModule"]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from packmamba import timing
 from packmamba.config import Config, ConfigError, ModelConfig
-from packmamba.data.datamodule import PackingDataModule, StepDataset
+from packmamba.data.datamodule import PackedDataModule, StepDataset
 from packmamba.records import make_record
 from packmamba.training.boundary import Keeping
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import name_of, recorded_config
 from packmamba.training.runtime import configured_runtime
 
@@ -33,14 +33,14 @@ class Arm:
     """A configuration's steps, as Lightning's trainer takes them on one device: its precision and loss scale."""
 
     def __init__(self, config: Config) -> None:
-        data = PackingDataModule(config, progress=False)
+        data = PackedDataModule.from_config(config, progress=False)
         lightning.seed_everything(config.seed, verbose=False)
         self.config, self.corpus_hash, self.steps = config, data.corpora.corpus_hash, StepDataset(data.schedule())
         options: dict[str, Any] = {"accelerator": config.trainer.accelerator, "precision": config.trainer.precision}
         self.fabric = lightning.Fabric(**options, devices=1)
         if self.fabric.device.type == "cpu" and config.trainer.precision == "16-mixed":
             raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
-        self.module = MambaLitModule(config, data.corpora.train.vocab_size).to(self.fabric.device)
+        self.module = PackedLitModule.from_config(config, data.corpora.train.vocab_size).to(self.fabric.device)
         _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
 
     def step(self, number: int) -> tuple[Sample, Tensor]:
@@ -59,7 +59,7 @@ def measure_throughput(
 ) -> Iterator[dict[str, Any]]:
     """One record per configuration: in each round every arm in turn takes its next optimizer step (A B C A B C ...).
 
-    A step is the one that trains (``MambaLitModule.take_step``), on one device and batches made beforehand. In matched mode all
+    A step is the one that trains (``PackedLitModule.take_step``), on one device and batches made beforehand. In matched mode all
     arms of a round compute the same documents. Records are those of an experiment called as the folder ``output``.
 
     Raises:

@@ -454,10 +454,10 @@ def check_batch(model: MambaLM, boundary: Boundary, batch: PackedBatch, gradient
     """
     layout = batch.layout
     followed = (layout.rows[1:] == layout.rows[:-1]).nonzero().flatten()
-    if not len(followed):
-        return
+    if not len(followed) and gradients:
+        return  # ranks that share weights all compute
     leaks = any(used != layout for used in boundary.layouts(layout))
-    first = int(followed[0])
+    first = int(followed[0]) if len(followed) else 0
 
     def hidden(tokens: Tensor) -> Tensor:
         reseed()
@@ -465,13 +465,13 @@ def check_batch(model: MambaLM, boundary: Boundary, batch: PackedBatch, gradient
 
     with undisturbed([model]), eager():
         changed = batch.tokens.clone()
-        last = int(layout.ends[first]) - 1
+        last = int(layout.ends[first]) - 1 if layout.num_documents else 0
         vocab = model.backbone.embedding.weight.shape[0]
         changed.view(-1)[last] = (changed.view(-1)[last] + max(1, vocab // 2)) % vocab
         with torch.no_grad():
             slots = moved(hidden(changed), hidden(batch.tokens)).any(-1)
         crossing = (slots & (layout.documents != first) & (layout.documents >= 0)).flatten().nonzero().flatten()
-        if leaks and not len(crossing):
+        if leaks and len(followed) and not len(crossing):
             warnings.warn(
                 f"trainer.boundary={boundary.name}: a document's last token changes nothing behind it", stacklevel=2
             )

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from packmamba.config import CONFIGURATION, Config, ConfigError, to_dict
-from packmamba.data.datamodule import PackingDataModule
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import load_tokenizer, write_tokenizer
 from packmamba.evaluation.load import load_model
@@ -62,7 +62,7 @@ from packmamba.training.callbacks import (
     snapshot_steps,
 )
 from packmamba.training.distributed import disable_lightning_signals, make_strategy
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import (
     RunLock,
     find_record,
@@ -112,7 +112,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     check_run(config)
     path, folder, options = record_path(config), run_folder(config), config.trainer
     if (done := find_record(config)) is not None:
-        if done["corpus_hash"] != PackingDataModule(config, progress=progress).corpora.corpus_hash:
+        if done["corpus_hash"] != PackedDataModule.from_config(config, progress=progress).corpora.corpus_hash:
             raise ConfigError(
                 f"data: the documents have changed since this run; remove {path} and {folder} to train again"
             )
@@ -140,13 +140,13 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
         backend = backend_name(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
-    data = PackingDataModule(config, progress=progress)
+    data = PackedDataModule.from_config(config, progress=progress)
     data.check_targets()
     with lock if trainer.is_global_zero else nullcontext():
         if (done := find_record(config)) is not None:  # another process has just finished the run
             return done
         lightning.seed_everything(config.seed, workers=True, verbose=False)
-        module = MambaLitModule(config, data.corpora.train.vocab_size)
+        module = PackedLitModule.from_config(config, data.corpora.train.vocab_size)
         for name in config.evaluations:
             EVALUATIONS[name].check(evaluation_context(config, name), len(module.model.lm_head.weight))
         if start is not None:

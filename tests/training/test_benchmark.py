@@ -11,7 +11,7 @@ from packmamba.report.training import throughput_tables
 from packmamba.training import benchmark
 from packmamba.training.benchmark import measure_throughput
 from packmamba.training.fit import fit
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from runs import final_state, tiny_config
 
 
@@ -26,13 +26,13 @@ def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
     keys = ([], ["data.strategy=single"], ["model.d_state=3"], ["trainer.boundary=leak"], ["data.corpus_seed=5"])
     configs = [tiny_config(tmp_path, f"name=arm{i}", *overrides) for i, overrides in enumerate(keys)]
     list(measure_throughput(configs, rounds=1, output="x", progress=False))
-    accumulate, calls = MambaLitModule.accumulate, []
+    accumulate, calls = PackedLitModule.accumulate, []
 
     def off(module, *arguments):
         calls.append(module)
         return accumulate(module, *arguments) * (1 + 1e-3 * (len(calls) > 1))
 
-    monkeypatch.setattr(MambaLitModule, "accumulate", off)
+    monkeypatch.setattr(PackedLitModule, "accumulate", off)
     with pytest.raises(RuntimeError, match="nothing is timed: arms disagree .* arm0 has 5.5.*, arm1 has 5.5"):
         list(measure_throughput(configs, rounds=1, output="x", progress=False))
     assert len(calls) == 2

@@ -15,7 +15,7 @@ from packmamba.records import read_records
 from packmamba.training.callbacks import Stopped, checkpoints
 from packmamba.training.distributed import disable_lightning_signals
 from packmamba.training.fit import fit
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder
 from processes import ROOT, fork, fork_ranks, kill, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
@@ -100,7 +100,7 @@ def test_gradients_meet_once_a_step_during_its_last_backward(tmp_path, monkeypat
     fit(tiny_config(tmp_path, *keys), progress=False)
     text = "".join({"sent": "s", "made": "m", "step": "."}[event] for event in noted.noted)
     first, second, _ = text.split(".")
-    parameters = sum(1 for _ in MambaLitModule(tiny_config(tmp_path, *keys), 256).parameters())
+    parameters = sum(1 for _ in PackedLitModule.from_config(tiny_config(tmp_path, *keys), 256).parameters())
     for step in (first, second):
         assert step.count("m") > parameters, "several batches"
         assert "s" not in step[: step.count("m") - parameters], "only the last batch's gradients meet"

@@ -13,7 +13,7 @@ from packmamba.config import ConfigError
 from packmamba.records import read_records
 from packmamba.training.callbacks import Stopped, checkpoints
 from packmamba.training.fit import fit
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder
 from processes import fork, kill, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
@@ -77,16 +77,16 @@ def assert_same(config, expected):
 
 def signal_at(monkeypatch, name, step, *signals):
     """Send signals to this process in a call of the module, after so many steps."""
-    call = getattr(MambaLitModule, name)
+    call = getattr(PackedLitModule, name)
 
     def call_and_signal(module, *arguments):
         if module.global_step == step and signals:
-            monkeypatch.setattr(MambaLitModule, name, call)
+            monkeypatch.setattr(PackedLitModule, name, call)
             for signum in signals:
                 signal.raise_signal(signum)
         return call(module, *arguments)
 
-    monkeypatch.setattr(MambaLitModule, name, call_and_signal)
+    monkeypatch.setattr(PackedLitModule, name, call_and_signal)
 
 
 @pytest.mark.parametrize("scheme", ["packed", "carry"])
@@ -164,7 +164,7 @@ def test_a_run_stopped_in_a_validation_validates_that_step_again(tmp_path, monke
         raise RuntimeError("stopped")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
-        patch.setattr(MambaLitModule, "validation_step", stop)
+        patch.setattr(PackedLitModule, "validation_step", stop)
         fit(config, progress=False)
     assert checkpoints(run_folder(config) / "checkpoints")[-1].name == "step=2.ckpt"
     assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == [3, 6]

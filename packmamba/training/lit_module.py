@@ -1,0 +1,291 @@
+"""The Lightning module: the loss over real targets and the optimizer step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+
+from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, validate
+from packmamba.data.batching import PackedBatch, StepBatch
+from packmamba.nn import MambaLM
+from packmamba.nn.loss import linear_cross_entropy
+from packmamba.training.boundary import BOUNDARIES, Boundary, Inside, Keeping, Reset
+from packmamba.training.carry import flat, like
+from packmamba.training.checks import make_model
+from packmamba.training.distributed import shard, without_sync
+from packmamba.training.graphs import BatchGraphs
+from packmamba.training.metrics import LossByPosition
+from packmamba.training.optimizer import learning_rate, make_optimizer, whole
+from packmamba.training.run_id import schedule_steps
+
+RESET = Reset()
+
+
+class PackedLitModule(lightning.LightningModule):
+    """Train a MambaLM on the StepBatches of a PackedDataModule, in any Trainer.
+
+    The gradient of a step is that of the summed loss over its real targets divided by their number, over all micro-batches and
+    ranks, so it does not depend on how documents lie in rows. Optimisation is manual: one optimizer step per StepBatch.
+
+    Args:
+        model: arguments of MambaLM, which checkpoints hold; or a MambaLM; or another module with its methods, to be passed to
+            ``load_from_checkpoint`` again.
+        boundary: what crosses a document boundary, a key of BOUNDARIES.
+        lr: peak learning rate.
+        boundary_options: arguments of the boundary scheme.
+        mean_over: the loss of a step is the mean over "targets", or over "rows" of each row's mean.
+        cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph; one GPU.
+        compile: torch.compile the blocks and the loss.
+        optimizer: further keys of the section ``optimizer``. ``schedule_steps``: None takes the Trainer's number of steps.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | dict[str, Any] | None = None,
+        boundary: str = "reset",
+        lr: float = 2e-3,
+        *,
+        boundary_options: dict[str, Any] | None = None,
+        mean_over: str = "targets",
+        cuda_graphs: bool = False,
+        compile: bool = False,
+        **optimizer: Any,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        if model is None:
+            raise ConfigError(
+                "model: expected MambaLM's arguments or a module, got None; pass a module of your own again"
+            )
+        options = boundary_options or {}
+        validate(TrainerConfig(boundary=boundary, boundary_options=options, mean_over=mean_over))
+        self.optimizer_config = validate(OptimizerConfig(lr=lr, **optimizer))
+        self.boundary, self.evaluation_boundary = (BOUNDARIES[boundary](**options) for _ in range(2))
+        self.mean_over = mean_over
+        self.cuda_graphs = cuda_graphs
+        self.compiled = compile
+        hyperparameters = dict(
+            boundary=boundary, lr=lr, boundary_options=options, mean_over=mean_over, cuda_graphs=cuda_graphs, compile=compile,
+            **optimizer,
+        )  # fmt: skip
+        if isinstance(model, dict):
+            hyperparameters["model"], model = dict(model), MambaLM(**model)
+        elif isinstance(model, MambaLM):
+            hyperparameters["model"] = dict(model.config)
+        self.model: Any = model
+        self.save_hyperparameters(hyperparameters)
+        if compile:
+            self.model.compile_blocks()
+        self.alone = LossByPosition()
+        self.as_trained = LossByPosition()
+        self._graphs: BatchGraphs | None = None
+
+    @classmethod
+    def from_config(cls, config: Config, vocab_size: int) -> PackedLitModule:
+        """Build the module of a configured run, for a corpus of this vocabulary."""
+        trainer, optimizer = config.trainer, vars(config.optimizer) | {"schedule_steps": schedule_steps(config)}
+        module = cls(
+            make_model(config, vocab_size), trainer.boundary, boundary_options=trainer.boundary_options,
+            mean_over=trainer.mean_over, cuda_graphs=trainer.cuda_graphs, compile=config.model.compile, **optimizer,
+        )  # fmt: skip
+        module._log_hyperparams = False  # a run logs its whole configuration
+        return module
+
+    @property
+    def scaled(self) -> bool:
+        """Whether float16's loss scale skips steps whose gradients are not finite."""
+        return self._trainer is not None and self._trainer.precision == "16-mixed"
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            shard(self.model, self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Fused: each parameter is read and written once. Under a loss scale it would unscale by itself, after clipping.
+        fused = self.device.type in ("cpu", "cuda") and not self.scaled
+        return make_optimizer(self.model, self.optimizer_config, fused)
+
+    def learning_rate(self, number: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        steps = self.optimizer_config.schedule_steps or self.trainer.estimated_stepping_batches
+        return learning_rate(self.optimizer_config, number, steps)
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.model(tokens, *args, **kwargs)
+
+    def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:
+        """Return the summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target.
+
+        With ``mean_over="rows"`` the sum is weighted so that the same denominator, the number of targets, serves both means.
+        """
+        layout = batch.layout
+        hidden = boundary.hidden(self.model, batch)
+        slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
+        weight = self.model.lm_head.weight
+        shares = row_weights(batch.loss_mask) if self.mean_over == "rows" else None
+        return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled, shares)
+
+    def losses(self, batch: PackedBatch, boundary: Boundary = RESET) -> Tensor:
+        """Return the cross-entropy (B, L) at each slot, without gradient; zero where there is no target."""
+        return self.loss(batch, boundary)[1]
+
+    def accumulate(self, step: StepBatch, backward: Callable[[Tensor], Any], world_size: int = 1) -> Tensor:
+        """Add the step's gradients, micro-batch by micro-batch; return its loss on this rank's targets over all targets.
+
+        DDP and FSDP average gradients over ranks where the loss needs their sum, hence ``world_size``. Ranks communicate once
+        per step, during the backward pass of its last micro-batch.
+        """
+        if self.cuda_graphs:
+            return self._replay(step)
+        strategy = self._trainer.strategy if self._trainer is not None else None
+        total = torch.zeros((), dtype=torch.float32, device=step.batches[0].tokens.device)
+        for i, batch in enumerate(step.batches):
+            last = i + 1 == len(step.batches)
+            with nullcontext() if last else without_sync(strategy, self.model):
+                loss = self.loss(batch, self.boundary)[0] / max(step.num_targets, 1)
+                backward(loss * world_size)
+            total = total + loss.detach()
+        return total
+
+    def _replay(self, step: StepBatch) -> Tensor:
+        """Compute ``accumulate`` by CUDA graphs."""
+        if self._graphs is None:
+            self._graphs = BatchGraphs(self.loss_between, list(self.model.parameters()))
+        losses, count = [], len(step.batches)
+        for i, batch in enumerate(step.batches):
+            scheme = self.boundary
+            offered = scheme.offered(self.model, batch) if isinstance(scheme, Keeping) else []
+            total, _, *left = self._graphs(
+                batch, max(step.num_targets, 1), first=i == 0, last=i + 1 == count, inputs=flat(offered)
+            )
+            losses.append(total.clone())
+            if isinstance(scheme, Keeping):
+                scheme.keep_rows(batch, like(offered, [part.clone() for part in left]))
+        return torch.stack(losses).sum()
+
+    def loss_between(self, batch: PackedBatch, *offered: Tensor) -> tuple[Tensor, ...]:
+        """``loss`` as a graph replays it: of a keeping scheme from what rows are offered to what they leave, which follows it."""
+        scheme = self.boundary
+        if not isinstance(scheme, Keeping):
+            return self.loss(batch, scheme)
+        inside = Inside(scheme, like(self.model.start_states(0), offered))
+        return *self.loss(batch, inside), *flat(inside.left)
+
+    def take_step(
+        self,
+        step: StepBatch,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        number: int,
+        backward: Callable[[Tensor], Any] = Tensor.backward,
+        world_size: int = 1,
+    ) -> Tensor:
+        """Compute gradients and update the weights; return ``accumulate``'s loss. Throughput is measured on this method.
+
+        Args:
+            optimizer: ``configure_optimizers``'s, or a wrapper of it; it clips as it steps.
+            number: of the step, from 0.
+            backward: computes the gradients of a loss, such as one that scales it.
+        """
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = self.learning_rate(number)
+        self.boundary.step = number
+        optimizer.zero_grad()
+        loss = self.accumulate(step, backward, world_size)
+        optimizer.step()
+        return loss
+
+    def training_step(self, step: StepBatch, step_index: int) -> Tensor:
+        optimizer, number = self.optimizers(), self.global_step
+        assert isinstance(optimizer, LightningOptimizer)
+        loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(loss)  # the strategy's reduce has all ranks wait for each other
+        every = self.trainer.log_every_n_steps or 1
+        if number == 0 or (number + 1) % every == 0 or number + 1 == self.trainer.max_steps:
+            # On the CPU, and only here: a progress bar that reads a GPU's number waits for all its work.
+            self.log("train/loss", loss.cpu(), prog_bar=True)
+            norm = getattr(optimizer.optimizer, "gradient_norm", None)
+            logged = {f"train/{name}": value for name, value in self.boundary.measures().items()}
+            logged |= {} if norm is None else {"train/gradient_norm": whole(norm)}
+            logged["train/learning_rate"] = self.learning_rate(number)
+            logged["data/padding_fraction"] = 1 - step.num_tokens / step.num_slots
+            self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in logged.items()})
+        return loss
+
+    def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
+        boundary, metric = (RESET, self.alone) if dataloader_idx == 0 else (self.evaluation_boundary, self.as_trained)
+        losses = self.losses(batch, boundary)
+        metric.update(losses, batch.loss_mask, batch.layout.position_indices)
+
+    def on_validation_epoch_start(self) -> None:
+        self.evaluation_boundary.reset()
+        self.alone.reset()
+        self.as_trained.reset()
+
+    def on_validation_epoch_end(self, split: str = "val") -> None:
+        for metric, suffix in ((self.alone, ""), (self.as_trained, "_as_trained")):
+            for name in ("loss", "loss_start") if metric.update_called else ():
+                shown = f"{name}{suffix}" == "loss"
+                self.log(f"{split}/{name}{suffix}", metric.compute()[name], prog_bar=shown, sync_dist=True)
+
+    test_step = validation_step
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end("test")
+
+    def on_fit_start(self) -> None:
+        self._graphs = None  # of parameters that may have been moved since
+
+    def on_fit_end(self) -> None:
+        self._graphs = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        carried = [self.boundary.state_dict()]
+        if self.trainer.world_size > 1:
+            carried = [{} for _ in range(self.trainer.world_size)]
+            torch.distributed.all_gather_object(carried, self.boundary.state_dict())
+        checkpoint["carry"] = carried
+        drawn: Any = np.random.get_state()  # noqa: NPY002, what user code may draw from
+        kind, numbers, *place = drawn
+        checkpoint["rng"] = {
+            "python": random.getstate(),
+            "numpy": (kind, numbers.tolist(), *place),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._trainer is None or self._trainer.state.fn != "fit":
+            return  # only a training that is resumed needs states and random numbers
+        carried = checkpoint["carry"]
+        if len(carried) != self.trainer.world_size:
+            raise ConfigError(
+                f"trainer.devices: expected {len(carried)} processes, as the checkpoint has, got {self.trainer.world_size}"
+            )
+        self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
+        rng = checkpoint["rng"]
+        random.setstate(rng["python"])
+        np.random.set_state(rng["numpy"])  # noqa: NPY002
+        torch.set_rng_state(rng["torch"].cpu())
+        if rng["cuda"]:
+            torch.cuda.set_rng_state_all([state.cpu() for state in rng["cuda"]])
+
+
+def row_weights(mask: Tensor) -> Tensor:
+    """Return weights (B, L) of targets, given their mask (B, L): the weighted sum of losses divided by the number of targets is
+    the mean over rows of each row's mean."""
+    of_row = mask.sum(1, keepdim=True)
+    rows = (of_row > 0).sum().clamp(min=1)
+    return (of_row.sum() / rows / of_row.clamp(min=1)).expand(mask.shape)
