@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -18,26 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from packmamba.config import (
-    CONFIGS,
-    CONFIGURATION,
-    Config,
-    ConfigError,
-    DataConfig,
-    key,
-    load,
-    load_config,
-    parse_override,
-    resolve,
-    suggest,
-)
-from packmamba.config.load import choices_of, sections_of, shown
+from packmamba import __version__
+from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, load_config
+from packmamba.config.load import choices_of, parse_override, resolve, sections_of, shown, suggest
 from packmamba.errors import Unfinished, UserError
 
 FIRST_KEYS = (
     "data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer optimizer.lr "
     "trainer.boundary trainer.max_steps"
 ).split()
+DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one."
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -49,7 +38,7 @@ class EvalConfig:
     seed: int = key(1_000_000, "Seed of the tasks' examples.", low=0)
     options: dict[str, Any] = key({}, "Parameters of each evaluation, such as options.mqar.num_pairs=4.")
     max_slots: Optional[int] = key(None, "Tokens of a forward pass; null for what fills the device.", low=1)
-    device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
+    device: str = key("auto", DEVICE)
     dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
     include_path: Optional[str] = key(None, "A folder of YAML tasks for lm-evaluation-harness.")
     limit: Optional[int] = key(None, "Maximum examples of a task of lm-evaluation-harness.", low=1)
@@ -63,7 +52,7 @@ class GenerateConfig:
     temperature: float = key(0.0, "Sampling temperature; 0 for the most likely token.", low=0)
     top_p: float = key(1.0, "Sample among the most likely tokens of this total probability.", above=0, high=1)
     seed: int = key(0, "Seed of sampling.", low=0)
-    device: str = key("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
+    device: str = key("auto", DEVICE)
     dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
 
 
@@ -75,18 +64,16 @@ class LeakcheckConfig:
     )
     patch: bool = key(False, "Patch a Hugging Face Mamba first, with packmamba.integrations.transformers.")
     lengths: Optional[list[int]] = key(None, "Lengths of at least two documents; null for awkward ones.", low=1)
-    device: str = key("cpu", "cpu, cuda, cuda:1, ...")
+    device: str = key("cpu", DEVICE)
     dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
 
 
 @dataclasses.dataclass
 class ReportConfig:
     baseline: Optional[str] = key(
-        None, "Arm that the others are compared with; null for the first of padded, single, packed."
+        None, "Arm that the others are compared with; null: the first of padded, single, packed."
     )
-    output: Optional[str] = key(
-        None, "Folder for tables, figures and report.html of several folders; null: print a table only."
-    )
+    output: Optional[str] = key(None, "Folder for the report of several folders; null: print a table only.")
 
 
 def train(words: list[str]) -> None:
@@ -137,7 +124,7 @@ def evaluate(words: list[str]) -> None:
 
     from packmamba.evaluation.load import load_model, read_config, weights_id
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, default_max_slots
-    from packmamba.evaluation.registry import evaluate as run_evaluation
+    from packmamba.evaluation.registry import evaluate as run
     from packmamba.records import append_record, check_writable, has_records, make_record, read_records, write_items
     from packmamba.report.folder import format_table
     from packmamba.training.run_id import RunLock
@@ -150,85 +137,80 @@ def evaluate(words: list[str]) -> None:
     output = Path(config.output or Path(folder, "evaluation"))
     check_writable(output, "output")
     model = load_model(folder, config.device, config.dtype)
-    max_slots = config.max_slots or default_max_slots(model.model)
-    common = {"max_slots": max_slots, "dtype": config.dtype, "weights": weights_id(model.model)}
+    max_slots, trainer = config.max_slots or default_max_slots(model.model), model.config.trainer
     manager = _task_manager([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
-    contexts, settings = {}, {}
-    for name in config.tasks:
-        if name not in EVALUATIONS:
-            settings[name] = {"name": name, "harness": True, "limit": config.limit, "include_path": config.include_path}
-            continue
-        own = dict(config.options.get(name, {}))
-        arguments = (config.data, model.tokenizer, config.examples, config.seed, max_slots, own)
-        contexts[name] = EvalContext(*arguments, trainer=model.config.trainer, losses=model.losses)
+    contexts = {}
+    for name in [name for name in config.tasks if name in EVALUATIONS]:
+        own = (
+            config.data,
+            model.tokenizer,
+            config.examples,
+            config.seed,
+            max_slots,
+            dict(config.options.get(name, {})),
+        )
+        contexts[name] = EvalContext(*own, trainer=trainer, losses=model.losses)
         EVALUATIONS[name].check(contexts[name], len(model.model.lm_head.weight))
-        settings[name] = {"name": name, "examples": config.examples, "seed": config.seed, "options": own}
-        settings[name]["data"] = {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}
-        if contexts[name].boundary().as_trained:
-            settings[name]["boundary"] = {model.config.trainer.boundary: model.config.trainer.boundary_options}
     records = []
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
-            asked = settings[name] | common
+            asked = {"name": name, "max_slots": max_slots, "dtype": config.dtype, "weights": weights_id(model.model)}
+            if context := contexts.get(name):
+                asked |= {"examples": config.examples, "seed": config.seed, "options": context.options}
+                asked["data"] = {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}
+                asked["boundary"] = (
+                    {trainer.boundary: trainer.boundary_options} if context.boundary().as_trained else {}
+                )
+            else:
+                asked |= {"harness": True, "limit": config.limit, "include_path": config.include_path}
             digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:10]
             old = [r for r in read_records(output) if r["config"].get("id") == digest] if has_records(output) else []
             if not old:
                 begun = time.perf_counter()
-                if name in contexts:
-                    found = run_evaluation(name, model.model, contexts[name])
-                    result = (found.metrics, found.curves, found.items, found.corpus_hash)
-                else:
-                    result = _harness(name, model, max_slots, config.limit, manager)
-                write_items(output / "items" / f"{name}-{digest}.jsonl", result[2])
-                record = make_record(
-                    kind="evaluation",
-                    experiment=model.name,
-                    arm=model.name,
-                    config={"id": digest, "evaluation": asked, "model": model.model.config},
-                    seed=model.config.seed if model.trained else 0,
-                    corpus_hash=result[3],
-                    metrics=result[0],
-                    curves=result[1],
-                    wall_seconds=time.perf_counter() - begun,
+                result = (
+                    run(name, model.model, context) if context else _harness(name, model, max_slots, config, manager)
                 )
-                append_record(output / "records.jsonl", record)
+                write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
+                identity = ("evaluation", model.name, model.name)
+                settings = {"id": digest, "evaluation": asked, "model": model.model.config}
+                seed, seconds = model.config.seed if model.trained else 0, time.perf_counter() - begun
+                numbers = (settings, seed, result.corpus_hash, result.metrics, seconds, result.curves)
+                append_record(output / "records.jsonl", record := make_record(*identity, *numbers))
             records += old or [record]
     tables = "\n".join(format_table([record]) for record in records)
     print(f"\n{tables}\n\nRecords and items: {output}")
 
 
 def _task_manager(names: list[str], config: EvalConfig, known: list[str]) -> Any:
-    """Return the harness's manager of tasks, None if no names are given. Raises ConfigError for an unknown name."""
-    if not names:
-        return None
-    if importlib.util.find_spec("lm_eval") is None:
+    """Return the harness's manager of tasks, None if there are no names. Raises ConfigError for an unknown one."""
+    if names and importlib.util.find_spec("lm_eval") is None:
         hint = "; tasks of lm-evaluation-harness need pip install 'packmamba[eval]'"
         raise ConfigError(f"tasks: expected an evaluation, got '{names[0]}'{suggest(names[0], known)}{hint}")
+    if not names:
+        return None
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=config.include_path)
-    if unknown := [name for name in names if name not in manager.all_tasks]:
-        raise ConfigError(
-            f"tasks: expected evaluations, or tasks of the harness, got '{unknown[0]}'{suggest(unknown[0], known)}"
-        )
+    for name in set(names).difference(manager.all_tasks):
+        raise ConfigError(f"tasks: expected evaluations, or tasks of the harness, got '{name}'{suggest(name, known)}")
     return manager
 
 
-def _harness(name: str, model: Any, max_slots: int, limit: int | None, manager: Any) -> tuple[Any, dict, list, str]:
-    """Run a task of lm-evaluation-harness; return metrics, curves, items and the corpus's name."""
+def _harness(name: str, model: Any, max_slots: int, config: EvalConfig, manager: Any) -> Any:
     import lm_eval
 
     from packmamba.evaluation.lm_eval_adapter import PackMambaLM
+    from packmamba.evaluation.registry import EvalResult
 
     adapter = PackMambaLM(model.model, str(model.folder), max_slots)
-    found = lm_eval.simple_evaluate(adapter, tasks=[name], limit=limit, task_manager=manager, log_samples=True)
+    found = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager, log_samples=True)
     metrics = {k.partition(",")[0]: v for k, v in found["results"][name].items() if isinstance(v, (int, float))}
     items = [
         {"doc_id": sample["doc_id"], "responses": sample["filtered_resps"]} | {m: sample[m] for m in sample["metrics"]}
         for sample in found["samples"][name]
     ]
-    return metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}"
+    return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
 
 
 def generate(words: list[str]) -> None:
@@ -391,27 +373,18 @@ def kernels(words: list[str]) -> None:
             print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
             build.build(row["kind"])
     rows = {row["kind"]: row for row in build.info()}
-    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "lightning", "numpy"))
-    print(f"packmamba {version()}, Python {sys.version.split()[0]}, {versions}; {os.cpu_count()} CPUs")
+    print(f"packmamba {__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPUs")
     for i in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(i)
         print(f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}")
     for kind, row in rows.items():
-        state = (
-            row["problem"]
-            or f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
-        )
-        print(f"{kind} kernels: {state}")
+        state = f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
+        print(f"{kind} kernels: {row['problem'] or state}")
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         name = backend_name("auto", torch.device(device))
-        why = rows[device]["problem"] or "compiled kernels"
-        print(f"On {device}, ops.backend=auto runs {name} ({why})")
-    missing = [
-        f"{name} (needs {' and '.join(backend.missing)})" for name, backend in BACKENDS.items() if backend.missing
-    ]
-    print(
-        f"Backends: {', '.join(name for name in BACKENDS if not BACKENDS[name].missing)}; missing: {', '.join(missing) or 'none'}"
-    )
+        print(f"On {device}, ops.backend=auto runs {name} ({rows[device]['problem'] or 'compiled kernels'})")
+    for name in [name for name, backend in BACKENDS.items() if backend.missing]:
+        print(f"Backend {name} needs {' and '.join(BACKENDS[name].missing)}")
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str, type | str | None]] = {
@@ -439,12 +412,6 @@ def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[
     return arguments, [word for word in words if "=" in word]
 
 
-def version() -> str:
-    import packmamba
-
-    return packmamba.__version__
-
-
 def help_of(command: str, prog: str) -> Iterator[str]:
     """Yield the lines of a command's help: usage, and its keys by section with defaults and values."""
     function, usage, schema = COMMANDS[command]
@@ -455,20 +422,17 @@ def help_of(command: str, prog: str) -> Iterator[str]:
         return
     keys: dict[str, list[str]] = {}
     for prefix, section in sections_of(schema()):
-        for field in dataclasses.fields(section):
-            if "help" in field.metadata:
-                choices = choices_of(field.metadata["limits"].get("choices")) or ()
-                values = f" One of {', '.join(map(str, choices))}." if choices else ""
-                line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
-                keys.setdefault(prefix.rstrip("."), []).append(
-                    textwrap.indent(textwrap.fill(line, 112, subsequent_indent="    "), "  ")
-                )
+        for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
+            choices = choices_of(field.metadata["limits"].get("choices")) or ()
+            values = f" One of {', '.join(map(str, choices))}." if choices else ""
+            line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
+            line = textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
+            keys.setdefault(prefix.rstrip(".") or "keys", []).append(line)
     if schema is Config:
-        yield "\nThe keys to begin with:"
-        yield from (line for lines in keys.values() for line in lines if line.strip().split("=")[0] in FIRST_KEYS)
-    for name, lines in keys.items():
-        yield f"\n{name or 'Keys'}:"
-        yield from lines
+        keys = {
+            "begin with": [one for of in keys.values() for one in of if one.split("=")[0].strip() in FIRST_KEYS]
+        } | keys
+    yield from (f"\n{name}:\n" + "\n".join(lines) for name, lines in keys.items())
 
 
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
@@ -476,7 +440,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     words = sys.argv[1:] if argv is None else [*argv]
     try:
         if words[:1] == ["--version"]:
-            print(f"packmamba {version()}")
+            print(f"packmamba {__version__}")
             return 0
         if not words or words[0] in ("-h", "--help"):
             print(f"usage: {prog} COMMAND ...    ({prog} COMMAND --help: its keys)\n")
@@ -501,12 +465,11 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         message, status = f"the package '{error.name}' is missing; pip install 'packmamba[train]'", 2
     except KeyboardInterrupt:
         message, status = "stopped; the same command continues from the last checkpoint", 130
-    except (OSError, MemoryError, RuntimeError) as error:
+    except OSError as error:
+        message, status = str(error), 2
+    except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise
-        message, status = (
-            f"{error}; reduce data.slots_per_batch or the model" * (not isinstance(error, OSError)) or str(error),
-            2,
-        )
+        message, status = f"out of memory ({error}); reduce data.slots_per_batch or the model", 2
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return status
