@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from packmamba.report.summary import Record, of_kind
+from packmamba.report.aggregate import Record, of_kind
 
 
 def records_of(records: Iterable[Record], kind: str) -> list[Record]:

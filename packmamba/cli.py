@@ -82,7 +82,7 @@ def train(words: list[str]) -> None:
     config = load_config(*files or [CONFIGS / "train.yaml"], overrides)
     from lightning.pytorch.utilities import rank_zero_only
 
-    from packmamba.report.folder import format_table
+    from packmamba.report.html import format_table
     from packmamba.training.fit import fit
     from packmamba.training.run_id import record_path, run_folder
 
@@ -126,7 +126,7 @@ def evaluate(words: list[str]) -> None:
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, default_max_slots
     from packmamba.evaluation.registry import evaluate as run
     from packmamba.records import append_record, check_writable, has_records, make_record, read_records, write_items
-    from packmamba.report.folder import format_table
+    from packmamba.report.html import format_table
     from packmamba.training.run_id import RunLock
 
     data = OmegaConf.create({"data": dataclasses.asdict(read_config(folder).data)})
@@ -311,8 +311,8 @@ def report(words: list[str]) -> None:
     folders, overrides = split(words, "folders of records or runs, or an experiment", 1, len(words))
     config = load(ReportConfig, None, overrides)
     from packmamba.records import append_record, has_records, read_records, write_sweep
-    from packmamba.report.folder import format_table, write_report
-    from packmamba.report.items import with_items
+    from packmamba.report.aggregate import with_items
+    from packmamba.report.html import format_table, write_report
     from packmamba.reproduce import experiments, kinds_of
     from packmamba.training.run_id import find_record
 

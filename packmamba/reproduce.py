@@ -160,7 +160,7 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
     Raises:
         ConfigError: naming the key, or what this machine lacks for every step.
     """
-    from packmamba.report.folder import write_report
+    from packmamba.report.html import write_report
     from packmamba.training.sweep import load_sweep, run_sweep
 
     own = dict(override.split("=", 1) for override in overrides if override.startswith(("scale=", "output=")))

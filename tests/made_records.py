@@ -7,7 +7,7 @@ import io
 
 from experiments.packing.report import KINDS as PACKING
 from packmamba.records import METRICS, append_record, make_record
-from packmamba.report.folder import table_files
+from packmamba.report.html import table_files
 
 TIME = "2030-01-01T00:00:00+00:00"
 SCHEMES = {

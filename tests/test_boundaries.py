@@ -17,7 +17,7 @@ from made_records import training
 from packmamba import experiments
 from packmamba.config import load_config, to_dict
 from packmamba.records import read_records
-from packmamba.report.summary import flatten
+from packmamba.report.aggregate import flatten
 from packmamba.report.tables import write_table
 from packmamba.training.sweep import load_sweep
 from processes import ROOT

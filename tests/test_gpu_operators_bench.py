@@ -16,7 +16,7 @@ from experiments.operators.report import KINDS
 from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError
 from packmamba.records import make_record, read_records
-from packmamba.report.folder import build_sections, table_files
+from packmamba.report.html import build_sections, table_files
 
 LAYOUT = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100)
 SOME = torch.tensor([0, 7, 63])

@@ -12,7 +12,7 @@ from packmamba.config import ConfigError, load_config
 from packmamba.data.batching import PackedBatch
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.layout import SequenceLayout
-from packmamba.report.summary import training_arms
+from packmamba.report.aggregate import training_arms
 from packmamba.training import graphs
 from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.carry import flat

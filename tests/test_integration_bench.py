@@ -16,7 +16,7 @@ from experiments.integration.arms import Arm, Measured
 from packmamba.config import ConfigError
 from packmamba.experiments import kinds_of, load_bench
 from packmamba.records import read_records
-from packmamba.report.folder import write_report
+from packmamba.report.html import write_report
 
 TINY = [
     "overrides=[model.n_layer=1,model.d_model=16,model.vocab_size=300]", "distribution=short", "documents_per_step=3",

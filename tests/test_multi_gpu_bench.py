@@ -14,7 +14,7 @@ from experiments.speedup import multi_gpu
 from experiments.speedup.report import KINDS
 from packmamba.errors import ConfigError
 from packmamba.records import read_records
-from packmamba.report.folder import build_sections
+from packmamba.report.html import build_sections
 from processes import fork, fork_ranks, statuses
 
 MULTI = {

@@ -13,7 +13,7 @@ from experiments.operators.report import KINDS
 from packmamba.errors import ConfigError
 from packmamba.ops import custom_op
 from packmamba.records import read_records
-from packmamba.report.folder import build_sections
+from packmamba.report.html import build_sections
 
 TINY = {
     "tokens": 96,

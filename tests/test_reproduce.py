@@ -98,7 +98,7 @@ def test_steps_from_nothing(toy, tmp_path, monkeypatch, capsys):
         (folder / "tables").mkdir(exist_ok=True)
         (folder / "tables" / "answers.csv").write_text("arm,answer\na,2\n")
 
-    monkeypatch.setattr("packmamba.report.folder.write_report", report)
+    monkeypatch.setattr("packmamba.report.html.write_report", report)
     for _ in range(2):
         assert run.main(["reproduce", "toy"]) == 0
         assert [record["metrics"]["answer"] for record in read_records(output)] == [2, 4], "a step is not repeated"

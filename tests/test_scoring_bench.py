@@ -13,7 +13,7 @@ from packmamba.config import ConfigError
 from packmamba.evaluation import Score
 from packmamba.experiments import kinds_of, load_bench
 from packmamba.records import read_records
-from packmamba.report.folder import write_report
+from packmamba.report.html import write_report
 
 TINY = [
     "model=130m", "overrides=[model.n_layer=1,model.d_model=32,model.vocab_size=300]", "dtype=float32", "max_slots=256",

@@ -22,7 +22,7 @@ from packmamba.errors import ConfigError
 from packmamba.experiments import load_bench
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import read_records
-from packmamba.report.folder import build_sections
+from packmamba.report.html import build_sections
 from packmamba.training.boundary import Leak
 
 

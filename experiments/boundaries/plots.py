@@ -18,9 +18,9 @@ from experiments.boundaries.runs import (
     gain_pairs,
     of_one_start,
 )
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.report.inference import Resampled, bootstrap
-from packmamba.report.summary import Record
+from packmamba.report.statistics import Resampled, bootstrap
 
 COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7"}
 AFTER_NAME = "-post-training"

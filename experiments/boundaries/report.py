@@ -24,9 +24,9 @@ from experiments.boundaries.runs import (
     spans,
 )
 from packmamba.records import METRICS
-from packmamba.report.inference import DRAWS, Resampled, bootstrap, holm, within
+from packmamba.report.aggregate import Record, Seeds
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record, Seeds
+from packmamba.report.statistics import DRAWS, Resampled, bootstrap, holm, within
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
 MARGIN = 0.005

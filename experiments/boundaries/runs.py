@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtr
 
-from packmamba.report.inference import Resampled, bootstrap, difference_by_group
-from packmamba.report.summary import Record, frame, interval
+from packmamba.report.aggregate import Record, frame, interval
+from packmamba.report.statistics import Resampled, bootstrap, difference_by_group
 
 STARTS = {"reset": "zero", "noise": "noise", "foreign": "foreign", "carry": "own", "carry_scan": "own scan"}
 LEAKS = {

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 
-from packmamba.report import summary
-from packmamba.report.inference import equivalence, holm, within
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Arm, Record
 from packmamba.report.kinds import KINDS as LIBRARY
-from packmamba.report.summary import Arm, Record
+from packmamba.report.statistics import equivalence, holm, within
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
 MARGIN = 0.02
@@ -27,7 +27,7 @@ def task_of(records: Sequence[Record]) -> str:
 
 def answers_tables(records: Sequence[Record]) -> list[Table]:
     """``records`` are of one task."""
-    task, arms = task_of(records), summary.training_arms(records)
+    task, arms = task_of(records), aggregate.training_arms(records)
     if not any(arm[f"{task}.nats"].notna().any() for arm in arms):
         return []
     table = Table(
@@ -61,7 +61,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     gains = {arm.name: arm[f"{task}.nats"].mean() if arm.at_an_end else 0.0 for arm in arms}
     for arm in arms:
         accuracy, nats = arm[f"{task}.accuracy"], arm[f"{task}.nats"]
-        found = summary.interval(pairs[arm.name]) if arm.name in pairs else None
+        found = aggregate.interval(pairs[arm.name]) if arm.name in pairs else None
         table.rows.append([
             word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
             percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found),
@@ -83,11 +83,11 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
 def _runs(arm: Arm, task: str) -> Cell:
     """Of the seeds that every arm should have those that have answered, and what became of the others."""
     have, diverged = int(arm[f"{task}.nats"].notna().sum()), int(arm["val_loss"].isna().sum())
-    found = summary.Seeds(have, diverged, max(SEEDS - have - diverged, 0))
+    found = aggregate.Seeds(have, diverged, max(SEEDS - have - diverged, 0))
     return Cell(str(found), tuple(found))
 
 
-def _within(found: summary.Interval | None, gain: float, padded_gain: float) -> str:
+def _within(found: aggregate.Interval | None, gain: float, padded_gain: float) -> str:
     """By the interval, unless it says otherwise once either arm's loss is less by what another learning rate may gain."""
     said = within(found, MARGIN)
     turned = found and found._replace(low=found.low - gain, high=found.high + padded_gain)
@@ -99,7 +99,7 @@ def _rate(arm: Arm) -> Cell:
     return Cell(f"{rate.text}, an end", rate.values) if arm.at_an_end else rate
 
 
-def _interval(found: summary.Interval | None) -> Cell:
+def _interval(found: aggregate.Interval | None) -> Cell:
     if found is None:
         return Cell("-", (None,) * 4)
     if found.n < 2:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from packmamba.report import summary
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
 BATCHES = {"padded": "padded", "grouped": "sorted by length, padded", "flattened": "flattened"}
@@ -19,7 +19,7 @@ COLOURS = {"mamba_ssm": "#E69F00", "torch": "#9aa0a8", None: "#0072B2"}
 
 def _latest(records: Sequence[Record]) -> dict[str, Record]:
     """By arm, of equal ones the latest."""
-    return {r["arm"]: r for r in sorted(summary.of_kind(records, "integration"), key=lambda r: r["time"])}
+    return {r["arm"]: r for r in sorted(aggregate.of_kind(records, "integration"), key=lambda r: r["time"])}
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -66,7 +66,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _over(patched: Record | None, record: Record) -> Cell:
     """Patched's speed over the arm's, turn by turn."""
-    found = None if patched is None else summary.interval(pd.Series(_rates(patched)) / pd.Series(_rates(record)))
+    found = None if patched is None else aggregate.interval(pd.Series(_rates(patched)) / pd.Series(_rates(record)))
     if found is None:
         return number(None, "")
     text = f"{found.mean:.2f}x" + (
@@ -119,7 +119,7 @@ KINDS = {
     "integration": Kind(
         tables,
         figures,
-        label=lambda records: summary.of_kind(records, "integration")[0]["config"]["model"],
+        label=lambda records: aggregate.of_kind(records, "integration")[0]["config"]["model"],
         metrics=(
             "real_tokens_per_second", "real_tokens_per_second_spread", "seconds_per_step", "slots_per_second",
             "padding_fraction", "tokens_per_step", "peak_memory_bytes", "first_loss", "last_loss", "difference",

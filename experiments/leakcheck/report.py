@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from packmamba.report import summary
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Record
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, word
 
 METRICS = (
@@ -17,11 +17,11 @@ METRICS = (
 
 def latest(records: Sequence[Record]) -> dict[str, list[Record]]:
     """By device, of the newest version of transformers that was audited there, by arm and argument the latest; in their order."""
-    given = summary.of_kind(records, "audit")
+    given = aggregate.of_kind(records, "audit")
     found: dict[str, list[Record]] = {}
     for device in sorted({r["config"]["device"].partition(":")[0] for r in given}):
         own = [r for r in given if r["config"]["device"].startswith(device)]
-        newest = max((r["config"]["transformers"] for r in own), key=summary.natural)
+        newest = max((r["config"]["transformers"] for r in own), key=aggregate.natural)
         own = [r for r in own if r["config"]["transformers"] == newest]
         arms = list(dict.fromkeys(r["arm"] for r in own))
         last = {(r["arm"], r["config"]["boundaries"]): r for r in sorted(own, key=lambda record: record["time"])}

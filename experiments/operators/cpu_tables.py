@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from experiments.old_arms import records_of
 from experiments.operators.arms import CPU_ARMS, CpuArm
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, word
 
 _OPERATORS = {"scan": "ssm_pack", "conv": "conv1d_pack"}

@@ -28,8 +28,8 @@ from experiments.operators.gpu_shapes import (
     scan_limit,
     seconds,
 )
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.report.summary import Record
 
 _SCANS: dict[GpuArm, dict[str, Any]] = {
     PADDED: {"color": "#E69F00", "marker": "v"},

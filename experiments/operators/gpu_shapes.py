@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from experiments.old_arms import records_of
 from experiments.operators.arms import GPU_ARMS, GpuArm
-from packmamba.report.summary import Record, natural
+from packmamba.report.aggregate import Record, natural
 
 SCAN, SCAN_STATES, SCAN_INDICES, UNPACKED, BY_DOCUMENT, PADDED, SSD, CONV, CONV_INDICES, CAUSAL_CONV, PROJECTIONS = (
     GPU_ARMS[name]

@@ -29,7 +29,7 @@ from experiments.operators.gpu_shapes import (
     scan_limit,
     seconds,
 )
-from packmamba.report.summary import Record
+from packmamba.report.aggregate import Record
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from packmamba.report.summary import Record, of_kind
+from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.tables import Cell, Column, Table, word
 
 PHASES = {

@@ -12,8 +12,8 @@ from experiments.operators.gpu_shapes import by_shape
 from experiments.operators.gpu_tables import gpu_operators_tables
 from experiments.operators.host_tables import METRICS as HOST_METRICS
 from experiments.operators.host_tables import host_tables
+from packmamba.report.aggregate import Record
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record
 
 
 def cpu_legend(records: Sequence[Record]) -> dict[str, str]:

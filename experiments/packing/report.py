@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from packmamba.report import summary
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
@@ -152,7 +152,7 @@ def _by_buffer(plans: pd.DataFrame) -> Figure:
 
 def _line(ax: Axes, chosen: pd.DataFrame, along: str, values: pd.Series, style: dict[str, Any]) -> None:
     """Means over seeds with their intervals; what is zero is not on a logarithmic axis."""
-    found = {x: summary.interval(each) for x, each in values.groupby(chosen[along])}
+    found = {x: aggregate.interval(each) for x, each in values.groupby(chosen[along])}
     points = [(x, one) for x, one in found.items() if one and one.mean > 0]
     halves = [0 if one.n == 1 else one.high - one.mean for _, one in points]
     ax.errorbar([x for x, _ in points], [one.mean for _, one in points], yerr=halves, capsize=2, **style)
@@ -167,20 +167,20 @@ def _log_log(ax: Axes, ticks: Sequence[int], label: str) -> None:
 
 def packing_label(records: Sequence[Record]) -> str:
     """Names a corpus of packing records in file names: the distribution and the number of documents."""
-    config = summary.of_kind(records, "packing")[0]["config"]
+    config = aggregate.of_kind(records, "packing")[0]["config"]
     return f"{config['distribution']}-{config['num_documents']}"
 
 
 def packing_legend(records: Sequence[Record]) -> dict[str, str]:
     """What each strategy does."""
-    present = {record["config"]["strategy"] for record in summary.of_kind(records, "packing")}
+    present = {record["config"]["strategy"] for record in aggregate.of_kind(records, "packing")}
     return {name: what for name, what in _STRATEGIES.items() if name in present}
 
 
 def _plans(records: Sequence[Record]) -> pd.DataFrame:
     """The latest record of every plan and seed, strategies in their order, with the columns ``row_length``, ``buffer``,
     ``per_million`` (seconds) and ``label``."""
-    plans = summary.frame(records, "packing")
+    plans = aggregate.frame(records, "packing")
     if plans.empty:
         return plans
     plans["row_length"], plans["buffer"] = plans["config.row_length"], plans["config.buffer"]
@@ -210,7 +210,7 @@ def _rows(
 
 
 def _interval_cell(scale: float, metric: str, group: pd.DataFrame) -> Cell:
-    found = summary.interval(scale * group[metric])
+    found = aggregate.interval(scale * group[metric])
     if found is None:
         return Cell("-", (None, None, None))
     return Cell(f"{found.mean:#.3g} [{found.low:#.3g}, {found.high:#.3g}]", found[:3])

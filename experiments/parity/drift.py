@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from packmamba.report.aggregate import Arm
 from packmamba.report.figures import Figure, axes, finish, legend_below
-from packmamba.report.summary import Arm
 from packmamba.report.tables import Column, Table, number, word
 
 EARLY = 200

@@ -12,9 +12,12 @@ from typing import Any
 import pandas as pd
 
 from experiments.parity.drift import Pair, drift_figure, drift_table
-from packmamba.report import summary
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Arm, Record
 from packmamba.report.figures import Figure
-from packmamba.report.inference import (
+from packmamba.report.kinds import KINDS as LIBRARY
+from packmamba.report.kinds import Kind
+from packmamba.report.statistics import (
     bootstrap,
     difference_by_group,
     equivalence,
@@ -22,9 +25,6 @@ from packmamba.report.inference import (
     seeds_needed,
     within,
 )
-from packmamba.report.kinds import KINDS as LIBRARY
-from packmamba.report.kinds import Kind
-from packmamba.report.summary import Arm, Record
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
 MARGIN = 0.005
@@ -49,7 +49,7 @@ def unit(records: Sequence[Record]) -> str:
 
 def parity_tables(records: Sequence[Record]) -> list[Table]:
     """``records`` are of one corpus."""
-    arms = summary.training_arms(records)
+    arms = aggregate.training_arms(records)
     if not any(arm[LOSS].notna().any() for arm in arms):
         return []
     found = [_parity(records, arms), _places(records, arms)]
@@ -62,7 +62,7 @@ def parity_tables(records: Sequence[Record]) -> list[Table]:
 
 def parity_figures(records: Sequence[Record]) -> list[Figure]:
     """``records`` are of one corpus."""
-    return drift_figure(_pairs(summary.training_arms(records)))
+    return drift_figure(_pairs(aggregate.training_arms(records)))
 
 
 def _pairs(arms: Sequence[Arm]) -> list[Pair]:
@@ -96,7 +96,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
             table.rows.append([*head, *none, tail])
             continue
         pairs = (arm[LOSS] - baseline[LOSS]).dropna()
-        over_seeds = summary.interval(pairs)
+        over_seeds = aggregate.interval(pairs)
         found = bootstrap(*difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets"))
         main = over_seeds if math.isnan(found.low) else found  # documents without packages
         differences = [_interval(main, 3), _interval(over_seeds, 4)]
@@ -229,7 +229,7 @@ def _calibration(reset: Arm, control: Arm) -> Table:
     )
     for weights, metric in WEIGHTS.items():
         pairs = (control[metric] - reset[metric]).dropna()
-        one, sd = summary.interval(pairs), pairs.std()
+        one, sd = aggregate.interval(pairs), pairs.std()
         if one is None or pd.isna(sd):
             continue
         table.rows.append([
@@ -259,7 +259,7 @@ GRADIENT_METRICS = ("relative_difference", "largest_of_a_tensor", "loss_differen
 def gradient_tables(records: Sequence[Record]) -> list[Table]:
     """How far an arm's gradients are from another's, at places along one run, a table for each; ``records`` are of one corpus."""
     of_seeds: dict[int, dict[tuple[str, str], Record]] = {}
-    for record in summary.of_kind(records, "gradients"):
+    for record in aggregate.of_kind(records, "gradients"):
         of_seeds.setdefault(record["seed"], {})[record["arm"], record["config"]["computed_in"]] = record
     tables = [_gradient_table(seed, latest) for seed, latest in sorted(of_seeds.items())]
     return [table for table in tables if table.rows]
@@ -301,13 +301,13 @@ def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Tabl
 
 def gradient_legend(records: Sequence[Record]) -> dict[str, str]:
     """Of arms that no run here trains: the others are explained with their runs."""
-    compared, trained = ({r["arm"] for r in summary.of_kind(records, kind)} for kind in ("gradients", "training"))
+    compared, trained = ({r["arm"] for r in aggregate.of_kind(records, kind)} for kind in ("gradients", "training"))
     return {arm: what for arm, what in SINGLE.items() if arm in compared - trained}
 
 
 def speed_tables(records: Sequence[Record]) -> list[Table]:
     """How many steps of each arm take as long as one of padded; ``records`` are of one corpus."""
-    timed = summary.timed_arms(records)
+    timed = aggregate.timed_arms(records)
     table = Table(
         "equal-time",
         f"{unit(records)}: optimizer steps of the same documents in the time of padded's",

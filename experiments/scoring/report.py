@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from packmamba.report import summary
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Record
 from packmamba.report.tables import Column, Table, gibibytes, number, word
 
 METHODS = {"packed": "packed passes", "padded": "padded batches, same kernels", "hf": "lm-eval's class hf"}
@@ -17,7 +17,7 @@ COLOURS = {"packed": "#0072B2", "padded": "#E69F00", "hf": "#7A4B9A"}
 
 def _latest(records: Sequence[Record], kind: str) -> dict[str, Record]:
     """By arm, of equal ones the latest."""
-    return {r["arm"]: r for r in sorted(summary.of_kind(records, kind), key=lambda r: r["time"])}
+    return {r["arm"]: r for r in sorted(aggregate.of_kind(records, kind), key=lambda r: r["time"])}
 
 
 def scoring_tables(records: Sequence[Record]) -> list[Table]:
@@ -140,7 +140,7 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
             "what greedy decoding says, about 16 tokens: one of them that turns is a verdict that differs."
         ],
     )
-    found = sorted(summary.of_kind(records, "exactness"), key=lambda r: r["time"])
+    found = sorted(aggregate.of_kind(records, "exactness"), key=lambda r: r["time"])
     latest = {(r["arm"], r["config"]["model"], r["config"]["device"]): r for r in found}
     for (dtype, *_), record in sorted(latest.items(), key=lambda item: (DTYPES.index(item[0][0]), item[0])):
         m, config = record["metrics"], record["config"]
@@ -184,13 +184,13 @@ EXACTNESS = (
 KINDS = {
     "exactness": Kind(
         exactness_tables,
-        label=lambda records: summary.of_kind(records, "exactness")[0]["config"]["device"],
+        label=lambda records: aggregate.of_kind(records, "exactness")[0]["config"]["device"],
         metrics=EXACTNESS,
     ),
     "scoring": Kind(
         scoring_tables,
         scoring_figures,
-        label=lambda records: summary.of_kind(records, "scoring")[0]["config"]["workload"],
+        label=lambda records: aggregate.of_kind(records, "scoring")[0]["config"]["workload"],
         metrics=SCORING,
         arms=scoring_legend,
     ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.speedup.report_models import Arm, by_model, name_bars
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish, legend_below
-from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 FAMILIES = (

@@ -7,8 +7,8 @@ from typing import Any
 
 from experiments.old_arms import records_of
 from experiments.speedup.report_models import OURS, Arm, by_model
+from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.report.summary import Record, of_kind
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
 PARALLEL = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from experiments.old_arms import records_of
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import INK, Figure, axes, finish, legend_below, name_bars
-from packmamba.report.summary import Record
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
 OURS, PEER = "packmamba", "mamba-ssm"

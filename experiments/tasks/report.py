@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pandas as pd
 from scipy.special import stdtrit
 
-from packmamba.report import summary
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Arm, Interval, Record, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.kinds import Kind
-from packmamba.report.summary import Arm, Interval, Record, frame
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 SEED = "#0072B2"
@@ -19,7 +19,7 @@ SEED = "#0072B2"
 
 def _task(records: Sequence[Record], kind: str = "training") -> str:
     """The task that the records are about, and whether its documents have begin tokens."""
-    config = summary.of_kind(records, kind)[0]["config"]
+    config = aggregate.of_kind(records, kind)[0]["config"]
     if kind == "answers":
         return config["task"]
     return config["data"]["task"] + ("-begin" if config["data"].get("task_options", {}).get("begin") else "")
@@ -27,7 +27,7 @@ def _task(records: Sequence[Record], kind: str = "training") -> str:
 
 def learned_tables(records: Sequence[Record]) -> list[Table]:
     """What it took to learn a task, a line for each arm; ``records`` are of one corpus."""
-    arms = summary.training_arms(records)
+    arms = aggregate.training_arms(records)
     table = Table(
         "learned",
         f"{_task(records)}: what was trained, and how long it took",
@@ -49,7 +49,7 @@ def learned_tables(records: Sequence[Record]) -> list[Table]:
     for arm in arms:
         accuracy = arm[f"{arm.runs['config.data.task'].iloc[0]}.accuracy"]
         answers = arm[f"{arm.runs['config.data.task'].iloc[0]}.answers"]
-        cores = max(record["hardware"]["cores"] for record in summary.of_kind(records, "training"))
+        cores = max(record["hardware"]["cores"] for record in aggregate.of_kind(records, "training"))
         table.rows.append([
             word(arm.label), number(len(arm.runs), "d"), number(arm.runs["config.model.n_layer"].iloc[0], "d"),
             number(arm["parameters"].iloc[0], ",.0f"), number(arm["steps"].max(), ",.0f"),
@@ -91,7 +91,7 @@ def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
         for reads, name in (("of keys that only the predecessor wrote", "_intruding"), ("all", "")):
             # What comes before changes nothing for reset: as trained it answers as it does alone.
             base, own = (arm[f"contradiction.accuracy{name}{end}"] for arm, end in ((reset, ""), (leak, suffix)))
-            found = summary.interval(100 * (own - base))
+            found = aggregate.interval(100 * (own - base))
             best = leak[f"contradiction.best{name}_as_trained"].mean() if suffix else 1.0
             intrusions = leak[f"contradiction.intrusions{suffix}"].mean() if name else None
             table.rows.append([
@@ -114,7 +114,7 @@ def _points_cell(found: Interval | None) -> Cell:
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
     """Right answers of reset and leak as trained, a dot for each seed, and the best possible under leak."""
-    if (pair := _pair(summary.training_arms(records))) is None:
+    if (pair := _pair(aggregate.training_arms(records))) is None:
         return []
     reset, leak = pair
     fig, panels = axes(2, width=8.0, height=3.4)
@@ -154,7 +154,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         ],
     )
     for (arm, value), group in points.groupby(["arm", "value"], sort=False):
-        found = summary.interval(group["accuracy"])
+        found = aggregate.interval(group["accuracy"])
         assert found is not None
         low, high = max(0.0, found.low), min(1.0, found.high)
         text = f"{100 * found.mean:.1f} %" + (f" [{100 * low:.1f}, {100 * high:.1f}]" if found.n > 1 else "")
@@ -196,7 +196,7 @@ def answers_figures(records: Sequence[Record]) -> list[Figure]:
 
 def _points(records: Sequence[Record]) -> tuple[pd.DataFrame, str, float]:
     """One row for each seed and value; of a repeated run the latest; ``trained``: the value is among those of the training."""
-    latest = {(r["arm"], r["seed"]): r for r in sorted(summary.of_kind(records, "answers"), key=lambda r: r["time"])}
+    latest = {(r["arm"], r["seed"]): r for r in sorted(aggregate.of_kind(records, "answers"), key=lambda r: r["time"])}
     rows, varied, chance = [], "", 0.0
     for (arm, seed), record in sorted(latest.items()):
         varied, chance = record["config"]["varied"], record["metrics"]["chance"]

@@ -1,4 +1,4 @@
-"""One style for every figure, one colour for each scheme; figures as PNG and PDF, and as PNG for a narrow page."""
+"""House style of figures: one colour for each scheme; figures as PNG and PDF, and as PNG for a narrow page."""
 
 from __future__ import annotations
 
@@ -56,30 +56,29 @@ _SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Figure:
+    """A drawn figure; ``name`` is the stem of its files, ``narrow`` the PNG for a page of a phone's width."""
+
     name: str
-    """Stem of the files it is written to."""
     caption: str
     png: bytes
     pdf: bytes
-    """The same in every run: it holds no date."""
     narrow: bytes = b""
-    """PNG for a page of a phone's width, panels one below the other; empty outside a report."""
 
     @property
     def inches(self) -> float:
-        """The PNG's width."""
+        """Return the PNG's width."""
         return int.from_bytes(self.png[16:20], "big") / DPI
 
 
-_narrow = False
-NARROW = 4.3
-"""Inches."""
 DPI = 160
+NARROW = 4.3
+"""Width in inches."""
+_narrow = False
 
 
 @contextlib.contextmanager
 def house_style(narrow: bool = False) -> Iterator[None]:
-    """Inside it, whatever is drawn has this module's fonts, colours and grid; ``narrow`` is for a phone's width."""
+    """Draw with this module's fonts, colours and grid; ``narrow``: panels one below the other, for a phone."""
     global _narrow
     before, _narrow = _narrow, narrow
     try:
@@ -89,15 +88,15 @@ def house_style(narrow: bool = False) -> Iterator[None]:
         _narrow = before
 
 
+def has_style(name: str) -> bool:
+    """Return True for a scheme with a colour and line of its own."""
+    return name in _STYLES
+
+
 def style_of(name: str, rank: int = 0) -> dict[str, Any]:
-    """Colour and line of a scheme, the same everywhere; others get a colour by their rank, dotted where colours come again."""
+    """Return colour and line of a scheme; of others a colour by rank, dotted where colours repeat."""
     again = {"linestyle": (0, (1, 1.5))} if rank >= len(_OTHERS) else {}
     return _STYLES.get(name, {"color": _OTHERS[rank % len(_OTHERS)], "linewidth": 1.8} | again)
-
-
-def has_style(name: str) -> bool:
-    """Whether a scheme has a colour and line of its own."""
-    return name in _STYLES
 
 
 def axes(
@@ -119,7 +118,7 @@ def axes(
 
 
 def finish(fig: Canvas, name: str, caption: str) -> Figure:
-    """The canvas as PNG and PDF, as large as what is drawn on it: nothing is cut."""
+    """Return the canvas as a figure, as large as its content."""
     png, pdf = io.BytesIO(), io.BytesIO()
     for ax in fig.axes if _narrow else ():
         ax.set_title("\n".join(textwrap.fill(line, 34) for line in ax.get_title("left").splitlines()))
@@ -133,7 +132,7 @@ def finish(fig: Canvas, name: str, caption: str) -> Figure:
 
 
 def legend_below(fig: Canvas, columns: int = 5) -> None:
-    """One legend for all axes of the canvas, each label once, in at most so many columns as the canvas holds."""
+    """Draw one legend for all axes, each label once, in as many columns as fit."""
     found = [ax.get_legend_handles_labels() for ax in fig.axes]
     handles = {label: handle for each in found for handle, label in zip(*each)}
     for ncols in range(min(columns, max(1, len(handles))), 0, -1):
@@ -144,12 +143,12 @@ def legend_below(fig: Canvas, columns: int = 5) -> None:
 
 
 def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
-    """Names of horizontal bars, from above; panels beside another may leave them to it."""
+    """Label horizontal bars from top to bottom; panels beside another may leave the labels to it."""
     ax.set_yticks(range(len(labels)), labels if shown or _narrow else [""] * len(labels))
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
 
 
 def engineering() -> matplotlib.ticker.EngFormatter:
-    """Ticks as 20k and 10M."""
+    """Return a formatter of ticks as 20k and 10M."""
     return matplotlib.ticker.EngFormatter(sep="")

@@ -1,23 +1,25 @@
-"""What is made of the records of one kind."""
+"""Tables and figures of each kind of record."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from packmamba.records import METRICS
-from packmamba.report.evaluation import arms_evaluation_tables, evaluation_label, evaluation_tables
-from packmamba.report.evaluation_curves import (
-    arms_curve_figures,
-    arms_curve_tables,
-    models_curve_figures,
-    models_curve_tables,
+from packmamba.report.aggregate import Record
+from packmamba.report.arm_figures import curve_figures, throughput_figures, training_figures
+from packmamba.report.arm_tables import (
+    arms_evaluation_tables,
+    arms_legend,
+    curve_tables,
+    evaluation_label,
+    evaluation_tables,
+    throughput_tables,
+    training_tables,
 )
 from packmamba.report.figures import Figure
-from packmamba.report.summary import Record
 from packmamba.report.tables import Table
-from packmamba.report.training import throughput_legend, throughput_tables, training_legend, training_tables
-from packmamba.report.training_figures import throughput_figures, training_figures
 
 MakeTables = Callable[[Sequence[Record]], list[Table]]
 MakeFigures = Callable[[Sequence[Record]], list[Figure]]
@@ -27,26 +29,25 @@ def _nothing(records: Sequence[Record]) -> list:
     return []
 
 
-def _no_arms(records: Sequence[Record]) -> dict[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Kind:
-    """The tables and figures of one kind of record. Every function is given all records of one corpus."""
+    """Functions of all records of one corpus.
+
+    Attributes:
+        tables, figures: make those of one kind of record.
+        label: tells corpora apart in names of files.
+        metrics: that a record of this kind must hold, a number or null each.
+        arms: returns what each arm does, by its name in tables.
+    """
 
     tables: MakeTables = _nothing
     figures: MakeFigures = _nothing
     label: Callable[[Sequence[Record]], str] = lambda records: records[0]["corpus_hash"][:12]
-    """Tells corpora apart in the names of files."""
     metrics: tuple[str, ...] = ()
-    """What the metrics of a record of this kind must hold, a number or null each."""
-
-    arms: Callable[[Sequence[Record]], dict[str, str]] = _no_arms
-    """What each arm of the tables does, by its name there: the page's legend."""
+    arms: Callable[[Sequence[Record]], dict[str, str]] = lambda records: {}
 
     def extended(self, tables: MakeTables = _nothing, figures: MakeFigures = _nothing) -> Kind:
-        """This kind with further tables and figures after its own."""
+        """Return this kind with further tables and figures after its own."""
         return replace(
             self,
             tables=lambda records: [*self.tables(records), *tables(records)],
@@ -54,11 +55,15 @@ class Kind:
         )
 
 
+def _curves(kind: str) -> tuple[MakeTables, MakeFigures]:
+    return functools.partial(curve_tables, kind=kind), functools.partial(curve_figures, kind=kind)
+
+
 KINDS: dict[str, Kind] = {
-    "training": Kind(training_tables, training_figures, metrics=METRICS["training"], arms=training_legend)
+    "training": Kind(training_tables, training_figures, metrics=METRICS["training"], arms=arms_legend)
     .extended(arms_evaluation_tables)
-    .extended(arms_curve_tables, arms_curve_figures),
-    "throughput": Kind(throughput_tables, throughput_figures, metrics=METRICS["throughput"], arms=throughput_legend),
-    "evaluation": Kind(evaluation_tables, label=evaluation_label).extended(models_curve_tables, models_curve_figures),
+    .extended(*_curves("training")),
+    "throughput": Kind(throughput_tables, throughput_figures, metrics=METRICS["throughput"], arms=arms_legend),
+    "evaluation": Kind(evaluation_tables, label=evaluation_label).extended(*_curves("evaluation")),
 }
-"""What the library knows. An experiment's own kinds are in its report.py."""
+"""The library's kinds. An experiment's own are in its report.py."""

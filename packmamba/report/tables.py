@@ -1,9 +1,7 @@
-"""Tables, written as Markdown, CSV, LaTeX and plain text. The same records give the same text, always."""
+"""Tables: cells for readers and numbers for programs, as data frames that pandas writes as Markdown, CSV, LaTeX and text."""
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import textwrap
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ import pandas as pd
 
 
 class Cell(NamedTuple):
-    """What people read, and what the CSV's columns hold."""
+    """A cell's text, and its values in the CSV's columns."""
 
     text: str
     values: tuple[Any, ...]
@@ -21,60 +19,63 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
+    """A column's title, and the names of its columns in the CSV."""
+
     title: str
     names: tuple[str, ...]
-    """The CSV's columns."""
     numeric: bool = True
 
 
 @dataclass
 class Table:
+    """A table; ``name`` is the stem of its files."""
+
     name: str
-    """Stem of the files it is written to."""
     title: str
     columns: list[Column]
     rows: list[list[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def values(self) -> pd.DataFrame:
+        """Return the unrounded numbers."""
+        names = [name for column in self.columns for name in column.names]
+        return pd.DataFrame(
+            [[v for cell in row for v in cell.values] for row in self.rows], columns=names, dtype=object
+        )
+
+    def texts(self) -> pd.DataFrame:
+        """Return the cells as readers see them."""
+        titles = [column.title for column in self.columns]
+        return pd.DataFrame([[cell.text for cell in row] for row in self.rows], columns=titles, dtype=object)
+
     def text(self) -> str:
-        """For a terminal, without columns that hold nothing."""
-        kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i].text != "-" for row in self.rows)]
-        columns, body = [self.columns[i] for i in kept], [[row[i].text for i in kept] for row in self.rows]
-        widths = [
-            max(len(text) for text in [*column.title.split(), *(line[i] for line in body)])
-            for i, column in enumerate(columns)
-        ]
+        """Return the table for a terminal, without empty columns."""
+        shown = [i for i in range(len(self.columns)) if not self.rows or any(row[i].text != "-" for row in self.rows)]
+        columns, body = [self.columns[i] for i in shown], [[row[i].text for i in shown] for row in self.rows]
+        cells = [[*column.title.split(), *(line[i] for line in body)] for i, column in enumerate(columns)]
+        widths = [max(map(len, texts)) for texts in cells]
         titles = [textwrap.wrap(column.title, width) for column, width in zip(columns, widths)]
         height = max(map(len, titles))
-        head = list(zip(*([""] * (height - len(lines)) + lines for lines in titles)))
-        grid = [*head, ["-" * width for width in widths], *body]
+        head = zip(*([""] * (height - len(lines)) + lines for lines in titles))
         lines = [
             "  ".join(c.rjust(w) if column.numeric else c.ljust(w) for c, w, column in zip(line, widths, columns))
-            for line in grid
+            for line in (*head, ["-" * width for width in widths], *body)
         ]
         return "\n".join([self.title, "", *(line.rstrip() for line in lines), "", *self.notes]) + "\n"
 
 
-FORMS = ("md", "csv", "tex")
-
-
 def write_table(table: Table, form: str) -> str:
-    """The table as Markdown (``md``), CSV (``csv``: every number unrounded, in its own column) or LaTeX (``tex``: booktabs)."""
-    out = io.StringIO()
+    """Return the table as Markdown (``md``), CSV (``csv``, unrounded numbers) or LaTeX (``tex``, for booktabs)."""
     if form == "csv":
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow([name for column in table.columns for name in column.names])
-        writer.writerows([_csv_value(value) for cell in row for value in cell.values] for row in table.rows)
-        return out.getvalue()
-    titles, body = [column.title for column in table.columns], [[cell.text for cell in row] for row in table.rows]
+        return table.values().map(_csv_value).to_csv(index=False, lineterminator="\n")
+    texts = table.texts()
     if form == "md":
         rules = ["---:" if column.numeric else "---" for column in table.columns]
-        escaped = [[text.replace("|", "\\|") for text in line] for line in body]
-        lines = ["| " + " | ".join(line) + " |" for line in (titles, rules, *escaped)]
-        return "\n".join([f"# {table.title}", "", *lines, *(f"\n{note}" for note in table.notes)]) + "\n"
-    style = pd.DataFrame([[_latex(text) for text in line] for line in body], columns=range(len(titles))).style
-    style = style.hide(axis="index").format_index(lambda i: _latex(titles[i]), axis="columns")
-    made = style.to_latex(
+        lines = [list(texts), rules, *texts.map(lambda text: text.replace("|", "\\|")).to_numpy().tolist()]
+        rows = ["| " + " | ".join(line) + " |" for line in lines]
+        return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)]) + "\n"
+    style = texts.set_axis(range(len(table.columns)), axis=1).map(_latex).style.hide(axis="index")
+    latex = style.format_index(lambda i: _latex(table.columns[i].title), axis="columns").to_latex(
         column_format="".join("r" if column.numeric else "l" for column in table.columns),
         caption=_latex(table.title),
         label=f"tab:{table.name}",
@@ -82,7 +83,7 @@ def write_table(table: Table, form: str) -> str:
         hrules=True,
     )
     notes = "".join(f"\\par\\footnotesize {_latex(note)}\n" for note in table.notes)
-    return made.replace("\\end{table}", notes + "\\end{table}")
+    return "% needs \\usepackage{booktabs}\n" + latex.replace("\\end{table}", notes + "\\end{table}")
 
 
 def word(text: str) -> Cell:
@@ -90,12 +91,12 @@ def word(text: str) -> Cell:
 
 
 def number(value: float | None, form: str, unit: str = "") -> Cell:
-    """A missing number, None or NaN, is a dash."""
+    """Return a number, a dash if it is missing."""
     return Cell("-" if pd.isna(value) else f"{value:{form}}{unit}", (value,))
 
 
 def percent(fraction: float | None) -> Cell:
-    """Three significant digits; the CSV keeps the fraction."""
+    """Return three significant digits of a share; the CSV has the fraction."""
     if fraction is None or pd.isna(fraction):
         return number(None, "")
     share = 100 * fraction
@@ -108,14 +109,15 @@ def gibibytes(count: float | None) -> Cell:
 
 
 def mean_sd(values: pd.Series, expected: int = 0) -> Cell:
-    """Mean and standard deviation of the values that are not NaN; with one value, or counts that are all the same, no standard
-    deviation. Fewer than expected are said."""
+    """Return mean and standard deviation of the values that are not NaN, and their number if fewer than expected.
+
+    One value, or counts that are all the same, have no standard deviation.
+    """
     mean, sd, count = values.mean(), values.std(), int(values.count())
     counts = mean >= 10 and bool((values.dropna() % 1 == 0).all())
     digits = ",.0f" if counts else ".4f"
-    text = (
-        "-" if pd.isna(mean) else f"{mean:{digits}}" + ("" if pd.isna(sd) or counts and not sd else f" ± {sd:{digits}}")
-    )
+    spread = "" if pd.isna(sd) or counts and not sd else f" ± {sd:{digits}}"
+    text = "-" if pd.isna(mean) else f"{mean:{digits}}{spread}"
     return Cell(f"{text} (of {count})" if 0 < count < expected else text, (mean, sd))
 
 
@@ -126,13 +128,20 @@ def _csv_value(value: Any) -> str:
 
 _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
-    "<": r"\ensuremath{<}", ">": r"\ensuremath{>}", "±": r"\ensuremath{\pm}",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\ensuremath{<}",
+    ">": r"\ensuremath{>}",
+    "±": r"\ensuremath{\pm}",
+}
 
 
 def _latex(text: str) -> str:
-    """Escaped, with a true minus sign before digits and a multiplication sign for speedups."""
+    """Escape a text; write numbers with true minus signs and powers of ten, speedups with a multiplication sign."""
     escaped = "".join(_LATEX.get(character, character) for character in text)
-    signed = re.sub(r"(?<![\w.}])-(?=\d)", r"\\ensuremath{-}", escaped)
+    powers = re.sub(
+        r"(?<=\d)e([+-])0?(\d+)\b", lambda m: rf"\ensuremath{{\cdot10^{{{m[1].strip('+')}{m[2]}}}}}", escaped
+    )
+    signed = re.sub(r"(?<![\w.}{^])-(?=\d)", r"\\ensuremath{-}", powers)
     return re.sub(r"(?<=\d)x$", r"\\ensuremath{\\times}", signed)

@@ -8,8 +8,8 @@ import pytest
 
 from packmamba.experiments import kinds_of
 from packmamba.records import read_records
-from packmamba.report.folder import table_files
-from packmamba.report.items import with_items
+from packmamba.report.aggregate import with_items
+from packmamba.report.html import table_files
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 FOLDERS = sorted(path.parent for path in EXPERIMENTS.glob("**/tables"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from packmamba import timing
-from packmamba.report.training import throughput_tables
+from packmamba.report.arm_tables import throughput_tables
 from packmamba.training import benchmark
 from packmamba.training.benchmark import measure_throughput
 from packmamba.training.fit import fit

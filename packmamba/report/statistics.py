@@ -1,14 +1,13 @@
-"""What differences of trained arms allow to say: intervals over seeds and groups, equivalence, several outcomes, how many seeds.
+"""Statistics of paired differences: intervals over seeds and groups, equivalence, multiple outcomes, sample sizes.
 
-A difference is one arm's minus another's with the same seed. Groups are what validation documents belong to, such as packages:
-another sample of packages would give other numbers, as other seeds would.
+A difference is one arm's number minus another's with the same seed. Groups are those of validation documents, such as packages.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ DRAWS = 10_000
 
 
 class Resampled(NamedTuple):
-    """A mean with its 95 % interval, and the two-sided p of zero; NaN with fewer than two seeds or groups: no claim."""
+    """A mean with its 95 % interval, and the two-sided p of zero; NaN with fewer than two seeds or groups."""
 
     mean: float
     low: float
@@ -30,11 +29,11 @@ class Resampled(NamedTuple):
 
 
 def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Resampled:
-    """Over seeds and groups (Owen 2007): both are drawn anew, with replacement.
+    """Bootstrap over seeds and groups (Owen 2007), both resampled with replacement.
 
-    The estimate is sum over groups of the mean over seeds of ``sums``, over the sum of ``weights``. Deviations from it are
-    widened by what few seeds hide, t_{n - 1} / 1.96 * sqrt(n / (n - 1)), so that intervals hold what they should from five
-    seeds on; where groups differ more than seeds they are wider than need be.
+    The estimate is the sum over groups of the mean over seeds of ``sums``, over the sum of ``weights``. Deviations are widened by
+    t_{n - 1} / 1.96 * sqrt(n / (n - 1)) for n seeds, so that intervals cover from five seeds on; they are conservative where
+    groups differ more than seeds.
 
     Args:
         sums: (seeds, groups), such as the difference of nats of a group's documents.
@@ -62,7 +61,7 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Resampled:
 
 
 def over_items(sums: Any, weights: Any) -> Resampled:
-    """The same of one pair of models, over groups alone: a ratio of sums, its error by the delta method, Student's t.
+    """Return the interval of one pair of models over groups: a ratio of sums, its error by the delta method, Student's t.
 
     Args:
         sums, weights: (groups,).
@@ -80,26 +79,18 @@ def over_items(sums: Any, weights: Any) -> Resampled:
     return Resampled(mean, mean - half, mean + half, float(p), 1, groups)
 
 
-class BySeed(Protocol):
-    """Runs of an arm."""
-
-    @property
-    def runs(self) -> pd.DataFrame:
-        """By seed."""
-
-
 def difference_by_group(
-    arm: BySeed,
-    baseline: BySeed,
+    arm: Any,
+    baseline: Any,
     curve: str,
     value: str,
     weight: str,
     where: Mapping[str, float | Callable[[pd.Series], pd.Series]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
+    """Return ``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
 
-    Only seeds that both have; points are summed over all keys but the group. ``where``: only points with these values,
-    or of whose values a function says so.
+    Points are summed over all keys but the group, of seeds that both arms have. ``where``: values of the points to keep, or
+    functions of a column that select them.
     """
     sides = []
     for side in (arm, baseline):
@@ -118,10 +109,7 @@ def difference_by_group(
 
 
 def equivalence(values: Sequence[float] | pd.Series, margin: float) -> float:
-    """p of two one-sided t tests (Schuirmann 1987): below 0.05 the mean of paired differences lies within ± margin.
-
-    NaN with fewer than two values.
-    """
+    """Return p of two one-sided t tests (Schuirmann 1987) that a mean of paired differences lies within ± margin."""
     found = pd.Series(values, dtype=float).dropna()
     n = len(found)
     if n < 2:
@@ -134,7 +122,7 @@ def equivalence(values: Sequence[float] | pd.Series, margin: float) -> float:
 
 
 def within(interval: Any, margin: float) -> str:
-    """What an interval with ``low`` and ``high`` says of equivalence: yes (inside ± margin), no (outside), or open."""
+    """Return yes if an interval lies inside ± margin, no if outside, else open."""
     if interval is None or math.isnan(interval.low):
         return "open"
     if -margin < interval.low and interval.high < margin:
@@ -143,7 +131,7 @@ def within(interval: Any, margin: float) -> str:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Each outcome's p, adjusted for their number (Holm 1979). NaN, of an outcome that was not measured, counts among them."""
+    """Adjust p values for their number (Holm 1979); NaN, of an outcome that was not measured, counts among them."""
     order = sorted(p_values, key=lambda name: (math.isnan(p_values[name]), p_values[name]))
     adjusted, worst = {}, 0.0
     for i, name in enumerate(order):
@@ -153,12 +141,12 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 
 def seeds_needed(deviation: float, effect: float, power: float = 0.8) -> int:
-    """Pairs of seeds with which a paired t test at 5 % finds ``effect`` this often; ``deviation`` is of paired differences."""
+    """Return the pairs of seeds with which a paired t test at 5 % finds ``effect``; ``deviation`` is of paired differences."""
     return _enough(deviation / effect, 0.975, power)
 
 
 def seeds_for_equivalence(deviation: float, margin: float, power: float = 0.8) -> int:
-    """Pairs of seeds with which ``equivalence`` shows that no difference lies within ± margin this often, at 5 %."""
+    """Return the pairs of seeds with which ``equivalence`` at 5 % places a zero difference within ± margin."""
     return _enough(deviation / margin, 0.95, (1 + power) / 2)
 
 

@@ -1,0 +1,404 @@
+"""From records to arms: a data frame, runs by arm and seed, paired differences, speeds. All numbers of tables and figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.special import stdtrit
+
+from packmamba.report.statistics import Resampled, bootstrap, over_items
+
+Record = Mapping[str, Any]
+
+SCHEMES = ("single", "padded", "packed-reset", "packed-leak", "packed-leak-conv", "packed-leak-scan", "packed-carry")
+BASELINES = ("padded", "single", "packed-reset")
+"""Schemes of the baseline, by preference, where the sweep names none."""
+OPEN_END = 2**31 - 1
+"""End of a range of positions without an end."""
+NOT_SETTINGS = {
+    f"config.{key}"
+    for key in (
+        *("name", "experiment", "output", "seed", "runs_dir", "run", "data.cache_dir", "evaluations"),
+        *("data.num_workers", "trainer.log_every", "trainer.checkpoint_every", "trainer.threads"),
+    )
+}
+"""Keys in which the runs of one arm may differ."""
+
+
+def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
+    return [record for record in records if record["kind"] == kind]
+
+
+def by_corpus(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Group records by corpus hash, sorted; only records of one corpus are compared."""
+    groups: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda record: record["corpus_hash"]):
+        groups.setdefault(record["corpus_hash"], []).append(record)
+    return groups
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """Sort key of a text by the numbers in it."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
+    """Return a row for each record of the kind, by time.
+
+    Columns: the record's keys, ``config.<key>`` for every key of the flattened configuration, ``curves.<name>``, and metrics by
+    name as floats, NaN where they are null.
+    """
+    chosen = of_kind(records, kind)
+    rows = pd.DataFrame(
+        [
+            {key: value for key, value in record.items() if key not in ("config", "curves", "metrics")}
+            | {f"config.{key}": value for key, value in flatten(record["config"]).items()}
+            | {f"curves.{name}": points for name, points in record["curves"].items()}
+            for record in chosen
+        ],
+        dtype=object,
+    )
+    metrics = pd.DataFrame([record["metrics"] for record in chosen], dtype=float)
+    joined = pd.concat([rows.where(rows.notna(), None), metrics], axis=1)
+    return joined.sort_values("time", kind="stable", ignore_index=True) if chosen else joined
+
+
+class Interval(NamedTuple):
+    """A mean with its 95 % confidence interval by Student's t; ``low`` and ``high`` are NaN with one value."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+def interval(values: pd.Series) -> Interval | None:
+    """Return the interval over the values that are not NaN; None without any."""
+    values = values.dropna()
+    if values.empty:
+        return None
+    # The quantile to three decimals, as books print it, so that intervals published before scipy made them stay.
+    half = round(stdtrit(len(values) - 1, 0.975), 3) * values.sem() if len(values) > 1 else math.nan
+    return Interval(values.mean(), values.mean() - half, values.mean() + half, len(values))
+
+
+def unpaired(ours: pd.Series, theirs: pd.Series) -> Interval | None:
+    """Return the difference of two means over unmatched seeds, with its 95 % interval by Welch's t."""
+    ours, theirs = ours.dropna(), theirs.dropna()
+    if ours.empty or theirs.empty:
+        return None
+    mean, half, n = ours.mean() - theirs.mean(), math.nan, min(len(ours), len(theirs))
+    if n > 1:
+        a, b = ours.var() / len(ours), theirs.var() / len(theirs)
+        freedom = (a + b) ** 2 / (a**2 / (len(ours) - 1) + b**2 / (len(theirs) - 1)) if a + b else 1.0
+        half = stdtrit(freedom, 0.975) * math.sqrt(a + b)
+    return Interval(mean, mean - half, mean + half, n)
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Split an arm's name into its title and the point of a sweep's grid, which begins at the first ``key=``."""
+    title, *point = re.split(r" (?=[^ =]+=)", name, maxsplit=1)
+    return title, "".join(point)
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """The runs of one arm under one configuration.
+
+    Attributes:
+        name: may end in a point of a sweep's grid: ``padded d_model=64``.
+        variant: configuration keys, with values, in which records of arms of one name differ.
+        runs: rows of ``frame`` by seed; of a repeated run the latest.
+    """
+
+    name: str
+    variant: tuple[tuple[str, Any], ...]
+    runs: pd.DataFrame
+
+    @property
+    def scheme(self) -> str:
+        """One of ``SCHEMES``, or ``packed-`` and the boundary scheme."""
+        config = self.runs.iloc[0]
+        strategy, boundary = config.get("config.data.strategy"), config.get("config.trainer.boundary") or "reset"
+        return strategy if strategy in SCHEMES else f"packed-{boundary.replace('_', '-')}"
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        """Arms that differ in it are not compared."""
+        return repr(self.variant), parts_of(self.name)[1]
+
+    @property
+    def title(self) -> str:
+        return parts_of(self.name)[0]
+
+    @property
+    def label(self) -> str:
+        settings = ", ".join(f"{key}={value}" for key, value in self.variant)
+        return f"{self.name} ({settings})" if settings else self.name
+
+    def __getitem__(self, metric: str) -> pd.Series:
+        """Return a metric by seed; NaN where it is null or missing."""
+        return self.runs[metric] if metric in self.runs else pd.Series(math.nan, self.runs.index)
+
+    @property
+    def sweep(self) -> Mapping[str, Any]:
+        """The sweep's entry for the arm (``packmamba.records``); empty without one."""
+        entries = self.runs.get("sweep", pd.Series(dtype=object)).dropna()
+        return {} if entries.empty else entries.iloc[0]
+
+    @property
+    def at_an_end(self) -> list[str]:
+        """Return tuned keys whose value is the smallest or largest number tried: a better one may lie beyond."""
+        run, ends = self.runs.iloc[0], {}
+        for key, values in (item for tried in self.sweep.get("tried", ()) for item in tried.items()):
+            if run.get(f"config.{key}") in values:
+                numbers = [value for value in values if isinstance(value, (int, float))]
+                ends[key] = len(numbers) > 1 and run[f"config.{key}"] in (min(numbers), max(numbers))
+        return [key for key, is_end in ends.items() if is_end]
+
+    def points(self, curve: str) -> pd.DataFrame:
+        """Return the curve's points with a finite loss, of all seeds, with a column ``seed``."""
+        curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
+        points = pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
+        return points if points.empty else points[points["loss"].notna()]
+
+
+def training_arms(records: Iterable[Record]) -> list[Arm]:
+    """Return all trained arms, in the order of tables."""
+    runs = frame([record for record in records if after_asked_steps(record)], "training")
+    if runs.empty:
+        return []
+    settings = [key for key in runs if key.startswith("config.") and key not in NOT_SETTINGS]
+    differ = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
+    keys = sorted(differ.index[differ])
+    runs["variant"] = [tuple((key.removeprefix("config."), run[key]) for key in keys) for _, run in runs.iterrows()]
+    arms = []
+    for (name, _), group in runs.groupby(["arm", runs["variant"].map(repr)]):
+        latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
+        arms.append(Arm(name, group["variant"].iloc[0], latest))
+    return _in_order(arms)
+
+
+def after_asked_steps(record: Record) -> bool:
+    """Return False for a training run of another number of steps than its sweep asks for."""
+    steps = record.get("sweep", {}).get("steps")
+    return not steps or record["kind"] != "training" or record["config"]["trainer"]["max_steps"] in steps
+
+
+def timed_arms(records: Iterable[Record]) -> list[Arm]:
+    """Return all arms with timed steps, the latest timing first; only arms of one ``config["run"]`` were timed together."""
+    runs = frame(records, "throughput")
+    if runs.empty:
+        return []
+    timing = runs["config.run"].map(str)
+    arms = [
+        Arm(name, (("run", run),), group.tail(1).set_index("seed"))
+        for (name, run), group in runs.groupby(["arm", timing])
+    ]
+    ended = runs.groupby(timing)["time"].max()
+    return sorted(_in_order(arms), key=lambda arm: ended[dict(arm.variant)["run"]], reverse=True)
+
+
+def _in_order(arms: Sequence[Arm]) -> list[Arm]:
+    """Sort by setting, then the first arm of each scheme as in SCHEMES, then further arms of these schemes."""
+    by_time = sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name))
+    places = [(arm.setting, arm.scheme) for arm in by_time]
+    keyed = [
+        (tuple(map(natural, arm.setting)), places[:i].count(places[i]), (*SCHEMES, arm.scheme).index(arm.scheme), i)
+        for i, arm in enumerate(by_time)
+    ]
+    return [by_time[i] for *_, i in sorted(keyed)]
+
+
+class Seeds(NamedTuple):
+    """Number of seeds with a value, of diverged runs, and of seeds without a record or value."""
+
+    finite: int
+    diverged: int
+    missing: int
+
+    @property
+    def expected(self) -> int:
+        return sum(self)
+
+    def __str__(self) -> str:
+        words = [f"{n} {what}" for n, what in ((self.diverged, "diverged"), (self.missing, "missing")) if n]
+        return ", ".join([f"{self.finite} of {self.expected}", *words]) if words else str(self.finite)
+
+
+def seeds_of(arm: Arm, arms: Sequence[Arm], metric: str = "val_loss") -> Seeds:
+    """Count an arm's seeds, of those that its sweep has, or without a sweep's entry that any of the arms has."""
+    expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index}) | set(arm.runs.index)
+    finite, diverged = int(arm[metric].count()), int(arm["val_loss"].isna().sum())
+    return Seeds(finite, diverged, len(expected) - finite - diverged)
+
+
+def absent_arms(arms: Sequence[Arm]) -> dict[str, int]:
+    """Return the sweeps' arms without any run, with their numbers of seeds."""
+    return {name: len(seeds) for arm in arms for name, seeds in arm.sweep.get("absent", {}).items()}
+
+
+def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
+    """Return the arm that the arms of this setting are compared with: the sweep's ``baseline``, else by scheme."""
+    named, apart = arm.sweep.get("baseline"), arm.sweep.get("apart")
+    peers = [peer for peer in arms if peer.setting == arm.setting or apart]
+    if found := [peer for peer in peers if named == peer.label or (named and peer.title == parts_of(named)[0])]:
+        return next((peer for peer in found if peer.label == named), found[0])
+    return next((peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), peers[0])
+
+
+def versus(arms: Sequence[Arm]) -> str:
+    """Return the titles of the arms' baselines."""
+    baselines = {baseline_of(arm, arms) for arm in arms}
+    return " or ".join(sorted({one.label if one.sweep.get("apart") else one.title for one in baselines}))
+
+
+def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Interval | None:
+    """Return the arm's metric minus its baseline's, paired by seed unless the sweep's table says ``paired: false``."""
+    baseline = baseline_of(arm, arms)
+    if baseline is arm:
+        return None
+    paired = table_spec(arms).get("paired", True)
+    return interval(arm[metric] - baseline[metric]) if paired else unpaired(arm[metric], baseline[metric])
+
+
+def table_spec(arms: Sequence[Arm]) -> Mapping[str, Any]:
+    """Return a sweep's ``table``: ``metrics``, ``columns`` and ``paired``; empty without one."""
+    return next((spec for arm in arms if (spec := arm.sweep.get("table"))), {})
+
+
+def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Interval]]:
+    """Return for each range of positions [start, end) the arm's loss minus its baseline's, paired by seed."""
+    baseline = baseline_of(arm, arms)
+    sides = [side.points("loss_by_position") for side in (arm, baseline)]
+    if baseline is arm or any(points.empty for points in sides):
+        return []
+    ours, theirs = (points.set_index(["start", "end", "seed"])["loss"].astype(float) for points in sides)
+    paired = (ours - theirs).dropna().groupby(level=["start", "end"])
+    return [(start, end, one) for (start, end), values in paired if (one := interval(values))]
+
+
+class Speed(NamedTuple):
+    """Speed of an arm; ``timing``: the run that timed it interleaved with others, None if it is of the arm's own training."""
+
+    real_tokens_per_second: float
+    slots_per_second: float
+    padding_fraction: float
+    speedup: float
+    timing: str | None
+
+
+def speedup(arm: Arm, timed: Sequence[Arm], trained: Sequence[Arm]) -> float:
+    """Return real tokens per second over those of the arm's baseline timed with it; NaN without one."""
+    names = {baseline_of(one, trained).name for one in trained if one.name == arm.name}
+    return _ratio(arm, [peer for peer in timed if peer.setting == arm.setting and peer.name in names])
+
+
+def speedup_in_run(arm: Arm, timed: Sequence[Arm], trained: Sequence[Arm]) -> float:
+    """Return ``speedup``, or over single where the baseline was not timed with the arm."""
+    single = [peer for peer in timed if peer.setting == arm.setting and peer.scheme == "single"]
+    ratio = speedup(arm, timed, trained)
+    return _ratio(arm, single) if math.isnan(ratio) else ratio
+
+
+def _ratio(arm: Arm, others: Sequence[Arm]) -> float:
+    rate = "real_tokens_per_second"
+    return arm[rate].mean() / others[0][rate].mean() if others else math.nan
+
+
+def speeds_of(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Speed]:
+    """Return each arm's speed, from the timings that hold most of these arms, since only arms timed together compare."""
+    same = [[peer for peer in timed if peer.name == arm.name and _matches(arm, peer)] for arm in arms]
+    held = Counter(timing_of(peer) for peers in same for peer in peers)
+    most = {timing for timing, count in held.items() if count == max(held.values())}
+    return [
+        _speed(arm, [peer for peer in peers if timing_of(peer) in most] or peers, timed, arms)
+        for arm, peers in zip(arms, same)
+    ]
+
+
+def _matches(arm: Arm, peer: Arm) -> bool:
+    return all(peer.runs.iloc[0].get(f"config.{key}") == value for key, value in arm.variant)
+
+
+def timing_of(arm: Arm) -> str:
+    return dict(arm.variant)["run"]
+
+
+def _speed(arm: Arm, same: Sequence[Arm], timed: Sequence[Arm], arms: Sequence[Arm]) -> Speed:
+    """Of several timings the lower median by speedup."""
+    ratio = {id(peer): speedup(peer, timed, arms) for peer in same}
+    ordered = sorted(same, key=lambda peer: np.nan_to_num(ratio[id(peer)]))
+    chosen = ordered[(len(ordered) - 1) // 2] if ordered else arm
+    names = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
+    values = [chosen[name].mean() for name in names]
+    return Speed(*values, ratio.get(id(chosen), math.nan), timing_of(chosen) if ordered else None)
+
+
+def timed_together(speeds: Sequence[Speed]) -> str | None:
+    """Return the timing of most of them; None if none was timed."""
+    return next(iter(Counter(speed.timing for speed in speeds if speed.timing).most_common(1)), (None,))[0]
+
+
+ITEM_MEASURES = {
+    "choice_accuracy": lambda item: (float(item["choice"] == item["answer"]), 1.0),
+    "accuracy": lambda item: (item["right"], item["answers"]),
+    "loss": lambda item: (item["nats"], item["targets"]),
+}
+"""An item's part of a metric that is a mean, and its weight there."""
+
+
+def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
+    """Add ``items``, the path of an evaluation's items, to the evaluation records of a folder that has them."""
+    found = []
+    for record in records:
+        config = record["config"]
+        path = Path(folder) / "items" / f"{(config.get('evaluation') or {}).get('name')}-{config.get('id')}.jsonl"
+        found.append({**record, "items": str(path)} if record["kind"] == "evaluation" and path.is_file() else record)
+    return found
+
+
+def item_difference(ours: Mapping[int, str], theirs: Mapping[int, str], metric: str) -> Resampled | None:
+    """Return the difference of two models' metric, paired item by item; None if they cannot be paired.
+
+    Each model is given as files of items by seed. The interval is over seeds and items with several common seeds, else over
+    items.
+    """
+    seeds = sorted(ours.keys() & theirs.keys())
+    pairs = [(ours[seed], theirs[seed]) for seed in seeds]
+    if not pairs and len(ours) == len(theirs) == 1:
+        pairs = [(*ours.values(), *theirs.values())]
+    if not pairs or metric not in ITEM_MEASURES:
+        return None
+    sums, weights = [], []
+    for pair in pairs:
+        one, other = (_by_group(path, metric) for path in pair)
+        weights += [one["weight"], other["weight"]]
+        sums.append(one["value"] - other["value"])
+    if weights[0].empty or not all(weight.equals(weights[0]) for weight in weights):
+        return None  # the items differ
+    return bootstrap(sums, weights[0]) if len(sums) > 1 else over_items(sums[0], weights[0])
+
+
+def _by_group(path: str, metric: str) -> pd.DataFrame:
+    items = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    groups = [item.get("group", item.get("document", item.get("index", n))) for n, item in enumerate(items)]
+    values = pd.DataFrame([ITEM_MEASURES[metric](item) for item in items], columns=["value", "weight"], dtype=float)
+    return values.groupby(groups, sort=False).sum()

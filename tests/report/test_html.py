@@ -1,0 +1,86 @@
+"""A report is one page that makes no requests, beside its tables and figures; records of two corpora are not compared."""
+
+import base64
+import re
+
+import pytest
+
+from made_records import PACKING, packing, table, throughput, training, write
+from packmamba.records import make_record
+from packmamba.report.html import format_table, table_files, write_report
+from packmamba.report.kinds import Kind
+from packmamba.report.tables import Column, Table
+
+README = """# A <title>
+
+What does `packing` change ([table](tables/t.md))?
+
+| what | how much |
+|---|---:|
+| it | 0.1 |
+
+By ![a picture](figures/x.png) *hand*.
+"""
+
+
+def test_a_folder_without_records_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nothing"):
+        write_report(tmp_path / "nothing")
+
+
+def test_the_report_is_one_file_that_makes_no_requests(tmp_path):
+    arms = ["single", "padded", "packed-reset", "packed-leak"]
+    records = [training(arm, seed, 2.0 + 0.1 * i + 0.01 * seed * i) for i, arm in enumerate(arms) for seed in (0, 1)]
+    records += [throughput(arm, 100.0 * (1 + i)) for i, arm in enumerate(arms)]
+    records += [packing("greedy", 2048, 0.001, buffer=b) for b in (512, 4096)]
+    write(tmp_path, records)
+    (tmp_path / "README.md").write_text(README)
+    for stale in ("tables/old.md", "figures/old.png"):
+        (tmp_path / stale).parent.mkdir(exist_ok=True)
+        (tmp_path / stale).write_text("stale")
+    page = write_report(tmp_path, PACKING).read_text(encoding="utf-8")
+    assert "<h1>A &lt;title&gt;</h1>" in page and "What does <code>packing</code> change (table)?" in page
+    assert "<td>it</td>" not in page[: page.index("<h2>About</h2>")] and "By  <em>hand</em>." in page
+    assert "<strong>single</strong>: one document at a time" in page
+    assert "packed-reset: validation loss +0.1050" in page and "1.50x its real tokens/s" in page
+    assert not re.search(r"https?:|//\w|<script|<link|<iframe|@import|url\(", re.sub(r"base64,[\w+/=]+", "", page))
+    pictures = sorted(path.read_bytes() for path in (tmp_path / "figures").iterdir())
+    names = {"learning-curves", "differences", "speed", "loss-by-position", "packing", "packing-buffer"}
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {f"{name}.png" for name in names}
+    sources = re.findall(r'src="data:image/png;base64,([^"]*)"', page)
+    assert sorted(map(base64.b64decode, sources)) == pictures and all(p.startswith(b"\x89PNG") for p in pictures)
+    narrow = re.findall(r'srcset="data:image/png;base64,([^"]*)"', page)
+    assert len(narrow) == len(pictures) and all(base64.b64decode(each).startswith(b"\x89PNG") for each in narrow)
+    written = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}
+    assert written == table_files(reversed(records), PACKING), "the order of records must not matter"
+    write_report(tmp_path, PACKING, latex=True)
+    assert (tmp_path / "tables" / "training.tex").is_file()
+    pdf = (tmp_path / "figures" / "speed.pdf").read_bytes()
+    assert b"%PDF" in pdf and b"CreationDate" not in pdf
+
+
+def test_corpora_are_not_compared(tmp_path):
+    ours = [training("padded", 0, 2.0), training("packed-reset", 0, 2.5), throughput("single", 50.0)]
+    other = [training("packed-reset", 1, 7.0, corpus="corpus/b"), throughput("packed-reset", 400.0, corpus="corpus/b")]
+    alone = {row["arm"]: row for row in table(ours, "training")}
+    files = table_files(ours + other)
+    assert {name for name in files if name.endswith(".csv")} == {
+        f"{kind}-{corpus}.csv" for kind in ("training", "throughput") for corpus in ("corpus-a", "corpus-b")
+    }
+    first, second = (table(ours + other, f"training-corpus-{letter}") for letter in "ab")
+    assert {row["arm"]: row for row in first} == alone
+    assert [(row["arm"], row["val_loss"], row["difference"]) for row in second] == [("packed-reset", "7", "")]
+    alike = table_files([ours[0] | {"corpus_hash": "a/b"}, ours[0] | {"corpus_hash": "a:b"}])
+    assert {name for name in alike if name.endswith(".md")} == {"training-a-b.md", "training-a-b-2.md"}
+    page = write_report(write(tmp_path, ours + other)).read_text()
+    assert "Corpus corpus-a" in page and "Corpus corpus/b" in page
+
+
+def test_records_of_an_unknown_kind_need_a_report():
+    record = make_record("mine", "question", "arm", {}, 0, "corpus", {"anything": 1.0}, 1.0)
+    with pytest.raises(ValueError, match="kind: .*, got mine"):
+        format_table([record], kinds={})
+    shown = {"mine": Kind(lambda records: [Table("mine", "Mine", [Column("a", ("a",))])], metrics=("anything",))}
+    assert format_table([record], shown).startswith("Mine\n")
+    with pytest.raises(ValueError, match="lack anything"):
+        format_table([record | {"metrics": {}}], shown)
