@@ -1,4 +1,4 @@
-"""Optimizer steps of several arms, timed turn by turn in one process on the same machine state."""
+"""Time optimizer steps of several arms in turns, in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import lightning
 from torch import Tensor
 
 from packmamba import timing
-from packmamba.config import Config, ConfigError, ModelConfig
+from packmamba.config import Config, ConfigError
 from packmamba.data.datamodule import PackedDataModule, StepDataset
 from packmamba.records import make_record
 from packmamba.training.boundary import Keeping
@@ -20,7 +20,7 @@ from packmamba.training.run_id import name_of, recorded_config
 from packmamba.training.runtime import configured_runtime
 
 WARM_UP = 1
-"""Rounds that are not kept, after the first step of each arm, which is the gate's."""
+"""Rounds that are dropped, after each arm's first step, which is the gate's."""
 
 
 class Sample(NamedTuple):
@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 
 
 class Arm:
-    """A configuration's steps, as Lightning's trainer takes them on one device: its precision and loss scale."""
+    """Take a configuration's optimizer steps on one device, in the precision and with the loss scale of its training."""
 
     def __init__(self, config: Config) -> None:
         data = PackedDataModule.from_config(config, progress=False)
@@ -40,11 +40,11 @@ class Arm:
         self.fabric = lightning.Fabric(**options, devices=1)
         if self.fabric.device.type == "cpu" and config.trainer.precision == "16-mixed":
             raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
-        self.module = PackedLitModule.from_config(config, data.corpora.train.vocab_size).to(self.fabric.device)
+        self.module = PackedLitModule.from_config(config, data.vocab_size).to(self.fabric.device)
         _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
 
     def step(self, number: int) -> tuple[Sample, Tensor]:
-        """Step ``number``, from 0, timed without what prepares its batches, and its loss."""
+        """Take step ``number``, from 0; return its time, without the making of its batches, and its loss."""
         step, losses = self.steps[number].to(self.fabric.device), []
 
         def take() -> None:
@@ -57,59 +57,39 @@ class Arm:
 def measure_throughput(
     configs: list[Config], rounds: int, output: str, progress: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """One record per configuration: in each round every arm in turn takes its next optimizer step (A B C A B C ...).
+    """Yield one record per configuration: in each round every arm in turn takes its next step (A B C A B C ...).
 
-    A step is the one that trains (``PackedLitModule.take_step``), on one device and batches made beforehand. In matched mode all
-    arms of a round compute the same documents. Records are those of an experiment called as the folder ``output``.
+    In matched mode all arms of a round compute the same documents. Records belong to the experiment named as the folder
+    ``output``.
 
     Raises:
-        RuntimeError: arms that must agree on the loss of the first step's documents do not.
+        RuntimeError: arms with the same weights disagree on the loss of the first step's documents.
     """
-    # Of one whose code is compiled, if there is one: it may have shapes without end.
     with configured_runtime(max(configs, key=lambda config: config.model.compile)):
-        yield from _measure(configs, rounds, output, progress)
+        arms = {config.name: Arm(config) for config in configs}
+        losses: dict[Any, tuple[str, float]] = {}
 
-
-def _measure(configs: list[Config], rounds: int, output: str, progress: bool) -> Iterator[dict[str, Any]]:
-    arms = {config.name: Arm(config) for config in configs}
-    losses: list[tuple[tuple[ModelConfig, str], str, float]] = []
-
-    def gate(name: str) -> None:
-        """Arms that neither leak nor carry have the same loss on the same documents, if they have the same weights."""
-        arm = arms[name]
-        loss = float(arm.step(0)[1])
-        if arm.config.data.mode == "matched" and not arm.module.boundary.as_trained:
-            alike = (arm.config.model, arm.corpus_hash)
-            for those, other, expected in losses:
-                if those == alike and abs(loss - expected) > 1e-4 * expected:
+        def gate(name: str) -> None:
+            arm = arms[name]
+            loss = float(arm.step(0)[1])
+            if arm.config.data.mode == "matched" and not arm.module.boundary.as_trained:
+                other, expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), (name, loss))
+                if abs(loss - expected) > 1e-4 * expected:
                     raise RuntimeError(
-                        "nothing is timed: arms disagree on the loss of the same documents: "
-                        f"{other} has {expected}, {name} has {loss}"
+                        f"arms disagree on the loss of the same documents: {expected} {other}, {loss} {name}"
                     )
-            losses.append((alike, name, loss))
-        if arm.config.trainer.cuda_graphs and not isinstance(arm.module.boundary, Keeping):
-            # A graph is captured once for each shape, and a run replays it for the rest.
-            for turn in range(WARM_UP + rounds):
-                arm.step(turn + 1)
+            if arm.config.trainer.cuda_graphs and not isinstance(arm.module.boundary, Keeping):
+                for turn in range(WARM_UP + rounds):  # each shape's graph is captured before anything is timed
+                    arm.step(turn + 1)
 
-    run = uuid.uuid4().hex
-    others = timing.OtherPrograms()
-    begun = time.perf_counter()
-    samples = timing.take_turns(
-        {name: lambda turn, arm=arm: arm.step(turn + 1)[0] for name, arm in arms.items()},  # type: ignore[misc]
-        rounds, warm_up=WARM_UP, gate=gate, bar="interleaved steps" if progress else None,
-    )  # fmt: skip
-    wall_seconds, cores = time.perf_counter() - begun, others.cores()
-    for name, arm in arms.items():
-        seconds, tokens, slots = zip(*samples[name])
-        yield make_record(
-            kind="throughput",
-            experiment=name_of(output),
-            arm=name,
-            config=recorded_config(arm.config) | {"run": run},
-            seed=arm.config.seed,
-            corpus_hash=arm.corpus_hash,
-            metrics={
+        run, others, begun = uuid.uuid4().hex, timing.OtherPrograms(), time.perf_counter()
+        calls = {name: lambda turn, arm=arm: arm.step(turn + 1)[0] for name, arm in arms.items()}
+        bar = "interleaved steps" if progress else None
+        samples = timing.take_turns(calls, rounds, warm_up=WARM_UP, gate=gate, bar=bar)  # type: ignore[arg-type]
+        wall_seconds, cores = time.perf_counter() - begun, others.cores()
+        for name, arm in arms.items():
+            seconds, tokens, slots = zip(*samples[name])
+            metrics = {
                 "seconds_per_step_median": timing.median(seconds),
                 "seconds_per_step_spread": timing.spread(seconds),
                 "real_tokens_per_second": timing.median(n / taken for n, taken in zip(tokens, seconds)),
@@ -118,6 +98,8 @@ def _measure(configs: list[Config], rounds: int, output: str, progress: bool) ->
                 "rounds": rounds,
                 "cores_of_others": cores,
                 "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
-            },
-            wall_seconds=wall_seconds,
-        )
+            }
+            config = recorded_config(arm.config) | {"run": run}
+            yield make_record(
+                "throughput", name_of(output), name, config, arm.config.seed, arm.corpus_hash, metrics, wall_seconds
+            )

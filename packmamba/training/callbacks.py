@@ -7,9 +7,7 @@ import copy
 import logging
 import math
 import os
-import re
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -22,9 +20,8 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,10 +39,6 @@ from packmamba.training.distributed import max_over_ranks
 from packmamba.training.metrics import POSITION_EDGES
 
 logger = logging.getLogger(__name__)
-
-STEPS_TO_A_TARGET = 10
-"""A run that has had no target after this many steps is refused."""
-CHECKPOINT_NAME = re.compile(r"step=(\d+)\.ckpt")
 
 
 class RunMetrics(Callback):
@@ -152,10 +145,8 @@ class RunMetrics(Callback):
         self.totals["targets"] += batch.num_targets
         self.totals["documents_behind"] += batch.num_behind
         self.totals["tokens_behind"] += batch.tokens_behind
-        if step in (STEPS_TO_A_TARGET, trainer.max_steps) and not self.totals["targets"]:
-            raise ConfigError(
-                f"data.row_length: expected rows with targets, got none in {step} steps; increase it, or change data.overlong"
-            )
+        if step == trainer.max_steps and not self.totals["targets"]:
+            raise ConfigError(f"data.row_length: expected rows with targets, got none in {step} steps; increase it")
         for name, amount in (("tokens", batch.num_tokens), ("targets", batch.num_targets)):
             for which, choose in (("least", min), ("most", max)):
                 key = f"{name}_per_step_{which}"
@@ -268,26 +259,22 @@ class StopOnSignal(Callback):
 
 
 class Checkpoint(LightningCheckpoint):
-    """Save every ``every`` optimizer steps and at the last, after that step's validation; keep the two newest.
+    """Save every ``trainer.checkpoint_every`` steps and at the last, after that step's validation; keep the two newest.
 
-    Args:
-        signals: its signal stops the run after the step, with a checkpoint; ``stopped`` is then the exception to raise.
-        stop: called after each step with the run's metrics; True stops the run in the same way.
-
-    Several ranks agree on a stop at logged steps.
+    A signal, or ``stop`` returning True after a step, stops the run with a checkpoint; ``stopped`` is then the exception to
+    raise. Several ranks agree on a stop at logged steps.
     """
 
     def __init__(
         self,
         folder: Path,
-        every: int,
-        validate_every: int,
+        config: Config,
         metrics: RunMetrics,
         signals: StopOnSignal,
-        stop: Callable[[RunMetrics], bool] | None = None,
+        stop: Callable[[RunMetrics], bool] = lambda metrics: False,
     ) -> None:
-        self.folder, self.every, self.validate_every = folder, every, validate_every
-        self.metrics, self.signals, self.stop = metrics, signals, stop
+        self.folder, self.metrics, self.signals, self.stop = folder, metrics, signals, stop
+        self.every, self.validate_every = config.trainer.checkpoint_every, config.trainer.validate_every
         self.stopped: Stopped | None = None
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
@@ -300,7 +287,7 @@ class Checkpoint(LightningCheckpoint):
 
     def _save_if_due(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         step = trainer.global_step
-        signum = self.signals.signum or int(self.stop is not None and self.stop(self.metrics))
+        signum = self.signals.signum or int(self.stop(self.metrics))
         if trainer.world_size > 1:  # agreeing waits for all ranks
             agree = step % self.metrics.log_every == 0
             signum = max_over_ranks(signum, trainer.strategy.root_device) if agree else 0
@@ -327,19 +314,16 @@ def weights_are_finite(module: torch.nn.Module) -> bool:
 
 def checkpoints(folder: Path) -> list[Path]:
     """List a run's checkpoints, oldest first."""
-    files = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in files if CHECKPOINT_NAME.fullmatch(path.name)), key=step_of)
+    return sorted(folder.glob("step=*.ckpt"), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    match = CHECKPOINT_NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.stem.removeprefix("step="))
 
 
 def newest_step(folder: Path) -> int:
     """Return the newest checkpoint's step; 0 without one."""
-    return max(map(step_of, checkpoints(folder)), default=0)
+    return max(map(step_of, folder.glob("step=*.ckpt")), default=0)
 
 
 def keep_newest(folder: Path, count: int) -> None:
@@ -362,23 +346,19 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint that loads, None without any; warn of those skipped.
-
-    Raises:
-        ConfigError: there are checkpoints, and none loads.
-    """
-    failed: list[ConfigError] = []
+    """Return the newest checkpoint that loads, None without any; warn of those skipped. Raises ConfigError if none loads."""
+    errors: list[ConfigError] = []
     for path in reversed(checkpoints(folder)):
         try:
             read_checkpoint(path)
         except ConfigError as error:
-            failed.append(error)
+            errors.append(error)
             continue
-        for error in failed:
+        for error in errors:
             logger.warning("%s; the run resumes from %s", error, path.name)
         return path
-    if failed:
-        raise ConfigError(f"runs_dir: no checkpoint loads: {failed[0]} to train from the beginning")
+    if errors:
+        raise ConfigError(f"runs_dir: no checkpoint loads: {errors[0]} to train from the beginning")
     return None
 
 
@@ -389,10 +369,10 @@ def snapshot_steps(steps: int, snapshots: int, share: float) -> list[int]:
 
 
 class Average(Callback):
-    """Keep the running mean of the weights after each step of ``at``, saved in checkpoints."""
+    """Keep the running mean of the weights after ``snapshots`` steps over the last ``share`` of the run, saved in checkpoints."""
 
-    def __init__(self, at: list[int]) -> None:
-        self.at = set(at)
+    def __init__(self, steps: int, snapshots: int, share: float) -> None:
+        self.at = set(snapshot_steps(steps, snapshots, share))
         self.taken = 0
         self.mean: dict[str, Tensor] = {}
 
@@ -471,13 +451,11 @@ def check_batch(model: MambaLM, boundary: Boundary, batch: PackedBatch, gradient
         with torch.no_grad():
             slots = moved(hidden(changed), hidden(batch.tokens)).any(-1)
         crossing = (slots & (layout.documents != first) & (layout.documents >= 0)).flatten().nonzero().flatten()
-        if leaks and len(followed) and not len(crossing):
-            warnings.warn(
-                f"trainer.boundary={boundary.name}: a document's last token changes nothing behind it", stacklevel=2
-            )
-        if leaks:
-            return
         where = ""
+        if leaks:
+            if len(followed) and not len(crossing):
+                warnings.warn(f"trainer.boundary={boundary.name}: no document changes the next one", stacklevel=2)
+            return
         if len(crossing):
             number = int(layout.documents.flatten()[crossing[0]])
             where = f"the last token of document {first} of a batch changes document {number}"
@@ -499,24 +477,6 @@ def _gradient_crosses(model: MambaLM, hidden: Callable[[], Tensor], own: Tensor)
         hook.remove()
     (gradient,) = torch.autograd.grad(result[own].float().square().sum(), embedded[:1])
     return bool(gradient[~own].any())
-
-
-class ProgressBar(TQDMProgressBar):
-    """Lightning's progress bar on stderr; in a file, ten lines a run. Between refreshes nothing waits for the GPU."""
-
-    def __init__(self, max_steps: int, log_every: int) -> None:
-        super().__init__(refresh_rate=log_every if sys.stderr.isatty() else max(1, max_steps // 10))
-
-    def init_train_tqdm(self) -> Any:
-        with contextlib.redirect_stdout(sys.stderr):
-            bar = super().init_train_tqdm()
-        bar.total = self.trainer.max_steps  # Lightning does not set it where a run resumes
-        return bar
-
-    def init_validation_tqdm(self) -> Any:
-        return Tqdm(
-            desc="Validation", leave=False, dynamic_ncols=True, file=sys.stderr, disable=not sys.stderr.isatty()
-        )
 
 
 Numbers = dict[str, float | None]

@@ -12,17 +12,19 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from packmamba import records
 from packmamba.config import CONFIGURATION, Config, ConfigError, to_dict
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
@@ -32,53 +34,14 @@ from packmamba.evaluation.registry import EVALUATIONS
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name
-from packmamba.records import (
-    append_record,
-    check_writable,
-    has_records,
-    make_record,
-    provenance,
-    read_records,
-    write_items,
-    write_whole,
-)
+from packmamba.training import callbacks, run_id
 from packmamba.training.boundary import BOUNDARIES
-from packmamba.training.callbacks import (
-    Average,
-    Checkpoint,
-    CheckpointFile,
-    Evaluations,
-    LeakCheck,
-    ProgressBar,
-    RunMetrics,
-    StopOnSignal,
-    evaluate_model,
-    evaluation_context,
-    keep_newest,
-    model_weights,
-    newest_checkpoint,
-    newest_step,
-    read_checkpoint,
-    snapshot_steps,
-)
+from packmamba.training.callbacks import RunMetrics
 from packmamba.training.distributed import disable_lightning_signals, make_strategy
 from packmamba.training.lit_module import PackedLitModule
-from packmamba.training.run_id import (
-    RunLock,
-    find_record,
-    id_of,
-    name_of,
-    record_path,
-    recorded_config,
-    records_of,
-    run_folder,
-    run_id,
-)
 from packmamba.training.runtime import configured_runtime
 
 logger = logging.getLogger(__name__)
-
-LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 
 
 def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool] | None = None) -> dict[str, Any]:
@@ -94,7 +57,7 @@ def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool
         ConfigError: naming the key.
         Stopped: by ``stop``, SIGTERM or Ctrl-C, with a checkpoint.
     """
-    with configured_runtime(config):
+    with configured_runtime(config), redirect_stdout(sys.stderr):  # Lightning's progress bar writes to stdout
         try:
             return _fit(config, progress, stop)
         except SystemExit:  # Lightning's answer to a second Ctrl-C
@@ -108,58 +71,60 @@ def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool
 
 def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
-    provenance()  # cached: the commit of the run is that of its start
+    records.provenance()  # cached: the commit of the run is that of its start
     check_run(config)
-    path, folder, options = record_path(config), run_folder(config), config.trainer
-    if (done := find_record(config)) is not None:
-        if done["corpus_hash"] != PackedDataModule.from_config(config, progress=progress).corpora.corpus_hash:
+    path, folder, options = run_id.record_path(config), run_id.run_folder(config), config.trainer
+    data = PackedDataModule.from_config(config, progress=progress)
+    if (done := run_id.find_record(config)) is not None:
+        if done["corpus_hash"] != data.corpora.corpus_hash:
             raise ConfigError(
                 f"data: the documents have changed since this run; remove {path} and {folder} to train again"
             )
         return done
-    check_writable(folder, "runs_dir")
-    check_writable(path.parent, "output")
-    if (reached := newest_step(folder / "checkpoints")) > options.max_steps:
+    records.check_writable(folder, "runs_dir")
+    records.check_writable(path.parent, "output")
+    if (reached := callbacks.newest_step(folder / "checkpoints")) > options.max_steps:
         raise ConfigError(
             f"trainer.max_steps: expected at least {reached}, the steps trained in {folder}, got {options.max_steps}; "
             "give another runs_dir to train anew"
         )
-    start = None if reached or options.init_from is None else start_weights(config)
-    metrics, average = RunMetrics(options.log_every), Average(snapshot_steps(*_snapshots(config)))
-    evaluations = Evaluations(config, metrics) if options.evaluate_every is not None else None
-
-    lock = RunLock(folder)
+    start = None if reached or options.init_from is None else read_start(config)
+    lock, metrics = run_id.RunLock(folder), RunMetrics(options.log_every)
+    average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
+    evaluations = callbacks.Evaluations(config, metrics) if options.evaluate_every is not None else None
 
     def stops(metrics: RunMetrics) -> bool:
         lock.check()
         return stop is not None and stop(metrics)
 
-    callbacks = [metrics, *([average] if average.at else []), *([evaluations] if evaluations else [])]
-    trainer = make_trainer(config, folder, metrics, callbacks, progress, stops, reached)
+    checkpoint = callbacks.Checkpoint(folder / "checkpoints", config, metrics, callbacks.StopOnSignal(), stops)
+    own = [metrics, *([average] if average.at else []), *([evaluations] if evaluations else []), checkpoint]
+    trainer = make_trainer(config, folder, [*own, checkpoint.signals], progress, reached)
     try:
         backend = backend_name(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
-    data = PackedDataModule.from_config(config, progress=progress)
     data.check_targets()
     with lock if trainer.is_global_zero else nullcontext():
-        if (done := find_record(config)) is not None:  # another process has just finished the run
+        if (done := run_id.find_record(config)) is not None:  # another process has just finished the run
             return done
         lightning.seed_everything(config.seed, workers=True, verbose=False)
-        module = PackedLitModule.from_config(config, data.corpora.train.vocab_size)
+        module = PackedLitModule.from_config(config, data.vocab_size)
         for name in config.evaluations:
-            EVALUATIONS[name].check(evaluation_context(config, name), len(module.model.lm_head.weight))
+            context = callbacks.evaluation_context(config, name)
+            EVALUATIONS[name].check(context, len(module.model.lm_head.weight))
         if start is not None:
             metrics.started_from = load_start(config, module.model, start)
         if trainer.is_global_zero:
-            write_configuration(folder, config)
+            folder.mkdir(parents=True, exist_ok=True)
+            text = OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+            records.write_whole(folder / CONFIGURATION, text.encode())
             for each in () if reached else trainer.loggers:
-                each.log_hyperparams(recorded_config(config))
-        resume = newest_checkpoint(folder / "checkpoints")
+                each.log_hyperparams(run_id.recorded_config(config))
+        resume = callbacks.newest_checkpoint(folder / "checkpoints")
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)
-        for callback in trainer.callbacks:
-            if isinstance(callback, Checkpoint) and callback.stopped is not None:
-                raise callback.stopped
+        if checkpoint.stopped is not None:
+            raise checkpoint.stopped
         if not metrics.validation or metrics.validation[-1]["step"] != trainer.global_step:
             trainer.validate(module, data, verbose=False)
         last = metrics.validation[-1]
@@ -180,13 +145,13 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
                 if evaluations:
                     evaluations.add(trainer, numbers)
             if evaluations:
-                evaluations.add_points_of(records_of(config))
+                evaluations.add_points_of(run_id.records_of(config))
                 record["curves"]["evaluations"] = evaluations.points
             record["wall_seconds"] = time.perf_counter() - begun
             lock.check()
-            append_record(path, record)
-            _warn(config, metrics, record["metrics"])
-            keep_newest(folder / "checkpoints", 1)
+            records.append_record(path, record)
+            warn(config, metrics, record["metrics"])
+            callbacks.keep_newest(folder / "checkpoints", 1)
     return record
 
 
@@ -198,42 +163,29 @@ def check_run(config: Config) -> None:
     if isinstance(corpus, int) and (config.model.vocab_size or corpus) < corpus:
         raise ConfigError(f"model.vocab_size: expected at least {corpus}, the corpus's, got {config.model.vocab_size}")
     for name in config.evaluations:
-        EVALUATIONS[name].check(evaluation_context(config, name), None)
+        EVALUATIONS[name].check(callbacks.evaluation_context(config, name), None)
 
 
-def _snapshots(config: Config) -> tuple[int, int, float]:
-    return config.trainer.max_steps, config.trainer.average_snapshots, config.trainer.average_share
-
-
-def _warn(config: Config, metrics: RunMetrics, numbers: Mapping[str, Any]) -> None:
+def warn(config: Config, metrics: RunMetrics, numbers: Mapping[str, Any]) -> None:
+    """Warn of a run that diverged, and of one that never carried a state though its boundary scheme does."""
     if metrics.diverged is not None:
         logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
     elif "state_bytes" in numbers and "state_age_steps" not in numbers:
-        logger.warning(
-            "trainer.boundary=%s carried no state in %d steps; increase trainer.max_steps, or reduce data.streams or "
-            "data.row_length.", config.trainer.boundary, numbers["steps"],
-        )  # fmt: skip
+        fix = "increase trainer.max_steps, or reduce data.streams or data.row_length"
+        logger.warning("trainer.boundary=%s carried no state; %s.", config.trainer.boundary, fix)
 
 
 def make_trainer(
-    config: Config,
-    folder: Path,
-    metrics: RunMetrics,
-    callbacks: list[Any],
-    progress: bool = False,
-    stop: Callable[[RunMetrics], bool] | None = None,
-    step: int = 0,
+    config: Config, folder: Path, own: list[Any], progress: bool = False, resumed_step: int = 0
 ) -> lightning.Trainer:
-    """Make Lightning's trainer of one run, which resumes at ``step``."""
-    options, signals = config.trainer, StopOnSignal()
-    checkpoint = Checkpoint(
-        folder / "checkpoints", options.checkpoint_every, options.validate_every, metrics, signals, stop
-    )
-    callbacks = [*callbacks, *(instantiate(one, "trainer.callbacks") for one in options.callbacks), signals, checkpoint]
+    """Make Lightning's trainer of one run, with our own callbacks and the user's."""
+    options, metrics = config.trainer, own[0]
+    own = [*own, *(instantiate(one, "trainer.callbacks") for one in options.callbacks)]
     if options.leakcheck_every is not None:
-        callbacks.append(LeakCheck(options.leakcheck_every, metrics))
-    if progress:
-        callbacks.append(ProgressBar(options.max_steps, options.log_every))
+        own.append(callbacks.LeakCheck(options.leakcheck_every, metrics))
+    if progress:  # refreshed at logged steps: a number shown waits for the GPU
+        rate = options.log_every if sys.stderr.isatty() else max(1, options.max_steps // 10)
+        own.append(TQDMProgressBar(refresh_rate=rate))
     quieten()
     try:
         trainer = lightning.Trainer(
@@ -247,16 +199,15 @@ def make_trainer(
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             log_every_n_steps=min(options.log_every, options.max_steps),
-            logger=[make_logger(one, folder, step) for one in options.loggers],
-            callbacks=callbacks,
+            logger=[make_logger(one, folder, resumed_step) for one in options.loggers],
+            callbacks=own,
             enable_progress_bar=progress,
             enable_model_summary=False,
-            use_distributed_sampler=False,
-            plugins=[CheckpointFile()],
+            plugins=[callbacks.CheckpointFile()],
         )
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
-    if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":
+    if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":  # Lightning would take bfloat16
         raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
     disable_lightning_signals(trainer)
     return trainer
@@ -265,8 +216,7 @@ def make_trainer(
 def quieten() -> None:
     """Silence Lightning's advice that does not apply: few loader workers, its own resuming, accelerators not used."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for message in ("does not have many workers", "dataloader is not resumable", "litlogger", "LeafSpec",
-                    "`srun` command is available", "GPU available but not used"):  # fmt: skip
+    for message in ("many workers", "dataloader is not resumable", "litlogger", "LeafSpec", "`srun`", "GPU available"):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
 
 
@@ -283,12 +233,12 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
         raise ConfigError(f"{key}: expected a class path such as my_module.MyClass, got {path}: {error}") from None
 
 
-def make_logger(spec: Any, folder: Path, step: int) -> Logger:
-    """Make a logger by name or class path, for a run that resumes at ``step``. Raises ConfigError."""
+def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
+    """Make one of Lightning's loggers by its short name, or any by class path."""
     if spec == "csv":
         return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
     if spec == "tensorboard":
-        return TensorBoardLogger(folder, name="tensorboard", version="", purge_step=step or None)
+        return TensorBoardLogger(folder, name="tensorboard", version="", purge_step=resumed_step or None)
     if spec == "wandb":
         return WandbLogger(folder.name, folder, id=folder.name, project=folder.parent.name or "packmamba")
     if spec == "mlflow":
@@ -299,13 +249,13 @@ def make_logger(spec: Any, folder: Path, step: int) -> Logger:
     return instantiate(spec, "trainer.loggers", save_dir=folder)
 
 
-def start_weights(config: Config) -> dict[str, Tensor]:
+def read_start(config: Config) -> dict[str, Tensor]:
     """Read the weights that ``trainer.init_from`` names. Raises ConfigError."""
     path = weights_path(config)
     try:
         if path.is_dir():
             return read_pretrained(path)[1]
-        return model_weights(read_checkpoint(path)["state_dict"])
+        return callbacks.model_weights(callbacks.read_checkpoint(path)["state_dict"])
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
 
@@ -314,8 +264,6 @@ def load_start(config: Config, model: MambaLM, weights: dict[str, Tensor]) -> in
     """Load the weights that a run starts from; return their checksum. Raises ConfigError."""
     try:
         load_weights(model, weights, weights_path(config), "this run's keys of model")
-        if bad := [name for name, weight in sorted(weights.items()) if not bool(weight.isfinite().all())]:
-            raise ValueError(f"{bad[0]} has values that are not finite")
     except ValueError as error:
         raise ConfigError(f"trainer.init_from: {error}") from None
     checksum = 0
@@ -330,9 +278,8 @@ def weights_path(config: Config) -> Path:
     if Path(source).exists():
         return Path(source)
     folder, _, arm = source.rpartition(":")
-    records = read_records(folder) if folder and has_records(folder) else []
-    runs = [r for r in records if (r["kind"], r["arm"], r["seed"]) == ("training", arm, config.seed)]
-    paths = {Path(folder) / "runs" / id_of(arm, record["config"]) for record in runs}
+    runs = [r for r in run_id.training_records(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
+    paths = {Path(folder) / "runs" / run_id.id_of(arm, record["config"]) for record in runs}
     if len(paths) != 1:
         raise ConfigError(
             "trainer.init_from: expected a run's or published checkpoint's folder, a .ckpt file, or <sweep>:<arm> with one run "
@@ -341,14 +288,9 @@ def weights_path(config: Config) -> Path:
     return paths.pop()
 
 
-def write_configuration(folder: Path, config: Config) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / CONFIGURATION, OmegaConf.to_yaml(OmegaConf.create(to_dict(config))).encode())
-
-
 def write_model(folder: Path, config: Config, model: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
     """Write the model and its tokenizer into the run's folder, for ``MambaLM.from_pretrained`` and ``eval``."""
-    write_pretrained(folder, dict(model), model_weights(state))
+    write_pretrained(folder, dict(model), callbacks.model_weights(state))
     if open_source(config.data).vocab_size is None:
         write_tokenizer(folder, config.data.tokenizer, config.data.begin_token, config.data.end_token)
 
@@ -358,9 +300,9 @@ def evaluate_run(config: Config, folder: Path, device: torch.device, record: dic
     if not config.evaluations:
         return {}
     loaded = load_model(folder, str(device))
-    numbers, results = evaluate_model(config, loaded.model, loaded.tokenizer)
+    numbers, results = callbacks.evaluate_model(config, loaded.model, loaded.tokenizer)
     for name, result in results.items():
-        write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
+        records.write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
         record["curves"] |= {f"{name}.{curve}": points for curve, points in result.curves.items()}
     record["metrics"] |= numbers
     return numbers
@@ -368,13 +310,18 @@ def evaluate_run(config: Config, folder: Path, device: torch.device, record: dic
 
 def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:
     """Make the run's record: losses of its last validation, throughput after the first steps, and curves."""
-    totals, timed, last = metrics.totals, metrics.timed, metrics.validation[-1]
-    timed = timed if timed["seconds"] else totals
-    return make_record(
+    totals, last = metrics.totals, metrics.validation[-1]
+    timed = metrics.timed if metrics.timed["seconds"] else totals
+    optional = {
+        "val_loss_last_weights": last.get("loss_last_weights"),
+        "diverged_at_step": metrics.diverged,
+        "started_from_checksum": metrics.started_from,
+    }
+    return records.make_record(
         kind="training",
-        experiment=name_of(config.output) if config.output else run_id(config),
+        experiment=run_id.name_of(config.output) if config.output else run_id.run_id(config),
         arm=config.name,
-        config=recorded_config(config),
+        config=run_id.recorded_config(config),
         seed=config.seed,
         corpus_hash=corpus_hash,
         metrics={
@@ -382,7 +329,6 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunM
             "real_tokens": totals["real_tokens"],
             "targets": totals["targets"],
             "val_loss": last["loss"],
-            **({"val_loss_last_weights": last["loss_last_weights"]} if "loss_last_weights" in last else {}),
             "val_loss_start": last["loss_start"],
             "val_loss_as_trained": last.get("loss_as_trained"),
             "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
@@ -394,8 +340,7 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunM
             "parameters": sum(p.numel() for p in module.model.parameters()),
             "peak_memory_bytes": metrics.peak_memory,
             **module.boundary.measures(),
-            **({} if metrics.diverged is None else {"diverged_at_step": metrics.diverged}),
-            **({} if metrics.started_from is None else {"started_from_checksum": metrics.started_from}),
+            **{name: value for name, value in optional.items() if value is not None},
         },
         wall_seconds=0.0,
         curves={
