@@ -229,9 +229,14 @@ class StepSampler(DistributedSampler):
         return self.length
 
 
+SECONDS_TO_A_STEP_S_END = 20
+"""After so long a loader worker obeys SIGTERM."""
+
+
 def start_worker(plugins: list[str], worker: int) -> None:
-    for received in (signal.SIGINT, signal.SIGTERM):  # to all of a group: the training process ends its step first
-        signal.signal(received, signal.SIG_IGN)
+    # A signal to the whole process group leaves workers their work for as long as the training process needs to end its step.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_TO_A_STEP_S_END))
     import_plugins(plugins)  # a worker that is not forked has imported nothing
 
 

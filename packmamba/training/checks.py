@@ -14,9 +14,9 @@ from packmamba.config import Config, ConfigError
 from packmamba.data.packing import STRATEGIES
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import load_tokenizer
-from packmamba.nn import MambaLM
 from packmamba.ops import BACKENDS
 from packmamba.training.boundary import BOUNDARIES
+from packmamba.training.lit_module import make_model
 from packmamba.training.process import LAUNCHED
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -76,26 +76,6 @@ def check_vocabulary(config: Config, corpus: int) -> None:
     given = config.model.vocab_size
     if given is not None and given < corpus:
         raise ConfigError(f"model.vocab_size: expected at least {corpus}, the tokens of the corpus, got {given}")
-
-
-def make_model(config: Config, vocab_size: int) -> MambaLM:
-    """The configured model for a corpus of this vocabulary. Raises ConfigError naming the key."""
-    model = config.model
-    check_vocabulary(config, vocab_size)
-    try:
-        return MambaLM(
-            vocab_size=model.vocab_size or vocab_size,
-            d_model=model.d_model,
-            n_layer=model.n_layer,
-            tie_embeddings=model.tie_embeddings,
-            recompute=model.recompute,
-            backend=config.ops.backend,
-            mixer=model.mixer,
-            **model.of_mixer(),
-        )
-    except (ValueError, TypeError) as error:
-        section = "ops" if str(error).startswith("backend") else "model"
-        raise ConfigError(f"{section}.{error}") from None
 
 
 def check_memory(config: Config) -> None:

@@ -19,7 +19,6 @@ from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
 from packmamba.training.boundary import BOUNDARIES, Boundary, Inside, Keeping, Reset
 from packmamba.training.carry import flat, like
-from packmamba.training.checks import make_model
 from packmamba.training.distributed import shard, without_sync
 from packmamba.training.graphs import BatchGraphs
 from packmamba.training.metrics import LossByPosition
@@ -281,6 +280,19 @@ class PackedLitModule(lightning.LightningModule):
         torch.set_rng_state(rng["torch"].cpu())
         if rng["cuda"]:
             torch.cuda.set_rng_state_all([state.cpu() for state in rng["cuda"]])
+
+
+def make_model(config: Config, vocab_size: int) -> MambaLM:
+    """Build the configured model for a corpus of this vocabulary. Raises ConfigError naming the key."""
+    model = config.model
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise ConfigError(f"model.vocab_size: expected at least {vocab_size}, the corpus's, got {model.vocab_size}")
+    options = {name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")}
+    try:
+        return MambaLM(model.vocab_size or vocab_size, backend=config.ops.backend, **options, **model.of_mixer())
+    except (ValueError, TypeError) as error:
+        section = "ops" if str(error).startswith("backend") else "model"
+        raise ConfigError(f"{section}.{error}") from None
 
 
 def row_weights(mask: Tensor) -> Tensor:

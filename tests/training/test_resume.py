@@ -157,6 +157,20 @@ def test_a_signal_to_the_whole_group_leaves_loader_workers_alone(tmp_path):
     assert f"stopped after step {step} of 2000" in output.read_text()
 
 
+def fail_in_a_validation(path):
+    def fail(module, *arguments):
+        raise RuntimeError("failed")
+
+    PackedLitModule.validation_step = fail
+    run.main(["train", str(path)])
+
+
+def test_a_failed_run_ends_with_its_loader_workers(tmp_path):
+    config = tiny_config(tmp_path, "data.num_workers=2")
+    path, output = write_config(tmp_path / "run.yaml", config), tmp_path / "output.txt"
+    assert statuses(fork(fail_in_a_validation, path, output=output), timeout=60) == [1], output.read_text()
+
+
 def test_a_run_stopped_in_a_validation_validates_that_step_again(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=1", "trainer.validate_every=3")
 
