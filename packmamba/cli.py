@@ -74,6 +74,7 @@ class ReportConfig:
         None, "Arm that the others are compared with; null: the first of padded, single, packed."
     )
     output: Optional[str] = key(None, "Folder for the report of several folders; null: print a table only.")
+    latex: bool = key(False, "Write tables as LaTeX and figures as PDF too.")
 
 
 def train(words: list[str]) -> None:
@@ -310,7 +311,7 @@ def report(words: list[str]) -> None:
     """Make tables, figures and report.html of a folder of records or of an experiment; several folders meet in one table."""
     folders, overrides = split(words, "folders of records or runs, or an experiment", 1, len(words))
     config = load(ReportConfig, None, overrides)
-    from packmamba.records import append_record, has_records, read_records, write_sweep
+    from packmamba.records import has_records, read_records
     from packmamba.report.aggregate import with_items
     from packmamba.report.html import format_table, write_report
     from packmamba.reproduce import experiments, kinds_of
@@ -326,21 +327,17 @@ def report(words: list[str]) -> None:
         if None in found:
             raise ConfigError(f"{folder}: expected records, or a run that has ended, got none")
         records += with_items(folder, found)
-    kinds, output = kinds_of(folder, records), folder
+    kinds = kinds_of(folder, records)
     if len(folders) > 1 or config.baseline is not None:
         arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
         if config.baseline not in (None, *arms):
             raise ConfigError(f"baseline: expected one of {', '.join(arms)}, got '{config.baseline}'")
         table = {"baseline": config.baseline, "tuned": None, "absent": {}, "apart": True}
         records = [record | {"sweep": {**table, "seeds": arms[record["arm"]]}} for record in records]
-        if config.output is not None:
-            output = Path(config.output)
-            for record in records:
-                append_record(output / "records.jsonl", record)
-            write_sweep(output, "report", arms, config.baseline, apart=True)
     print(f"\n{format_table(records, kinds)}")
     if len(folders) == 1 or config.output is not None:
-        print(f"\nReport, with figures: {write_report(output, kinds)}")
+        page = write_report(config.output or folder, kinds, records, config.latex)
+        print(f"\nReport, with figures: {page}")
 
 
 def bench(words: list[str]) -> None:

@@ -58,7 +58,7 @@ def test_sweep_and_report(folder, tmp_path, capsys):
 def test_report_of_runs_trained_apart(trained, tmp_path, capsys):
     folders = [str(path) for path in trained.values()]
     assert cli.main(["report", *folders, "baseline=single", f"output={tmp_path}/both"]) == 0
-    assert "single" in capsys.readouterr().out and len(read_records(tmp_path / "both")) == 2
+    assert "single" in capsys.readouterr().out and (tmp_path / "both/report.html").is_file()
     assert cli.main(["report", *folders, "baseline=singel"]) == 2
     assert "baseline" in capsys.readouterr().err
 
