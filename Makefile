@@ -9,14 +9,14 @@ PYTHON := $(PREFIX)/bin/python
 WORKERS ?= 2
 
 help:
-	@echo "make demo      train one small model under every scheme and report (CPU, minutes)"
-	@echo "make test      run every test (minutes)"
-	@echo "make test-extras  install the extras eval and integrations, run the tests that need them"
-	@echo "make test-gpu  run the tests that need a GPU; make test leaves them out, and uses no GPU where one is"
-	@echo "make test-asan run the CPU kernels' tests under address and undefined-behaviour sanitizers"
-	@echo "make sanitize-gpu  run every CUDA kernel under compute-sanitizer; logs go to experiments/operators/logs"
-	@echo "make lint      ruff and mypy"
-	@echo "make format    ruff, which changes files"
+	@echo "make demo          train one small model under every scheme and report (CPU, minutes)"
+	@echo "make test          every test that needs no GPU (minutes)"
+	@echo "make test-extras   install the extras eval and integrations, run the tests marked extras"
+	@echo "make test-gpu      the tests marked gpu"
+	@echo "make test-asan     operators under address and undefined-behaviour sanitizers"
+	@echo "make sanitize-gpu  CUDA kernels under compute-sanitizer; logs go to experiments/operators/logs"
+	@echo "make lint          ruff and mypy"
+	@echo "make format        ruff, which changes files"
 	@echo "Each first sets up $(PREFIX) if it has to."
 
 demo:
@@ -29,13 +29,13 @@ test:
 
 test-extras:
 	@.ci/setup "$(PREFIX)" test,eval,integrations "$(ACTIVE)"
-	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m extras $$(grep -rl mark.extras tests --include='test_*.py')
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m extras
 
 test-gpu:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	@PACKMAMBA_TEST_GPU=1 "$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal
 
-# The interpreter is not instrumented, so the sanitizers' libraries come first and leaks, which are its own, are not looked for.
+# The interpreter is not instrumented: the sanitizers' libraries are preloaded, and leaks, which are its own, are ignored.
 test-asan:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from arrangements import layouts, rows_of_lengths
+from operators import layouts, rows_of_lengths
 from packmamba import SequenceLayout
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from arrangements import AWKWARD, LONG
-from operators import random_case
+from operators import AWKWARD, LONG, random_case
 from packmamba import SequenceLayout, ops
 from packmamba.ops import build, custom_op
 

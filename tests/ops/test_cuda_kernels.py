@@ -6,8 +6,7 @@ import fcntl
 import pytest
 import torch
 
-from arrangements import AWKWARD, LONG
-from operators import TOLERANCES, Case, random_case, relative_error
+from operators import AWKWARD, LONG, TOLERANCES, Case, random_case, relative_error
 from packmamba import SequenceLayout, ops
 from packmamba.ops import cuda
 

@@ -7,8 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from arrangements import AWKWARD
-from operators import SPECIFICATIONS, random_case
+from operators import AWKWARD, SPECIFICATIONS, random_case
 from packmamba import MambaLM, PackedMamba, SequenceLayout, ops
 from packmamba.ops import build, custom_op
 

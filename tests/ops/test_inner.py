@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from arrangements import AWKWARD
 from models import (
     LAYOUT,
     VOCAB,
@@ -17,7 +16,7 @@ from models import (
     random_tokens,
     summed_loss,
 )
-from operators import relative_error
+from operators import AWKWARD, relative_error
 from packmamba import SequenceLayout
 from packmamba.nn import block
 from packmamba.nn.loss import linear_cross_entropy

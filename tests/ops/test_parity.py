@@ -8,8 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrangements import AWKWARD, LONG, layouts
-from operators import BACKENDS, TOLERANCES, device_of, dtypes_of, every_backend, on, random_case, relative_error
+from operators import (
+    AWKWARD,
+    BACKENDS,
+    LONG,
+    TOLERANCES,
+    device_of,
+    dtypes_of,
+    every_backend,
+    layouts,
+    on,
+    random_case,
+    relative_error,
+)
 from packmamba import SequenceLayout, ops
 
 OPERATORS = ["conv1d_pack", "ssm_pack"]
