@@ -53,88 +53,70 @@ class GpuArm(_Fields):
         return self.packing in ("by-document", "padded")
 
     @property
-    def elsewhere(self) -> bool:
-        """Of a build of our kernels whose names are the same, so in another process."""
+    def per_token(self) -> bool:
+        """Of an earlier build of our kernels, in the committed records alone."""
         return self.implementation == "packmamba" and self.boundaries == "indices"
 
 
+def _gpu(label: str, does: str, *fields: Any, **more: Any) -> GpuArm:
+    return GpuArm(*fields, **more, label=label, does=does)
+
+
 GPU_ARMS = {
-    "scan": GpuArm(
-        "scan",
-        label="ssm_pack",
-        does="our scan with z, D, bias and softplus; where documents start is in the batch's schedule",
+    "scan": _gpu(
+        "ssm_pack", "our scan with z, D, bias and softplus; where documents start is in the batch's schedule", "scan"
     ),
-    "scan-states": GpuArm(
-        "scan",
-        with_states=True,
-        label="ssm_pack, states in and out",
-        does="the same with a state to start from and the last state of each document, and their gradients",
+    "scan-states": _gpu(
+        "ssm_pack, states in and out",
+        "the same with a state to start from and the last state of each document, and their gradients",
+        *("scan", "packmamba", "packed", "schedule", True),
     ),
-    "scan-indices": GpuArm(
-        "scan",
-        boundaries="indices",
-        label="ssm_pack, an index per token",
-        does="the same, with an index per token instead of the schedule: the paper's mechanism",
+    "scan-indices": _gpu(
+        "ssm_pack, an index per token",
+        "the same, with an index per token instead of the schedule: the paper's mechanism",
+        *("scan", "packmamba", "packed", "indices"),
     ),
-    "mamba-ssm-unpacked": GpuArm(
-        "scan",
-        "mamba-ssm",
-        "unpacked",
-        None,
-        label="mamba-ssm, not packed",
-        does="mamba-ssm's scan on the row as one document, so it leaks",
+    "mamba-ssm-unpacked": _gpu(
+        "mamba-ssm, not packed",
+        "mamba-ssm's scan on the row as one document, so it leaks",
+        *("scan", "mamba-ssm", "unpacked", None),
     ),
-    "mamba-ssm-by-document": GpuArm(
-        "scan",
-        "mamba-ssm",
-        "by-document",
-        None,
-        label="mamba-ssm, document by document",
-        does="mamba-ssm's scan, one call for each document",
+    "mamba-ssm-by-document": _gpu(
+        "mamba-ssm, document by document",
+        "mamba-ssm's scan, one call for each document",
+        *("scan", "mamba-ssm", "by-document", None),
     ),
-    "mamba-ssm-padded": GpuArm(
-        "scan",
-        "mamba-ssm",
-        "padded",
-        None,
-        label="mamba-ssm, padded",
-        does="mamba-ssm's scan, each document in a row of its own, filled up",
+    "mamba-ssm-padded": _gpu(
+        "mamba-ssm, padded",
+        "mamba-ssm's scan, each document in a row of its own, filled up",
+        *("scan", "mamba-ssm", "padded", None),
     ),
-    "mamba2-ssd": GpuArm(
-        "scan",
-        "mamba2-ssd",
-        boundaries="indices",
-        label="Mamba-2 SSD with seq_idx",
-        does="Mamba-2's scan (state space duality), which keeps packed documents apart",
+    "mamba2-ssd": _gpu(
+        "Mamba-2 SSD with seq_idx",
+        "Mamba-2's scan (state space duality), which keeps packed documents apart",
+        *("scan", "mamba2-ssd", "packed", "indices"),
     ),
-    "conv1d": GpuArm(
-        "conv",
-        label="conv1d_pack",
-        does="our convolution with SiLU; where documents start is in the batch's schedule",
+    "conv1d": _gpu(
+        "conv1d_pack", "our convolution with SiLU; where documents start is in the batch's schedule", "conv"
     ),
-    "conv1d-indices": GpuArm(
-        "conv",
-        boundaries="indices",
-        label="conv1d_pack, an index per token",
-        does="the same, with an index per token instead of the schedule",
+    "conv1d-indices": _gpu(
+        "conv1d_pack, an index per token",
+        "the same, with an index per token instead of the schedule",
+        *("conv", "packmamba", "packed", "indices"),
     ),
-    "causal-conv1d": GpuArm(
-        "conv",
-        "causal-conv1d",
-        boundaries="indices",
-        label="causal-conv1d with seq_idx",
-        does="causal-conv1d's kernel, which keeps packed documents apart",
+    "causal-conv1d": _gpu(
+        "causal-conv1d with seq_idx",
+        "causal-conv1d's kernel, which keeps packed documents apart",
+        *("conv", "causal-conv1d", "packed", "indices"),
     ),
-    "projections": GpuArm(
+    "projections": _gpu(
+        "matrix products of the block",
+        "the four projections of a block, for scale",
         "projections",
         "torch",
         boundaries=None,
-        label="matrix products of the block",
-        does="the four projections of a block, for scale",
     ),
-    "schedule": GpuArm(
-        "schedule", label="the batch's schedule, once", does="made once for a batch, used by all layers"
-    ),
+    "schedule": _gpu("the batch's schedule, once", "made once for a batch, used by all layers", "schedule"),
 }
 
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.operators.arms import GPU_ARMS
-from experiments.operators.gpu_implementations import HEAD_CHANNELS
-from experiments.operators.gpu_inputs import STATES
-from experiments.operators.gpu_turns import Elsewhere, Prepared, copy_bytes_per_second, elsewhere
-from experiments.operators.positions import position_bytes
-from packmamba import timing
+from experiments.operators.arms import GPU_ARMS, GpuArm
+from experiments.operators.gpu_implementations import (
+    HEAD_CHANNELS,
+    STATES,
+    Implementation,
+    Inputs,
+    Reference,
+    build,
+    relative_error,
+)
+from packmamba import SequenceLayout, timing
 from packmamba.config import ConfigError, at_least, each, key, one_of, some, unique
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.records import append_record, make_record, provenance
+from packmamba.timing import Phases, clock_hz, device_seconds, launch_cycles
 
+HERE = [name for name, arm in GPU_ARMS.items() if not arm.per_token]
 COPY = "copy"
 """Takes a turn with the arms: the rate of copying."""
 
@@ -31,7 +37,7 @@ Metrics = dict[str, float | None]
 @dataclass
 class Config:
     experiment: str = key("operators", "The question, which the records name.")
-    arms: list[str] = key(list(GPU_ARMS), "Arms of arms.GPU_ARMS.", each(one_of(*GPU_ARMS)), unique, some("arm"))
+    arms: list[str] = key(HERE, "Arms of arms.GPU_ARMS.", each(one_of(*HERE)), unique, some("arm"))
     shapes: list[str] = key(
         ["16384,4096,documents-2k"],
         "tokens,channels,documents each; documents: documents-2k, short, heavy, one, or the length of every document.",
@@ -80,32 +86,31 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu_operators: needs a GPU")
     provenance()  # of the code as it is now, not as it may be after minutes
-    with elsewhere() as other:
-        for shape in c.shapes:
-            began = time.perf_counter()
-            tokens, channels, documents, rows = draw_shape(c, shape)
-            results = _measure(c, other, tokens, channels, documents, rows)
-            torch.cuda.empty_cache()
-            seconds = time.perf_counter() - began
-            if progress:
-                totals = ", ".join(f"{arm} {1e3 * (m['total_seconds'] or 0):.4g}" for arm, m in results.items())
-                print(f"{tokens} x {channels}, {documents} ({seconds:.0f} s): ms {totals}", flush=True)
-            for arm, metrics in results.items():
-                record = make_record(
-                    kind="gpu_operators",
-                    experiment=c.experiment,
-                    arm=arm,
-                    config={
-                        **GPU_ARMS[arm].fields(), "tokens": tokens, "channels": channels, "documents": documents,
-                        "states": STATES, "dtype": "bfloat16", "layouts": len(rows), "rounds": c.rounds,
-                        "mean_documents": sum(map(len, rows)) / len(rows),
-                    },
-                    seed=c.seed,
-                    corpus_hash=f"random tensors, documents as configured, seed {c.seed}",
-                    metrics=metrics,
-                    wall_seconds=seconds,
-                )  # fmt: skip
-                append_record(records_path, record)
+    for shape in c.shapes:
+        began = time.perf_counter()
+        tokens, channels, documents, rows = draw_shape(c, shape)
+        results = _measure(c, tokens, channels, documents, rows)
+        torch.cuda.empty_cache()
+        seconds = time.perf_counter() - began
+        if progress:
+            totals = ", ".join(f"{arm} {1e3 * (m['total_seconds'] or 0):.4g}" for arm, m in results.items())
+            print(f"{tokens} x {channels}, {documents} ({seconds:.0f} s): ms {totals}", flush=True)
+        for arm, metrics in results.items():
+            record = make_record(
+                kind="gpu_operators",
+                experiment=c.experiment,
+                arm=arm,
+                config={
+                    **GPU_ARMS[arm].fields(), "tokens": tokens, "channels": channels, "documents": documents,
+                    "states": STATES, "dtype": "bfloat16", "layouts": len(rows), "rounds": c.rounds,
+                    "mean_documents": sum(map(len, rows)) / len(rows),
+                },
+                seed=c.seed,
+                corpus_hash=f"random tensors, documents as configured, seed {c.seed}",
+                metrics=metrics,
+                wall_seconds=seconds,
+            )  # fmt: skip
+            append_record(records_path, record)
 
 
 def draw_shape(c: Config, shape: str) -> tuple[int, int, str, list[list[int]]]:
@@ -131,33 +136,26 @@ def draw_rows(documents: str, tokens: int, layouts: int, seed: int) -> list[list
     return [[int(n) for n in np.diff(row, prepend=0) if n] for row in ends]
 
 
-def _measure(
-    c: Config, other: Elsewhere, tokens: int, channels: int, documents: str, rows: list[list[int]]
-) -> dict[str, Metrics]:
+def _measure(c: Config, tokens: int, channels: int, documents: str, rows: list[list[int]]) -> dict[str, Metrics]:
     shape = (tokens, channels, documents, rows, c.seed)
     arms = {name: GPU_ARMS[name] for name in c.arms if tokens <= c.slow_tokens or not GPU_ARMS[name].slow}
-    there = {name: arm for name, arm in arms.items() if arm.elsewhere}
-    other.start(*shape, there)
-    here = Prepared(*shape, {name: arm for name, arm in arms.items() if not arm.elsewhere})
-    errors = here.errors | other.errors()
+    here = Prepared(*shape, arms)
     ours = [name for name in here.arms if (arms[name].operator, arms[name].implementation) == ("scan", "packmamba")]
     memory = {name: here.memory(name) for name in ours}
     turns: dict[str, Callable[[int], Any]] = {COPY: lambda _: copy_bytes_per_second()}
-    turns |= {name: partial(_seconds, other if name in there else here, name) for name in [*here.arms, *there]}
+    turns |= {name: lambda _, name=name: here.seconds(name) for name in here.arms}  # type: ignore[misc]
     slow = {name: c.slow_rounds for name in here.arms if arms[name].slow}
     times = timing.take_turns(turns, c.rounds, at_most=slow)
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     hardware = {
         "copy_bytes_per_second": timing.median(times.pop(COPY)),
-        "multiprocessors": multiprocessors,
+        "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
         "clock_hz": timing.clock_hz(),
     }
     results: dict[str, Metrics] = {}
     for name, rounds in times.items():
         forward, *backward = zip(*rounds)
         kept_bytes, workspace = memory.get(name, (None, None))
-        output_error, gradient_error = errors.get(name, (None, None))
-        read = position_bytes(arms[name], here.layouts[0], channels, multiprocessors)
+        output_error, gradient_error = here.errors.get(name, (None, None))
         results[name] = {
             **_statistics("forward", forward),
             **_statistics("backward", *backward),
@@ -166,18 +164,119 @@ def _measure(
             "workspace_activations": workspace,
             "output_error": output_error,
             "gradient_error": gradient_error,
-            "position_bytes_forward": read[0],
-            "position_bytes_backward": read[1],
+            "position_bytes_forward": None,  # records of 2026 counted them for both builds
+            "position_bytes_backward": None,
             **hardware,
         }
     return results
-
-
-def _seconds(where: Prepared | Elsewhere, name: str, turn: int) -> list[float]:
-    return where.seconds(name)
 
 
 def _statistics(phase: str, values: Sequence[float] | None = None) -> Metrics:
     """A phase's median and spread, null for a phase that is not there."""
     found = (None, None) if values is None else (timing.median(values), timing.spread(values))
     return dict(zip((f"{phase}_seconds", f"{phase}_spread"), found))
+
+
+COPY_BYTES = 2**31
+CHECKED_CHANNELS = 16
+PAD_TO = 2048
+"""Padded documents are at least as long as their distribution's longest, where that is at most this."""
+# ||a - b|| / ||b|| against float64: ours, outputs and gradients; the peers', which round more often, outputs.
+TOLERANCES, PEERS_TOLERANCE = (2e-3, 5e-3), 1e-2
+
+Errors = dict[str, tuple[float, float | None]]
+
+
+class Prepared:
+    """Arms of one shape, made and checked. RuntimeError if one of them is wrong.
+
+    Args:
+        tokens, channels, documents, seed: of the shape.
+        rows: the documents' lengths of every layout.
+        arms: those of them that are here, by name; peers that are not installed are left out.
+    """
+
+    def __init__(
+        self, tokens: int, channels: int, documents: str, rows: list[list[int]], seed: int, arms: Mapping[str, GpuArm]
+    ) -> None:
+        self.layouts = [SequenceLayout.from_lengths([row], row_length=tokens).to("cuda") for row in rows]
+        some = torch.linspace(0, channels - 1, CHECKED_CHANNELS, device="cuda").long()
+        inputs = Inputs.random(tokens, channels, seed, "cuda")
+        distribution = LENGTH_DISTRIBUTIONS.get(documents)
+        pad_to = distribution.longest if distribution and distribution.longest <= PAD_TO else 0
+        self.arms, references = build(arms, inputs, some, pad_to)
+        # What the allocator hands out next is this, so that an element that is not written fails the check.
+        torch.full((8 * tokens * channels,), torch.nan, device="cuda")
+        self.errors = check(self.arms, references, self.layouts[0], some)
+        self._waits = {name: launch_cycles(lambda: arm.phases(self.layouts[0])) for name, arm in self.arms.items()}  # noqa: B023
+
+    def seconds(self, name: str) -> list[float]:
+        """Forward and, where there is one, backward of an arm, a mean over the layouts; of one layout, five times."""
+        layouts = self.layouts if len(self.layouts) > 1 else self.layouts * 5
+        return device_seconds((self.arms[name].phases(layout) for layout in layouts), self._waits[name])
+
+    def memory(self, name: str) -> tuple[float, float]:
+        """What an arm's forward keeps besides its outputs, and its backward's peak besides its results, in activations."""
+        return _memory(self.arms[name], self.layouts[0])
+
+
+def check(
+    arms: Mapping[str, Implementation], references: dict[str, Reference], layout: SequenceLayout, some: torch.Tensor
+) -> Errors:
+    """(output error, gradient error) of every arm that can be held against float64. RuntimeError if one is wrong."""
+    expected: dict[str, torch.Tensor] = {}
+    errors: Errors = {}
+    for name, arm in arms.items():
+        if arm.output is None:
+            continue
+        prepared = arm.prepare(layout)
+        if arm.gradients:
+            found = prepared.errors(some)
+            gradients = {what: error for what, error in found.items() if what.startswith("grad")}
+            outputs = {what: error for what, error in found.items() if what not in gradients}
+            limits = TOLERANCES
+        else:
+            if arm.expects not in expected:
+                expected[arm.expects] = references[arm.expects](layout)
+            with torch.no_grad():
+                y = arm.output(arm.forward(prepared), prepared).index_select(2, some)
+            outputs, gradients, limits = {"output": relative_error(y, expected[arm.expects])}, {}, (PEERS_TOLERANCE, 0)
+        for kind, limit in zip((outputs, gradients), limits):
+            for what, error in kind.items():
+                if not error <= limit:
+                    raise RuntimeError(f"{name}: {what} is off by {error:.1e}; nothing is timed")
+        errors[name] = max(outputs.values()), max(gradients.values(), default=None)
+    return errors
+
+
+def copy_bytes_per_second() -> float:
+    """Bytes read and written per second by copying 2 GiB."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+
+    def copy() -> Phases:
+        yield
+        target.copy_(source)
+        yield
+
+    return 2 * COPY_BYTES / device_seconds((copy() for _ in range(3)), int(2e-4 * clock_hz()))[0]
+
+
+def _memory(arm: Implementation, layout: SequenceLayout) -> tuple[float, float]:
+    assert arm.backward is not None
+    call = arm.prepare(layout)
+    arm.forward(call)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    outputs = arm.forward(call)
+    kept = torch.cuda.memory_allocated() - before - _bytes(outputs)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = arm.backward(outputs, call)
+    activation = _bytes(outputs[:1])
+    workspace = torch.cuda.max_memory_allocated() - before - _bytes(gradients)
+    return kept / activation, workspace / activation
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
