@@ -21,8 +21,6 @@ from packmamba.ops.mamba_ssm import _peer
 from packmamba.timing import PeakMemory, free_memory, now
 
 Documents = Sequence[Sequence[int]]
-BATCHES = ("padded", "grouped", "flattened")
-KERNELS = ("mamba_ssm", "torch", None)
 
 
 @dataclass(frozen=True)
@@ -44,20 +42,6 @@ class Arm:
     steps: int | None = None
     warm_up_steps: int | None = None
     rounds: int | None = None
-
-    @classmethod
-    def of(cls, name: str, fields: dict[str, Any]) -> Arm:
-        try:
-            arm = cls(**fields)
-        except TypeError as error:
-            raise ConfigError(f"arms.{name}: {error}") from None
-        if arm.batches not in BATCHES:
-            raise ConfigError(f"arms.{name}.batches: expected one of {', '.join(BATCHES)}, got {arm.batches!r}")
-        if arm.kernels not in KERNELS or (arm.kernels is None) is not arm.patched:
-            raise ConfigError(
-                f"arms.{name}.kernels: expected mamba_ssm or torch, and none where patched, got {arm.kernels!r}"
-            )
-        return arm
 
     def arranged(self, documents: Documents, per_step: int, warm_up: int) -> Documents:
         """In the order in which they are trained on."""

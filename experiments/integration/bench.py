@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from experiments.integration.arms import Arm, Documents, Measured, Turn
-from packmamba.config import ConfigError, DataConfig, above, at_least, key, load_config, one_of
+from packmamba.config import DataConfig, above, at_least, key, load_config, one_of
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.sources.builtin import open_stdlib
 from packmamba.experiments import Bench
@@ -49,12 +49,9 @@ def run(config: IntegrationConfig, records_path: Path, progress: bool = True) ->
     """Appends a record of kind ``integration`` for each arm.
 
     Raises:
-        ConfigError: a value is refused; nothing has been measured.
-        RuntimeError: a patched arm differs from single documents; nothing is recorded.
+            RuntimeError: a patched arm differs from single documents; nothing is recorded.
     """
-    arms = {name: Arm.of(name, fields) for name, fields in config.arms.items()}
-    if not arms:
-        raise ConfigError("arms: expected at least one, got none")
+    arms = {name: Arm(**fields) for name, fields in config.arms.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()
     sizes = load_config(None, [f"model={config.model}", *config.overrides]).model

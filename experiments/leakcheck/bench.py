@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import importlib.metadata
-import importlib.util
 import logging
 import os
-import re
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,30 +15,24 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from packmamba.config import ConfigError, Holds, at_least, each, key, some, suggest, unique
+from packmamba.config import ConfigError, at_least, key, some, suggest
 from packmamba.experiments import Bench
+from packmamba.integrations.transformers import patch
 from packmamba.isolation import LeakCheckResult, ModeResult, leakcheck
-from packmamba.isolation.adapters import ARGUMENTS
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 
-PATCH = "packmamba.integrations.transformers"
 KERNELS = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "flash-attn")
 PATCHED = ", patched"
 """Ends the name of an arm whose model is patched."""
-SIGNS = re.compile(
-    r"[cC]ausal_conv1d|ShortConv|[dD]eltaAttention|LinearAttention|recurrent_attention_mask|wkv|mLSTM|RgLru"
-)
-"""What the code of a model holds that passes something along a row other than by attention."""
 
 
 @dataclass
 class AuditConfig:
     experiment: str = key("leakcheck", "The question, which the records name.")
     boundaries: list[str] = key(
-        ["position_ids"], "How models are told where documents start, as leakcheck takes it.", some("argument"), unique,
-        each(Holds(f"of {', '.join(ARGUMENTS)}, joined by +", lambda name: all(part in ARGUMENTS for part in name.split("+")))),
-    )  # fmt: skip
+        ["position_ids"], "How models are told where documents start, as leakcheck takes it.", some("argument")
+    )
     shared: dict[str, Any] = key({}, "Keys of every model's configuration that has them.")
     models: dict[str, Any] = key(
         {}, "By model type its family, its own keys as config, and patch: whether to patch it."
@@ -58,56 +48,35 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
     Raises:
         ConfigError: no such device, a model type that transformers does not know, or a key that its configuration does not have.
     """
-    try:
-        torch.empty(0, device=c.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device: '{c.device}' cannot be used here ({str(error).splitlines()[0]})") from None
     for name in c.only:
         if name not in c.models:
             raise ConfigError(f"only: unknown model '{name}'{suggest(name, c.models)}")
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("the audit needs transformers: pip install 'packmamba[integrations]'")
     arms = {name: dict(of or {}) for name, of in c.models.items() if not c.only or name in c.only}
     for name, of in arms.items():
         _configuration(name, of, c.shared)  # before any work
-    if new := unlisted(c.models):
-        print(
-            f"transformers has models that pass something along rows and are not listed: {', '.join(new)}",
-            file=sys.stderr,
-        )
     logging.getLogger("transformers").setLevel(logging.ERROR)
     provenance()
     if c.device != "cpu":
         find_kernels()
-    arms |= {f"{name}{PATCHED}": of for name, of in arms.items() if of.get("patch") and _can_patch()}
+    arms |= {f"{name}{PATCHED}": of for name, of in arms.items() if of.get("patch")}
     cells = [(arm, of, boundaries) for arm, of in arms.items() for boundaries in c.boundaries]
     for arm, of, boundaries in tqdm(cells, unit="check", disable=not progress, mininterval=1):
         begun = time.perf_counter()
         model = _model(arm.removesuffix(PATCHED), of, c)
         if arm.endswith(PATCHED):
-            model = importlib.import_module(PATCH).patch(model)
+            model = patch(model)
         try:
             result = leakcheck(model, boundaries)
-        except Exception as error:  # a model that does not run here does not end the audit
-            result = LeakCheckResult(
-                boundaries,
-                {
-                    "evaluation": ModeResult(
-                        "evaluation mode", raises=f"{type(error).__name__}: {' '.join(str(error).split())}"
-                    )
-                },
-            )
-            failed = True
-        else:
             failed = False
+        except Exception as error:  # a model that does not run here does not end the audit
+            said, failed = f"{type(error).__name__}: {' '.join(str(error).split())}", True
+            result = LeakCheckResult(boundaries, {"evaluation": ModeResult("evaluation mode", raises=said)})
         append_record(records_path, _record(c, arm, of, boundaries, model, result, failed, time.perf_counter() - begun))
 
 
 def find_kernels() -> None:
     """Makes mamba-ssm's kernels importable one by one, before transformers asks: the whole package wants more than they do."""
-    os.environ.setdefault(
-        "MAMBA_DETERMINISTIC", "1"
-    )  # one block size each: nothing is timed, and others take minutes to build
+    os.environ.setdefault("MAMBA_DETERMINISTIC", "1")  # one block size each: others take minutes to build
     for module, name in (
         ("selective_scan_interface", "selective_scan_fn"),
         ("triton.selective_state_update", "selective_state_update"),
@@ -117,44 +86,15 @@ def find_kernels() -> None:
             _peer("mamba_ssm", f"ops.{module}", name)
 
 
-def unlisted(models: Any) -> list[str]:
-    """Folders of transformers that hold a causal language model with ``SIGNS`` and none of these model types."""
-    import transformers
-
-    folder = Path(transformers.__file__).parent / "models"
-    known = {_folder(name) for name in models}
-    found = []
-    for path in sorted(folder.glob("*/modeling_*.py")):
-        text = path.read_text(encoding="utf-8")
-        if path.parent.name not in known | {"auto"} and "ForCausalLM(" in text and SIGNS.search(text):
-            found.append(path.parent.name)
-    return sorted(set(found))
-
-
-def _folder(model_type: str) -> str:
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
-
-    return model_type_to_module_name(model_type)
-
-
-def _can_patch() -> bool:
-    try:
-        return hasattr(importlib.import_module(PATCH), "patch")
-    except ImportError:
-        return False
-
-
 def _configuration(name: str, of: dict[str, Any], shared: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:
         raise ConfigError(f"models.{name}: transformers has no such model type{suggest(name, CONFIG_MAPPING)}")
     made = CONFIG_MAPPING[name]
-    known = {field.name for field in dataclasses.fields(made)}
-    own = of.get("config") or {}
-    for name_of_key in own:
-        if name_of_key not in known:
-            raise ConfigError(f"models.{name}.config.{name_of_key}: {made.__name__} has no such key")
+    known, own = {field.name for field in dataclasses.fields(made)}, of.get("config") or {}
+    if unknown := own.keys() - known:
+        raise ConfigError(f"models.{name}.config: expected keys of {made.__name__}, got {', '.join(unknown)}")
     return made(**{k: v for k, v in shared.items() if k in known} | own)
 
 

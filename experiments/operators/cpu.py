@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -54,12 +54,6 @@ class Config:
         at_least(2),
     )  # fmt: skip
     seed: int = key(0, "Seed of lengths and values.", at_least(0))
-
-    def problems(self) -> Iterator[str]:
-        if self.longest < self.shortest:
-            yield f"longest: expected at least shortest={self.shortest}, got {self.longest}"
-        if self.slow_rounds > self.rounds:
-            yield f"slow_rounds: expected 2 to rounds={self.rounds}, got {self.slow_rounds}"
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,18 +56,6 @@ class Config:
         "Rows longer than this are not run document by document or padded: the time per token stays, and takes minutes.",
     )
     seed: int = key(0, "Of the documents' lengths and of the tensors.", at_least(0))
-
-    def problems(self) -> Iterator[str]:
-        if self.slow_rounds > self.rounds:
-            yield f"slow_rounds: expected 1 to rounds={self.rounds}, got {self.slow_rounds}"
-        for shape in self.shapes:
-            try:
-                draw_shape(self, shape)
-            except ValueError:
-                yield (
-                    f"shapes: expected tokens,channels,documents with channels a multiple of {HEAD_CHANNELS} and "
-                    f"documents one of {', '.join(LENGTH_DISTRIBUTIONS)}, one, or a length, got {shape!r}"
-                )
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -49,14 +48,6 @@ class Config:
     )
     seeds: list[int] = key([0, 1, 2], "Seeds of the draws of lengths.", some("seed"), each(at_least(0)))
     rounds: int = key(5, "How often each plan is timed.", at_least(1))
-
-    def problems(self) -> Iterator[str]:
-        longest = LENGTH_DISTRIBUTIONS[self.distribution].longest
-        for arm, row_length in itertools.product(self.arms(), self.row_lengths):
-            try:
-                arm.plan([longest], row_length, self.overlong)
-            except ValueError as error:
-                yield str(error)
 
     def arms(self) -> list[Arm]:
         """The strategies, greedy with each buffer."""
@@ -116,9 +107,6 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
                     wall_seconds=sum(seconds),
                 )
                 append_record(records_path, record)
-
-
-BENCHES = {"packing": Bench(Config, run)}
 
 
 def _measure(

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from packmamba.config import Config as Run
-from packmamba.config import ConfigError, key, load_config, some
+from packmamba.config import ConfigError, each, key, load_config, one_of, some
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.ops import BACKENDS
@@ -34,36 +34,10 @@ class Config:
     base: str = key("train.yaml", "The run, a file of this folder.")
     keys: list[str] = key([], "What is changed of it, as key=value.")
     arms: dict[str, list[str]] = key({}, "What each arm changes of it. The first trains.", some("arm"))
-    precisions: list[str] = key(["32-true"], "What gradients are computed in, of each arm. The first trains.")
+    precisions: list[str] = key(
+        ["32-true"], "In which gradients are computed. The first trains.", each(one_of(*AUTOCAST))
+    )
     at: list[int] = key([0], "Optimizer steps, from 0, whose gradients are compared.")
-
-    def problems(self) -> Iterator[str]:
-        if not self.precisions or not set(self.precisions) <= set(AUTOCAST):
-            yield f"precisions: expected some of {', '.join(AUTOCAST)}, got {self.precisions}"
-            return
-        if not self.at or min(self.at) < 0:
-            yield f"at: expected steps from 0 on, got {self.at}"
-        first: Run | None = None
-        for name in self.arms:
-            try:
-                arm = self.of(name)
-            except ConfigError as error:
-                yield f"arms.{name}: {error}"
-                continue
-            if self.at and max(self.at) >= arm.trainer.max_steps:
-                yield f"at: expected steps below trainer.max_steps={arm.trainer.max_steps}, got {max(self.at)}"
-            if any(said.partition("=")[0] == "trainer.precision" for said in (*self.keys, *self.arms[name])):
-                yield f"arms.{name}: trainer.precision is what precisions says of every arm; expected it there"
-            if arm.trainer.cuda_graphs:
-                yield f"arms.{name}: expected trainer.cuda_graphs=false: a graph has one precision"
-            first = first or arm
-            shared = [
-                part for part in ("model", "optimizer", "trainer", "seed") if getattr(arm, part) != getattr(first, part)
-            ]
-            if arm.trainer.boundary != "reset":
-                yield f"arms.{name}: expected trainer.boundary=reset, got {arm.trainer.boundary}, which has another gradient"
-            elif shared:
-                yield f"arms.{name}: expected keys of data and ops, got one of {shared[0]}: arms share their weights"
 
     def of(self, arm: str) -> Run:
         return load_config(FOLDER / self.base, [*self.keys, *self.arms[arm], f"trainer.precision={self.precisions[0]}"])
@@ -166,12 +140,7 @@ def against(c: Config, runs: Iterable[str], arm: str, precision: str) -> str:
     return "" if precision == c.precisions[0] else f"{first}, {c.precisions[0]}"
 
 
-def _compare(
-    c: Config,
-    arms: dict[str, tuple[PackedLitModule, StepBatch]],
-    number: int,
-    curves: dict[tuple[str, str], list[dict[str, float]]],
-) -> None:
+def _compare(c: Config, arms: dict[str, tuple[PackedLitModule, StepBatch]], number: int, curves: Any) -> None:
     targets = {name: step.num_targets for name, (_, step) in arms.items()}
     if len(set(targets.values())) > 1:
         raise RuntimeError(

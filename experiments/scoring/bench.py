@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.scoring import exactness
-from experiments.scoring.methods import Method, harness, packed, padded
-from experiments.scoring.models import make_model
-from experiments.scoring.requests import Request, Workload
+from experiments.scoring.methods import Method, Request, Workload, harness, make_model, packed, padded
 from packmamba import MambaLM
-from packmamba.config import ConfigError, above, at_least, key, load_config, one_of, suggest
+from packmamba.config import ConfigError, above, at_least, key, load_config, one_of
 from packmamba.evaluation import Score
 from packmamba.evaluation.generation import generate
 from packmamba.experiments import Bench
@@ -28,14 +25,6 @@ from packmamba.timing import PeakMemory, free_memory, median, seconds, spread, t
 
 MOST_DIFFERENCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 """Nats per token by which an arm's mean may differ from packed scores before nothing is timed."""
-
-
-MAKE: dict[str, Callable[..., Any]] = {"packed": packed, "padded": padded, "hf": harness}
-METHODS = {
-    method: ["method", *(inspect.signature(make).parameters.keys() - {"model", "max_slots"})]
-    for method, make in MAKE.items()
-}
-"""The keys of an arm by its method."""
 
 
 @dataclass
@@ -57,14 +46,6 @@ class ScoringConfig:
     margin: float = key(1.0, "Factor on the difference that the gate allows.", above(0))
     seed: int = key(0, "Seed of weights and requests.", at_least(0))
 
-    def problems(self) -> Iterator[str]:
-        for name, arm in self.arms.items():
-            method, *given = [arm.get("method"), *arm] if isinstance(arm, dict) else [None]
-            if not isinstance(method, str) or method not in METHODS:
-                yield f"arms.{name}.method: expected packed, padded or hf, got {method!r}"
-            elif unknown := [field for field in given if field not in METHODS[method]]:
-                yield f"arms.{name}: unknown key '{unknown[0]}'{suggest(str(unknown[0]), METHODS[method])}"
-
 
 def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> None:
     """Appends a record of kind ``scoring`` for each workload and arm, and of kind ``generation`` for each number of prompts.
@@ -73,7 +54,7 @@ def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> Non
         ConfigError: a value is refused; nothing has been measured.
         RuntimeError: an arm's scores are not the packed ones; its workload is not recorded.
     """
-    workloads = {name: Workload.of(name, fields) for name, fields in config.workloads.items()}
+    workloads = {name: Workload(**fields) for name, fields in config.workloads.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()
     torch.manual_seed(config.seed)
@@ -89,23 +70,13 @@ def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> Non
 
 def _methods(config: ScoringConfig, model: MambaLM) -> dict[str, Method]:
     made: dict[str, Method] = {}
-    for name, fields in config.arms.items():
-        arm = dict(fields)
-        method = arm.pop("method", None)
+    for name, arm in config.arms.items():
+        fields = {key: value for key, value in arm.items() if key != "method"}
         try:
-            if method == "packed":
-                made[name] = packed(model, config.max_slots, **arm)
-            elif method == "padded":
-                made[name] = padded(model, **arm)
-            elif method == "hf":
-                try:
-                    made[name] = harness(model, **arm)
-                except (ImportError, ValueError) as error:
-                    print(f"{name} is left out: {error}", file=sys.stderr)
-            else:
-                raise ConfigError(f"arms.{name}.method: expected packed, padded or hf, got {method!r}")
-        except TypeError as error:
-            raise ConfigError(f"arms.{name}: {error}") from None
+            make = {"packed": partial(packed, model, config.max_slots), "padded": partial(padded, model)}
+            made[name] = (make | {"hf": partial(harness, model)})[arm["method"]](**fields)
+        except (ImportError, ValueError) as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
     if not made:
         raise ConfigError("arms: expected at least one that runs here, got none")
     return made
@@ -230,4 +201,4 @@ def _measure_generation(
     )  # fmt: skip
 
 
-BENCHES = {"scoring": Bench(ScoringConfig, run), "exactness": Bench(exactness.ExactnessConfig, exactness.run)}
+BENCHES = {"scoring": Bench(ScoringConfig, run)}

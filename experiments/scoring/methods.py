@@ -8,18 +8,50 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from experiments.scoring.requests import Request
 from packmamba import MambaLM, SequenceLayout
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.evaluation import Score, score
 from packmamba.evaluation.packed_forward import log_probabilities
 from packmamba.ops.mamba_ssm import _peer
 
+Request = tuple[list[int], list[int]]
 Method = Callable[[Sequence[Request]], list[Score]]
+
+
+def make_model(sizes: Any, device: torch.device, dtype: torch.dtype) -> MambaLM:
+    """Make a model of a published size with random weights."""
+    names = ("d_model", "n_layer", "d_state", "expand", "tie_embeddings")
+    with device:
+        model = MambaLM(vocab_size=sizes.vocab_size or 50280, **{name: getattr(sizes, name) for name in names})
+    return model.to(dtype).eval()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Contexts with ``continuations`` continuations each, of random ids; lengths in tokens are log-normal."""
+
+    contexts: int
+    context: int
+    continuations: int
+    continuation: int
+    sigma: float = 0.5
+
+    def draw(self, vocab_size: int, seed: int) -> list[Request]:
+        """Draw requests, those of one context next to each other, of a quarter to four times the median length."""
+        rng = np.random.Generator(np.random.PCG64(seed))
+
+        def ids(median: int) -> list[int]:
+            length = np.clip(rng.lognormal(np.log(median), self.sigma), max(1, median / 4), 4 * median)
+            return rng.integers(vocab_size, size=int(length)).tolist()
+
+        contexts = [ids(self.context) for _ in range(self.contexts)]
+        return [(context, ids(self.continuation)) for context in contexts for _ in range(self.continuations)]
 
 
 def packed(model: MambaLM, max_slots: int, share: bool) -> Method:

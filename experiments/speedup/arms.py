@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Optional, cast
 
@@ -44,16 +43,6 @@ class Arm:
     parts: list[str] = key(
         [BARE], "The bench's parts that it takes part in.", each(one_of(BARE, BREAKDOWN, STEPS)), unique, some("part")
     )
-
-    def problems(self) -> Iterator[str]:
-        if self.packs and self.row_length is None:
-            yield f"row_length: strategy {self.strategy} needs a number, got null"
-        if self.strategy == "single" and self.row_length is not None:
-            yield f"row_length: expected null with strategy single, got {self.row_length}"
-        if self.peer and (self.graphs or STEPS in self.parts):
-            yield "layers: graphs and steps need packmamba, got 'mamba-ssm'"
-        if self.parts == [BREAKDOWN]:
-            yield f"parts: {BREAKDOWN} needs {BARE} or {STEPS} beside it, got neither"
 
     @property
     def packs(self) -> bool:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.speedup import growth
 from experiments.speedup.arms import BARE, BREAKDOWN, Arm, Documents, Feed, PeerLM, feed
 from experiments.speedup.breakdown import by_family
-from experiments.speedup.config import GROWTH, TOLERANCES
+from experiments.speedup.config import TOLERANCES
 from experiments.speedup.model import Model
 from packmamba import timing
 from packmamba.data.batching import PackedBatch
@@ -29,14 +28,12 @@ Loss = Callable[[PackedBatch], tuple[Tensor, ...]]
 
 
 def measure(model: Model) -> None:
-    """Appends a speedup record for each arm of the bare loop, breakdowns, and growth for the model that grows."""
+    """Appends a speedup record for each arm of the bare loop, and breakdowns."""
     loop = BareLoop(model)
     loop.gate()
     # Graphs keep memory that other arms may need: they take their turns afterwards.
     for graphs in (False, True):
         loop.measure([case for case in loop.cases if case.arm.graphs == graphs])
-    if GROWTH in model.c.parts and model.name == model.c.growth_model:
-        growth.measure(model, loop.module)
 
 
 @dataclass

@@ -1,21 +1,42 @@
-"""What the experiment measures: whole models on one device (``speedup``) and steps on several (``multi_gpu``)."""
+"""Whole models on one device, single against padded against packed (``speedup``), and steps on several (``multi_gpu``)."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from experiments.speedup import multi_gpu
+import torch
+
+from experiments.speedup import bare_loop, multi_gpu, steps
+from experiments.speedup.arms import BARE, BREAKDOWN, STEPS
 from experiments.speedup.config import Config
+from experiments.speedup.model import Model
 from packmamba.experiments import Bench
+from packmamba.records import provenance
+from packmamba.timing import free_memory
 
 
-def speedup(config: Config, records_path: Path, progress: bool = True) -> None:
-    from experiments.speedup import whole_models  # imports Lightning: a wrong key is refused before
+def run(c: Config, records_path: Path, progress: bool = True) -> None:
+    """Append records of kinds speedup and breakdown; each one's config holds its arm's fields.
 
-    whole_models.run(config, records_path, progress)
+    All arms of a model share one set of weights and take turns. Every arm arranges the same documents; its time for all of
+    them is estimated from some of its batches, evenly spread over their sizes.
+
+    Raises:
+        RuntimeError: arms disagree on the losses of the same documents; nothing of that model is recorded.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    provenance()  # of the code as it is now, not as it may be after minutes
+    for name in c.models:
+        free_memory()
+        try:
+            model = Model(c, name, device, records_path, progress)
+            if {BARE, BREAKDOWN} & set(c.parts):
+                bare_loop.measure(model)
+            if STEPS in c.parts:
+                steps.measure(model)
+        except torch.OutOfMemoryError:
+            print(f"left out, {name}, what was not recorded before: does not fit into memory", file=sys.stderr)
 
 
-BENCHES = {
-    "speedup": Bench(Config, speedup),
-    "multi_gpu": Bench(multi_gpu.Config, multi_gpu.run),
-}
+BENCHES = {"speedup": Bench(Config, run), "multi_gpu": Bench(multi_gpu.Config, multi_gpu.run)}

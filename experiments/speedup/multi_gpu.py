@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -19,7 +18,7 @@ from tqdm import tqdm
 from experiments.speedup import config
 from experiments.speedup.arms import Arm as Rows
 from packmamba import timing
-from packmamba.config import ConfigError, at_least, each, key, one_of, some
+from packmamba.config import ConfigError, at_least, key, one_of, some
 from packmamba.data.packing import STRATEGIES
 from packmamba.records import append_record, make_record, provenance
 
@@ -39,9 +38,7 @@ class Arm:
 class Config:
     experiment: str = key("speedup", "The question, which the records name.")
     model: str = key("1.4b", "A size in configs/model.")
-    overrides: list[str] = key(
-        [], "key=value of the run configuration, such as model.compile=true.", each(config.OVERRIDE)
-    )
+    overrides: list[str] = key([], "key=value of the run configuration, such as model.compile=true.")
     arms: dict[str, Arm] = key({}, "By name; the first is what the others are compared with.", some("arm"))
     strategy: str = key(
         "best_fit",
@@ -59,12 +56,6 @@ class Config:
     num_workers: int = key(2, "Processes of each device that prepare its batches.", at_least(0))
     timeout_seconds: int = key(300, "Longest time for one arm.", at_least(1))
     seed: int = key(0, "Of lengths, tokens and weights.", at_least(0))
-
-    def problems(self) -> Iterator[str]:
-        yield from self.rows.problems()
-        for problem in config.misfits(self.rows, self.slots, self.distribution):
-            yield f"row_length: {problem}"
-        yield from config.problems_of_model(self.model, self.overrides, self.seed, self.precision)
 
     @property
     def rows(self) -> Rows:
@@ -90,7 +81,6 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     """
     if c.accelerator == "gpu" and torch.cuda.device_count() < c.most:
         raise ConfigError(f"arms: {c.most} devices need as many GPUs; PyTorch sees {torch.cuda.device_count()}")
-    config.check_device(c.device, c.overrides, {})
     provenance()
     settings = {name: value for name, value in asdict(c).items() if name not in ("experiment", "arms", "seed")}
     expected: list[float] = []
