@@ -1,0 +1,401 @@
+"""Each bench on a tiny case on a CPU: every arm is recorded and tabulated; a wrong arm is not timed."""
+
+from __future__ import annotations
+
+import csv
+import types
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from configured import configured
+
+import run
+from experiments.operators import cpu, gpu, gpu_implementations
+from experiments.operators.arms import CPU_ARMS, GPU_ARMS
+from experiments.packing import bench as packing
+from experiments.parity.gradients import _apart
+from experiments.parity.reproduce import GRADIENTS
+from experiments.scoring import bench as scoring
+from experiments.scoring.methods import Workload
+from experiments.speedup import bench as speedup
+from experiments.speedup import multi_gpu, steps
+from experiments.speedup.arms import Arm, Documents, feed
+from experiments.speedup.breakdown import exclusive, family_of, sort_kernels
+from experiments.speedup.config import TOLERANCES, Config
+from experiments.speedup.model import Model
+from experiments.speedup.report_breakdown import FAMILIES
+from experiments.tasks import bench as tasks
+from packmamba import SequenceLayout, ops
+from packmamba.data.lengths import draw_lengths
+from packmamba.data.packing import STRATEGIES, plan_rows
+from packmamba.evaluation import Score
+from packmamba.experiments import find, kinds_of, load_bench
+from packmamba.ops import custom_op
+from packmamba.records import read_records
+from packmamba.report.folder import build_sections
+from packmamba.training.boundary import Leak
+from packmamba.training.module import MambaLitModule
+
+
+def tables(question, records):
+    (section,) = build_sections(records, figures=False, kinds=kinds_of(find(question), records))
+    return {table.name: table for table in section.tables}
+
+
+CPU = {
+    "tokens": 96,
+    "shortest": 3,
+    "longest": 30,
+    "channels": 24,
+    "states": 4,
+    "conv_tokens": 64,
+    "conv_channels": 40,
+    "threads": 1,
+    "rounds": 3,
+    "slow_rounds": 2,
+}
+
+
+def test_operators_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "machine_rates", partial(cpu.machine_rates, 1))
+    cpu.run(configured(cpu.Config, CPU), tmp_path / "records.jsonl", progress=False)
+    records = read_records(tmp_path)
+    assert [(r["config"]["operator"], r["arm"]) for r in records] == [
+        (o, arm) for o in ("scan", "conv") for arm in CPU_ARMS
+    ]
+    for record in records:
+        assert CPU_ARMS[record["arm"]].fields().items() <= record["config"].items()
+        assert record["metrics"]["seconds_median"] > record["metrics"]["bound_seconds"] > 0
+    assert len(tables("operators", records)["operators-ssm-pack"].rows) == len(CPU_ARMS)
+
+
+def test_a_wrong_operator_is_not_timed(tmp_path, monkeypatch):
+    real = custom_op.KERNELS["cpu"]["ssm_forward"]
+
+    def wrong(*arguments):
+        real(*arguments)
+        arguments[-3].mul_(1.001)  # y
+
+    monkeypatch.setitem(custom_op.KERNELS["cpu"], "ssm_forward", wrong)
+    with pytest.raises(RuntimeError, match="scan, cpu: y is off"):
+        cpu.run(configured(cpu.Config, CPU, arms=["cpu"]), tmp_path / "records.jsonl", progress=False)
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def scan(u, delta, A, B, C, D, z, bias, softplus, layout=None):
+    rows = [t.transpose(1, 2).contiguous() for t in (u, delta, B[:, 0], C[:, 0])]
+    options = {"z": z.transpose(1, 2).contiguous(), "delta_bias": bias, "delta_softplus": True, "backend": "reference"}
+    return ops.ssm_pack(*rows[:2], A, *rows[2:], D, **options).transpose(1, 2)
+
+
+def peer_forward(*arguments):
+    y = scan(*arguments)
+    return y, torch.zeros(()), y
+
+
+def convolve(x, weight, bias, seq_idx, activation):
+    layout = SequenceLayout.from_seq_idx(seq_idx)
+    y = ops.conv1d_pack(x.transpose(1, 2), weight, bias, layout=layout, activation=activation, backend="reference")
+    return y.transpose(1, 2)
+
+
+def test_operators_of_a_gpu_against_float64():
+    """What the GPU's bench times, as far as it runs on a CPU, with stand-ins for the peers' kernels."""
+    layout, some = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100), torch.tensor([0, 7, 63])
+    inputs = gpu_implementations.Inputs.random(100, 128, 0, "cpu")
+    names = ("scan", "scan-states", "conv1d", "projections")
+    made, references = gpu_implementations.build({name: GPU_ARMS[name] for name in names}, inputs, some, 48)
+    peer = types.SimpleNamespace(fwd=peer_forward, bwd=lambda *arguments: (arguments[8],))
+    for packing_ in ("unpacked", "by-document", "padded"):
+        made[f"mamba-ssm-{packing_}"] = gpu_implementations.mamba(peer, packing_, inputs, 48)
+    made["causal-conv1d"] = gpu_implementations.causal_conv(convolve, inputs)
+    errors = gpu.check(made, references, layout, some)
+    assert errors.keys() == made.keys() - {"projections"} and all(0 < output < 1e-2 for output, _ in errors.values())
+    for name, count in (("scan", 8), ("scan-states", 9), ("conv1d", 3), ("projections", 8), ("causal-conv1d", 3)):
+        prepared = made[name].prepare(layout)
+        assert len(made[name].backward(made[name].forward(prepared), prepared)) == count
+    arm = made["causal-conv1d"]
+    wrong = gpu_implementations.Implementation(
+        arm.forward, None, arm.prepare, lambda *a: arm.output(*a) * 1.02, arm.expects
+    )
+    with pytest.raises(RuntimeError, match="x: output is off"):
+        gpu.check({"x": wrong}, references, layout, some)
+    rows = gpu.draw_rows("documents-2k", 5000, 20, 0)
+    assert len(rows) == 20 and all(sum(row) == 5000 for row in rows) and rows[0] != rows[1]
+    assert gpu.draw_rows("300", 700, 20, 0) == [[300, 300, 100]]
+
+
+@pytest.mark.gpu
+def test_operators_on_a_gpu(tmp_path):
+    ours = [
+        name for name, arm in GPU_ARMS.items() if arm.implementation in ("packmamba", "torch") and not arm.per_token
+    ]
+    values = {"shapes": ["256,128,40", "300,64,short"], "arms": ours, "layouts": 2, "rounds": 2, "slow_rounds": 1}
+    gpu.run(configured(gpu.Config, values), tmp_path / "records.jsonl", False)
+    records = read_records(tmp_path)
+    assert sorted(record["arm"] for record in records) == sorted(2 * ours)
+    for record in records:
+        assert GPU_ARMS[record["arm"]].fields().items() <= record["config"].items()
+        assert record["metrics"]["forward_seconds"] > 0 and record["metrics"]["copy_bytes_per_second"] > 1e10
+
+
+def test_packing(tmp_path):
+    grid = {"num_documents": 50, "row_lengths": [1024, 2048], "buffers": [8, 16], "seeds": [4], "rounds": 2}
+    packing.run(configured(packing.Config, grid), tmp_path / "records.jsonl", progress=False)
+    records = read_records(tmp_path)
+    assert len(records) == 2 * (len(STRATEGIES) - 1 + 2)
+    lengths = draw_lengths("documents-2k", 50, 4)
+    for record in records:
+        config, metrics = record["config"], record["metrics"]
+        plan = plan_rows(lengths, config["row_length"], config["strategy"], "pieces", config["buffer"] or 1)
+        assert (metrics["padding_fraction"], metrics["num_rows"]) == (plan.padding_fraction, plan.num_rows)
+
+
+@pytest.mark.parametrize("array, value", [("document", 0), ("start", 2), ("length", 3), ("slots", 1)])
+def test_a_wrong_plan_is_not_timed(array, value):
+    lengths = np.array([3, 5, 2, 7])
+    plan = plan_rows(lengths, 4, "split")
+    packing.check_plan(plan, lengths)
+    getattr(plan, array)[2] = value
+    with pytest.raises(RuntimeError):
+        packing.check_plan(plan, lengths)
+
+
+BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"
+ARMS = {
+    "single": {"strategy": "single", "parts": [BARE, STEPS]},
+    "padded-256": {"strategy": "padded", "row_length": 256, "parts": [BARE, BREAKDOWN, STEPS]},
+    "padded-longest": {"strategy": "padded"},
+    "padded-buckets": {"strategy": "padded", "sorted_by_length": True},
+    "packed-512-in_order": {"strategy": "in_order", "row_length": 512},
+    "packed-512-best_fit": {"strategy": "best_fit", "row_length": 512, "parts": [BARE, BREAKDOWN, STEPS]},
+}
+MODEL = ["model.n_layer=2", "model.d_model=16", "model.d_state=4", "model.vocab_size=60"]
+TINY = {
+    "models": ["130m"],
+    "overrides": MODEL,
+    "arms": ARMS,
+    "distribution": "short",
+    "documents": 100,
+    "slots": 512,
+    "batches": 2,
+    "single_batches": 3,
+    "rounds": 2,
+    "dtype": "float32",
+    "precision": "32-true",
+    "num_workers": 0,
+    "peak_flops_per_second": 1e11,
+}
+
+
+def test_whole_models(tmp_path):
+    speedup.run(configured(Config, TINY), tmp_path / "records.jsonl", progress=False)
+    records = read_records(tmp_path)
+    by_kind = {}
+    for record in records:
+        by_kind.setdefault((record["kind"], record["config"]["part"]), []).append(record)
+    bare = by_kind["speedup", BARE]
+    assert [record["arm"] for record in bare] == list(ARMS)
+    for record in bare:
+        assert configured(Arm, ARMS[record["arm"]]).fields().items() <= record["config"].items()
+        assert record["metrics"]["loss_error"] <= TOLERANCES["float32"]
+    padding = {record["arm"]: record["metrics"]["padding_fraction"] for record in bare}
+    assert padding["single"] == 0 < padding["packed-512-best_fit"] < padding["packed-512-in_order"]
+    assert padding["padded-buckets"] < padding["padded-longest"] < padding["padded-256"]
+    assert [record["arm"] for record in by_kind["speedup", STEPS]] == [
+        n for n, a in ARMS.items() if STEPS in a.get("parts", ())
+    ]
+    for part in (BARE, STEPS):
+        for record in by_kind[BREAKDOWN, part]:
+            metrics = record["metrics"]
+            assert metrics["scan"] > 0 and metrics["conv"] > 0 and metrics["matrix products"] > 0
+            assert sum(metrics[family] for family in FAMILIES) == pytest.approx(metrics["seconds"])
+    made = tables("speedup", records)
+    assert [row[1].text for row in made["arms-130m"].rows] == list(ARMS) and len(made["breakdown"].rows) == 4
+
+
+def test_a_leaking_arm_is_not_timed(tmp_path, monkeypatch):
+    loss = MambaLitModule.loss
+    monkeypatch.setattr(MambaLitModule, "loss", lambda self, batch, _=None: loss(self, batch, Leak()))
+    with pytest.raises(RuntimeError, match="packed-512-in_order: losses are off"):
+        speedup.run(configured(Config, TINY), tmp_path / "records.jsonl", progress=False)
+
+
+def test_every_arm_holds_every_token_once():
+    documents = Documents(draw_lengths("short", 200, 0), 60, 0)
+    for name, fields in ARMS.items():
+        found = {}
+        for batch, numbers in feed(documents, Arm(**fields), 512).all():
+            parts = batch.tokens[batch.layout.documents >= 0].split(batch.layout.lengths.tolist())
+            found |= dict(zip(numbers, parts, strict=True))
+        assert all(found[i].tolist() == documents.document(i).tolist() for i in range(200)), name
+
+
+def test_steps_of_arms_take_turns():
+    order = steps.Turns(
+        [range(99)] * 2, [steps.Turn(0, 2, timed=False), steps.Turn(1, 1), steps.Turn(0, 2), steps.Turn(1, 1)]
+    )
+    assert order.order == [(0, 0), (0, 1), (1, 0), (0, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
+        ("void (anonymous namespace)::backward<true, true>(ScanParams)", "scan"),
+        ("void (anonymous namespace)::forward<__nv_bfloat16, 4, 4>(ConvParams)", "conv"),
+        ("triton_red_fused__log_softmax__to_copy_arange_eq_exp_gather_neg", "loss"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
+        ("triton_per_fused_add_mul_0", "norm and elementwise"),
+        ("Memcpy HtoD (Pinned -> Device)", "other"),
+    ],
+)
+def test_families_of_kernels(name, family):
+    assert family_of(name) == family
+
+
+def test_time_of_kernels_and_gaps():
+    times = [(0.0, 40.0, "ssm"), (44.0, 60.0, "gemm"), (100.0, 104.0, "gemm")]
+    gpu_ = torch.autograd.DeviceType.CUDA
+    span = types.SimpleNamespace
+    events = [span(name=name, device_type=gpu_, time_range=span(start=a, end=b)) for a, b, name in times]
+    found = sort_kernels(span(events=lambda: events), True, 110e-6)
+    assert found.families["scan"] == pytest.approx(40e-6) and found.families["matrix products"] == pytest.approx(20e-6)
+    assert found.idle == pytest.approx(50e-6) and found.gaps == pytest.approx(4e-6)
+    overlapping = [(3.0, 7.0, "reduce"), (0.0, 5.0, "backward"), (1.0, 2.0, "inside"), (40.0, 41.0, "reduce")]
+    assert exclusive(overlapping) == ({"backward": 5.0, "inside": 0.0, "reduce": 3.0}, 0.0)
+
+
+def test_an_arm_with_another_loss_on_several_devices_is_not_recorded(tmp_path, monkeypatch):
+    values = {
+        "model": "130m",
+        "overrides": MODEL,
+        "row_length": 512,
+        "slots": 512,
+        "precision": "32-true",
+        "accelerator": "cpu",
+    }
+    values["arms"] = {"ddp-1": {"devices": 1}, "ddp-2": {"devices": 2}}
+    results = {"losses": [4.0], "seconds": [1.0, 1.0], "slots": [512, 512], "tokens": [500, 500]}
+    results |= {"peak_memory_bytes": None, "corpus": "short", "config": {}}
+    arms = iter([results, results | {"losses": [4.001]}])
+    monkeypatch.setattr(multi_gpu, "_launch", lambda *_: next(arms))
+    with pytest.raises(RuntimeError, match="ddp-2: losses"):
+        multi_gpu.run(configured(multi_gpu.Config, values), tmp_path / "records.jsonl", progress=False)
+    assert [record["arm"] for record in read_records(tmp_path)] == ["ddp-1"]
+
+
+SCORING = [
+    *(
+        "model=130m",
+        "overrides=[model.n_layer=1,model.d_model=32,model.vocab_size=300]",
+        "dtype=float32",
+        "max_slots=256",
+    ),
+    "workloads.short-context={contexts: 6, context: 12, continuations: 4, continuation: 3}",
+    "workloads.long-context={contexts: 4, context: 80, continuations: 1, continuation: 3}",
+    *("prompts=[1,3]", "prompt_length=16", "new_tokens=3", "rounds=2", "arms=[packed,packed-unshared,padded-8]"),
+]
+
+
+def test_scoring(tmp_path):
+    scoring.run(load_bench("scoring", SCORING).config, tmp_path / "records.jsonl", progress=False)
+    records = read_records(tmp_path)
+    scores = [record for record in records if record["kind"] == "scoring"]
+    assert [record["arm"] for record in scores] == ["packed", "packed-unshared", "padded-8"] * 2
+    assert all(record["metrics"]["mean_difference"] < 1e-5 for record in scores)
+    assert {"scoring-short-context", "scoring-long-context", "generation"} <= scoring_tables(records)
+
+
+def scoring_tables(records):
+    kinds = kinds_of(find("scoring"), records)
+    return {table.name for section in build_sections(records, figures=False, kinds=kinds) for table in section.tables}
+
+
+def test_wrong_scores_are_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "padded", lambda model, batch: lambda requests: [Score(0.0, False)] * len(requests))
+    with pytest.raises(RuntimeError, match="short-context, padded-8: scores differ"):
+        scoring.run(load_bench("scoring", SCORING).config, tmp_path / "records.jsonl", progress=False)
+
+
+def test_requests_are_about_their_median_lengths():
+    requests = Workload(400, 64, 4, 16).draw(100, seed=0)
+    assert len(requests) == 1600 and all(a[0] is b[0] for a, b in zip(requests[::4], requests[3::4]))
+    assert 58 < np.median([len(context) for context, _ in requests[::4]]) < 70
+
+
+def test_gradients_of_packed_and_padded_along_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run.main(["bench", "parity/gradients", *GRADIENTS, f"output={tmp_path}"]) == 0
+    with open(tmp_path / "tables" / "gradients.csv") as file:
+        rows = {(row["arm"], row["precision"]): row for row in csv.DictReader(file)}
+    for step in ("step_0", "step_20", "step_39"):
+        rounded = float(rows["padded", "bf16-mixed"][step])
+        assert 0 < float(rows["packed-reset", "32-true"][step]) <= 1e-5, "other sums, and nothing else"
+        assert 0 < float(rows["single", "32-true"][step]) <= 1e-5 and 1e-4 < rounded < 0.1
+
+
+def test_differences_of_gradients_are_relative():
+    ones, none = torch.ones(4), torch.zeros(2)
+    found = _apart((1.5, [1.5 * ones, none]), (1.0, [ones, none]))
+    assert found == {"relative_difference": 0.5, "largest_of_a_tensor": 0.5, "loss_difference": 0.5}
+    assert _apart((1.0, [ones, none + 1]), (1.0, [ones, none]))["largest_of_a_tensor"] == torch.inf
+
+
+def test_tasks_of_untrained_models(tmp_path):
+    keys = ["questions=[]", "untrained=[mqar,passkey]", "examples=10", "seeds=[0]"]
+    tasks.run(load_bench("tasks/answers", keys).config, tmp_path / "records.jsonl", progress=False)
+    found = {record["arm"]: record["metrics"] for record in read_records(tmp_path)}
+    assert found.keys() == {"mqar", "passkey"} and all(0 <= m["accuracy"] <= 1 for m in found.values())
+    assert len(tables("tasks", read_records(tmp_path))["untrained"].rows) == 2
+
+
+def test_hugging_face_s_trainer(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from experiments.integration import bench as integration
+    from experiments.integration.arms import Arm as HFArm
+
+    arms = {
+        "padded": {"batches": "padded", "kernels": "torch"},
+        "flattened": {"batches": "flattened", "kernels": "torch", "leaks": True},
+        "patched": {"batches": "flattened", "patched": True},
+    }
+    keys = ["overrides=[model.n_layer=1,model.d_model=16,model.vocab_size=300]", "distribution=short", "rounds=1"]
+    config = load_bench(
+        "integration", [*keys, "documents_per_step=3", "steps=2", "warm_up_steps=1", "precision=float32"]
+    ).config
+    config.arms = arms
+    integration.run(config, tmp_path / "records.jsonl", progress=False)
+    found = {record["arm"]: record["metrics"] for record in read_records(tmp_path)}
+    assert list(found) == list(arms)
+    assert found["patched"]["last_loss"] == pytest.approx(found["padded"]["last_loss"], rel=1e-5), "the same steps"
+    assert found["flattened"]["difference"] > 100 * found["patched"]["difference"]
+    real = HFArm.collate
+    leaky = lambda self, features: {k: v for k, v in real(self, features).items() if k != "position_ids"}  # noqa: E731
+    monkeypatch.setattr(HFArm, "collate", leaky)
+    with pytest.raises(RuntimeError, match="patched: logits differ"):
+        integration.run(config, tmp_path / "r.jsonl", progress=False)
+
+
+def test_audit_of_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    from experiments.leakcheck import bench as audit
+
+    config = load_bench("leakcheck", ["only=[mamba]"]).config
+    audit.run(config, tmp_path / "records.jsonl", progress=False)
+    leaks = {(r["arm"], r["config"]["boundaries"]): r["metrics"]["leaks"] for r in read_records(tmp_path)}
+    assert leaks["mamba", "position_ids"] == 1 and leaks["mamba, patched", "position_ids"] == 0
+
+
+def test_a_breakdown_has_no_more_idle_time_than_the_unprofiled_call(tmp_path):
+    from experiments.speedup.breakdown import Breakdown
+
+    model = Model(configured(Config, TINY), "130m", torch.device("cpu"), tmp_path / "records.jsonl", False)
+    families = {family: 0.0 for family in FAMILIES if family != "idle"} | {"scan": 12.0}
+    for profiled_idle, timed in ((3.0, 20.0), (9.0, 18.0), (3.0, 11.0)):
+        model.record_breakdown("packed", {}, "steps", timed, Breakdown(families, [], profiled_idle, 0.5), 2)
+    assert [record["metrics"]["idle"] for record in read_records(tmp_path)] == [1.5, 3.0, 0.25]
