@@ -14,7 +14,7 @@ import pytest
 
 from packmamba import cli
 from packmamba.config import load_config
-from packmamba.experiments import find, load_bench
+from packmamba.reproduce import find, load_bench
 from packmamba.training.sweep import load_sweep
 from processes import fork, fork_ranks, statuses
 from written import write_megatron

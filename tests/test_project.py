@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from packmamba.config import load_config
-from packmamba.experiments import load_bench
+from packmamba.reproduce import load_bench
 from packmamba.training.sweep import load_sweep
 
 try:

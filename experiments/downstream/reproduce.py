@@ -1,6 +1,6 @@
 """Sweeps that make this question's records, and its headline numbers."""
 
-from packmamba.experiments import Headline, Step
+from packmamba.reproduce import Headline, Step
 
 TASKS = ("mqar", "selective_copying", "induction", "contradiction")
 EQUAL_TIME = ("mqar", "contradiction")

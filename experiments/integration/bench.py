@@ -18,8 +18,8 @@ from experiments.integration.arms import Arm, Documents, Measured, Turn
 from packmamba.config import DataConfig, above, at_least, key, load_config, one_of
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.sources.builtin import open_stdlib
-from packmamba.experiments import Bench
 from packmamba.records import append_record, make_record, provenance
+from packmamba.reproduce import Bench
 from packmamba.timing import median, spread, take_turns
 
 GATE_DOCUMENTS, GATE_LENGTH = 6, 100

@@ -16,11 +16,11 @@ import torch
 from tqdm import tqdm
 
 from packmamba.config import ConfigError, at_least, key, some, suggest
-from packmamba.experiments import Bench
 from packmamba.integrations.transformers import patch
 from packmamba.isolation import LeakCheckResult, ModeResult, leakcheck
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
+from packmamba.reproduce import Bench
 
 KERNELS = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "flash-attn")
 PATCHED = ", patched"

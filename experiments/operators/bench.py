@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.operators import cpu, gpu
-from packmamba.experiments import Bench
+from packmamba.reproduce import Bench
 
 BENCHES = {
     "operators": Bench(cpu.Config, cpu.run),

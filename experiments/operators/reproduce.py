@@ -1,6 +1,6 @@
 """What makes the experiment's records, and the numbers that its README rests on."""
 
-from packmamba.experiments import Headline, Step
+from packmamba.reproduce import Headline, Step
 
 PEERS = ("mamba_ssm", "causal_conv1d")
 STEPS = [

@@ -15,8 +15,8 @@ from packmamba import timing
 from packmamba.config import at_least, at_most, each, key, named, one_of, some, unique
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import OVERLONG, STRATEGIES, PackingPlan, plan_rows
-from packmamba.experiments import Bench
 from packmamba.records import append_record, make_record, provenance
+from packmamba.reproduce import Bench
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What the experiment measures beside its sweeps."""
 
 from experiments.parity import gradients
-from packmamba.experiments import Bench
+from packmamba.reproduce import Bench
 
 BENCHES = {"gradients": Bench(gradients.Config, gradients.run)}

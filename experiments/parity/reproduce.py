@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from packmamba.experiments import Headline, Step
+from packmamba.reproduce import Headline, Step
 
 TINY = (
     *("data.source=stdlib", "data.path=null", "data.unit=null", "data.cut_documents=256", "data.tokens_per_step=2048"),

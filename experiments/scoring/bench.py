@@ -19,8 +19,8 @@ from packmamba import MambaLM
 from packmamba.config import ConfigError, above, at_least, key, load_config, one_of
 from packmamba.evaluation import Score
 from packmamba.evaluation.generation import generate
-from packmamba.experiments import Bench
 from packmamba.records import append_record, make_record, provenance
+from packmamba.reproduce import Bench
 from packmamba.timing import PeakMemory, free_memory, median, seconds, spread, take_turns
 
 MOST_DIFFERENCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}

@@ -11,8 +11,8 @@ from experiments.speedup import bare_loop, multi_gpu, steps
 from experiments.speedup.arms import BARE, BREAKDOWN, STEPS
 from experiments.speedup.config import Config
 from experiments.speedup.model import Model
-from packmamba.experiments import Bench
 from packmamba.records import provenance
+from packmamba.reproduce import Bench
 from packmamba.timing import free_memory
 
 

@@ -17,8 +17,8 @@ from packmamba.config import ConfigError, DataConfig, above, at_least, each, key
 from packmamba.evaluation.load import load_model, read_config
 from packmamba.evaluation.registry import EvalContext, default_max_slots, evaluate
 from packmamba.evaluation.tasks import TASKS
-from packmamba.experiments import Bench
 from packmamba.records import append_record, make_record, provenance
+from packmamba.reproduce import Bench
 
 
 @dataclass

@@ -31,12 +31,12 @@ from packmamba import SequenceLayout, ops
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.packing import STRATEGIES, plan_rows
 from packmamba.evaluation import Score
-from packmamba.experiments import find, kinds_of, load_bench
 from packmamba.ops import custom_op
 from packmamba.records import read_records
 from packmamba.report.folder import build_sections
+from packmamba.reproduce import find, kinds_of, load_bench
 from packmamba.training.boundary import Leak
-from packmamba.training.module import MambaLitModule
+from packmamba.training.lit_module import PackedLitModule
 
 
 def tables(question, records):
@@ -217,8 +217,8 @@ def test_whole_models(tmp_path):
 
 
 def test_a_leaking_arm_is_not_timed(tmp_path, monkeypatch):
-    loss = MambaLitModule.loss
-    monkeypatch.setattr(MambaLitModule, "loss", lambda self, batch, _=None: loss(self, batch, Leak()))
+    loss = PackedLitModule.loss
+    monkeypatch.setattr(PackedLitModule, "loss", lambda self, batch, _=None: loss(self, batch, Leak()))
     with pytest.raises(RuntimeError, match="packed-512-in_order: losses are off"):
         speedup.run(configured(Config, TINY), tmp_path / "records.jsonl", progress=False)
 
