@@ -33,7 +33,7 @@ from packmamba.data.packing import STRATEGIES, plan_rows
 from packmamba.evaluation import Score
 from packmamba.ops import custom_op
 from packmamba.records import read_records
-from packmamba.report.folder import build_sections
+from packmamba.report.html import build_sections
 from packmamba.reproduce import find, kinds_of, load_bench
 from packmamba.training.boundary import Leak
 from packmamba.training.lit_module import PackedLitModule
