@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
+import threading
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
@@ -34,8 +36,8 @@ META = "meta.json"
 SPLITS = ("train", "validation")
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096
-CHUNKS_AHEAD = 2
-"""Chunks for each process that are encoded or wait for it at a time."""
+CHUNKS_AHEAD = 2  # for each process, encoded or waiting at a time
+SMALL = 16  # a corpus of fewer chunks is encoded sooner than processes start
 
 
 def tokenize(
@@ -132,9 +134,12 @@ def _encoded(
     # Reading bytes or ids is cheaper in this process than sending them to another one.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = (data.num_proc or cores) if isinstance(tokenizer, FileTokenizer) else 1
+    chunks = _chunks(source.read(advance, skipped), data)
+    first = list(itertools.islice(chunks, SMALL)) if processes > 1 else []
+    processes = processes if len(first) == SMALL else 1
     pending: deque[tuple[list[Document], Future]] = deque()
     with _pool(tokenizer, processes) as submit:
-        for chunk in _chunks(source.read(advance, skipped), data):
+        for chunk in itertools.chain(first, chunks):
             pending.append((chunk, submit([document.content for document in chunk])))
             if len(pending) >= CHUNKS_AHEAD * processes:
                 documents, future = pending.popleft()
@@ -180,6 +185,13 @@ def _start_worker(tokenizer: Tokenizer) -> None:
     _tokenizer = tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that has the pool
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    """End this worker when the process that has the pool is killed; else it would wait for ever."""
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(contents: list[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -193,9 +205,11 @@ def _pool(tokenizer: Tokenizer, processes: int) -> Iterator[Callable[[list[Any]]
         with ThreadPoolExecutor(1) as thread:
             yield lambda contents: thread.submit(encode, tokenizer, contents)
         return
-    spawn = multiprocessing.get_context("spawn")  # a fork would copy the locks of PyTorch's threads
-    pool = ProcessPoolExecutor(processes, spawn, _start_worker, (tokenizer,))
-    # A spawned process imports the user's script, which without a guard would tokenise again: it gets an empty one.
+    # A fork of this process would copy the locks of PyTorch's threads; the fork server has none, and imports once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (tokenizer,))
+    # A worker imports the user's script, which without a guard would tokenise again: it gets an empty one.
     script, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
         yield lambda contents: pool.submit(_encode_in_worker, contents)

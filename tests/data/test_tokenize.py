@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from packmamba.errors import UserError
 from written import of, refused, write_lines
 
 WORDS = "packed rows hold documents of many lengths and nothing leaks from one into the next ☃".split()
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """A corpus of many chunks, which is encoded in a pool."""
+    monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 4000)
 
 
 def make_texts(count, seed=0):
@@ -49,11 +56,12 @@ def files(data, name, **changes):
 
 def test_the_bytes_do_not_depend_on_processes_or_chunks(data, monkeypatch):
     whole = files(data, "whole")
-    monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 4000)
     for processes in (1, 2, 3):
         assert files(data, str(processes), num_proc=processes) == whole
     monkeypatch.setattr(tokenize, "CHUNK_DOCUMENTS", 3)
     assert files(data, "small") == whole
+    monkeypatch.undo()
+    assert files(data, "one") == whole
 
 
 @pytest.mark.parametrize(
@@ -76,7 +84,8 @@ def test_corpus_hashes_are_those_of_committed_records(tmp_path, monkeypatch, key
     assert load_corpora(DataConfig(**keys, cache_dir="cache"), progress=False).corpus_hash == expected
 
 
-def test_memory_does_not_grow_with_the_corpus(data):
+def test_memory_does_not_grow_with_the_corpus(data, monkeypatch):
+    monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 1 << 18)
     with open(data.path, "w") as file:
         for i in range(4000):
             file.write(json.dumps({"text": f"{i} " + "x" * 8000}) + "\n")
@@ -123,17 +132,40 @@ def _kill_worker(contents):
 
 def test_a_killed_worker_is_one_sentence(data, monkeypatch):
     monkeypatch.setattr(tokenize, "_encode_in_worker", _kill_worker)
-    monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 4000)
     with pytest.raises(UserError, match="data.num_proc"):
         load_corpora(dataclasses.replace(data, num_proc=2), progress=False)
     assert [path.name for path in Path(data.cache_dir).iterdir() if path.is_dir()] == []
+
+
+def test_workers_end_with_a_process_that_is_killed(data, tmp_path):
+    code = (
+        "import os, signal, multiprocessing\n"
+        "from packmamba.config import DataConfig\n"
+        "from packmamba.data import token_store, tokenize\n"
+        "tokenize.CHUNK_CHARACTERS = 4000\n"
+        "add = tokenize._SplitWriter.add\n"
+        "def dies(*given):\n"
+        "    print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "tokenize._SplitWriter.add = dies\n"
+        f"token_store.load_corpora(DataConfig(**{dict(vars(data), num_proc=2)!r}), progress=False)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    workers = list(map(int, done.stdout.split()))
+    assert done.returncode == -signal.SIGKILL and len(workers) == 2
+    ends = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
 def test_a_script_without_a_guard_tokenises_once(data, tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(
         "from packmamba.config import DataConfig\n"
+        "from packmamba.data import tokenize\n"
         "from packmamba.data.token_store import load_corpora\n"
+        "tokenize.CHUNK_CHARACTERS = 4000\n"
         f"data = DataConfig(**{dict(vars(data), num_proc=2)!r})\n"
         "print(len(load_corpora(data, progress=False).train), __name__)\n"
     )
