@@ -22,6 +22,9 @@ SMALL = (
 )
 NOT_HERE = ("workers", "bfloat16", "reference", "deterministic", "inner", "block", "evaluated", "start")
 RUNS = {name: f"{SMALL} {keys}" for name, keys in CONFIGURATIONS["runs"].items() if name not in NOT_HERE}
+# These differ from others in their documents and rows alone.
+STEPS_ALONE = "next_fit first_fit best_fit_decreasing spfhp stream truncate longest cut".split()
+LOSSES = [name for name in RUNS if name not in STEPS_ALONE and ", " not in name]
 
 
 def steps(folder, name):
@@ -54,7 +57,7 @@ def test_documents_of_steps_are_as_recorded(name, tmp_path):
     assert steps(tmp_path, name) == GOLDEN["steps"][name]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_as_recorded(name, tmp_path):
     assert losses(tmp_path, name) == pytest.approx(GOLDEN["losses"][name], rel=1e-12, abs=0)
 
@@ -63,5 +66,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         found = {"plans": plans(folder), "steps": {name: steps(folder, name) for name in RUNS}}
-        found["losses"] = {name: losses(folder, name) for name in RUNS}
+        found["losses"] = {name: losses(folder, name) for name in LOSSES}
     DATA.write_text(json.dumps(found, indent=1) + "\n")
