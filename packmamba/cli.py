@@ -80,7 +80,7 @@ class ReportConfig:
 def train(words: list[str]) -> None:
     """Train a model; the same command again resumes it."""
     files, overrides = split(words, "a YAML file", 0, 1)
-    config = load_config(*files or [CONFIGS / "train.yaml"], overrides)
+    config = load_config(files[0] if files else CONFIGS / "train.yaml", overrides)
     from lightning.pytorch.utilities import rank_zero_only
 
     from packmamba.report.html import format_table
@@ -88,8 +88,8 @@ def train(words: list[str]) -> None:
     from packmamba.training.run_id import record_path, run_folder
 
     record = fit(config)
-    if not rank_zero_only.rank:
-        print(f"\n{format_table([record])}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}")
+    paths = f"Run: {run_folder(config)}\nRecord: {record_path(config)}"
+    rank_zero_only(print)(f"\n{format_table([record])}\n\n{paths}")
     if "diverged_at_step" in record["metrics"]:
         raise Unfinished(f"the loss diverged at step {record['metrics']['diverged_at_step']}; reduce optimizer.lr")
 
@@ -108,8 +108,8 @@ def sweep(words: list[str]) -> None:
         run_sweeps(sweeps, begun=begun)
     finally:
         for folder in dict.fromkeys(sweep.output for sweep, _ in sweeps):
-            if has_records(folder) and not rank_zero_only.rank and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-                report([folder])
+            if has_records(folder) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+                rank_zero_only(report)([folder])
 
 
 def demo(words: list[str]) -> None:
@@ -173,10 +173,10 @@ def evaluate(words: list[str]) -> None:
                     run(name, model.model, context) if context else _harness(name, model, max_slots, config, manager)
                 )
                 write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
-                identity = ("evaluation", model.name, model.name)
+                identity: Any = ("evaluation", model.name, model.name)
                 settings = {"id": digest, "evaluation": asked, "model": model.model.config}
                 seed, seconds = model.config.seed if model.trained else 0, time.perf_counter() - begun
-                numbers = (settings, seed, result.corpus_hash, result.metrics, seconds, result.curves)
+                numbers: Any = (settings, seed, result.corpus_hash, result.metrics, seconds, result.curves)
                 append_record(output / "records.jsonl", record := make_record(*identity, *numbers))
             records += old or [record]
     tables = "\n".join(format_table([record]) for record in records)
@@ -279,13 +279,14 @@ def leakcheck(words: list[str]) -> int:
             from transformers import AutoModelForCausalLM
 
             dtype = None if config.dtype is None else getattr(torch, config.dtype)
-            theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype).to(config.device)
+            theirs: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype).to(
+                config.device
+            )
             if config.patch:
                 from packmamba.integrations.transformers import patch
 
                 theirs = patch(theirs)
-            theirs.eval()
-            result = check(theirs, config.boundaries, lengths=config.lengths)
+            result = check(theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths)
         else:
             model = load_model(folder, config.device, config.dtype)
             trainer = model.config.trainer
@@ -317,13 +318,13 @@ def report(words: list[str]) -> None:
     from packmamba.reproduce import experiments, kinds_of
     from packmamba.training.run_id import find_record
 
-    records: list[dict[str, Any]] = []
+    records: list[Any] = []
     for name in folders:
-        folder = Path(name) if Path(name).is_dir() else experiments().get(name)
+        folder: Any = Path(name) if Path(name).is_dir() else experiments().get(name)
         if folder is None:
             raise ConfigError(f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}")
         run = load_config(folder / CONFIGURATION) if (folder / CONFIGURATION).is_file() else None
-        found = [find_record(run)] if run is not None else read_records(folder) if has_records(folder) else [None]
+        found: Any = [find_record(run)] if run is not None else read_records(folder) if has_records(folder) else [None]
         if None in found:
             raise ConfigError(f"{folder}: expected records, or a run that has ended, got none")
         records += with_items(folder, found)
@@ -332,7 +333,7 @@ def report(words: list[str]) -> None:
         arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
         if config.baseline not in (None, *arms):
             raise ConfigError(f"baseline: expected one of {', '.join(arms)}, got '{config.baseline}'")
-        table = {"baseline": config.baseline, "tuned": None, "absent": {}, "apart": True}
+        table: dict[str, Any] = {"baseline": config.baseline, "tuned": None, "absent": {}, "apart": True}
         records = [record | {"sweep": {**table, "seeds": arms[record["arm"]]}} for record in records]
     print(f"\n{format_table(records, kinds)}")
     if len(folders) == 1 or config.output is not None:

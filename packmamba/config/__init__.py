@@ -8,7 +8,6 @@ from typing import Any
 from packmamba.config.load import (
     CONFIGS,
     CONFIGURATION,
-    assign,
     import_plugins,
     load,
     load_config,

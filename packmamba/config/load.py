@@ -63,19 +63,21 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
     file = OmegaConf.create() if path is None else read_yaml(path, command)
     layers = [(parse_override(override), f"'{override}'") for override in overrides]
     for layer, origin in layers:
-        for key in [
-            key for key in layer if isinstance(layer[key], ListConfig) and isinstance(file.get(key), DictConfig)
-        ]:
-            known, names = file.pop(key), layer[key]
-            if unknown := [name for name in names if name not in known]:
-                raise ConfigError(f"{key}: expected some of {', '.join(known)}, got '{unknown[0]}' in {origin}")
-            layer[key] = {name: known[name] for name in names}
+        for key in map(str, list(layer)):
+            known, names = file.get(key), layer.get(key)
+            if isinstance(known, DictConfig) and isinstance(names, ListConfig):
+                if unknown := [name for name in names if name not in known]:
+                    raise ConfigError(
+                        f"{key}: expected some of {', '.join(map(str, known))}, got '{unknown[0]}' in {origin}"
+                    )
+                layer[key] = {name: known[name] for name in names}
+                file.pop(key)
     return [(file, str(path)), *layers]
 
 
-def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> Schema:
+def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     """Merge layers, each with its name in errors, over the defaults of ``schema`` and validate the result."""
-    config = copy.deepcopy(_defaults(schema))
+    config: Any = copy.deepcopy(_defaults(schema))  # type: ignore[arg-type]
     for update, origin in layers:
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
@@ -84,8 +86,8 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> S
             update = OmegaConf.merge(update, {"model": read_yaml(sizes[name])})
         for old, (ignored, action) in OLD_KEYS.items() if schema is Config else ():
             section, _, name = old.rpartition(".")
-            values = update.get(section) if section else update
-            if isinstance(values, DictConfig) and name in values and values.pop(name) != ignored:
+            keys = update.get(section) if section else update
+            if isinstance(keys, DictConfig) and name in keys and keys.pop(name) != ignored:
                 raise ConfigError(f"{old}: expected no such key, got it in {origin}; {action}")
         try:
             config = OmegaConf.unsafe_merge(config, update)
@@ -94,7 +96,7 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> S
             every = [prefix + key.name for prefix, one in sections_of(schema()) for key in dataclasses.fields(one)]
             others = [key for key in every if key.rpartition(".")[2] == name]
             hint = f"; did you mean '{others[0]}'?" if others else ""
-            hint = hint or suggest(error.full_key, [key for key in every if key.rpartition(".")[0] == section])
+            hint = hint or suggest(str(error.full_key), [key for key in every if key.rpartition(".")[0] == section])
             raise ConfigError(f"unknown key '{error.full_key}' in {origin}{hint}") from None
         except (OmegaConfBaseException, TypeError) as error:
             key = getattr(error, "full_key", None) or next(iter(update))
@@ -102,7 +104,8 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[DictConfig, str]]) -> S
             got = shown(OmegaConf.select(update, key))
             raise ConfigError(f"{key}: expected {expected}, got {got} in {origin}") from None
     try:
-        return validate(OmegaConf.to_object(config))
+        values: Any = OmegaConf.to_object(config)
+        return validate(values)
     except OmegaConfBaseException as error:  # an interpolation ${...}
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
 
@@ -228,7 +231,7 @@ def _check_rules(config: Config) -> None:
     need(not sharded or boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={trainer.boundary}")
     need(not sharded or trainer.average_snapshots == 1, "trainer.average_snapshots", "1 with trainer.strategy=fsdp2")
     need(not sharded or precision in ("32-true", "bf16-mixed"), "trainer.precision", "32-true or bf16-mixed with fsdp2")
-    for name, value, known in (
+    for name, value, allowed in (
         ("trainer.accelerator", trainer.accelerator, ("auto", "gpu", "cuda")),
         ("trainer.strategy", trainer.strategy, ("auto",)),
         ("trainer.devices", trainer.devices, (1,)),
@@ -238,7 +241,9 @@ def _check_rules(config: Config) -> None:
         ("ops.backend", config.ops.backend, ("auto", "cuda")),
     ):
         need(
-            not trainer.cuda_graphs or value in known, name, f"{' or '.join(map(str, known))} with trainer.cuda_graphs"
+            not trainer.cuda_graphs or value in allowed,
+            name,
+            f"{' or '.join(map(str, allowed))} with trainer.cuda_graphs",
         )
 
 
@@ -291,13 +296,6 @@ def parse_override(override: str) -> DictConfig:
     except Exception:  # of YAML
         pass
     raise ConfigError(f"expected key=value with a YAML value, got '{override}'")
-
-
-def assign(key: str, value: Any) -> tuple[DictConfig, str]:
-    """Return a layer for ``resolve`` that sets ``a.b``."""
-    update = OmegaConf.create()
-    OmegaConf.update(update, key, value)
-    return update, f"'{key}={value}'"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
