@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +55,11 @@ class MambaLM(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if not isinstance(recompute, str) or recompute not in RECOMPUTE:
-            raise ValueError(f"recompute: expected one of {', '.join(RECOMPUTE)}, got {recompute!r}")
-        if not isinstance(mixer, str) or mixer not in MIXERS:
-            raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer!r}")
-        for name, size, most in (
-            ("vocab_size", vocab_size, 2**32),
-            ("d_model", d_model, 2**20),
-            ("n_layer", n_layer, 2**20),
-        ):
-            check_size(name, size, most)
+        for name, value, known in (("recompute", recompute, RECOMPUTE), ("mixer", mixer, tuple(MIXERS))):
+            if value not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+        for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
+            check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
         check_flag("tie_embeddings", tie_embeddings)
         self.config = dict(
             vocab_size=vocab_size, d_model=d_model, n_layer=n_layer, tie_embeddings=tie_embeddings,
@@ -149,8 +143,6 @@ class MambaLM(nn.Module):
         if tokens.dim() != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens: expected shape (B, L) with at least one slot, got {tuple(tokens.shape)}")
         layers = self.backbone.layers
-        if states is not None and not isinstance(states, Sequence):
-            raise TypeError(f"states: expected a list with one pair per layer, got {type(states).__name__}")
         if states is not None and len(states) != len(layers):
             raise ValueError(f"states: expected one per layer, {len(layers)}, got {len(states)}")
         for name, given in (("layout", layout), ("conv_layout", conv_layout), ("ssm_layout", ssm_layout)):

@@ -134,10 +134,7 @@ def _mixer(name: Any, mixers: dict[str, str], key: str) -> str:
 def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
     if not {"d_model", "n_layer"} <= published.keys():
         raise ValueError(f"{path}: expected d_model and n_layer, or Hugging Face's hidden_size, got neither")
-    options = published.get("ssm_cfg") or {}
-    if not isinstance(options, dict):
-        raise ValueError(f"{path}: ssm_cfg: expected keys and values, got {options!r}")
-    options = dict(options)
+    options = dict(published.get("ssm_cfg") or {})
     layers = {_layer(name): name for name in MIXERS}
     mixer = _mixer(options.pop("layer", FIRST_LAYER), layers, f"{path}: ssm_cfg.layer")
     for key in getattr(MIXERS[mixer], "WITHOUT_EFFECT", ()):

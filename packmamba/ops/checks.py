@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import torch
 from torch import Tensor
 
@@ -81,10 +79,6 @@ def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, na
 def check_is_tensor(tensor: object, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_flag(name: str, flag: object) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import accumulation_dtype, check_flag, check_is_tensor, check_layout, check_size, is_number
+from packmamba.ops.checks import accumulation_dtype, check_flag, check_is_tensor, check_layout, check_size
 
 State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
@@ -61,17 +61,16 @@ class PackedMamba(nn.Module):
             check_size(name, size, most)
         for name, flag in (("bias", bias), ("conv_bias", conv_bias), ("learned_initial_state", learned_initial_state)):
             check_flag(name, flag)
-        if not isinstance(d_conv, int) or not 2 <= d_conv <= 4:
+        if d_conv not in (2, 3, 4):
             raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
-        if not (isinstance(dt_rank, str) and dt_rank == "auto") and (
-            type(dt_rank) is not int or not 1 <= dt_rank <= 2**20
-        ):
-            raise ValueError(f"dt_rank: expected 'auto' or an integer of at least 1, got {dt_rank!r}")
-        if not all(is_number(dt) for dt in (dt_min, dt_max)) or not 0 < dt_min <= dt_max < math.inf:
-            raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
-        if not is_number(dt_init_floor) or not 0 <= dt_init_floor <= 1:
-            raise ValueError(f"dt_init_floor: expected 0 to 1, got {dt_init_floor}")
-        if backend is not None and (not isinstance(backend, str) or backend not in ops.BACKENDS):
+        if dt_rank != "auto":
+            check_size("dt_rank", dt_rank, 2**20)
+        if not 0 < dt_min <= dt_max < math.inf or not 0 <= dt_init_floor <= 1:
+            given = f"{dt_min}, {dt_max} and {dt_init_floor}"
+            raise ValueError(
+                f"dt_min, dt_max, dt_init_floor: expected 0 < dt_min <= dt_max and a floor in [0, 1], got {given}"
+            )
+        if backend not in (None, *ops.BACKENDS):
             raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
         self.d_inner = expand * d_model
