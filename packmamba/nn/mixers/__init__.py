@@ -6,7 +6,7 @@ A mixer is a file here, or a plugin that adds its class to ``MIXERS``. A class h
   name; ``recompute``: the backward recomputes what is cheap.
 - ``d_model``: width of input and output.
 - ``mix(normed, weight, conv_layout, ssm_layout, state, return_state) -> (mixed, state)``: the input is normed (B, L, d_model)
-  times the norm's weight (d_model,), which scales the columns of the first projection. mixed (B, L, d_model) is finite at padding.
+  times the norm's weight (d_model,), which scales the first projection's columns. mixed (B, L, d_model) is finite at padding.
   Short convolutions take conv_layout, recurrences ssm_layout. state: initial states of these layouts' documents, as
   ``start_state`` has them, or None; the second result: final states, differentiable, None unless ``return_state``.
 - ``start_state(documents) -> State``: initial states: tensors (documents, ...), convolutions first, the recurrence last.
