@@ -10,22 +10,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from packmamba.report.aggregate import (
-    OPEN_END,
-    Arm,
-    Record,
-    Speed,
-    baseline_of,
-    difference,
-    difference_by_position,
-    parts_of,
-    speeds_of,
-    timed_arms,
-    timed_together,
-    timing_of,
-    training_arms,
-    versus,
-)
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Arm, Record, Speed
 from packmamba.report.arm_tables import AS_TRAINED, SHAPES, curves_of, evaluations_of, title
 from packmamba.report.figures import (
     INK,
@@ -45,14 +31,14 @@ Styled = Sequence[tuple[Arm, dict[str, Any]]]
 
 def training_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw learning curves, differences, speed, loss by position and evaluations during training."""
-    arms = training_arms(records)
-    timed = timed_arms(records)
-    speeds = speeds_of(arms, timed)
+    arms = aggregate.training_arms(records)
+    timed = aggregate.timed_arms(records)
+    speeds = aggregate.speeds_of(arms, timed)
     styled = _styled(arms)
     drawn = [
         _learning_curves(styled, speeds),
         _differences(styled, "val_loss", "differences", "validation loss", "nats per target; below zero is better"),
-        _speed_bars(styled, speeds, versus(arms)),
+        _speed_bars(styled, speeds, aggregate.versus(arms)),
         _loss_by_position(styled),
     ]
     for name, (main, *_) in evaluations_of(arms).items():
@@ -64,12 +50,12 @@ def training_figures(records: Sequence[Record]) -> list[Figure]:
 
 def throughput_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw the latest timing of arms that were not trained; trained ones have it in ``training_figures``."""
-    timed = timed_arms(records)
-    if not timed or training_arms(records):
+    timed = aggregate.timed_arms(records)
+    if not timed or aggregate.training_arms(records):
         return []
-    latest = [arm for arm in timed if timing_of(arm) == timing_of(timed[0])]
+    latest = [arm for arm in timed if aggregate.timing_of(arm) == aggregate.timing_of(timed[0])]
     names = [Arm(arm.name, (), arm.runs) for arm in latest]
-    figure = _speed_bars(_styled(names), speeds_of(names, latest), "single")
+    figure = _speed_bars(_styled(names), aggregate.speeds_of(names, latest), "single")
     return [figure] if figure else []
 
 
@@ -80,7 +66,7 @@ def curve_figures(records: Sequence[Record], kind: str) -> list[Figure]:
         shape = SHAPES[name.rpartition(".")[2]]
         fig, (ax,) = axes(1, width=6.5)
         for rank, (arm, points) in enumerate(arms.items()):
-            style = style_of(parts_of(arm)[0], rank)
+            style = style_of(aggregate.parts_of(arm)[0], rank)
             for value, line in ((shape.value, "-"), (shape.value + AS_TRAINED, ":")):
                 if value in points:
                     label = {"label": arm} if line == "-" else {}
@@ -161,23 +147,27 @@ def _learning_curves(styled: Styled, speeds: Sequence[Speed]) -> Figure | None:
 
 def _differences(styled: Styled, metric: str, name: str, what: str, unit: str) -> Figure | None:
     arms = [arm for arm, _ in styled]
-    pairs = [(arm, style, found) for arm, style in styled if (found := difference(arm, arms, metric)) and found.n > 1]
+    pairs = [
+        (arm, style, found)
+        for arm, style in styled
+        if (found := aggregate.difference(arm, arms, metric)) and found.n > 1
+    ]
     if not pairs:
         return None
     fig, (ax,) = axes(1, height=1.4 + 0.45 * len(pairs))
     for y, (arm, style, found) in enumerate(pairs):
-        dots = (arm[metric] - baseline_of(arm, arms)[metric]).dropna()
+        dots = (arm[metric] - aggregate.baseline_of(arm, arms)[metric]).dropna()
         ax.plot(dots, [y] * len(dots), "o", color=style["color"], alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(found.mean, y, xerr=found.high - found.mean, fmt="D", color=style["color"], capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
-    name_bars(ax, [f"{arm.label} - {baseline_of(arm, arms).title}" for arm, _, _ in pairs])
+    name_bars(ax, [f"{arm.label} - {aggregate.baseline_of(arm, arms).title}" for arm, _, _ in pairs])
     ax.set(title=f"Difference in {what}", xlabel=unit)
     return finish(fig, name, f"Paired differences in {what}: each seed (dots), mean and 95 % confidence interval.")
 
 
 def _speed_bars(styled: Styled, speeds: Sequence[Speed], baseline: str) -> Figure | None:
     """Draw arms that were timed together, or where none was, training runs."""
-    together = timed_together(speeds)
+    together = aggregate.timed_together(speeds)
     bars = [(arm, style, speed) for (arm, style), speed in zip(styled, speeds) if speed.timing == together]
     bars = [bar for bar in bars if bar[2].real_tokens_per_second > 0]
     if not bars:
@@ -206,7 +196,7 @@ def _loss_by_position(styled: Styled) -> Figure | None:
     curves = [(arm, style, points) for arm, style in styled if not (points := arm.points("loss_by_position")).empty]
     if not curves:
         return None
-    paired = [(style, found) for arm, style, _ in curves if (found := difference_by_position(arm, arms))]
+    paired = [(style, found) for arm, style, _ in curves if (found := aggregate.difference_by_position(arm, arms))]
     fig, (left, *right) = axes(2 if paired else 1)
     for arm, style, points in curves:
         ends = points.groupby("start").agg({"end": "first", "loss": "mean"})
@@ -220,7 +210,7 @@ def _loss_by_position(styled: Styled) -> Figure | None:
         right[0].fill_between(middle, lows, highs, color=style["color"], alpha=0.15, linewidth=0)
     for ax in right:
         ax.axhline(0, color=MUTED, linewidth=1)
-        ax.set(title=f"The same, minus {versus(arms)}", ylabel="difference (nats per target)")
+        ax.set(title=f"The same, minus {aggregate.versus(arms)}", ylabel="difference (nats per target)")
     for ax in (left, *right):
         ax.set(xscale="log", xlabel="position in the document (tokens)")
         ax.xaxis.set_major_formatter(engineering())
@@ -229,14 +219,14 @@ def _loss_by_position(styled: Styled) -> Figure | None:
     if paired:
         several = any(one.n > 1 for _, found in paired for *_, one in found)
         bands = " with 95 % confidence intervals over seeds (bands)" if several else " of one seed, without intervals"
-        caption += f" On the right, paired differences{bands}; {versus(arms)} is zero."
+        caption += f" On the right, paired differences{bands}; {aggregate.versus(arms)} is zero."
     return finish(fig, "loss-by-position", caption)
 
 
 def _middle(starts: Any, ends: Any) -> np.ndarray:
     """Return where positions [start, end) stand on a logarithmic axis; without an end, as if for a doubling."""
     starts, ends = np.asarray(starts, float), np.asarray(ends, float)
-    return np.sqrt((starts + 1) * np.where(ends < OPEN_END, ends, 2 * starts))
+    return np.sqrt((starts + 1) * np.where(ends < aggregate.OPEN_END, ends, 2 * starts))
 
 
 def _during_training(styled: Styled, name: str, metric: str) -> Figure | None:

@@ -9,31 +9,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from packmamba.records import LATER_KEYS
-from packmamba.report.aggregate import (
-    BASELINES,
-    OPEN_END,
-    Arm,
-    Interval,
-    Record,
-    Seeds,
-    Speed,
-    absent_arms,
-    after_asked_steps,
-    baseline_of,
-    difference,
-    difference_by_position,
-    frame,
-    item_difference,
-    seeds_of,
-    speeds_of,
-    speedup_in_run,
-    table_spec,
-    timed_arms,
-    timed_together,
-    timing_of,
-    training_arms,
-    versus,
-)
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Arm, Interval, Record, Seeds, Speed
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
 PARITY_SEEDS = 5
@@ -86,7 +63,7 @@ def arms_legend(records: Sequence[Record]) -> dict[str, str]:
     """Return what each arm's scheme does, by the arm's title."""
     return {
         arm.title: WHAT_SCHEMES_DO.get(arm.scheme, f"packed rows, boundary {arm.scheme.removeprefix('packed-')}")
-        for arm in (*timed_arms(records), *training_arms(records))
+        for arm in (*aggregate.timed_arms(records), *aggregate.training_arms(records))
     }
 
 
@@ -156,14 +133,15 @@ def _metric(metric: str, arms: Sequence[Arm]) -> _ArmColumn:
     }
     keys = {str(column).removeprefix("config.") for arm in arms for column in arm.runs if "config." in column}
     if metric in plain or metric in keys | LATER_KEYS.keys():
-        name = f"speedup over {versus(arms)}" if metric == "speedup" else title(metric)
+        name = f"speedup over {aggregate.versus(arms)}" if metric == "speedup" else title(metric)
         return _ArmColumn(Column(name, (metric,)), plain.get(metric, lambda arm, *_: word(_setting(arm, metric))))
     column = Column(title(metric), (metric, f"{metric}_sd"))
     return _ArmColumn(column, lambda arm, speed, seeds: mean_sd(arm[metric], seeds.expected))
 
 
 def _difference(metric: str, arms: Sequence[Arm], names: tuple[str, ...] = DIFFERENCE) -> _ArmColumn:
-    column = Column(f"minus {versus(arms)} [95% CI]", names)
+    column = Column(f"minus {aggregate.versus(arms)} [95% CI]", names)
+    difference = aggregate.difference
     return _ArmColumn(column, lambda arm, _, seeds: difference_cell(difference(arm, arms, metric), seeds.expected))
 
 
@@ -181,73 +159,57 @@ def _setting(arm: Arm, key: str) -> str:
 
 
 def _as_yaml(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or value in (True, False) else str(value)
-    )
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _fill(table: Table, specs: Sequence[_ArmColumn], arms: Sequence[Arm], speeds: Sequence[Speed]) -> None:
     """Add a row for each arm, and for each arm of the sweep without a run."""
     table.columns += [spec.column for spec in specs]
     for arm, speed in zip(arms, speeds):
-        seeds = seeds_of(arm, arms)
+        seeds = aggregate.seeds_of(arm, arms)
         cells = [spec.cell(arm, speed, seeds) for spec in specs]
         table.rows.append([word(arm.label), Cell(str(seeds), (seeds.finite,)), *cells])
-    for name, count in absent_arms(arms).items():
+    for name, count in aggregate.absent_arms(arms).items():
         dashes = [Cell("-", (None,) * len(spec.column.names)) for spec in specs]
         table.rows.append([word(name), Cell(str(Seeds(0, 0, count)), (0,)), *dashes])
 
 
 def training_tables(records: Sequence[Record]) -> list[Table]:
     """Make the tables of quality and speed, of paired differences and of differences by position."""
-    arms = training_arms(records)
+    arms = aggregate.training_arms(records)
     if not arms:
         return []
-    spec = table_spec(arms)
-    speeds = speeds_of(arms, timed_arms(records))
-    table = Table("training", "", [Column("arm", ("arm",), False), Column("seeds", ("seeds",))])
+    spec = aggregate.table_spec(arms)
+    speeds = aggregate.speeds_of(arms, aggregate.timed_arms(records))
+    table = Table("training", "Validation loss and speed by arm", [Column("arm", ("arm",), False)])
+    table.columns.append(Column("seeds", ("seeds",)))
     if spec:
         metrics = spec.get("metrics") or ["val_loss"]
+        further = spec.get("columns")
+        further = ["real_tokens", "real_tokens_per_second", "padding_fraction"] if further is None else further
         table.title = f"{', '.join(map(title, metrics))} by arm"
         specs = []
         for metric in metrics:
-            names = tuple(f"{metric}_{part}" for part in DIFFERENCE)
-            names = (*names[:3], f"{metric}_pairs")
-            specs += [_metric(metric, arms), _difference(metric, arms, names)]
-        further = spec.get("columns")
-        default = ("real_tokens", "real_tokens_per_second", "padding_fraction")
-        specs += [_metric(name, arms) for name in (default if further is None else further)]
-        if not spec.get("paired", True):
-            table.notes.append("Differences are of means over seeds that are not matched, by Welch's t.")
-        tables = [table, _positions(arms)]
+            names = [f"{metric}_{part}" for part in DIFFERENCE]
+            specs += [_metric(metric, arms), _difference(metric, arms, tuple(names))]
     else:
-        table.title = "Validation loss and speed by arm"
-        optional = [
-            m for m in ("val_loss_as_trained", "peak_memory_bytes") if any(arm[m].notna().any() for arm in arms)
-        ]
         headline = [
             f"{name}.{next((m for m in ('bits_per_byte', *MAIN) if m in present), present[0])}"
             for name, present in evaluations_of(arms).items()
-        ][:1]
-        names = ["val_loss_start", *optional[: "val_loss_as_trained" in optional], *headline]
-        names += [
-            "real_tokens_per_second",
-            "padding_fraction",
-            "speedup",
-            *optional["val_loss_as_trained" in optional :],
         ]
+        further = ["val_loss_start", "val_loss_as_trained", *headline[:1], "real_tokens_per_second"]
+        further += ["padding_fraction", "speedup", "peak_memory_bytes"]
+        empty = {m for m in ("val_loss_as_trained", "peak_memory_bytes") if all(arm[m].isna().all() for arm in arms)}
+        further = [name for name in further if name not in empty]
         specs = [_metric("real_tokens", arms), _metric("val_loss", arms), _difference("val_loss", arms)]
-        specs += [_metric(name, arms) for name in names]
-        table.notes.append("Losses are nats per real target, of documents one at a time from zero state in every arm.")
-        table.notes += [_how_timed(arms, speeds)] if len(arms) > 1 else []
-        tables = [table, _differences(arms), _positions(arms)]
-    _fill(table, specs, arms, speeds)
-    table.notes += _training_notes(arms, records)
+    _fill(table, [*specs, *(_metric(name, arms) for name in further)], arms, speeds)
+    table.notes = _training_notes(arms, speeds, records)
+    tables = [table, *([] if spec else [_differences(arms)]), _positions(arms)]
     return [table for table in tables if table.rows]
 
 
 def _how_timed(arms: Sequence[Arm], speeds: Sequence[Speed]) -> str:
-    together = timed_together(speeds)
+    together = aggregate.timed_together(speeds)
     if together is None:
         return "Real tokens/s and padding are of each arm's own training run: not a comparison."
     others = ", ".join(arm.label for arm, speed in zip(arms, speeds) if speed.timing != together)
@@ -255,13 +217,15 @@ def _how_timed(arms: Sequence[Arm], speeds: Sequence[Speed]) -> str:
     return note + (f" Not timed together with these: {others}." if others else "")
 
 
-def _training_notes(arms: Sequence[Arm], records: Sequence[Record]) -> list[str]:
-    notes = []
+def _training_notes(arms: Sequence[Arm], speeds: Sequence[Speed], records: Sequence[Record]) -> list[str]:
+    notes = ["Losses are nats per real target, of documents one at a time from zero state in every arm."]
+    notes += [_how_timed(arms, speeds)] if len(arms) > 1 else []
+    if not aggregate.table_spec(arms).get("paired", True):
+        notes.append("Differences are of means over seeds that are not matched, by Welch's t.")
     leaks = [a for a in arms if a.runs.iloc[0].get("config.trainer.boundary") in ("leak", "leak_conv", "leak_scan")]
     if alone := [arm.label for arm in leaks if (arm["documents_behind_another"] == 0).all()]:
         notes.append(f"No row of {', '.join(alone)} held two documents: nothing crossed, as under reset.")
-    modes = [arm.runs.iloc[0].get("config.data.mode") for arm in arms]
-    if others := [arm.label for arm, mode in zip(arms, modes) if mode != _mode(baseline_of(arm, arms))]:
+    if others := [arm.label for arm in arms if _batching(arm) != _batching(aggregate.baseline_of(arm, arms))]:
         notes.append(f"Trained on other documents at a step than the baseline: {', '.join(others)}.")
     tuned = [(arm, keys) for arm in arms if (keys := (arm.sweep.get("tuned") or {}).get("keys"))]
     if tuned:
@@ -269,19 +233,21 @@ def _training_notes(arms: Sequence[Arm], records: Sequence[Record]) -> list[str]
         notes.append(f"Each arm has its own best values, chosen with other seeds (tuning/): {'; '.join(best)}.")
     if ends := [f"{arm.label} ({', '.join(keys)})" for arm in arms if (keys := arm.at_an_end)]:
         notes.append(f"At an end of the values tried, beyond which better ones may lie: {', '.join(ends)}.")
-    if any(seeds_of(arm, arms).finite < seeds_of(arm, arms).expected for arm in arms) or absent_arms(arms):
+    seeds = [aggregate.seeds_of(arm, arms) for arm in arms]
+    if any(count.finite < count.expected for count in seeds) or aggregate.absent_arms(arms):
         notes.append("A diverged run has no loss, a missing one no record; means are over the others.")
     fewest = min(len(arm.runs) for arm in arms)
     if fewest < PARITY_SEEDS and len(arms) > 1:
-        seeds = "One seed: no intervals" if fewest == 1 else f"{fewest} seeds: differences carry their intervals"
-        notes.append(f"{seeds}; claims of parity need at least {PARITY_SEEDS} seeds.")
-    if left_out := sorted({r["config"]["trainer"]["max_steps"] for r in records if not after_asked_steps(r)}):
+        few = "One seed: no intervals" if fewest == 1 else f"{fewest} seeds: differences carry their intervals"
+        notes.append(f"{few}; claims of parity need at least {PARITY_SEEDS} seeds.")
+    if left_out := sorted({r["config"]["trainer"]["max_steps"] for r in records if not aggregate.after_asked_steps(r)}):
         notes.append(f"Records after {' and '.join(f'{n:,}' for n in left_out)} steps are left out.")
     return notes
 
 
-def _mode(arm: Arm) -> Any:
-    return arm.runs.iloc[0].get("config.data.mode")
+def _batching(arm: Arm) -> Any:
+    run = arm.runs.iloc[0]
+    return run.get("config.data.batching", run.get("config.data.mode"))
 
 
 def _differences(arms: Sequence[Arm]) -> Table:
@@ -292,24 +258,24 @@ def _differences(arms: Sequence[Arm]) -> Table:
     columns += [Column(f"{title(metric)} [95% CI]", names[metric]) for metric in metrics]
     table = Table("differences", "Paired differences over seeds, in nats per target", columns)
     for arm in arms:
-        found = [difference(arm, arms, metric) for metric in metrics]
+        found = [aggregate.difference(arm, arms, metric) for metric in metrics]
         if any(one and one.n > 1 for one in found):
-            cells = [difference_cell(one, seeds_of(arm, arms).expected) for one in found]
-            table.rows.append([word(arm.label), word(baseline_of(arm, arms).label), *cells])
+            cells = [difference_cell(one, aggregate.seeds_of(arm, arms).expected) for one in found]
+            table.rows.append([word(arm.label), word(aggregate.baseline_of(arm, arms).label), *cells])
     table.notes = ["Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."]
     return table
 
 
 def _positions(arms: Sequence[Arm]) -> Table:
     columns = [Column("arm", ("arm",), False), Column("from token", ("start",)), Column("to token", ("end",))]
-    columns.append(Column(f"minus {versus(arms)} [95% CI]", DIFFERENCE))
+    columns.append(Column(f"minus {aggregate.versus(arms)} [95% CI]", DIFFERENCE))
     table = Table("loss-by-position", "Loss by position in the document, in nats per target", columns)
     excluding = 0
     for arm in arms:
-        for start, end, one in difference_by_position(arm, arms):
+        for start, end, one in aggregate.difference_by_position(arm, arms):
             if one.n > 1:
-                last = number(end - 1, ",.0f") if end < OPEN_END else Cell("the end", (None,))
-                cell = difference_cell(one, seeds_of(arm, arms).expected)
+                last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
+                cell = difference_cell(one, aggregate.seeds_of(arm, arms).expected)
                 table.rows.append([word(arm.label), number(start, ",.0f"), last, cell])
                 excluding += one.low > 0 or one.high < 0
     table.notes = [
@@ -320,7 +286,7 @@ def _positions(arms: Sequence[Arm]) -> Table:
 
 def throughput_tables(records: Sequence[Record]) -> list[Table]:
     """Make the table of interleaved timings."""
-    timed, trained = timed_arms(records), training_arms(records)
+    timed, trained = aggregate.timed_arms(records), aggregate.training_arms(records)
     metrics = {
         "rounds": ("rounds", ".0f"),
         "seconds_per_step_median": ("seconds/step, median", ".4g"),
@@ -334,12 +300,15 @@ def throughput_tables(records: Sequence[Record]) -> list[Table]:
     table = Table("throughput", title, [*columns, Column("run", ("run",))])
     for arm in timed:
         cells = [number(arm[name].mean(), form) for name, (_, form) in metrics.items()]
-        cells += [percent(arm["padding_fraction"].mean()), number(speedup_in_run(arm, timed, trained), ".2f", "x")]
-        table.rows.append([word(arm.name), *cells, Cell(timing_of(arm)[:8], (timing_of(arm),))])
+        cells += [
+            percent(arm["padding_fraction"].mean()),
+            number(aggregate.speedup_in_run(arm, timed, trained), ".2f", "x"),
+        ]
+        table.rows.append([word(arm.name), *cells, Cell(aggregate.timing_of(arm)[:8], (aggregate.timing_of(arm),))])
     table.notes = [
         "Only arms of one run are compared. Speedup: real tokens per second over those of the run's arm with 1.00x."
     ]
-    busy = {timing_of(arm): arm["cores_of_others"].max() for arm in timed}
+    busy = {aggregate.timing_of(arm): arm["cores_of_others"].max() for arm in timed}
     if any(cores >= 0.5 for cores in busy.values()):
         cores = ", ".join("unknown" if pd.isna(cores) else f"{cores:.1f}" for cores in busy.values())
         table.notes.append(f"Cores kept busy by other programs during each run: {cores}.")
@@ -363,7 +332,7 @@ def evaluation_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _models_table(question: tuple[str, str], records: Sequence[Record], asked: Collection[tuple[str, str]]) -> Table:
-    runs = frame(records, "evaluation")
+    runs = aggregate.frame(records, "evaluation")
     present = list(dict.fromkeys(metric for record in records for metric in record["metrics"]))
     metrics, counts = measures(present), [count for count in COUNTS if count in present]
     columns = [Column("model", ("model",), False), Column("runs", ("runs",)), *(_mean(m, present) for m in metrics)]
@@ -375,11 +344,13 @@ def _models_table(question: tuple[str, str], records: Sequence[Record], asked: C
         str(arm): group.drop_duplicates("seed", keep="last").set_index("seed")
         for arm, group in runs.groupby("arm", sort=False)
     }
-    first = next((name for name in (*BASELINES, *arms) if name in arms), "")
+    first = next((name for name in (*aggregate.BASELINES, *arms) if name in arms), "")
     main = next((m for m in MAIN if m in present), "")
     files = {arm: latest["items"].dropna().to_dict() for arm, latest in arms.items() if "items" in latest}
     paired = {
-        arm: item_difference(own, files[first], main) for arm, own in files.items() if first in files and arm != first
+        arm: aggregate.item_difference(own, files[first], main)
+        for arm, own in files.items()
+        if first in files and arm != first
     }
     if any(paired.values()):
         columns.append(Column(f"{title(main, present)} minus {first}'s [95% CI]", (*DIFFERENCE[:3], "items")))
@@ -410,7 +381,7 @@ def evaluation_label(records: Sequence[Record]) -> str:
 
 def arms_evaluation_tables(records: Sequence[Record]) -> list[Table]:
     """Make a table for each evaluation of the trained arms."""
-    arms = training_arms(records)
+    arms = aggregate.training_arms(records)
     return [_arms_table(name, metrics, arms) for name, metrics in evaluations_of(arms).items()]
 
 
@@ -420,17 +391,17 @@ def _arms_table(name: str, present: list[str], trained: Sequence[Arm]) -> Table:
     others = [m for m in measures(present) if m not in (present[0], "chance")]
     chance = ["chance"] * ("chance" in present)
     columns = [Column("arm", ("arm",), False), Column("seeds", ("seeds", "seeds_without")), _mean(present[0], present)]
-    columns += [Column(f"minus {versus(arms)} [95% CI]", DIFFERENCE), *(_mean(m, present) for m in others)]
+    columns += [Column(f"minus {aggregate.versus(arms)} [95% CI]", DIFFERENCE), *(_mean(m, present) for m in others)]
     columns += [Column(title(one, present), (one,)) for one in (*chance, *counts)]
     table = Table(f"evaluation-{name}", f"Evaluation by arm: {name}", columns)
     for arm in arms:
-        seeds = seeds_of(arm, arms, main)
+        seeds = aggregate.seeds_of(arm, arms, main)
         table.rows.append(
             [
                 word(arm.label),
                 Cell(str(seeds), (seeds.finite, seeds.diverged + seeds.missing)),
                 mean_sd(arm[main], seeds.expected),
-                difference_cell(difference(arm, arms, main), seeds.expected),
+                difference_cell(aggregate.difference(arm, arms, main), seeds.expected),
                 *(mean_sd(arm[f"{name}.{m}"], seeds.expected) for m in others),
                 *(number(arm[f"{name}.{m}"].mean(), ".4g") for m in chance),
                 *(number(arm[f"{name}.{m}"].mean(), ",.0f") for m in counts),
@@ -476,7 +447,7 @@ def curves_of(records: Sequence[Record], kind: str) -> Curves:
         if len({point[SHAPES[name.rpartition(".")[2]].place] for point in points}) > 1:
             found.setdefault(name, {})[arm] = pd.DataFrame(points)
 
-    for arm in training_arms(records) if kind == "training" else ():
+    for arm in aggregate.training_arms(records) if kind == "training" else ():
         for column in arm.runs:
             name = str(column).removeprefix("curves.")
             if name != column and name.rpartition(".")[2] in SHAPES:
@@ -507,6 +478,6 @@ def curve_tables(records: Sequence[Record], kind: str) -> list[Table]:
             for place, here in points.groupby(shape.place):
                 cells = [mean_sd(here[v] if v in here else pd.Series(dtype=float)) for v in values]
                 cells += [number(here[count].mean(), ",.0f") for count in counts]
-                table.rows.append([word(arm), number(float(place), ",.0f"), *cells])  # type: ignore[arg-type]
+                table.rows.append([word(arm), number(float(place), ",.0f"), *cells])
         tables.append(table)
     return tables

@@ -48,10 +48,16 @@ class Table:
         titles = [column.title for column in self.columns]
         return pd.DataFrame([[cell.text for cell in row] for row in self.rows], columns=titles, dtype=object)
 
+    def shown(self) -> Table:
+        """Return the table without columns of dashes."""
+        kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i].text != "-" for row in self.rows)]
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return Table(self.name, self.title, [self.columns[i] for i in kept], rows, self.notes)
+
     def text(self) -> str:
-        """Return the table for a terminal, without empty columns."""
-        shown = [i for i in range(len(self.columns)) if not self.rows or any(row[i].text != "-" for row in self.rows)]
-        columns, body = [self.columns[i] for i in shown], [[row[i].text for i in shown] for row in self.rows]
+        """Return the table for a terminal."""
+        shown = self.shown()
+        columns, body = shown.columns, [[cell.text for cell in row] for row in shown.rows]
         cells = [[*column.title.split(), *(line[i] for line in body)] for i, column in enumerate(columns)]
         widths = [max(map(len, texts)) for texts in cells]
         titles = [textwrap.wrap(column.title, width) for column, width in zip(columns, widths)]
@@ -68,6 +74,7 @@ def write_table(table: Table, form: str) -> str:
     """Return the table as Markdown (``md``), CSV (``csv``, unrounded numbers) or LaTeX (``tex``, for booktabs)."""
     if form == "csv":
         return table.values().map(_csv_value).to_csv(index=False, lineterminator="\n")
+    table = table.shown()
     texts = table.texts()
     if form == "md":
         rules = ["---:" if column.numeric else "---" for column in table.columns]

@@ -39,8 +39,7 @@ def check_documents(documents: Iterable[str | tuple[str, str]] | None) -> list[t
 class Passkey:
     """Passkey retrieval: code holds a line ``KEY_abc = 12345`` and other keys, and ends with ``print(KEY_abc) # ``.
 
-    ``load`` is the distance in bytes from the key's line to the end of the question. ``control`` asks for a key that the code
-    does not hold: the difference of the digits' losses is due to what the model read.
+    ``load`` is the distance in bytes from the key's line to the end of the question.
 
     Args:
         length: bytes of a document, key and question included.
@@ -74,20 +73,13 @@ class Passkey:
         require(len(self.code) >= needed, "documents", f"at least {needed} bytes of text", len(self.code))
 
     def example(self, seed: int, index: int) -> Example:
-        return self._make(seed, index, ask_another=False)
-
-    def control(self, seed: int, index: int) -> Example:
-        """Return the same code with the question for a key that it does not hold; the same digits count."""
-        return self._make(seed, index, ask_another=True)
-
-    def _make(self, seed: int, index: int, ask_another: bool) -> Example:
         rng = draw("passkey", seed, index)
         length = within(rng, self.length)
         depth = self.depth if self.depth is not None else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]
         numbers = rng.choice(26**3, self.others + 2, replace=False)
         names = ["".join(chr(97 + int(n) // 26**i % 26) for i in range(3)) for n in numbers]
         values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in names[1:]]
-        question = f"print(KEY_{names[0 if ask_another else 1]}) # ".encode()
+        question = f"print(KEY_{names[1]}) # ".encode()
         lines = [f"KEY_{name} = {value}\n".encode() for name, value in zip(names[1:], values)]
         size = length - len(question) - self.digits - sum(map(len, lines))
         start = int(rng.integers(len(self.code) - size))
@@ -118,7 +110,6 @@ class NextLine:
         num_choices: lines to choose from.
         per_package: maximum items of one package.
         documents: texts, or pairs (package, text); None: the standard library's modules.
-        items_seed: draws which lines become items.
     """
 
     vocab_size = 256
@@ -135,19 +126,17 @@ class NextLine:
         num_choices: int = 4,
         per_package: int = 20,
         documents: Iterable[str | tuple[str, str]] | None = None,
-        items_seed: int = 0,
     ) -> None:
         self.context = integer("context", context, 1)
         self.num_choices = integer("num_choices", num_choices, 2)
         self.per_package = integer("per_package", per_package, 1)
-        integer("items_seed", items_seed, 0)
         self.chance = 1 / num_choices
         packages: dict[str, list[bytes]] = {}
         for package, text in check_documents(documents):
             packages.setdefault(package, []).append(text.encode())
         self.items: list[tuple[bytes, bytes, list[bytes]]] = []
         for number, package in enumerate(sorted(packages)):
-            self.items += self._make_items(packages[package], draw("next_line", items_seed, number))
+            self.items += self._make_items(packages[package], draw("next_line", 0, number))
         self.num_examples = len(self.items)
         expected = f"files in which a line has {num_choices - 1} others like it"
         require(bool(self.items), "documents", expected, None)
