@@ -348,8 +348,8 @@ def _speed(arm: Arm, same: Sequence[Arm], timed: Sequence[Arm], arms: Sequence[A
     ordered = sorted(same, key=lambda peer: np.nan_to_num(ratio[id(peer)]))
     chosen = ordered[(len(ordered) - 1) // 2] if ordered else arm
     names = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
-    values = [chosen[name].mean() for name in names]
-    return Speed(*values, ratio.get(id(chosen), math.nan), timing_of(chosen) if ordered else None)
+    real, slots, padding = (chosen[name].mean() for name in names)
+    return Speed(real, slots, padding, ratio.get(id(chosen), math.nan), timing_of(chosen) if ordered else None)
 
 
 def timed_together(speeds: Sequence[Speed]) -> str | None:
@@ -384,7 +384,7 @@ def item_difference(ours: Mapping[int, str], theirs: Mapping[int, str], metric: 
     seeds = sorted(ours.keys() & theirs.keys())
     pairs = [(ours[seed], theirs[seed]) for seed in seeds]
     if not pairs and len(ours) == len(theirs) == 1:
-        pairs = [(*ours.values(), *theirs.values())]
+        pairs = [(next(iter(ours.values())), next(iter(theirs.values())))]
     if not pairs or metric not in ITEM_MEASURES:
         return None
     sums, weights = [], []

@@ -183,9 +183,8 @@ def _messages(records: Sequence[Record]) -> list[str]:
     for arm, speed in zip(arms, speeds_of(arms, timed)):
         if (found := difference(arm, arms, "val_loss")) and len(arms) <= 12:
             faster = f", {speed.speedup:.2f}x its real tokens/s" if speed.speedup == speed.speedup else ""
-            messages.append(
-                f"{arm.label}: validation loss {difference_cell(found).text} over {versus([*arms])}{faster}."
-            )
+            loss = f"validation loss minus that of {versus(arms)} {difference_cell(found).text}"
+            messages.append(f"{arm.label}: {loss}{faster}.")
     return messages
 
 
