@@ -114,15 +114,6 @@ def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, 
                 assert ours["results"][name][metric] == pytest.approx(value, rel=1e-4, abs=1e-3), (name, metric)
 
 
-def test_the_harness_finds_the_model_by_its_name(checkpoint, tasks, monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    results = lm_eval.simple_evaluate(
-        "packmamba", model_args=f"pretrained={checkpoint},max_slots=256", tasks=["ours_choices"], task_manager=tasks,
-        batch_size=8, device="cpu", bootstrap_iters=0,
-    )  # fmt: skip
-    assert 0 <= results["results"]["ours_choices"]["acc,none"] <= 1
-
-
 def test_errors_name_the_argument(tmp_path):
     model = MambaLM(vocab_size=32, d_model=8, n_layer=1)
     with pytest.raises(ValueError, match="tokenizer"):

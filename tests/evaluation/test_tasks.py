@@ -125,32 +125,12 @@ def test_a_solver_that_only_reads_finds_every_answer(name):
         assert {int(t): int(value) for t, value in found.items()} == answers
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("next_line", "passkey")])
-def test_chance_is_the_accuracy_of_a_guess(name):
-    """Of uniform guesses among the answers that can occur."""
-    task = make(name)
-    answers = np.concatenate([e.targets[e.mask] for e in (task.example(3, i) for i in range(400))])
-    possible = round(1 / task.chance)
-    assert len(np.unique(answers)) <= possible
-    if possible < 100:
-        assert len(np.unique(answers)) == possible
-    guesses = np.random.default_rng(0).choice(np.unique(answers), len(answers))
-    assert abs((guesses == answers).mean() - task.chance) < 4 * (task.chance / len(answers)) ** 0.5 + 0.01
-
-
-def test_passkey_s_digits_are_a_tenth_each_and_its_control_asks_for_what_is_not_there():
+def test_passkey_s_length_and_digits():
     task = make("passkey", length=(400, 600))
-    digits = []
-    for index in range(60):
-        example, control = task.example(0, index), task.control(0, index)
-        digits += example.targets[example.mask].tolist()
-        assert np.array_equal(example.targets[example.mask], control.targets[control.mask])
-        text = bytes(control.tokens.astype(np.uint8)).decode(errors="replace")
-        asked = re.search(r"print\(KEY_(\w+)\)", text)[1]
-        assert f"KEY_{asked} =" not in text
-        assert 400 <= len(example.tokens) + 1 <= 600
-        assert example.load < len(example.tokens)
-    assert set(digits) == set(b"0123456789") and task.chance == 0.1
+    examples = [task.example(0, index) for index in range(60)]
+    assert all(400 <= len(example.tokens) + 1 <= 600 and example.load < len(example.tokens) for example in examples)
+    digits = {int(digit) for example in examples for digit in example.targets[example.mask]}
+    assert digits == set(b"0123456789") and task.chance == 0.1
 
 
 def test_next_line_s_choices_are_alike_and_none_but_the_right_one_follows():
@@ -210,17 +190,6 @@ def test_contradiction_tells_whose_value_a_read_would_say():
         alone, none = task.reads(example, None)
         assert (none == -1).all() and INTRUDING not in alone
     assert min(kinds.count(kind) for kind in (OWN, UNWRITTEN, INTRUDING)) > 50
-
-
-def test_contradiction_s_begin_token_is_one_id_more_and_changes_nothing_else():
-    task, marked = make("contradiction"), make("contradiction", begin=True)
-    assert (task.vocab_size, marked.vocab_size) == (35, 36)
-    for index in range(20):
-        example, begun = task.example(0, index), marked.example(0, index)
-        assert begun.tokens.tolist() == [35, *example.tokens]
-        assert np.array_equal(begun.targets[1:], example.targets) and np.array_equal(begun.mask[1:], example.mask)
-        assert not begun.mask[0] and begun.notes == example.notes
-        assert np.array_equal(marked.best([begun])[0], example.targets[example.mask]), "nobody misses a begin"
 
 
 @pytest.mark.parametrize(
