@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -366,16 +367,19 @@ ITEM_MEASURES = {
 
 
 def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
-    """Add ``items``, the path of an evaluation's items, to the evaluation records of a folder that has them."""
+    """Add ``items``, the path of an evaluation's items (in items/ or items.zip), to a folder's evaluation records."""
+    archive = Path(folder) / "items.zip"
+    places: list[Any] = [Path(folder) / "items", *([zipfile.Path(archive)] if archive.is_file() else [])]
     found = []
     for record in records:
         config = record["config"]
-        path = Path(folder) / "items" / f"{(config.get('evaluation') or {}).get('name')}-{config.get('id')}.jsonl"
-        found.append({**record, "items": str(path)} if record["kind"] == "evaluation" and path.is_file() else record)
+        name = f"{(config.get('evaluation') or {}).get('name')}-{config.get('id')}.jsonl"
+        path = next((place / name for place in places if (place / name).is_file()), None)
+        found.append({**record, "items": path} if record["kind"] == "evaluation" and path else record)
     return found
 
 
-def item_difference(ours: Mapping[int, str], theirs: Mapping[int, str], metric: str) -> Resampled | None:
+def item_difference(ours: Mapping[int, Any], theirs: Mapping[int, Any], metric: str) -> Resampled | None:
     """Return the difference of two models' metric, paired item by item; None if they cannot be paired.
 
     Each model is given as files of items by seed. The interval is over seeds and items with several common seeds, else over
@@ -397,8 +401,8 @@ def item_difference(ours: Mapping[int, str], theirs: Mapping[int, str], metric: 
     return bootstrap(sums, weights[0]) if len(sums) > 1 else over_items(sums[0], weights[0])
 
 
-def _by_group(path: str, metric: str) -> pd.DataFrame:
-    items = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+def _by_group(path: Any, metric: str) -> pd.DataFrame:
+    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     groups = [item.get("group", item.get("document", item.get("index", n))) for n, item in enumerate(items)]
     values = pd.DataFrame([ITEM_MEASURES[metric](item) for item in items], columns=["value", "weight"], dtype=float)
     return values.groupby(groups, sort=False).sum()
