@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.speedup import report_growth as growth
 from packmamba.config import ConfigError, load_config
 from packmamba.data.batching import PackedBatch
 from packmamba.data.datamodule import PackedDataModule
@@ -57,13 +56,6 @@ def test_reports_tell_runs_with_graphs_from_those_without(tmp_path):
     graph = copy.deepcopy(plain)
     graph["config"]["trainer"]["cuda_graphs"] = True
     assert len(training_arms([plain, plain])) == 1 and len(training_arms([plain, graph])) == 2
-
-
-def test_points_of_growth_are_measured_alike():
-    eager, graph = ({"axis": "row_length", "value": 2048} | more for more in ({}, {"cuda_graphs": True}))
-    records = [{"kind": "growth", "config": config} for config in (eager, {**eager, "value": 4096}, graph)]
-    assert growth._points(records) == {"row_length": {2048: records[2]}}
-    assert growth._points(records[:2]) == {"row_length": {2048: records[0], 4096: records[1]}}
 
 
 def random_batch(lengths, row_length, seed=0):

@@ -23,6 +23,7 @@ from experiments.boundaries.runs import (
     paired,
     spans,
 )
+from experiments.common import make_columns
 from packmamba.records import METRICS
 from packmamba.report.aggregate import Record, Seeds
 from packmamba.report.kinds import Kind
@@ -88,16 +89,11 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
     table = Table(
         "primary",
         "Coverage and continuity inside and beyond T, nats per target",
-        [
-            Column("setting", ("setting",), False),
-            Column("outcome", ("outcome",), False),
-            Column("places", ("places",), False),
-            Column("difference [95% CI]", ("difference", "difference_low", "difference_high", "pairs")),
-            Column("seeds", ("every", "diverged")),
-            Column("packages", ("packages",)),
-            Column("p, Holm over four", ("p_holm",)),
-            Column("within ±0.005", ("equivalent",), False),
-        ],
+        make_columns(
+            "!setting | !outcome | !places | "
+            "difference [95% CI] = difference difference_low difference_high pairs | "
+            "seeds = every diverged | packages | p, Holm over four = p_holm | !within ±0.005 = equivalent"
+        ),
     )
     for setting, here in settings.items():
         if setting.tuning:
@@ -132,11 +128,7 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
 def _contrasts(
     name: str, title: str, settings: dict[Setting, dict[str, Arm]], pairs: Sequence[tuple[str, str, str]]
 ) -> Table:
-    columns = [
-        Column("setting", ("setting",), False),
-        Column("what", ("what",), False),
-        Column("minus", ("minus",), False),
-    ]
+    columns = make_columns("!setting | !what | !minus")
     for places in ("inside", "beyond"):
         columns.append(Column(f"{places} T [95% CI]", tuple(f"{places}{end}" for end in ENDS)))
     table = Table(name, f"{title}, nats per target", columns)
@@ -210,16 +202,11 @@ def _agreement(settings: dict[Setting, dict[str, Arm]]) -> Table:
     table = Table(
         "agreement",
         "The ladder: how many seeds and packages agree, and what is left without any one package",
-        [
-            Column("setting", ("setting",), False),
-            Column("what", ("what",), False),
-            Column("places", ("places",), False),
-            Column("difference", ("difference",)),
-            Column("seeds of this sign", ("seeds", "of_seeds")),
-            Column("packages of this sign", ("packages", "of_packages")),
-            Column("packages weigh like", ("like",)),
-            Column("without any one package", ("least", "most")),
-        ],
+        make_columns(
+            "!setting | !what | !places | difference | seeds of this sign = seeds of_seeds | "
+            "packages of this sign = packages of_packages | packages weigh like = like | "
+            "without any one package = least most"
+        ),
     )
     for setting, here in settings.items():
         for what, arm, other in LADDER:
@@ -269,7 +256,7 @@ def _gain_differences(settings: dict[Setting, dict[str, Arm]]) -> Table:
     table = Table(
         "gain-differences",
         "Context gain: an arm's minus another's, nats per target",
-        [Column("setting", ("setting",), False), Column("arm", ("arm",), False), Column("minus", ("minus",), False)]
+        make_columns("!setting | !arm | !minus")
         + [
             Column(f"{k} T [95% CI]", tuple(f"gain_{k}{end}" for end in ("", "_low", "_high", "_pairs")))
             for k in windows
@@ -292,21 +279,12 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
     table = Table(
         "arms",
         "Every arm: losses and cost",
-        [
-            Column("setting", ("setting",), False),
-            Column("arm", ("arm",), False),
-            Column("seeds", ("seeds", "diverged", "missing")),
-            Column("learning rate", ("lr",)),
-            Column("tokens", ("real_tokens",)),
-            Column("validation loss", ("val_loss", "val_loss_sd")),
-            Column("inside T", ("inside",)),
-            Column("beyond T", ("beyond",)),
-            Column("tokens/s", ("real_tokens_per_second",)),
-            Column("peak memory", ("peak_memory_bytes",)),
-            Column("states", ("state_bytes",)),
-            Column("age, steps", ("state_age_steps",)),
-            Column("dose", ("dose",)),
-        ],
+        make_columns(
+            "!setting | !arm | seeds = seeds diverged missing | learning rate = lr | "
+            "tokens = real_tokens | validation loss = val_loss val_loss_sd | inside T = inside | "
+            "beyond T = beyond | tokens/s = real_tokens_per_second | peak memory = peak_memory_bytes | "
+            "states = state_bytes | age, steps = state_age_steps | dose"
+        ),
     )
     for setting, here in settings.items():
         for arm in here.values():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 
+from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.kinds import KINDS as LIBRARY
@@ -34,16 +35,14 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         "answers",
         f"{task}: answers of models trained under each scheme",
         [
-            Column("arm", ("arm",), False),
-            Column("runs", ("runs", "diverged", "missing")),
+            *make_columns("!arm | runs = runs diverged missing"),
             Column(f"seeds solved (accuracy {SOLVED} and more)", ("solved",)),
-            Column("accuracy", ("accuracy", "accuracy_sd")),
-            Column("chance", ("chance",)),
-            Column("nats an answer", ("nats", "nats_sd")),
-            Column("minus padded [95 %]", ("difference", "low", "high", "pairs")),
+            *make_columns(
+                "accuracy = accuracy accuracy_sd | chance | nats an answer = nats nats_sd | "
+                "minus padded [95 %] = difference low high pairs"
+            ),
             Column(f"within ± {MARGIN}", ("within",), False),
-            Column("p of equivalence, Holm", ("p",)),
-            Column("its learning rate", ("lr",)),
+            *make_columns("p of equivalence, Holm = p | its learning rate = lr"),
         ],
     )
     baseline = next((arm for arm in arms if arm.name == "padded"), None)

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
+from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish
 from packmamba.report.kinds import Kind
-from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
+from packmamba.report.tables import Cell, Table, gibibytes, number, percent, word
 
 BATCHES = {"padded": "padded", "grouped": "sorted by length, padded", "flattened": "flattened"}
 KERNELS = {"mamba_ssm": "mamba-ssm's, by transformers", "torch": "none: transformers' slow path", None: "ours"}
@@ -31,19 +32,14 @@ def tables(records: Sequence[Record]) -> list[Table]:
     table = Table(
         "integration",
         f"A Hugging Face Mamba of {config['model']} in Trainer, {config['precision']}",
-        [
-            Column("arm", ("arm",), False),
-            Column("batches", ("batches",), False),
-            Column("kernels", ("kernels",), False),
-            Column("real tokens/s", ("real_tokens_per_second",)),
-            Column("interquartile range", ("real_tokens_per_second_spread",)),
-            Column("patched over it [95% CI]", ("patched_over", "patched_over_low", "patched_over_high")),
-            Column("padding", ("padding_fraction",)),
-            Column("peak memory", ("peak_memory_bytes",)),
-            Column("loss, first step", ("first_loss",)),
-            Column("loss, last ten steps", ("last_loss",)),
-            Column("off from single documents", ("difference",)),
-        ],
+        make_columns(
+            "!arm | !batches | !kernels | real tokens/s = real_tokens_per_second | "
+            "interquartile range = real_tokens_per_second_spread | "
+            "patched over it [95% CI] = patched_over patched_over_low patched_over_high | "
+            "padding = padding_fraction | peak memory = peak_memory_bytes | "
+            "loss, first step = first_loss | loss, last ten steps = last_loss | "
+            "off from single documents = difference"
+        ),
         notes=[
             f"Whole optimizer steps; {next(iter(first['hardware']['gpus']), first['hardware']['cpu'])}; medians of turns of "
             f"{config['steps']} steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.kinds import Kind
@@ -91,19 +92,16 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
         f"audit{ending}-full",
         f"All findings of the audit; {where}",
         [
-            Column("model", ("model",), False),
-            Column("argument", ("argument",), False),
+            *make_columns("!model | !argument"),
             *(
                 Column(name, (name.replace(" ", "_"),), False)
                 for name in ("isolated forward", "isolated backward", "same as alone")
             ),
-            Column("raises", ("raises",), False),
-            Column("ignored silently", ("ignored",), False),
-            Column("largest move", ("largest",)),
-            Column("tokens reached", ("reach",)),
-            Column("padding left", ("padding_left",), False),
-            Column("padding right", ("padding_right",), False),
-            Column("first module that leaks", ("module",), False),
+            *make_columns(
+                "!raises | !ignored silently = ignored | largest move = largest | tokens reached = reach | "
+                "!padding left = padding_left | !padding right = padding_right | "
+                "!first module that leaks = module"
+            ),
         ],
         notes=[
             "padding: a document padded there, with an attention_mask, is what it is alone. tokens reached: by a document's "

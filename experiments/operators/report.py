@@ -1,19 +1,158 @@
-"""Tables and figures of the experiment, by kind of record."""
+"""Tables and figures of the operators: on a CPU, the host's time for a call, and with gpu_report.py on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.operators.arms import CPU_ARMS, GPU_ARMS
-from experiments.operators.cpu_tables import operators_figures, operators_tables
-from experiments.operators.gpu_figures import gpu_operators_figures
-from experiments.operators.gpu_shapes import METRICS as GPU_METRICS
-from experiments.operators.gpu_shapes import by_shape
-from experiments.operators.gpu_tables import gpu_operators_tables
-from experiments.operators.host_tables import METRICS as HOST_METRICS
-from experiments.operators.host_tables import host_tables
-from packmamba.report.aggregate import Record
+from experiments.common import make_columns, records_of
+from experiments.operators.arms import CPU_ARMS, GPU_ARMS, CpuArm
+from experiments.operators.gpu_report import METRICS as GPU_METRICS
+from experiments.operators.gpu_report import by_shape, gpu_operators_figures, gpu_operators_tables
+from packmamba.report.aggregate import Record, of_kind
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.kinds import Kind
+from packmamba.report.tables import Cell, Column, Table, number, word
+
+_OPERATORS = {"scan": "ssm_pack", "conv": "conv1d_pack"}
+
+
+def operators_tables(records: Sequence[Record]) -> list[Table]:
+    """One table for each operator: of equal arms the latest record counts."""
+    tables = []
+    for operator, arms in _by_operator(records).items():
+        slowest = arms.get(CPU_ARMS["transformers"])
+        config = next(iter(arms.values()))["config"]
+        table = Table(
+            f"operators-{operator.replace('_', '-')}",
+            f"{operator}, forward and backward ({_shape(operator, config)}, {config['threads']} threads)",
+            make_columns(
+                "!implementation | ms (median, spread) = ms_median ms_spread | limit (ms) = limit_ms | "
+                "times the limit = times_limit | fastest turn (ms) = ms_fastest | "
+                "times the limit = times_limit_fastest | against transformers = speedup"
+            ),
+        )
+        for arm, record in arms.items():
+            metrics = record["metrics"]
+            median, spread, bound, fastest = (
+                1e3 * metrics[key] for key in ("seconds_median", "seconds_spread", "bound_seconds", "seconds_fastest")
+            )
+            speedup = slowest["metrics"]["seconds_median"] / metrics["seconds_median"] if slowest else None
+            table.rows.append(
+                [
+                    word(str(arm)),
+                    Cell(f"{median:.3g} ± {spread:.2g}", (median, spread)),
+                    number(bound, ".3g"),
+                    number(median / bound, ".3g"),
+                    number(fastest, ".3g"),
+                    number(fastest / bound, ".3g"),
+                    number(speedup, ".3g"),
+                ]
+            )
+        rates = next(iter(arms.values()))["metrics"]
+        table.notes = [
+            _limit(operator, rates),
+            "In one process, in turns; spread is the interquartile range. Limits are of the rates' best turns.",
+        ]
+        tables.append(table)
+    return tables
+
+
+def operators_figures(records: Sequence[Record]) -> list[Figure]:
+    """Time of each implementation, and its limit, one panel for each operator."""
+    operators = _by_operator(records)
+    if not operators:
+        return []
+    fig, panels = axes(len(operators), height=3.2)
+    for ax, (operator, arms) in zip(panels, operators.items()):
+        for rank, (arm, record) in enumerate(arms.items()):
+            metrics = record["metrics"]
+            ax.barh(rank, 1e3 * metrics["seconds_median"], color=style_of(str(arm), rank)["color"], height=0.6)
+            limit = 1e3 * metrics["bound_seconds"]
+            what = "what the machine's rates allow" if rank == 0 else None
+            ax.plot([limit, limit], [rank - 0.4, rank + 0.4], color=MUTED, linewidth=1.6, label=what)
+        ax.set_yticks(range(len(arms)), [str(arm) for arm in arms])
+        ax.invert_yaxis()
+        ax.set_xscale("log")
+        ax.set_xlim(left=1)
+        ax.set_xlabel("milliseconds, forward and backward")
+        ax.set_title(operator)
+    legend_below(fig)
+    caption = (
+        "Median time of the packed operators, forward and backward; the strokes are what the machine's rates allow."
+    )
+    return [finish(fig, "operators", caption)]
+
+
+def _by_operator(records: Sequence[Record]) -> dict[str, dict[CpuArm, Record]]:
+    """By operator, then by arm."""
+    found: dict[str, dict[CpuArm, Record]] = {}
+    for record in records_of(records, "operators"):
+        found.setdefault(_OPERATORS[record["config"]["operator"]], {})[CpuArm.of(record)] = record
+    return found
+
+
+def _shape(operator: str, config: dict) -> str:
+    if operator == "ssm_pack":
+        return f"{config['tokens']} tokens, {config['channels']} channels, {config['states']} states, {config['dtype']}"
+    return f"{config['conv_tokens']} tokens, {config['conv_channels']} channels, {config['dtype']}"
+
+
+def _limit(operator: str, rates: dict[str, float]) -> str:
+    if operator == "ssm_pack":
+        return (
+            "The limit is what the scan's multiply-adds and exponentials take at the rates measured in the same run: "
+            f"{rates['multiply_adds_per_second'] / 1e9:.0f} and {rates['exponentials_per_second'] / 1e9:.1f} billion "
+            "float32 a second."
+        )
+    return (
+        "The limit is what the bytes that must move take at the rate of copying in the same run: "
+        f"{rates['copy_bytes_per_second'] / 1e9:.1f} GB/s (read and written) into memory at hand, "
+        f"{rates['copy_to_new_bytes_per_second'] / 1e9:.1f} GB/s into new memory, which all but the second row write."
+    )
+
+
+PHASES = {
+    "forward": "without gradients",
+    "recorded": "gradients recorded",
+    "backward": "backward",
+    "floor": "backward's floor",
+    "one_by_one": "backward, one by one",
+}
+HOST_METRICS = tuple(f"{phase}_{what}" for phase in PHASES for what in ("seconds", "spread"))
+_NAMES = {"scan": "ssm_pack", "conv": "conv1d_pack"}
+
+
+def host_tables(records: Sequence[Record]) -> list[Table]:
+    """One table: of equal arms the latest record counts."""
+    arms = {record["arm"]: record for record in of_kind(records, "host_time")}
+    table = Table(
+        "host-time",
+        "The host's time for one eager call (us)",
+        [
+            *make_columns("!operator | !arguments | !implementation"),
+            *(Column(title, (f"{phase}_us", f"{phase}_spread_us")) for phase, title in PHASES.items()),
+        ],
+    )
+    for record in arms.values():
+        config, metrics = record["config"], record["metrics"]
+        times = [(1e6 * metrics[f"{phase}_seconds"], 1e6 * metrics[f"{phase}_spread"]) for phase in PHASES]
+        cells = [Cell(f"{median:.1f} ± {spread:.1f}", (median, spread)) for median, spread in times]
+        table.rows.append(
+            [
+                word(_NAMES[config["operator"]]),
+                word(config["arguments"]),
+                word(config.get("implementation", "packmamba")),
+                *cells,
+            ]
+        )
+    calls = next(iter(arms.values()))["config"]["calls"]
+    table.notes = [
+        f"Wall time of {calls} calls in a row on a row of 64 tokens and 64 channels; median and interquartile range.",
+        "Arguments: all that a Mamba block gives the operator, or as few as it takes.",
+        "Backward: one pass through all recorded calls; its floor: of an empty autograd function with as many inputs; one by "
+        "one: PyTorch's engine starts for every call.",
+    ]
+    return [table]
 
 
 def cpu_legend(records: Sequence[Record]) -> dict[str, str]:

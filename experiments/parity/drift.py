@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from experiments.common import make_columns
 from packmamba.report.aggregate import Arm
 from packmamba.report.figures import Figure, axes, finish, legend_below
 from packmamba.report.tables import Column, Table, number, word
@@ -50,15 +51,9 @@ def drift_table(pairs: Sequence[Pair]) -> Table:
         "drift",
         "How far apart the losses of the same documents lie, nats per target",
         [
-            Column("arm", ("arm",), False),
-            Column("minus", ("minus",), False),
-            Column("precision", ("precision",), False),
-            Column("pairs", ("pairs",)),
-            Column("step 1", ("first",)),
+            *make_columns("!arm | !minus | !precision | pairs | step 1 = first"),
             Column(f"largest to step {EARLY}", ("early",)),
-            Column("median after step 1", ("later",)),
-            Column("largest", ("largest",)),
-            Column("validation, largest at the end", ("validation",)),
+            *make_columns("median after step 1 = later | largest | validation, largest at the end = validation"),
         ],
     )
     for arm, other in pairs:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.common import make_columns
 from experiments.parity.drift import Pair, drift_figure, drift_table
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
@@ -76,15 +77,11 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         "parity",
         f"{unit(records)}: paired differences of the validation loss, nats per target",
         [
-            Column("arm", ("arm",), False),
-            Column("minus", ("minus",), False),
-            Column("runs", ("runs", "diverged", "missing")),
-            Column("validation loss", ("loss", "loss_sd")),
+            *make_columns("!arm | !minus | runs = runs diverged missing | validation loss = loss loss_sd"),
             Column("difference [95 %: seeds and packages]", DIFFERENCE),
             Column("[95 %: seeds]", OVER_SEEDS),
             Column(f"within ± {MARGIN}", ("within",), False),
-            Column("p of equivalence", ("p",)),
-            Column("targets a run", ("targets",)),
+            *make_columns("p of equivalence = p | targets a run = targets"),
         ],
     )
     for arm in arms:
@@ -125,13 +122,9 @@ def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         "places",
         f"{unit(records)}: paired differences by place in the document, nats per target",
         [
-            Column("arm", ("arm",), False),
-            Column("minus", ("minus",), False),
-            Column("pairs", ("pairs",)),
-            Column("longest piece in training", ("cut",)),
+            *make_columns("!arm | !minus | pairs | longest piece in training = cut"),
             *(Column(f"{title} [95 %]", (name, f"{name}_low", f"{name}_high")) for name, title in titles.items()),
-            Column("targets farther on", ("share",)),
-            Column("of them in that package", ("largest",)),
+            *make_columns("targets farther on = share | of them in that package = largest"),
         ],
     )
     for arm, baseline in _pairs(arms):
@@ -215,14 +208,9 @@ def _calibration(reset: Arm, control: Arm) -> Table:
         "calibration",
         "Packed with reset, its sums in another order, minus itself: how many seeds a difference needs",
         [
-            Column("arm", ("arm",), False),
-            Column("weights", ("weights",), False),
-            Column("pairs", ("pairs",)),
-            Column("loss of packed-reset", ("loss",)),
+            *make_columns("!arm | !weights | pairs | loss of packed-reset = loss"),
             Column("difference [95 %]", DIFFERENCE),
-            Column("standard deviation of differences", ("sd",)),
-            Column("largest", ("largest",)),
-            Column("of seeds", ("sd_of_seeds",)),
+            *make_columns("standard deviation of differences = sd | largest | of seeds = sd_of_seeds"),
             *(Column(f"seeds to see {effect}", (f"seeds_{effect}",)) for effect in (0.01, 0.005, 0.002)),
             Column(f"seeds for equivalence within {MARGIN}", ("seeds_equivalence",)),
         ],
@@ -273,14 +261,13 @@ def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Tabl
         f"gradients-seed-{seed}" if seed else "gradients",
         f"{unit(list(latest.values()))}: gradients of the same step from the same weights, relative difference",
         [
-            Column("arm", ("arm",), False),
-            Column("precision", ("precision",), False),
-            Column("minus", ("minus",), False),
+            *make_columns("!arm | !precision | !minus"),
             *(Column(f"step {place}", (f"step_{place}",)) for place in shown),
             *([] if shown else [Column("steps", ("steps",)), Column("largest at step", ("largest_at",))]),
-            Column("at most", ("relative_difference",)),
-            Column("of a parameter, at most", ("largest_of_a_tensor",)),
-            Column("loss, nats", ("loss_difference",)),
+            *make_columns(
+                "at most = relative_difference | of a parameter, at most = largest_of_a_tensor | "
+                "loss, nats = loss_difference"
+            ),
         ],
     )
     for (arm, precision), record in latest.items():
@@ -311,14 +298,10 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
     table = Table(
         "equal-time",
         f"{unit(records)}: optimizer steps of the same documents in the time of padded's",
-        [
-            Column("arm", ("arm",), False),
-            Column("seconds/step, median", ("seconds",)),
-            Column("interquartile range", ("spread",)),
-            Column("padding", ("padding",)),
-            Column("times as fast as padded", ("ratio",)),
-            Column("steps in the time of 500", ("steps",)),
-        ],
+        make_columns(
+            "!arm | seconds/step, median = seconds | interquartile range = spread | padding | "
+            "times as fast as padded = ratio | steps in the time of 500 = steps"
+        ),
     )
     for arm in timed:
         padded = next((p for p in timed if p.setting == arm.setting and p.scheme == "padded"), None)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
-from packmamba.report.figures import Figure, axes, finish
 from packmamba.report.kinds import Kind
-from packmamba.report.tables import Column, Table, gibibytes, number, word
+from packmamba.report.tables import Table, gibibytes, number, word
 
 METHODS = {"packed": "packed passes", "padded": "padded batches, same kernels", "hf": "lm-eval's class hf"}
-COLOURS = {"packed": "#0072B2", "padded": "#E69F00", "hf": "#7A4B9A"}
 
 
 def _latest(records: Sequence[Record], kind: str) -> dict[str, Record]:
@@ -32,18 +31,12 @@ def scoring_tables(records: Sequence[Record]) -> list[Table]:
         "scoring",
         f"Scoring, {config['workload']}: {config['contexts']} contexts of {config['context']} tokens (median), "
         f"{config['continuations']} continuation(s) of {config['continuation']}",
-        [
-            Column("arm", ("arm",), False),
-            Column("method", ("method",), False),
-            Column("requests/s", ("requests_per_second",)),
-            Column("seconds", ("seconds",)),
-            Column("interquartile range", ("seconds_spread",)),
-            Column("over packed", ("over_packed",)),
-            Column("peak memory", ("peak_memory_bytes",)),
-            Column("largest difference, nats a token", ("largest_difference",)),
-            Column("greedy verdicts that differ", ("greedy_flips",)),
-            Column("best choices that differ", ("choice_flips",)),
-        ],
+        make_columns(
+            "!arm | !method | requests/s = requests_per_second | seconds | "
+            "interquartile range = seconds_spread | over packed = over_packed | "
+            "peak memory = peak_memory_bytes | largest difference, nats a token = largest_difference | "
+            "greedy verdicts that differ = greedy_flips | best choices that differ = choice_flips"
+        ),
         notes=[
             f"{config['model']}, {config['dtype']}, random weights; {hardware}; medians of {config['rounds']} rounds in "
             f"turns, {first['metrics']['requests']} requests. Differences are from packed scores with shared contexts; "
@@ -63,43 +56,17 @@ def scoring_tables(records: Sequence[Record]) -> list[Table]:
     return [table]
 
 
-def scoring_figures(records: Sequence[Record]) -> list[Figure]:
-    """Requests per second, a bar for each arm."""
-    arms = _latest(records, "scoring")
-    if not arms:
-        return []
-    config = next(iter(arms.values()))["config"]
-    fig, (ax,) = axes(1, width=7.0, height=0.5 + 0.42 * len(arms))
-    names = list(arms)[::-1]
-    rates = [arms[name]["metrics"]["requests_per_second"] for name in names]
-    bars = ax.barh(names, rates, color=[COLOURS[arms[name]["config"]["method"]] for name in names])
-    ax.bar_label(bars, [f"{rate:,.0f}" for rate in rates], padding=3)
-    ax.set(xlabel="requests per second", xlim=(0, 1.15 * max(rates)), title=f"Scoring, {config['workload']}")
-    return [
-        finish(
-            fig,
-            "scoring",
-            f"Requests per second, {config['workload']}: packed passes, padded batches of the same kernels, lm-eval's class hf.",
-        )
-    ]
-
-
 def generation_tables(records: Sequence[Record]) -> list[Table]:
     """Prefill and tokens per second; ``records`` are of one number of prompts."""
     table = Table(
         "generation",
         "Generation: prompts read packed, then one token a step for all",
-        [
-            Column("prompts", ("prompts",)),
-            Column("prompt tokens", ("prompt_tokens",)),
-            Column("prefill tokens/s", ("prefill_tokens_per_second",)),
-            Column("prefill seconds", ("prefill_seconds",)),
-            Column("interquartile range", ("prefill_spread",)),
-            Column("tokens/s", ("tokens_per_second",)),
-            Column("milliseconds a step", ("step_seconds",)),
-            Column("spread, ms", ("step_spread",)),
-            Column("peak memory", ("peak_memory_bytes",)),
-        ],
+        make_columns(
+            "prompts | prompt tokens = prompt_tokens | prefill tokens/s = prefill_tokens_per_second | "
+            "prefill seconds = prefill_seconds | interquartile range = prefill_spread | "
+            "tokens/s = tokens_per_second | milliseconds a step = step_seconds | "
+            "spread, ms = step_spread | peak memory = peak_memory_bytes"
+        ),
     )
     for record in sorted(_latest(records, "generation").values(), key=lambda r: r["config"]["prompts"]):
         m: Mapping[str, Any] = record["metrics"]
@@ -120,21 +87,14 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
     table = Table(
         "exactness",
         "Packed scores, one request at a time, and in another order",
-        [
-            Column("weights", ("dtype",), False),
-            Column("model", ("model",), False),
-            Column("device", ("device",), False),
-            Column("requests", ("requests",)),
-            Column("largest difference, nats", ("largest_difference",)),
-            Column("a token", ("largest_difference_a_token",)),
-            Column("relative", ("largest_relative",)),
-            Column("greedy verdicts that differ", ("greedy_flips",)),
-            Column("of so many that are greedy", ("greedy",)),
-            Column("best choices that differ", ("choice_flips",)),
-            Column("differ by a bit: shuffled", ("shuffled_differ",)),
-            Column("asked in three parts", ("split_differ",)),
-            Column("contexts not shared", ("unshared_differ",)),
-        ],
+        make_columns(
+            "!weights = dtype | !model | !device | requests | "
+            "largest difference, nats = largest_difference | a token = largest_difference_a_token | "
+            "relative = largest_relative | greedy verdicts that differ = greedy_flips | "
+            "of so many that are greedy = greedy | best choices that differ = choice_flips | "
+            "differ by a bit: shuffled = shuffled_differ | asked in three parts = split_differ | "
+            "contexts not shared = unshared_differ"
+        ),
         notes=[
             "Random weights. The largest difference is of a request's whole log-likelihood. A context's first continuation is "
             "what greedy decoding says, about 16 tokens: one of them that turns is a verdict that differs."
@@ -189,7 +149,6 @@ KINDS = {
     ),
     "scoring": Kind(
         scoring_tables,
-        scoring_figures,
         label=lambda records: aggregate.of_kind(records, "scoring")[0]["config"]["workload"],
         metrics=SCORING,
         arms=scoring_legend,

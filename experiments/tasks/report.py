@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pandas as pd
 from scipy.special import stdtrit
 
+from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Interval, Record, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
@@ -31,20 +32,11 @@ def learned_tables(records: Sequence[Record]) -> list[Table]:
     table = Table(
         "learned",
         f"{_task(records)}: what was trained, and how long it took",
-        [
-            Column("arm", ("arm",), False),
-            Column("seeds", ("seeds",)),
-            Column("layers", ("layers",)),
-            Column("parameters", ("parameters",)),
-            Column("steps", ("steps",)),
-            Column("real tokens", ("real_tokens",)),
-            Column("validation loss, largest", ("val_loss_max",)),
-            Column("accuracy, smallest", ("accuracy_min",)),
-            Column("accuracy, mean", ("accuracy",)),
-            Column("answers", ("answers",)),
-            Column("cores", ("cores",)),
-            Column("seconds, longest", ("wall_seconds_max",)),
-        ],
+        make_columns(
+            "!arm | seeds | layers | parameters | steps | real tokens = real_tokens | "
+            "validation loss, largest = val_loss_max | accuracy, smallest = accuracy_min | "
+            "accuracy, mean = accuracy | answers | cores | seconds, longest = wall_seconds_max"
+        ),
     )
     for arm in arms:
         accuracy = arm[f"{arm.runs['config.data.task'].iloc[0]}.accuracy"]
@@ -77,15 +69,11 @@ def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
     table = Table(
         "leak",
         "contradiction: packed with leak minus packed with reset, paired over seeds",
-        [
-            Column("evaluated", ("evaluated",), False),
-            Column("reads", ("reads",), False),
-            Column("packed-reset", ("reset",)),
-            Column("packed-leak", ("leak",)),
-            Column("minus, points [95% CI]", ("difference", "difference_low", "difference_high", "pairs")),
-            Column("best possible under leak", ("best",)),
-            Column("leak says the predecessor's value", ("intrusions",)),
-        ],
+        make_columns(
+            "!evaluated | !reads | packed-reset = reset | packed-leak = leak | "
+            "minus, points [95% CI] = difference difference_low difference_high pairs | "
+            "best possible under leak = best | leak says the predecessor's value = intrusions"
+        ),
     )
     for evaluated, suffix in (("as trained", "_as_trained"), ("one document at a time", "")):
         for reads, name in (("of keys that only the predecessor wrote", "_intruding"), ("all", "")):
@@ -143,14 +131,13 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         "answers",
         f"{_task(records, 'answers')}: accuracy by {varied.replace('_', ' ')}",
         [
-            Column("arm", ("arm",), False),
+            *make_columns("!arm"),
             Column(varied.replace("_", " "), ("value",)),
-            Column("in training", ("in_training",), False),
-            Column("seeds", ("seeds",)),
-            Column("accuracy [95% CI]", ("accuracy", "accuracy_low", "accuracy_high")),
-            Column("smallest", ("accuracy_min",)),
-            Column("answers, each seed", ("answers",)),
-            Column("chance", ("chance",)),
+            *make_columns(
+                "!in training = in_training | seeds | "
+                "accuracy [95% CI] = accuracy accuracy_low accuracy_high | smallest = accuracy_min | "
+                "answers, each seed = answers | chance"
+            ),
         ],
     )
     for (arm, value), group in points.groupby(["arm", "value"], sort=False):
@@ -214,15 +201,10 @@ def untrained_tables(records: Sequence[Record]) -> list[Table]:
     table = Table(
         "untrained",
         "Models that were never trained",
-        [
-            Column("task", ("task",), False),
-            Column("seeds", ("seeds",)),
-            Column("answers", ("answers",)),
-            Column("accuracy [95% CI]", ("accuracy", "accuracy_low", "accuracy_high")),
-            Column("chance", ("chance",)),
-            Column("the most frequent answer, always", ("most_frequent",)),
-            Column("above chance", ("above",), False),
-        ],
+        make_columns(
+            "!task | seeds | answers | accuracy [95% CI] = accuracy accuracy_low accuracy_high | chance | "
+            "the most frequent answer, always = most_frequent | !above chance = above"
+        ),
     )
     for task, group in runs.groupby("arm", sort=False):
         right, answers = (group["accuracy"] * group["answers"]).sum(), group["answers"].sum()

@@ -25,7 +25,7 @@ from experiments.speedup.arms import Arm, Documents, feed
 from experiments.speedup.breakdown import exclusive, family_of, sort_kernels
 from experiments.speedup.config import TOLERANCES, Config
 from experiments.speedup.model import Model
-from experiments.speedup.report_breakdown import FAMILIES
+from experiments.speedup.report import FAMILIES
 from experiments.tasks import bench as tasks
 from packmamba import SequenceLayout, ops
 from packmamba.data.lengths import draw_lengths

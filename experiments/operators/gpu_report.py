@@ -1,0 +1,519 @@
+"""Tables and figures of the operators on a GPU, and what the hardware allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+
+from experiments.common import make_columns, records_of
+from experiments.operators.arms import GPU_ARMS, GpuArm
+from packmamba.report.aggregate import Record, natural
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
+from packmamba.report.tables import Cell, Column, Table, number, percent, word
+
+SCAN, SCAN_STATES, SCAN_INDICES, UNPACKED, BY_DOCUMENT, PADDED, SSD, CONV, CONV_INDICES, CAUSAL_CONV, PROJECTIONS = (
+    GPU_ARMS[name]
+    for name in (
+        "scan", "scan-states", "scan-indices", "mamba-ssm-unpacked", "mamba-ssm-by-document", "mamba-ssm-padded",
+        "mamba2-ssd", "conv1d", "conv1d-indices", "causal-conv1d", "projections",
+    )
+)  # fmt: skip
+# config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved rounds,
+# spreads interquartile ranges, activations bfloat16 tensors of tokens x channels, errors relative to float64, position bytes
+# what all warps read together; null where it was not measured or has no meaning.
+METRICS = (
+    "forward_seconds", "forward_spread", "backward_seconds", "backward_spread", "total_seconds", "total_spread",
+    "kept_activations", "workspace_activations", "output_error", "gradient_error", "position_bytes_forward",
+    "position_bytes_backward", "copy_bytes_per_second", "multiprocessors", "clock_hz",
+)  # fmt: skip
+# What the hardware allows, per token and channel. The scan forward: of its exponentials, one a state, three quarters on the
+# special-function units (16 a clock), the rest as polynomials; or u, delta, z read and y, kept states written. Backward:
+# instruction slots (128 a clock) a state: 18 multiply-adds, 2 exponentials, 1.5 exchanges; or 14 bytes, u, delta, z, dy and
+# three gradients. The convolution: bytes alone.
+EXPONENTIALS, FORWARD_BYTES = 0.75, 10
+BACKWARD_SLOTS, BACKWARD_BYTES = 21.5, 14
+CONV_BYTES = (4, 6)
+
+
+class Shape(NamedTuple):
+    tokens: int
+    channels: int
+    documents: str
+
+    def __str__(self) -> str:
+        documents = {"one": "one document"}.get(self.documents, self.documents)
+        documents = f"documents of {documents}" if documents.isdecimal() else documents
+        return f"{self.tokens} x {self.channels}, {documents}"
+
+
+Arms = Mapping[GpuArm, Record]
+Shapes = Mapping[Shape, Arms]
+
+
+def by_shape(records: Sequence[Record]) -> dict[Shape, dict[GpuArm, Record]]:
+    """Arms of each shape, which were timed in turns; of equal ones the latest."""
+    groups: dict[Shape, dict[GpuArm, Record]] = {}
+    for record in sorted(records_of(records, "gpu_operators"), key=lambda record: record["time"]):
+        config = record["config"]
+        shape = Shape(config["tokens"], config["channels"], config["documents"])
+        groups.setdefault(shape, {})[GpuArm.of(record)] = record
+
+    def order(shape: Shape) -> tuple:
+        return shape.documents != "documents-2k", shape.channels, shape.tokens, natural(shape.documents)
+
+    return {shape: groups[shape] for shape in sorted(groups, key=order)}
+
+
+def seconds(arms: Arms, arm: GpuArm) -> float | None:
+    """Forward and backward."""
+    return arms[arm]["metrics"]["total_seconds"] if arm in arms else None
+
+
+def over(arms: Arms, arm: GpuArm, ours: GpuArm) -> float | None:
+    """An arm's time over ours."""
+    times = seconds(arms, arm), seconds(arms, ours)
+    return times[0] / times[1] if times[0] and times[1] else None
+
+
+def scan_limit(record: Record) -> tuple[float, float]:
+    """Seconds that the hardware needs at least, forward and backward."""
+    config, metrics = record["config"], record["metrics"]
+    elements = config["tokens"] * config["channels"]
+    cycles = metrics["multiprocessors"] * metrics["clock_hz"] / (elements * config["states"])
+    moved = elements / metrics["copy_bytes_per_second"]
+    forward = max(EXPONENTIALS / (16 * cycles), FORWARD_BYTES * moved)
+    return forward, max(BACKWARD_SLOTS / (128 * cycles), BACKWARD_BYTES * moved)
+
+
+def copy_shares(record: Record) -> tuple[float, float]:
+    """What a convolution's bytes would take at the rate of copying over what it takes, forward and backward."""
+    config, metrics = record["config"], record["metrics"]
+    moved = config["tokens"] * config["channels"] / metrics["copy_bytes_per_second"]
+    return CONV_BYTES[0] * moved / metrics["forward_seconds"], CONV_BYTES[1] * moved / metrics["backward_seconds"]
+
+
+class Bar(NamedTuple):
+    what: str
+    bar: float
+    stretch: float
+    measure: Callable[[Shapes], float | None]
+    at_most: bool = False
+    percent: bool = False
+
+
+def _ratio(arm: GpuArm, *shapes: Shape) -> Callable[[Shapes], float | None]:
+    """The smallest over the shapes; None if one is missing."""
+
+    def measure(found: Shapes) -> float | None:
+        ratios = [over(found.get(shape, {}), arm, SCAN) for shape in shapes]
+        known = [ratio for ratio in ratios if ratio is not None]
+        return min(known) if len(known) == len(ratios) else None
+
+    return measure
+
+
+def _largest(metric: str) -> Callable[[Shapes], float | None]:
+    return lambda found: max((arms[SCAN]["metrics"][metric] for arms in found.values() if SCAN in arms), default=None)
+
+
+def _growth_of_time(found: Shapes) -> float | None:
+    times = [seconds(found.get(_documents(tokens), {}), SCAN) for tokens in (131072, 16384)]
+    return times[0] / times[1] / 8 if times[0] and times[1] else None
+
+
+def _states(found: Shapes) -> float | None:
+    ratios = [over(arms, SCAN_STATES, SCAN) for arms in found.values()]
+    return max((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+def _copy_share(direction: int) -> Callable[[Shapes], float | None]:
+    def measure(found: Shapes) -> float | None:
+        arms = found.get(_documents(16384), {})
+        return copy_shares(arms[CONV])[direction] if CONV in arms else None
+
+    return measure
+
+
+def _documents(tokens: int, channels: int = 4096, documents: str = "documents-2k") -> Shape:
+    return Shape(tokens, channels, documents)
+
+
+BARS = (
+    Bar("mamba-ssm not packed over ours: 16384 tokens, 4096 channels", 3.5, 5, _ratio(UNPACKED, _documents(16384))),
+    Bar("the same, 65536 tokens", 3.5, 5, _ratio(UNPACKED, _documents(65536))),
+    Bar("the same, 16384 tokens, 5120 channels", 3.5, 5, _ratio(UNPACKED, _documents(16384, 5120))),
+    Bar("the same, 16384 tokens, 1536 channels", 3.1, 4.5, _ratio(UNPACKED, _documents(16384, 1536))),
+    Bar("the same, 4096 tokens", 2.6, 4, _ratio(UNPACKED, _documents(4096))),
+    Bar("the same, one document of 16384 tokens", 2.4, 4, _ratio(UNPACKED, _documents(16384, documents="one"))),
+    Bar("the same, short documents, 16384 tokens", 3.2, 4.5, _ratio(UNPACKED, _documents(16384, documents="short"))),
+    Bar("Mamba-2 SSD over ours, 16384 tokens", 1.35, 2, _ratio(SSD, _documents(16384))),
+    Bar("Mamba-2 SSD over ours, 65536 tokens", 1.35, 2, _ratio(SSD, _documents(65536))),
+    Bar("time per token at 131072 tokens over 16384", 1.05, 1, _growth_of_time, True),
+    Bar("kept for the backward, activations (largest of all shapes)", 0.5, 0.125, _largest("kept_activations"), True),
+    Bar("workspace of the backward, activations (largest)", 2, 1, _largest("workspace_activations"), True),
+    Bar("with states in and out over without (largest)", 1.05, 1.02, _states, True),
+    Bar("conv1d_pack forward, share of copy bandwidth, 16384 tokens", 0.8, 0.9, _copy_share(0), percent=True),
+    Bar("conv1d_pack backward, share of copy bandwidth, 16384 tokens", 0.7, 0.85, _copy_share(1), percent=True),
+)
+
+
+def bars_table(found: Shapes) -> Table:
+    columns = make_columns("!forward and backward = what | bar | stretch | measured | ! = verdict")
+    table = Table("gpu-bars", "The packed operators on a GPU, against the bars that were set beforehand", columns)
+    for bar in BARS:
+        value, sign = bar.measure(found), -1 if bar.at_most else 1
+        reached = [value is not None and sign * value >= sign * goal for goal in (bar.bar, bar.stretch)]
+        verdict = "-" if value is None else "stretch met" if reached[1] else "met" if reached[0] else "missed"
+        goals = [percent(goal) if bar.percent else number(goal, "g") for goal in (bar.bar, bar.stretch)]
+        measured = percent(value) if bar.percent else number(value, ".3f")
+        table.rows.append([word(bar.what), *goals, measured, word(verdict)])
+    indices = [(shape, over(arms, SCAN_INDICES, SCAN)) for shape, arms in found.items()]
+    known = [ratio for _, ratio in indices if ratio is not None]
+    if known:
+        span = f"{min(known):.3f} to {max(known):.3f}"
+        row = [word("an index per token over the schedule, every shape"), number(None, ""), number(None, "")]
+        table.rows.append([*row, Cell(span, (span,)), word("measured")])
+    table.notes = ["The first ratios want to be large; times per token, memory and the price of states small."]
+    return table
+
+
+def gpu_operators_tables(records: Sequence[Record]) -> list[Table]:
+    """The bars, then what stands behind them."""
+    found = by_shape(records)
+    if not found:
+        return []
+    first = next(iter(next(iter(found.values())).values()))
+    tables = [bars_table(found), _scan(found), _conv(found), _bottleneck(found), _positions(found), _times(found)]
+    layouts = max(record["config"]["layouts"] for arms in found.values() for record in arms.values())
+    for table in tables:
+        table.notes.append(
+            f"{', '.join(first['hardware']['gpus'])}; bfloat16, {first['config']['states']} states; medians of "
+            f"{first['config']['rounds']} rounds in turns, each a mean over {layouts} rows of different documents."
+        )
+    return tables
+
+
+def _scan(found: Shapes) -> Table:
+    others = {
+        UNPACKED: "mamba_ssm_unpacked",
+        BY_DOCUMENT: "mamba_ssm_by_document",
+        PADDED: "mamba_ssm_padded",
+        SSD: "mamba2_ssd",
+        SCAN_STATES: "scan_states",
+        SCAN_INDICES: "scan_indices",
+    }
+    table = Table(
+        "gpu-scan",
+        "ssm_pack: time, what the hardware allows, and the other arms' time over it",
+        [
+            *_shape_columns(),
+            *make_columns(
+                "forward (ms) = forward_ms | backward (ms) = backward_ms | limit (ms) = limit_ms | "
+                "times the limit = times_limit"
+            ),
+            *(Column(arm.label, (column,)) for arm, column in others.items()),
+            *make_columns("kept, workspace (activations) = kept workspace"),
+        ],
+    )
+    for shape, arms in found.items():
+        if SCAN not in arms:
+            continue
+        metrics, limit = arms[SCAN]["metrics"], sum(scan_limit(arms[SCAN]))
+        memory = (metrics["kept_activations"], metrics["workspace_activations"])
+        table.rows.append(
+            [
+                *_shape_cells(shape, arms[SCAN]),
+                number(1e3 * metrics["forward_seconds"], ".3f"),
+                number(1e3 * metrics["backward_seconds"], ".3f"),
+                number(1e3 * limit, ".3f"),
+                number(metrics["total_seconds"] / limit, ".2f"),
+                *(
+                    number(over(arms, arm, SCAN), ".3f" if arm.implementation == "packmamba" else ".2f")
+                    for arm in others
+                ),
+                Cell(f"{memory[0]:.3f}, {memory[1]:.2f}", memory),
+            ]
+        )
+    table.notes = [
+        "Limit: three quarters of an exponential per token, channel and state on the special-function units, forward; 21.5 "
+        "instruction slots, backward; or the bytes at the copy rate measured in the same run, where that is more.",
+        "mamba-ssm at its own binding, channels first and contiguous, without transposes. Padded: to the distribution's longest "
+        "document up to 2048, else to the row's.",
+    ]
+    return table
+
+
+def _conv(found: Shapes) -> Table:
+    table = Table(
+        "gpu-conv",
+        "conv1d_pack: time and share of copy bandwidth",
+        [
+            *_shape_columns(),
+            *make_columns(
+                "forward (ms) = forward_ms | backward (ms) = backward_ms | "
+                "share of copy, forward = forward_share | backward = backward_share | "
+                "causal-conv1d's shares = peer_forward_share peer_backward_share | "
+                "causal-conv1d over ours = causal_conv1d | an index per token = conv1d_indices | "
+                "copy (TB/s) = copy_bytes_per_second"
+            ),
+        ],
+    )
+    for shape, arms in found.items():
+        if CONV not in arms:
+            continue
+        metrics, shares = arms[CONV]["metrics"], copy_shares(arms[CONV])
+        peer = copy_shares(arms[CAUSAL_CONV]) if CAUSAL_CONV in arms else (None, None)
+        copy = metrics["copy_bytes_per_second"]
+        table.rows.append(
+            [
+                *_shape_cells(shape, arms[CONV]),
+                number(1e3 * metrics["forward_seconds"], ".4f"),
+                number(1e3 * metrics["backward_seconds"], ".4f"),
+                percent(shares[0]),
+                percent(shares[1]),
+                Cell("-" if peer[0] is None else f"{peer[0]:.0%}, {peer[1]:.0%}", peer),
+                number(over(arms, CAUSAL_CONV, CONV), ".2f"),
+                number(over(arms, CONV_INDICES, CONV), ".3f"),
+                Cell(f"{copy / 1e12:.2f}", (copy,)),
+            ]
+        )
+    table.notes = ["Bytes: x and y forward; x, dy and dx backward."]
+    return table
+
+
+def _bottleneck(found: Shapes) -> Table:
+    table = Table(
+        "gpu-bottleneck",
+        "Which operator takes the time: a block's matrix products, scan and convolution, forward and backward",
+        [
+            *_shape_columns(),
+            *make_columns(
+                "matrix products (ms) = projections_ms | ours: scan (ms, share) = scan_ms scan_share | "
+                "convolution = conv_ms conv_share | !most | peers: scan = peer_scan_ms peer_scan_share | "
+                "convolution = peer_conv_ms peer_conv_share | !most = peer_most"
+            ),
+        ],
+    )
+    for shape, arms in found.items():
+        products = seconds(arms, PROJECTIONS)
+        if products is None:
+            continue
+        cells = [*_shape_cells(shape, arms[PROJECTIONS]), number(1e3 * products, ".3f")]
+        for scan, conv in ((SCAN, CONV), (UNPACKED, CAUSAL_CONV)):
+            parts = {"matrix products": products, "scan": seconds(arms, scan), "convolution": seconds(arms, conv)}
+            known = {name: value for name, value in parts.items() if value is not None}
+            whole = sum(known.values())
+            for name in ("scan", "convolution"):
+                t = parts[name]
+                values = (None, None) if t is None else (1e3 * t, t / whole)
+                cells.append(Cell("-" if t is None else f"{1e3 * t:.3f} ({t / whole:.0%})", values))
+            cells.append(word(max(known, key=lambda name: known[name]) if len(known) == 3 else "-"))
+        table.rows.append(cells)
+    table.notes = [
+        "Matrix products: the block's four projections (d_model = channels / 2) with all gradients. Shares are of the three "
+        "together. Peers: mamba-ssm's scan not packed and causal-conv1d with seq_idx."
+    ]
+    return table
+
+
+def _positions(found: Shapes) -> Table:
+    table = Table(
+        "gpu-positions",
+        "Position data that the kernels read, counted, and the activations they move",
+        [
+            *_shape_columns(),
+            *make_columns(
+                "!operator | read forward (KiB) = forward_bytes | read backward (KiB) = backward_bytes | "
+                "activations (MiB) = activation_bytes | share"
+            ),
+        ],
+    )
+    for shape, arms in found.items():
+        for arm in (SCAN, SCAN_INDICES, CONV, CONV_INDICES):
+            read = (
+                [arms[arm]["metrics"][f"position_bytes_{way}"] for way in ("forward", "backward")]
+                if arm in arms
+                else []
+            )
+            if not read or None in read:
+                continue
+            moved = sum(CONV_BYTES) if arm.operator == "conv" else FORWARD_BYTES + BACKWARD_BYTES
+            activations = moved * shape.tokens * shape.channels
+            table.rows.append(
+                [
+                    *_shape_cells(shape, arms[arm]),
+                    word(arm.label),
+                    *(Cell(f"{count / 1024:,.0f}", (count,)) for count in read),
+                    Cell(f"{activations / 2**20:,.0f}", (activations,)),
+                    percent(sum(read) / activations),
+                ]
+            )
+    table.notes = [
+        "Read: what all warps ask for together, most of it from caches; the lanes of a warp that ask for one address count once."
+    ]
+    return table
+
+
+def _times(found: Shapes) -> Table:
+    table = Table(
+        "gpu-times",
+        "Every arm: medians and interquartile ranges (ms), and the correctness gate's largest errors",
+        [
+            *_shape_columns(),
+            *make_columns(
+                "!arm | forward = forward_ms forward_spread_ms | backward = backward_ms backward_spread_ms | "
+                "together = total_ms total_spread_ms | error of outputs = output_error | "
+                "of gradients = gradient_error"
+            ),
+        ],
+    )
+    known = list(GPU_ARMS.values())
+    for shape, arms in found.items():
+        for arm in sorted(arms, key=lambda arm: known.index(arm) if arm in known else len(known)):
+            metrics = arms[arm]["metrics"]
+            cells = [*_shape_cells(shape, arms[arm]), word(str(arm))]
+            for what in ("forward", "backward", "total"):
+                values = [None if (v := metrics[f"{what}_{key}"]) is None else 1e3 * v for key in ("seconds", "spread")]
+                cells.append(Cell("-" if values[0] is None else f"{values[0]:.4g} ± {values[1]:.2g}", tuple(values)))
+            table.rows.append([*cells, *(number(metrics[key], ".1e") for key in ("output_error", "gradient_error"))])
+    table.notes = [
+        "Errors are relative, against float64 on the first layout; of peers the output alone; of matrix products none."
+    ]
+    return table
+
+
+def _shape_columns() -> list[Column]:
+    return make_columns("tokens | channels | !documents (mean length) = documents mean_length")
+
+
+def _shape_cells(shape: Shape, record: Record) -> list[Cell]:
+    length = shape.tokens / record["config"]["mean_documents"]
+    documents = Cell(f"{shape.documents} ({length:.0f})", (shape.documents, length))
+    return [number(shape.tokens, "d"), number(shape.channels, "d"), documents]
+
+
+_SCANS: dict[GpuArm, dict[str, Any]] = {
+    PADDED: {"color": "#E69F00", "marker": "v"},
+    BY_DOCUMENT: {"color": "#7A4B9A", "marker": "^"},
+    UNPACKED: {"color": "#D55E00", "marker": "s"},
+    SSD: {"color": "#009E73", "marker": "D"},
+    SCAN_INDICES: {"color": "#56B4E9", "marker": "x"},
+    SCAN_STATES: {"color": "#9aa0a8", "linewidth": 5.0},
+    SCAN: {"color": "#0072B2", "marker": "o"},
+}
+_CONVS: dict[GpuArm, dict[str, Any]] = {
+    CONV: {"color": "#0072B2", "marker": "o"},
+    CAUSAL_CONV: {"color": "#D55E00", "marker": "s"},
+}
+Points = Sequence[tuple[float, Arms]]
+
+
+def gpu_operators_figures(records: Sequence[Record]) -> list[Figure]:
+    """Against tokens, channels and the documents' mean length; only axes along which there are points."""
+    found = by_shape(records)
+    one_length = [shape for shape in found if shape.documents.isdecimal() or shape.documents == "one"]
+    drawn = [
+        _figure(
+            "gpu-tokens",
+            "tokens of the row",
+            "at 4096 channels, documents-2k",
+            _along(found, lambda s: s.tokens, lambda s: (s.channels, s.documents) == (4096, "documents-2k")),
+        ),
+        _figure(
+            "gpu-channels",
+            "channels (d_inner)",
+            "at 16384 tokens, documents-2k",
+            _along(found, lambda s: s.channels, lambda s: (s.tokens, s.documents) == (16384, "documents-2k")),
+        ),
+        _figure(
+            "gpu-documents",
+            "mean document length (tokens)",
+            "at 16384 tokens, 4096 channels; lines: documents of one length; hollow: short, documents-2k, heavy",
+            _along(found, lambda s: _mean_length(found[s]), lambda s: s[:2] == (16384, 4096) and s in one_length),
+            _along(found, lambda s: _mean_length(found[s]), lambda s: s[:2] == (16384, 4096) and s not in one_length),
+        ),
+    ]
+    return [figure for figure in drawn if figure is not None]
+
+
+def _mean_length(arms: Arms) -> float:
+    return _tokens(arms) / next(iter(arms.values()))["config"]["mean_documents"]
+
+
+def _along(found: Shapes, axis: Callable[[Shape], float], on: Callable[[Shape], bool]) -> Points:
+    return sorted(((axis(shape), arms) for shape, arms in found.items() if on(shape)), key=lambda point: point[0])
+
+
+def _figure(name: str, label: str, where: str, points: Points, apart: Points = ()) -> Figure | None:
+    if len(points) < 2:
+        return None
+    fig, (left, right) = axes(2, width=11.0, height=5.4)
+    for arm, style in _SCANS.items():
+        _draw(left, points, apart, partial(_per_token, arm), arm.label, style)
+    limits = [(x, 1e9 * sum(scan_limit(arms[SCAN])) / _tokens(arms)) for x, arms in points if SCAN in arms]
+    left.plot(*zip(*limits), color=MUTED, linestyle=(0, (2, 1.5)), linewidth=1.6, label="the hardware's limit")
+    for arm, style in _CONVS.items():
+        for direction, dashes in ((0, "-"), (1, (0, (4, 1.5)))):
+            way = ("forward", "backward")[direction]
+            _draw(
+                right,
+                points,
+                apart,
+                partial(_share, arm, direction),
+                f"{arm.label}, {way}",
+                style | {"linestyle": dashes},
+            )
+    right.axhline(100, color=MUTED, linestyle=(0, (2, 1.5)), linewidth=1.6, label="copying")
+    left.set(title="Scan, forward and backward", ylabel="nanoseconds per token", yscale="log")
+    right.set(title="Convolution", ylabel="share of copy bandwidth (%)", ylim=(0, None))
+    left.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda y, _: f"{y:g}"))
+    left.yaxis.set_minor_formatter(matplotlib.ticker.FuncFormatter(lambda y, _: f"{y:g}" if str(y)[0] in "25" else ""))
+    ticks = sorted({x for x, _ in points})
+    for ax in (left, right):
+        ax.set(xscale="log", xlabel=label)
+        ax.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=30)
+        ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    legend_below(fig, columns=4)
+    return finish(
+        fig,
+        name,
+        f"The packed operators and the peers', {where}. Left: time per token, forward and backward, with what exponentials, "
+        "instruction slots or bytes take at least. Right: the convolution's bytes at the measured copy rate, over its time.",
+    )
+
+
+def _draw(
+    ax: Axes,
+    points: Points,
+    apart: Points,
+    value: Callable[[Arms], float | None],
+    label: str,
+    style: dict[str, Any],
+) -> None:
+    def known(some: Points) -> list[tuple[float, float]]:
+        return [(x, y) for x, arms in some if (y := value(arms)) is not None]
+
+    line, others = known(points), known(apart)
+    if line:
+        ax.plot(*zip(*line), label=label, **({"linewidth": 1.8} | style))
+    if others:
+        ax.plot(
+            *zip(*others), linestyle="", marker=style.get("marker", "o"), color=style["color"], markerfacecolor="white"
+        )
+
+
+def _per_token(arm: GpuArm, arms: Arms) -> float | None:
+    time = seconds(arms, arm)
+    return None if time is None else 1e9 * time / _tokens(arms)
+
+
+def _share(arm: GpuArm, direction: int, arms: Arms) -> float | None:
+    return 100 * copy_shares(arms[arm])[direction] if arm in arms else None
+
+
+def _tokens(arms: Arms) -> int:
+    return next(iter(arms.values()))["config"]["tokens"]
