@@ -1,4 +1,4 @@
-"""Train the runs of a sweep: in this process, in one worker process for each device slot, or as jobs of SLURM."""
+"""Train the runs of a sweep: in this process, in a worker process for each device slot, or as jobs of SLURM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from packmamba.training.callbacks import Stopped
 from packmamba.training.fit import fit
 from packmamba.training.run_id import LEASE_SECONDS, Locked, RunLock, find_record, run_folder
 
-ROOT = Path(__file__).resolve().parents[2]
+PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+START_METHOD, CLUSTER = "spawn", "slurm"
 STOP_SECONDS = 10.0
 """Time for a run that is told to stop to end its step and write a checkpoint."""
 RETRY_SECONDS = 1.25 * LEASE_SECONDS
@@ -43,7 +44,6 @@ BUSY_MIB = 1024
 """A GPU of which more memory is in use is not free."""
 THREADS = 4
 """Maximum threads of a run on a GPU, and the threads of a run on a CPU under ``jobs=auto``."""
-START_METHOD, CLUSTER = "spawn", "slurm"
 
 
 class Outcome(NamedTuple):
@@ -54,12 +54,10 @@ class Outcome(NamedTuple):
 
 
 Report = Callable[[Config, Optional[Outcome], str], None]
-"""Called with a run and its place when it begins (no outcome) and when it has ended."""
+"""Called with a run and its place when it begins (no outcome), and when it has ended."""
 
 
-def train(
-    config: Config, progress: bool = False, stop: Callable[[], bool] = lambda: False, wait: float = 0.0
-) -> Outcome:
+def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Outcome:
     """Train one run. An error in it is its outcome, with the traceback on stderr.
 
     Args:
@@ -95,12 +93,9 @@ def _train_in_ranks(config: Config, progress: bool, stop: Callable[[], bool]) ->
     """Train a run on several devices in a process of its own, in which Lightning starts the other ranks."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
     command = [sys.executable, "-m", __name__, json.dumps(to_dict(config)), str(int(progress)), str(os.getpid())]
-    environment["PYTHONPATH"], stopped = _python_path(), False
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    process = subprocess.Popen(command, env=environment | {"PYTHONPATH": PYTHONPATH}, start_new_session=True)
     try:
-        while process.poll() is None:
-            if not stopped and (stopped := stop()):
-                process.terminate()
+        while process.poll() is None and not stop():
             time.sleep(0.2)
     finally:
         process.terminate()
@@ -110,11 +105,7 @@ def _train_in_ranks(config: Config, progress: bool, stop: Callable[[], bool]) ->
             os.killpg(process.pid, signal.SIGKILL)
     if (record := find_record(config)) is not None:
         return _outcome(record)
-    return Outcome("stopped") if stopped else Outcome("failed", f"a rank ended with status {process.returncode}")
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return Outcome("stopped" if stop() else "failed", f"its first rank ended with status {process.wait()}")
 
 
 def _end_with(parent: int) -> None:
@@ -128,16 +119,31 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
-    """Train runs one after another in this process."""
-    queue = [(config, 0.0) for config in configs]
-    for config, seconds in queue:
-        report(config, None, "")
-        outcome = train(config, progress, wait=seconds)
+def _train_queue(
+    queue: deque[tuple[Config, float]],
+    train_one: Callable[[Config, float], Outcome],
+    report: Report,
+    place: str,
+    last: float = float("inf"),
+) -> None:
+    """Train runs, each with how long to wait for its lock, until the time ``last``."""
+    while queue and time.monotonic() < last:
+        try:
+            config, seconds = queue.popleft()
+        except IndexError:  # another slot was faster
+            return
+        report(config, None, place)
+        outcome = train_one(config, seconds)
         if outcome.state == "locked" and not seconds:
             queue.append((config, RETRY_SECONDS))
         else:
-            report(config, outcome, "")
+            report(config, outcome, place)
+
+
+def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
+    """Train runs one after another in this process."""
+    queue = deque((config, 0.0) for config in configs)
+    _train_queue(queue, lambda config, seconds: train(config, progress, wait=seconds), report, "")
 
 
 class Slot(NamedTuple):
@@ -159,10 +165,9 @@ def device_slots(jobs: int | str, on_gpu: bool) -> Iterator[list[Slot]]:
     Raises:
         ConfigError: ``auto``, and no GPU is free.
     """
-    gpus = _gpus() if on_gpu else {}
+    gpus, free = _gpus() if on_gpu else {}, []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.ExitStack() as locks:
-        free = []
         for gpu, used in gpus.items():
             with contextlib.suppress(Timeout):
                 lock = FileLock(f"{tempfile.gettempdir()}/packmamba-{os.getuid()}-{gpu}.lock", timeout=0)
@@ -171,13 +176,11 @@ def device_slots(jobs: int | str, on_gpu: bool) -> Iterator[list[Slot]]:
         if jobs == "auto" and gpus and not free:
             raise ConfigError(f"jobs: expected a number, as none of the {len(gpus)} GPUs is free, got auto")
         count = (len(free) or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
-        threads = max(1, cores // count)
-        places = [*free, *(gpu for gpu in gpus if gpu not in free)]
-        yield [
-            Slot(f"GPU {list(gpus).index(gpu)}", gpu, min(threads, THREADS)) if gpus else Slot(f"CPU {i}", "", threads)
-            for i in range(count)
-            for gpu in (places[i % len(places)] if gpus else "",)
-        ]
+        threads = max(1, min(cores // count, THREADS if gpus else cores))
+        order = [*free, *(gpu for gpu in gpus if gpu not in free)] or [""]
+        chosen = [order[number % len(order)] for number in range(count)]
+        names = [f"GPU {[*gpus].index(gpu)}" if gpu else f"CPU {number}" for number, gpu in enumerate(chosen)]
+        yield [Slot(name, gpu, threads) for name, gpu in zip(names, chosen)]
 
 
 def _gpus() -> dict[str, int]:
@@ -201,41 +204,39 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
     stop, queue, last = context.Event(), deque((config, 0.0) for config in configs), deadline - STOP_SECONDS
 
     def work(slot: Slot) -> None:
-        pool = None
-        while queue and time.monotonic() < last:
-            config, seconds = queue.popleft()
-            report(config, None, slot.name)
-            pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
+        pools: list[ProcessPoolExecutor] = []
+
+        def train_one(config: Config, seconds: float) -> Outcome:
+            if not pools:
+                pools.append(ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid())))
             try:
-                outcome = pool.submit(_train_in_worker, config, last, seconds).result()
+                outcome = pools[0].submit(_train_in_worker, config, last, seconds).result()
             except BrokenProcessPool:
                 outcome = Outcome("stopped" if stop.is_set() else "failed", "its process was killed")
             if outcome.state == "failed":  # the next run gets a fresh process
-                pool = pool.shutdown(wait=False)
-            if outcome.state == "locked" and not seconds:
-                queue.append((config, RETRY_SECONDS))
-            else:
-                report(config, outcome, slot.name)
+                pools.pop().shutdown(wait=False)
+            return outcome
 
-    threads = ThreadPoolExecutor(len(slots))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        _train_queue(queue, train_one, report, slot.name, last)
+
+    threads, before = ThreadPoolExecutor(len(slots)), signal.signal(signal.SIGTERM, signal.default_int_handler)
+    working = [threads.submit(work, slot) for slot in slots]
     try:
-        working = [threads.submit(work, slot) for slot in slots]
-        wait(working, None if deadline == float("inf") else max(0.0, deadline - time.monotonic()))
+        wait(working, None if last == float("inf") else max(0.0, deadline - time.monotonic()))
+    except KeyboardInterrupt:
         stop.set()
-    finally:
-        signal.signal(signal.SIGTERM, before)
         queue.clear()
-        try:
-            if not stop.is_set():  # interrupted
-                stop.set()
-                wait(working, STOP_SECONDS)
-        finally:
-            for child in set(multiprocessing.active_children()) - others:
-                child.kill()
-            threads.shutdown()
-    for one in working:
-        one.result()
+        wait(working, STOP_SECONDS)
+        raise
+    finally:
+        stop.set()
+        queue.clear()
+        signal.signal(signal.SIGTERM, before)
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+        threads.shutdown()
+    for each in working:
+        each.result()  # raises what it raised
 
 
 _stop: Any = None
@@ -249,18 +250,18 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which SLURM sends to every process of a job
     _end_with(parent)
     os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpu
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(slot.threads))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(slot.threads)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(slot.threads, 32)))
 
 
 def _train_in_worker(config: Config, last: float, wait: float) -> Outcome:
     """Train a run, which stops at the time ``last``. What it prints goes to ``output.txt`` in its folder."""
     run_folder(config).mkdir(parents=True, exist_ok=True)
     with open(run_folder(config) / "output.txt", "a") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    return train(config, stop=lambda: _stop.is_set() or time.monotonic() > last, wait=wait)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    return train(config, False, lambda: _stop.is_set() or time.monotonic() > last, wait)
 
 
 @dataclass
@@ -274,24 +275,16 @@ class SlurmConfig:
     gpus: int = key(1, "GPUs of a job for each of its run's trainer.devices.", low=0, high=1)
     cpus: int = key(4, "Cores of a job for each of its run's trainer.devices.", low=1)
     memory: Optional[str] = key(None, "Memory of each job, such as 32GB; null for the cluster's default.")
-    grace: int = key(90, "Seconds before the time limit at which SLURM signals a job, which is then requeued.")
+    grace: int = key(90, "Seconds before the time limit at which SLURM signals a job, which is requeued then.", low=1)
     setup: list[str] = key([], "Lines of shell that each job begins with, such as [module load cuda].")
     options: dict[str, Any] = key({}, "Further options of sbatch, such as {account: mine, qos: low}.")
-
-    def problems(self) -> Iterator[str]:
-        if not 0 < self.grace < 60 * self.minutes:
-            yield f"slurm.grace: expected less than slurm.time, which is {self.time}, got {self.grace} seconds"
-
-    @property
-    def minutes(self) -> int:
-        return int(self.time[:-1]) * {"m": 1, "h": 60, "d": 24 * 60}[self.time[-1]]
 
 
 class Job:
     """Train one run in a job of SLURM; submitit requeues a job that is preempted or at its time limit."""
 
     def __call__(self, config: Config) -> Outcome:
-        return train(config, wait=RETRY_SECONDS)
+        return train(config, False, wait=RETRY_SECONDS)
 
     def checkpoint(self, config: Config) -> Any:
         from submitit.helpers import DelayedSubmission
@@ -311,18 +304,22 @@ def run_as_jobs(configs: list[Config], slurm: SlurmConfig, jobs: int | str, outp
     """Submit an array with a job for each run, and wait for all. Interrupted, jobs go on."""
     from submitit import AutoExecutor
 
-    os.environ["PYTHONPATH"] = _python_path()
+    os.environ["PYTHONPATH"] = PYTHONPATH
     submitted = []
     for devices in sorted({config.trainer.devices for config in configs}):
         alike = [config for config in configs if config.trainer.devices == devices]
         executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
         executor.update_parameters(
-            name=re.sub(r"[^\w.-]+", "-", Path(output).name), timeout_min=slurm.minutes,
-            cpus_per_task=slurm.cpus * devices, gpus_per_node=slurm.gpus * devices or None, slurm_mem=slurm.memory,
-            slurm_partition=slurm.partition, slurm_setup=slurm.setup, slurm_signal_delay_s=slurm.grace,
+            timeout_min=int(slurm.time[:-1]) * {"m": 1, "h": 60, "d": 24 * 60}[slurm.time[-1]],
+            cpus_per_task=slurm.cpus * devices,
+            gpus_per_node=slurm.gpus * devices or None,
             slurm_array_parallelism=len(alike) if jobs == "auto" else jobs,
+            slurm_mem=slurm.memory,
+            slurm_partition=slurm.partition,
+            slurm_setup=slurm.setup,
+            slurm_signal_delay_s=slurm.grace,
             slurm_additional_parameters=slurm.options,
-        )  # fmt: skip
+        )
         submitted += zip(alike, executor.map_array(Job(), alike))
     for config, job in submitted:
         report(config, None, f"job {job.job_id}")

@@ -8,15 +8,16 @@ import os
 import re
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import Config, key, load, parse_override, read_yaml, resolve, suggest, to_dict
+from packmamba.config import Config, key, load, parse_override, read_yaml, resolve, to_dict
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.records import METRICS, append_record, check_writable, has_records, read_records, write_sweep
@@ -37,24 +38,14 @@ from packmamba.training.run_id import find_records, flatten, id_of, may_be_raise
 
 @dataclass
 class TableConfig:
-    metrics: list[str] = key(
-        [], "Metrics of the table, such as [val_loss, mqar.accuracy]; []: losses, first evaluation."
-    )
+    metrics: list[str] = key([], "Metrics, such as [val_loss, mqar.accuracy]; [] for losses and the first evaluation.")
     columns: Optional[list[str]] = key(None, "Other metrics and keys, such as optimizer.lr; null for the usual ones.")
     paired: bool = key(True, "Differences are taken seed by seed; false: between means over all seeds.")
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """Return the keys for ``sweep.json``, {} at their defaults."""
-        usual = not self.metrics and self.columns is None and self.paired
-        return {} if usual else {"metrics": self.metrics, "columns": self.columns, "paired": self.paired}
 
 
 @dataclass
 class TuneConfig:
-    grid: dict[str, list[Any]] = key(
-        {}, "Keys of which each arm takes its best value, such as optimizer.lr: [1e-3, 3e-3]."
-    )
+    grid: dict[str, list[Any]] = key({}, "Keys of which each arm takes its best value, as optimizer.lr: [1e-3, 3e-3].")
     seeds: list[int] = key([], "Seeds that the values are tried with, none of grid.seed.")
     metric: str = key("val_loss", "Metric of a run's record that decides, in the mean over seeds.")
     best: str = key("least", "Whether the least or the most of it is best.", choices=("least", "most"))
@@ -86,9 +77,7 @@ class SweepConfig:
     )
     launcher: str = key("local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm"))
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    deadline: Optional[float] = key(
-        None, "Seconds until all runs have stopped; the same command resumes them.", above=0
-    )
+    deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
 
     @property
     def in_slots(self) -> bool:
@@ -118,13 +107,11 @@ class SweepConfig:
         for where, keys in {"common": self.common, "grid": self.grid, **arms}.items():
             for name in keys.keys() & {"name", "output", "runs_dir"}:
                 yield f"{where}.{name}: expected no such key; the sweep sets it for each run"
-        for where, grid, others in (
-            ("grid", self.grid, arms),
-            ("tune.grid", self.tune.grid, arms | {"grid": self.grid}),
-        ):
-            for name, (other, keys) in itertools.product(grid, others.items()):
-                if any(_overlap(name, given) for given in flatten(keys)):
-                    yield f"{where}.{name}: expected a key that {other} does not set"
+        named = [*((f"grid.{name}", name, arms) for name in self.grid)]
+        named += [(f"tune.grid.{name}", name, arms | {"grid": self.grid}) for name in self.tune.grid]
+        for where, name, others in named:
+            if other := [other for other, keys in others.items() if any(_overlap(name, one) for one in flatten(keys))]:
+                yield f"{where}: expected a key that {other[0]} does not set"
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -166,25 +153,17 @@ def load_sweep(
             raise ConfigError(f"trainer.num_nodes: expected 1 in a sweep, got {config.trainer.num_nodes}")
         if config.trainer.devices > 1 and sweep.launcher == "local" and sweep.jobs != 1:
             raise ConfigError(f"jobs: expected 1 with trainer.devices={config.trainer.devices}, got {sweep.jobs}")
-    numbers = [*METRICS["training"], "val_loss_last_weights"]
-    evaluations = tuple(f"{name}." for config in configs for name in config.evaluations)
-    metric = [sweep.tune.metric] if sweep.tune.grid else []
-    keys = {*flatten(to_dict(configs[0])), "speedup"}
-    tables = {"table.metrics": sweep.table.metrics, "table.columns": sweep.table.columns or [], "tune.metric": metric}
-    for where, names in tables.items():
+    numbers, evaluations = METRICS["training"], tuple(f"{name}." for name in configs[0].evaluations)
+    for where, names in {"table.metrics": sweep.table.metrics, "tune.metric": [sweep.tune.metric]}.items():
         for name in names:
-            if name not in numbers and not name.startswith(evaluations):
-                if where != "table.columns" or not any(_overlap(name, each) for each in keys):
-                    raise ConfigError(f"{where}: expected some of {', '.join(numbers)}, got '{name}'")
+            if name not in (*numbers, "val_loss_last_weights") and not name.startswith(evaluations):
+                raise ConfigError(f"{where}: expected one of {', '.join((*numbers, *evaluations))}, got '{name}'")
     return sweep, configs
 
 
 def _check_override(sweep: SweepConfig, layer: DictConfig, origin: str) -> None:
-    """Refuse a misspelt key of the sweep, and a key for all runs that the grid or the arms give different values."""
+    """Refuse a key for all runs that the grid or the arms give different values."""
     for given in flatten(OmegaConf.to_container(layer)):  # type: ignore[arg-type]
-        runs, own = Config.__dataclass_fields__, SweepConfig.__dataclass_fields__
-        if (name := given.split(".")[0]) not in runs:
-            raise ConfigError(f"unknown key '{name}' in {origin}{suggest(name, (*runs, *own))}")
         for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
             for name in grid:
                 if _overlap(name, given):
@@ -295,7 +274,7 @@ def run_sweeps(
         check_writable(sweep.output, "output")
     for config in [*trial_runs, *runs, *timed] if first.launcher == "local" else ():
         check_accelerator(config)
-    _waves(runs)
+    deque(_waves(runs), maxlen=0)  # raises
     _check_corpora([*trial_runs, *runs], trained, progress)
     on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in runs)
     with device_slots(first.jobs, on_gpu) if first.in_slots else nullcontext([]) as slots:
@@ -378,21 +357,19 @@ class Queue:
             )
 
 
-def _waves(runs: list[Config]) -> list[list[Config]]:
-    """Sort runs so that those that start from another one's weights are in a later wave. Raises ConfigError for a circle."""
-    waves, left = [], list(runs)
-    while left:
-        names = {(os.path.realpath(str(run.output)), run.name, run.seed) for run in left}
+def _waves(runs: list[Config]) -> Iterator[list[Config]]:
+    """Yield runs in order, those that start from another one's weights in a later wave."""
+    while runs:
+        names = {(os.path.realpath(str(run.output)), run.name, run.seed) for run in runs}
         wave = []
-        for run in left:
+        for run in runs:
             folder, _, arm = str(run.trainer.init_from).rpartition(":")
             if (os.path.realpath(folder), arm, run.seed) not in names:
                 wave.append(run)
         if not wave:
-            raise ConfigError(f"trainer.init_from: expected another run's weights, got {left[0].name}'s own")
-        waves.append(wave)
-        left = [run for run in left if run not in wave]
-    return waves
+            raise ConfigError(f"trainer.init_from: expected another run's weights, got {runs[0].name}'s own")
+        yield wave
+        runs = [run for run in runs if run not in wave]
 
 
 def _check_corpora(runs: list[Config], every: list[Config], progress: bool) -> None:
@@ -430,7 +407,7 @@ def _write_sweep(sweep: SweepConfig, configs: list[Config]) -> None:
     """Write the sweep's arms and seeds beside its records, if there are any."""
     if sweep.train and has_records(sweep.output):
         tune, arms = sweep.tune, {c.name: [other.seed for other in configs if other.name == c.name] for c in configs}
-        steps = {config.name: config.trainer.max_steps for config in configs if may_be_raised(config)}
         tuned = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
-        name, table = str(sweep.name), sweep.table.said
-        write_sweep(sweep.output, name, arms, sweep.baseline, tuned=tuned, steps=steps, table=table)
+        steps = {config.name: config.trainer.max_steps for config in configs if may_be_raised(config)}
+        table = asdict(sweep.table) if sweep.table != TableConfig() else None
+        write_sweep(sweep.output, str(sweep.name), arms, sweep.baseline, tuned=tuned, steps=steps, table=table)

@@ -108,17 +108,15 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"jobs": True}, "jobs: expected auto or an integer"),
         ({"launcher": "slurm", "deadline": 5}, "launcher: expected local"),
         ({"slurm": {"time": "4 hours"}}, "slurm.time: expected minutes, hours or days"),
-        ({"slurm": {"time": "1m", "grace": 60}}, "slurm.grace: expected less than slurm.time"),
         ({"baseline": "padde"}, "baseline: expected one of padded, packed or null"),
         ({"only": {"arms": ["packed"]}}, "only.arms"),
         ({"only": {"arm": ["pack"]}}, "only.arm"),
         ({"only": {"seed": [7]}}, "only.seed"),
-        ({"table": {"metrics": ["val_los"]}}, "table.metrics: expected some of .*val_loss"),
-        ({"table": {"columns": ["optimizer.lrr"]}}, "table.columns"),
+        ({"table": {"metrics": ["val_los"]}}, "table.metrics: expected one of .*val_loss"),
         ({"tune": {"grid": {"optimizer.lr": [1]}}}, "tune: expected both grid and seeds"),
         ({"tune": TUNE | {"seeds": [1]}}, "tune.seeds: expected none of grid.seed, got 1"),
         ({"tune": TUNE | {"grid": {"data.strategy": ["padded"]}}}, "tune.grid.data.strategy: .* arms.padded"),
-        ({"tune": TUNE | {"metric": "vall_loss"}}, "tune.metric: expected some of .*val_loss"),
+        ({"tune": TUNE | {"metric": "vall_loss"}}, "tune.metric: expected one of .*val_loss"),
         ({"tune": TUNE | {"best": "fewest"}}, "tune.best: expected one of least, most"),
     ],
 )  # fmt: skip
@@ -134,7 +132,6 @@ def test_a_wrong_sweep_is_refused(tmp_path, changes, message):
         ("model={d_state: 8}", "expected grid.model.d_state="),
         ("optimizer.lr=1", "expected tune.grid.optimizer.lr="),
         ("data.strategy=single", "expected a key in which arms do not differ"),
-        ("outptu=x", "unknown key 'outptu'.*'output'"),
     ],
 )
 def test_what_is_compared_is_not_one_for_all_runs(tmp_path, override, message):
