@@ -73,7 +73,7 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
         return Outcome("locked", str(error))
     except Stopped as stopped:
         if stopped.status > 128:  # by a signal to this process
-            raise
+            raise KeyboardInterrupt from None
         return Outcome("stopped", f"after step {stopped.step}")
     except UserError as error:
         return Outcome("failed", str(error))
