@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from experiments.integration.arms import Arm, Documents, Measured, Turn
-from packmamba.config import DataConfig, above, at_least, key, load_config, one_of
+from packmamba.config import DataConfig, key, load_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.sources.builtin import open_stdlib
 from packmamba.records import append_record, make_record, provenance
@@ -33,16 +33,16 @@ class IntegrationConfig:
     bench: str = "integration"
     model: str = key("130m", "Published size of the model, whose weights are random.")
     overrides: list[str] = key([], "Further keys of the model, such as model.n_layer=2.")
-    distribution: str = key("documents-2k", "Lengths of the documents.", one_of(*LENGTH_DISTRIBUTIONS))
-    documents_per_step: int = key(16, "Documents of an optimizer step.", at_least(1))
-    steps: int = key(30, "Timed optimizer steps of a turn.", at_least(1))
-    warm_up_steps: int = key(3, "Optimizer steps before them in each turn.", at_least(0))
-    rounds: int = key(3, "Turns of each arm.", at_least(1))
+    distribution: str = key("documents-2k", "Lengths of the documents.", choices=LENGTH_DISTRIBUTIONS)
+    documents_per_step: int = key(16, "Documents of an optimizer step.", low=1)
+    steps: int = key(30, "Timed optimizer steps of a turn.", low=1)
+    warm_up_steps: int = key(3, "Optimizer steps before them in each turn.", low=0)
+    rounds: int = key(3, "Turns of each arm.", low=1)
     arms: dict[str, Any] = key({}, "Name -> batches, kernels, patched, leaks; sizes of its own; see arms.py.")
-    precision: str = key("bfloat16", "Of Trainer: bfloat16 (autocast) or float32.", one_of("bfloat16", "float32"))
-    learning_rate: float = key(6e-4, "Of AdamW, constant.", above(0))
-    margin: float = key(1.0, "Factor on the difference that the gate allows.", above(0))
-    seed: int = key(0, "Seed of weights and lengths.", at_least(0))
+    precision: str = key("bfloat16", "Of Trainer: bfloat16 (autocast) or float32.", choices=("bfloat16", "float32"))
+    learning_rate: float = key(6e-4, "Of AdamW, constant.", above=0)
+    margin: float = key(1.0, "Factor on the difference that the gate allows.", above=0)
+    seed: int = key(0, "Seed of weights and lengths.", low=0)
 
 
 def run(config: IntegrationConfig, records_path: Path, progress: bool = True) -> None:

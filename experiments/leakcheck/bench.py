@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from packmamba.config import ConfigError, at_least, key, some, suggest
+from packmamba.config import ConfigError, key, suggest
 from packmamba.integrations.transformers import patch
 from packmamba.isolation import LeakCheckResult, ModeResult, leakcheck
 from packmamba.ops.mamba_ssm import _peer
@@ -31,7 +31,9 @@ PATCHED = ", patched"
 class AuditConfig:
     experiment: str = key("leakcheck", "The question, which the records name.")
     boundaries: list[str] = key(
-        ["position_ids"], "How models are told where documents start, as leakcheck takes it.", some("argument")
+        ["position_ids"],
+        "Boundary arguments of models, as leakcheck takes them.",
+        check=("at least one argument", bool),
     )
     shared: dict[str, Any] = key({}, "Keys of every model's configuration that has them.")
     models: dict[str, Any] = key(
@@ -39,7 +41,7 @@ class AuditConfig:
     )
     only: list[str] = key([], "Of these models alone; empty: of all.")
     device: str = key("cpu", "cpu or cuda: with the kernels that models need for packing, if they are installed.")
-    seed: int = key(0, "Seed of the weights.", at_least(0))
+    seed: int = key(0, "Seed of the weights.", low=0)
 
 
 def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from experiments.operators.arms import CPU_ARMS, CpuArm
 from packmamba import SequenceLayout, ops, timing
-from packmamba.config import ConfigError, at_least, each, key, one_of, some, unique
+from packmamba.config import ConfigError, key
 from packmamba.ops import build
 from packmamba.ops.custom_op import empty_grad_like
 from packmamba.ops.scan import allocate_scan
@@ -36,24 +36,24 @@ Call = Callable[[], dict[str, Tensor]]
 @dataclass
 class Config:
     experiment: str = key("operators", "The question, which the records name.")
-    arms: list[str] = key(list(CPU_ARMS), "Arms of arms.CPU_ARMS.", each(one_of(*CPU_ARMS)), unique, some("arm"))
-    tokens: int = key(4096, "Tokens of the scan's one row, all real.", at_least(1))
-    shortest: int = key(16, "Shortest document; lengths are drawn log-uniformly.", at_least(1))
-    longest: int = key(1024, "Longest document.", at_least(1))
-    channels: int = key(512, "Channels of the scan (d_inner).", at_least(1))
-    states: int = key(16, "States per channel (d_state).", at_least(1))
+    arms: list[str] = key(list(CPU_ARMS), "Arms of arms.CPU_ARMS.", choices=CPU_ARMS, check=("at least one arm", bool))
+    tokens: int = key(4096, "Tokens of the scan's one row, all real.", low=1)
+    shortest: int = key(16, "Shortest document; lengths are drawn log-uniformly.", low=1)
+    longest: int = key(1024, "Longest document.", low=1)
+    channels: int = key(512, "Channels of the scan (d_inner).", low=1)
+    states: int = key(16, "States per channel (d_state).", low=1)
     conv_tokens: int = key(
-        8192, "Tokens of the convolution's row; its tensors should be larger than the last-level cache.", at_least(1)
+        8192, "Tokens of the convolution's row; its tensors should be larger than the last-level cache.", low=1
     )
-    conv_channels: int = key(2048, "Channels of the convolution.", at_least(1))
-    dtype: str = key("float32", "Type of the activations: float32, bfloat16 or float64.", one_of(*TOLERANCES))
-    threads: int = key(2, "CPU threads of every arm.", at_least(1))
-    rounds: int = key(11, "Timings of each compiled arm, in turns.", at_least(2))
+    conv_channels: int = key(2048, "Channels of the convolution.", low=1)
+    dtype: str = key("float32", "Type of the activations: float32, bfloat16 or float64.", choices=TOLERANCES)
+    threads: int = key(2, "CPU threads of every arm.", low=1)
+    rounds: int = key(11, "Timings of each compiled arm, in turns.", low=2)
     slow_rounds: int = key(
         2, "Timings of the reference and of transformers, which take seconds to minutes, within the first rounds.",
-        at_least(2),
+        low=2,
     )  # fmt: skip
-    seed: int = key(0, "Seed of lengths and values.", at_least(0))
+    seed: int = key(0, "Seed of lengths and values.", low=0)
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:

@@ -22,7 +22,7 @@ from experiments.operators.gpu_implementations import (
     relative_error,
 )
 from packmamba import SequenceLayout, timing
-from packmamba.config import ConfigError, at_least, each, key, one_of, some, unique
+from packmamba.config import ConfigError, key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.records import append_record, make_record, provenance
 from packmamba.timing import Phases, clock_hz, device_seconds, launch_cycles
@@ -37,7 +37,7 @@ Metrics = dict[str, float | None]
 @dataclass
 class Config:
     experiment: str = key("operators", "The question, which the records name.")
-    arms: list[str] = key(HERE, "Arms of arms.GPU_ARMS.", each(one_of(*HERE)), unique, some("arm"))
+    arms: list[str] = key(HERE, "Arms of arms.GPU_ARMS.", choices=HERE, check=("at least one arm", bool))
     shapes: list[str] = key(
         ["16384,4096,documents-2k"],
         "tokens,channels,documents each; documents: documents-2k, short, heavy, one, or the length of every document.",
@@ -45,17 +45,15 @@ class Config:
     layouts: int = key(
         20,
         "Rows of different documents that a time is a mean over; where documents have a fixed length, one, five times.",
-        at_least(1),
+        low=1,
     )
-    rounds: int = key(5, "How often each arm is timed, in turns.", at_least(1))
-    slow_rounds: int = key(
-        3, "How often mamba-ssm document by document and padded is, within the first rounds.", at_least(1)
-    )
+    rounds: int = key(5, "How often each arm is timed, in turns.", low=1)
+    slow_rounds: int = key(3, "How often mamba-ssm document by document and padded is, within the first rounds.", low=1)
     slow_tokens: int = key(
         16384,
         "Rows longer than this are not run document by document or padded: the time per token stays, and takes minutes.",
     )
-    seed: int = key(0, "Of the documents' lengths and of the tensors.", at_least(0))
+    seed: int = key(0, "Of the documents' lengths and of the tensors.", low=0)
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:

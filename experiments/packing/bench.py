@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from packmamba import timing
-from packmamba.config import at_least, at_most, each, key, named, one_of, some, unique
+from packmamba.config import key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import OVERLONG, STRATEGIES, PackingPlan, plan_rows
 from packmamba.records import append_record, make_record, provenance
@@ -23,31 +23,33 @@ from packmamba.reproduce import Bench
 class Config:
     experiment: str = key("packing", "The question, which the records name.")
     distribution: str = key(
-        "documents-2k", "Distribution of the documents' lengths.", named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS")
+        "documents-2k", "Distribution of the documents' lengths.", choices="packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
     )
-    num_documents: int = key(200_000, "Documents of one plan.", at_least(1), at_most(2**31 - 1))
+    num_documents: int = key(200_000, "Documents of one plan.", low=1, high=2**31 - 1)
     strategies: list[str] = key(
         list(STRATEGIES),
         "Strategies to compare.",
-        some("strategy"),
-        each(named("packmamba.data.packing:STRATEGIES")),
-        unique,
+        check=("at least one strategy", bool),
+        choices="packmamba.data.packing:STRATEGIES",
     )
     row_lengths: list[int] = key(
-        [1024, 2048, 4096, 8192, 16384], "Slots of a row, for every strategy.", each(at_least(1)), some("row length")
+        [1024, 2048, 4096, 8192, 16384],
+        "Slots of a row, for every strategy.",
+        low=1,
+        check=("at least one row length", bool),
     )
     buffers: list[int] = key(
         [64, 256, 1024, 4096, 16384, 65536],
         "Documents that greedy sorts at a time; the other strategies have no buffer.",
-        each(at_least(1)),
+        low=1,
     )
     overlong: str = key(
         "pieces",
         "What a document longer than a row does: error, truncate or pieces; split cuts anyway.",
-        one_of(*OVERLONG),
+        choices=OVERLONG,
     )
-    seeds: list[int] = key([0, 1, 2], "Seeds of the draws of lengths.", some("seed"), each(at_least(0)))
-    rounds: int = key(5, "How often each plan is timed.", at_least(1))
+    seeds: list[int] = key([0, 1, 2], "Seeds of the draws of lengths.", check=("at least one seed", bool), low=0)
+    rounds: int = key(5, "How often each plan is timed.", low=1)
 
     def arms(self) -> list[Arm]:
         """The strategies, greedy with each buffer."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from packmamba.config import Config as Run
-from packmamba.config import ConfigError, each, key, load_config, one_of, some
+from packmamba.config import ConfigError, key, load_config
 from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.ops import BACKENDS
@@ -33,10 +33,10 @@ class Config:
     experiment: str = key("parity", "The question, which the records name.")
     base: str = key("train.yaml", "The run, a file of this folder.")
     keys: list[str] = key([], "What is changed of it, as key=value.")
-    arms: dict[str, list[str]] = key({}, "What each arm changes of it. The first trains.", some("arm"))
-    precisions: list[str] = key(
-        ["32-true"], "In which gradients are computed. The first trains.", each(one_of(*AUTOCAST))
+    arms: dict[str, list[str]] = key(
+        {}, "What each arm changes of it. The first trains.", check=("at least one arm", bool)
     )
+    precisions: list[str] = key(["32-true"], "In which gradients are computed. The first trains.", choices=AUTOCAST)
     at: list[int] = key([0], "Optimizer steps, from 0, whose gradients are compared.")
 
     def of(self, arm: str) -> Run:

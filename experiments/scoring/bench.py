@@ -16,7 +16,7 @@ import torch
 
 from experiments.scoring.methods import Method, Request, Workload, harness, make_model, packed, padded
 from packmamba import MambaLM
-from packmamba.config import ConfigError, above, at_least, key, load_config, one_of
+from packmamba.config import ConfigError, key, load_config
 from packmamba.evaluation import Score
 from packmamba.evaluation.generation import generate
 from packmamba.records import append_record, make_record, provenance
@@ -32,19 +32,19 @@ class ScoringConfig:
     bench: str = "scoring"
     model: str = key("1.4b", "Published size of the model, whose weights are random.")
     overrides: list[str] = key([], "Further keys of the model, such as model.n_layer=2.")
-    dtype: str = key("bfloat16", "dtype of the weights.", one_of("bfloat16", "float32", "float64"))
+    dtype: str = key("bfloat16", "dtype of the weights.", choices=("bfloat16", "float32", "float64"))
     workloads: dict[str, Any] = key(
         {}, "Name -> contexts, context, continuations, continuation: numbers and median lengths."
     )
     arms: dict[str, Any] = key({}, "Name -> method (packed, padded or hf), share or batch, slow.")
-    max_slots: int = key(16384, "Slots of a packed pass.", at_least(1))
+    max_slots: int = key(16384, "Slots of a packed pass.", low=1)
     prompts: list[int] = key([1, 16, 256], "How many prompts generate together.")
-    prompt_length: int = key(512, "Tokens of a prompt, the median.", at_least(1))
-    new_tokens: int = key(64, "Tokens that are generated for each.", at_least(2))
-    rounds: int = key(5, "Timed rounds.", at_least(1))
-    slow_rounds: int = key(1, "Timed rounds of transformers' slow path.", at_least(1))
-    margin: float = key(1.0, "Factor on the difference that the gate allows.", above(0))
-    seed: int = key(0, "Seed of weights and requests.", at_least(0))
+    prompt_length: int = key(512, "Tokens of a prompt, the median.", low=1)
+    new_tokens: int = key(64, "Tokens that are generated for each.", low=2)
+    rounds: int = key(5, "Timed rounds.", low=1)
+    slow_rounds: int = key(1, "Timed rounds of transformers' slow path.", low=1)
+    margin: float = key(1.0, "Factor on the difference that the gate allows.", above=0)
+    seed: int = key(0, "Seed of weights and requests.", low=0)
 
 
 def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packmamba.config import DataConfig, at_least, each, key, one_of, some, unique
+from packmamba.config import DataConfig, key
 from packmamba.data.batching import Arrangement, PackedBatch
 from packmamba.data.packing import STRATEGIES, plan_rows
 from packmamba.data.schedule import group
@@ -26,22 +26,25 @@ class Arm:
     """What the tables compare: how documents become rows, and what computes them. Its records hold all but ``parts``."""
 
     strategy: str = key(
-        "best_fit", "How documents become rows.", one_of(*(name for name in STRATEGIES if name != "split"))
+        "best_fit", "How documents become rows.", choices=tuple(name for name in STRATEGIES if name != "split")
     )
     row_length: Optional[int] = key(
         None,
         "Slots of a row; null: as many as each document (single) or each batch's longest (padded) has.",
-        at_least(1),
+        low=1,
     )
     sorted_by_length: bool = key(False, "Documents are sorted by length before they are arranged.")
     layers: str = key(
         "packmamba",
         "packmamba, or mamba-ssm, which leaks where rows are packed and is left out where it is not installed.",
-        one_of("packmamba", "mamba-ssm"),
+        choices=("packmamba", "mamba-ssm"),
     )
     graphs: bool = key(False, "Forward and backward are CUDA graphs (packmamba.training.graphs).")
     parts: list[str] = key(
-        [BARE], "The bench's parts that it takes part in.", each(one_of(BARE, BREAKDOWN, STEPS)), unique, some("part")
+        [BARE],
+        "The bench's parts that it takes part in.",
+        choices=(BARE, BREAKDOWN, STEPS),
+        check=("at least one part", bool),
     )
 
     @property

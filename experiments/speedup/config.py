@@ -7,39 +7,40 @@ from typing import Optional
 
 from experiments.speedup.arms import BARE, BREAKDOWN, STEPS, Arm
 from packmamba.config import Config as RunConfig
-from packmamba.config import above, at_least, each, key, load_config, named, one_of, unique
+from packmamba.config import key, load_config
 
 PARTS = (BARE, BREAKDOWN, STEPS)
 # Of the losses of single tokens, against those of documents alone, in units of their standard deviation. Rounding through 48
 # blocks in bfloat16 makes 2.5e-2, and a leak 1.6e-1; through 24, 1e-2 and 5e-2.
 TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-4}
-DISTRIBUTION = named("packmamba.data.lengths:LENGTH_DISTRIBUTIONS")
+DISTRIBUTION = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 
 
 @dataclass
 class Config:
     experiment: str = key("speedup", "The question, which the records name.")
-    models: list[str] = key(["130m", "1.4b", "2.8b"], "Sizes in configs/model.", unique)
+    models: list[str] = key(
+        ["130m", "1.4b", "2.8b"],
+        "Sizes in configs/model.",
+    )
     overrides: list[str] = key([], "key=value of run configurations that hold for all, such as model.compile=true.")
     parts: list[str] = key(
         list(PARTS),
         "forward_backward: the bare loop; breakdown: its kernels; steps: optimizer steps through Lightning.",
-        each(one_of(*PARTS)),
+        choices=PARTS,
     )
     arms: dict[str, Arm] = key({}, "By name; arms=[single,padded-2048] takes some of the file's.")
-    distribution: str = key("documents-2k", "Distribution of the documents' lengths.", DISTRIBUTION)
-    documents: int = key(4096, "Documents that every arm arranges.", at_least(1))
-    slots: int = key(16384, "Most slots of a batch, and real tokens of an optimizer step.", at_least(1))
-    batches: int = key(2, "Batches of each arm that stand for all, evenly spread over their sizes.", at_least(1))
-    single_batches: int = key(8, "The same for single, whose batch is a document.", at_least(1))
-    rounds: int = key(3, "How often each arm is timed, in turns.", at_least(1))
-    dtype: str = key(
-        "bfloat16", "Of the bare loop's weights; A and D are float32 as in mamba-ssm.", one_of(*TOLERANCES)
-    )
-    precision: str = key("bf16-mixed", "Lightning's, of the steps.", one_of("32-true", "bf16-mixed", "bf16-true"))
-    num_workers: int = key(2, "Processes that prepare the batches of steps.", at_least(0))
-    peak_flops_per_second: Optional[float] = key(None, "Of which model FLOP utilisation is a share.", above(0))
-    seed: int = key(0, "Of lengths, tokens and weights.", at_least(0))
+    distribution: str = key("documents-2k", "Distribution of the documents' lengths.", choices=DISTRIBUTION)
+    documents: int = key(4096, "Documents that every arm arranges.", low=1)
+    slots: int = key(16384, "Most slots of a batch, and real tokens of an optimizer step.", low=1)
+    batches: int = key(2, "Batches of each arm that stand for all, evenly spread over their sizes.", low=1)
+    single_batches: int = key(8, "The same for single, whose batch is a document.", low=1)
+    rounds: int = key(3, "How often each arm is timed, in turns.", low=1)
+    dtype: str = key("bfloat16", "Of the bare loop's weights; A and D are float32 as in mamba-ssm.", choices=TOLERANCES)
+    precision: str = key("bf16-mixed", "Lightning's, of the steps.", choices=("32-true", "bf16-mixed", "bf16-true"))
+    num_workers: int = key(2, "Processes that prepare the batches of steps.", low=0)
+    peak_flops_per_second: Optional[float] = key(None, "Of which model FLOP utilisation is a share.", above=0)
+    seed: int = key(0, "Of lengths, tokens and weights.", low=0)
 
     def taking_part(self, part: str) -> dict[str, Arm]:
         """Return the arms that take part in a part."""

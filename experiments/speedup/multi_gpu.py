@@ -18,7 +18,7 @@ from tqdm import tqdm
 from experiments.speedup import config
 from experiments.speedup.arms import Arm as Rows
 from packmamba import timing
-from packmamba.config import ConfigError, at_least, key, one_of, some
+from packmamba.config import ConfigError, key
 from packmamba.data.packing import STRATEGIES
 from packmamba.records import append_record, make_record, provenance
 
@@ -30,8 +30,8 @@ TOLERANCE = {"bf16-mixed": 2e-3, "32-true": 1e-5}
 class Arm:
     """What the table compares; its record holds these fields."""
 
-    parallel: str = key("ddp", "Lightning's strategy.", one_of("ddp", "fsdp2"))
-    devices: int = key(1, "How many.", at_least(1))
+    parallel: str = key("ddp", "Lightning's strategy.", choices=("ddp", "fsdp2"))
+    devices: int = key(1, "How many.", low=1)
 
 
 @dataclass
@@ -39,23 +39,25 @@ class Config:
     experiment: str = key("speedup", "The question, which the records name.")
     model: str = key("1.4b", "A size in configs/model.")
     overrides: list[str] = key([], "key=value of the run configuration, such as model.compile=true.")
-    arms: dict[str, Arm] = key({}, "By name; the first is what the others are compared with.", some("arm"))
+    arms: dict[str, Arm] = key(
+        {}, "By name; the first is what the others are compared with.", check=("at least one arm", bool)
+    )
     strategy: str = key(
         "best_fit",
         "How documents become rows, for every arm.",
-        one_of(*(name for name in STRATEGIES if name != "split")),
+        choices=tuple(name for name in STRATEGIES if name != "split"),
     )
-    row_length: Optional[int] = key(16384, "Slots of a row; see the arms of the speedup bench.", at_least(1))
-    distribution: str = key("documents-2k", "Distribution of the documents' lengths.", config.DISTRIBUTION)
-    documents: int = key(4096, "Synthetic documents.", at_least(1))
-    slots: int = key(16384, "Slots of a step on each device.", at_least(1))
-    same_steps: int = key(3, "First steps, on the same documents for every arm, whose losses must agree.", at_least(1))
-    rounds: int = key(5, "Timed turns of four steps of ``slots`` slots a device.", at_least(1))
-    precision: str = key("bf16-mixed", "Lightning's.", one_of(*TOLERANCE))
-    accelerator: str = key("gpu", "gpu, or cpu (gloo).", one_of("gpu", "cpu"))
-    num_workers: int = key(2, "Processes of each device that prepare its batches.", at_least(0))
-    timeout_seconds: int = key(300, "Longest time for one arm.", at_least(1))
-    seed: int = key(0, "Of lengths, tokens and weights.", at_least(0))
+    row_length: Optional[int] = key(16384, "Slots of a row; see the arms of the speedup bench.", low=1)
+    distribution: str = key("documents-2k", "Distribution of the documents' lengths.", choices=config.DISTRIBUTION)
+    documents: int = key(4096, "Synthetic documents.", low=1)
+    slots: int = key(16384, "Slots of a step on each device.", low=1)
+    same_steps: int = key(3, "First steps, on the same documents for every arm, whose losses must agree.", low=1)
+    rounds: int = key(5, "Timed turns of four steps of ``slots`` slots a device.", low=1)
+    precision: str = key("bf16-mixed", "Lightning's.", choices=TOLERANCE)
+    accelerator: str = key("gpu", "gpu, or cpu (gloo).", choices=("gpu", "cpu"))
+    num_workers: int = key(2, "Processes of each device that prepare its batches.", low=0)
+    timeout_seconds: int = key(300, "Longest time for one arm.", low=1)
+    seed: int = key(0, "Of lengths, tokens and weights.", low=0)
 
     @property
     def rows(self) -> Rows:

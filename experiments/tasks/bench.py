@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from packmamba import MambaLM
-from packmamba.config import ConfigError, DataConfig, above, at_least, each, key, named
+from packmamba.config import ConfigError, DataConfig, key
 from packmamba.evaluation.load import load_model, read_config
 from packmamba.evaluation.registry import EvalContext, default_max_slots, evaluate
 from packmamba.evaluation.tasks import TASKS
@@ -29,14 +29,14 @@ class AnswersConfig:
         {}, "For each trained arm: task, options (its parameters), varied (one more parameter) and its values."
     )
     untrained: list[str] = key(
-        [], "Tasks that untrained models answer too.", each(named("packmamba.evaluation.tasks:TASKS"))
+        [], "Tasks that untrained models answer too.", choices="packmamba.evaluation.tasks:TASKS"
     )
     untrained_options: dict[str, Any] = key({}, "For each of these tasks its parameters; else their defaults.")
-    seeds: list[int] = key([0, 1, 2], "Seeds of untrained weights.", each(at_least(0)))
-    d_model: int = key(64, "Width of untrained models.", at_least(1))
-    n_layer: int = key(2, "Layers of untrained models.", above(0))
-    examples: int = key(500, "Examples of a task, at each value.", at_least(1))
-    examples_seed: int = key(1_000_000, "Seed of the examples; those of training have others.", at_least(0))
+    seeds: list[int] = key([0, 1, 2], "Seeds of untrained weights.", low=0)
+    d_model: int = key(64, "Width of untrained models.", low=1)
+    n_layer: int = key(2, "Layers of untrained models.", above=0)
+    examples: int = key(500, "Examples of a task, at each value.", low=1)
+    examples_seed: int = key(1_000_000, "Seed of the examples; those of training have others.", low=0)
 
 
 @dataclass

@@ -12,7 +12,7 @@ MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
 """Keys of the section ``model`` that are arguments of a mixer."""
 
 
-def key(default: Any, help: str, *rules: dict[str, Any], **limits: Any) -> Any:
+def key(default: Any, help: str, **limits: Any) -> Any:
     """Declare a key of a configuration dataclass.
 
     Args:
@@ -20,8 +20,6 @@ def key(default: Any, help: str, *rules: dict[str, Any], **limits: Any) -> Any:
             the key is validated), ``check`` (a description of valid values, and a predicate). All but ``check`` apply to each
             element of a list; none applies to null.
     """
-    for rule in rules:  # at_least(1) and the like of packmamba.config, until the last of them is gone
-        limits |= rule
     metadata = {"help": help, "limits": limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
