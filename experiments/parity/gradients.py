@@ -19,7 +19,7 @@ from packmamba.data.batching import StepBatch
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.ops import BACKENDS
 from packmamba.records import append_record, make_record, provenance
-from packmamba.training.checks import check_accelerator, check_run
+from packmamba.training.fit import check_accelerator, check_run
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import recorded_config
 from packmamba.training.runtime import configured_runtime

@@ -161,6 +161,8 @@ class RunMetrics(Callback):
             self.train.append(self._point(float(outputs["loss"])))
             tokens, slots, seconds = (sum(amounts) for amounts in zip(*self._recent))
             rates = {"train/real_tokens_per_second": tokens / seconds, "train/slots_per_second": slots / seconds}
+            rates["data/padding_fraction"] = 1 - tokens / slots
+            rates |= {f"train/{name}": float(value) for name, value in module.boundary.measures().items()}
             module.log_dict(rates, on_step=True, on_epoch=False)
             self.check_finite(trainer, module)
 

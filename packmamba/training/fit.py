@@ -73,6 +73,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     begun = time.perf_counter()
     records.provenance()  # cached: the commit of the run is that of its start
     check_run(config)
+    check_accelerator(config)
+    check_documents(config)
     path, folder, options = run_id.record_path(config), run_id.run_folder(config), config.trainer
     data = PackedDataModule.from_config(config, progress=progress)
     if (done := run_id.find_record(config)) is not None:
@@ -158,12 +160,22 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
 def check_run(config: Config) -> None:
     """Check, before documents are read, what only the parts of a run know. Raises ConfigError naming the key."""
     BOUNDARIES[config.trainer.boundary](**config.trainer.boundary_options)
+    for name in config.evaluations:
+        EVALUATIONS[name].check(callbacks.evaluation_context(config, name), None)
+
+
+def check_accelerator(config: Config) -> None:
+    """Raise ConfigError where the run needs a GPU and this machine has none."""
+    if (config.trainer.accelerator in ("gpu", "cuda") or config.trainer.cuda_graphs) and not torch.cuda.is_available():
+        raise ConfigError("trainer.accelerator: expected a GPU that PyTorch can use, got none; set it to cpu")
+
+
+def check_documents(config: Config) -> None:
+    """Check the keys of ``data`` and the vocabulary's size, without reading documents. Raises ConfigError."""
     size = open_source(config.data).vocab_size
     corpus = load_tokenizer(config.data).vocab_size if size is None else size
     if isinstance(corpus, int) and (config.model.vocab_size or corpus) < corpus:
         raise ConfigError(f"model.vocab_size: expected at least {corpus}, the corpus's, got {config.model.vocab_size}")
-    for name in config.evaluations:
-        EVALUATIONS[name].check(callbacks.evaluation_context(config, name), None)
 
 
 def warn(config: Config, metrics: RunMetrics, numbers: Mapping[str, Any]) -> None:

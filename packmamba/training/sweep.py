@@ -22,7 +22,7 @@ from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.records import METRICS, append_record, check_writable, has_records, read_records, write_sweep
 from packmamba.training.benchmark import measure_throughput
-from packmamba.training.checks import check_accelerator, check_all_documents, check_run
+from packmamba.training.fit import check_accelerator, check_documents, check_run
 from packmamba.training.launch import (
     Outcome,
     Slot,
@@ -147,7 +147,7 @@ def load_sweep(
     checked: list[tuple[Config, bool]] = []
     for config in configs:
         if (alike := (replace(config, seed=0), id(config) in here)) not in checked:
-            check_run(*alike)
+            check_run(config)
             checked.append(alike)
         if config.trainer.num_nodes > 1:
             raise ConfigError(f"trainer.num_nodes: expected 1 in a sweep, got {config.trainer.num_nodes}")
@@ -376,7 +376,8 @@ def _check_corpora(runs: list[Config], every: list[Config], progress: bool) -> N
     """Prepare the corpora of runs, and compare those of finished ones with their records."""
     opened = [run for run, record in zip(runs, find_records(runs)) if record is None]
     done = [(run, record) for run, record in zip([*every, *runs], find_records([*every, *runs])) if record is not None]
-    check_all_documents(opened)
+    for run in {repr((run.data, run.model.vocab_size)): run for run in opened}.values():
+        check_documents(run)
     hashes: dict[str, str | None] = {}
     for run, record in [*((run, None) for run in opened), *done]:
         if (documents := repr(run.data)) not in hashes:

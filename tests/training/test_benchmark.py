@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from packmamba import timing
-from packmamba.report.arm_tables import throughput_tables
 from packmamba.training import benchmark
 from packmamba.training.benchmark import measure_throughput
 from packmamba.training.fit import fit
@@ -23,7 +22,7 @@ def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
 
 
 def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
-    keys = ([], ["data.strategy=single"], ["model.d_state=3"], ["trainer.boundary=leak"], ["data.corpus_seed=5"])
+    keys = ([], ["data.strategy=single"], ["model.d_state=3"], ["trainer.boundary=leak"])
     configs = [tiny_config(tmp_path, f"name=arm{i}", *overrides) for i, overrides in enumerate(keys)]
     list(measure_throughput(configs, rounds=1, output="x", progress=False))
     accumulate, calls = PackedLitModule.accumulate, []
@@ -33,7 +32,7 @@ def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
         return accumulate(module, *arguments) * (1 + 1e-3 * (len(calls) > 1))
 
     monkeypatch.setattr(PackedLitModule, "accumulate", off)
-    with pytest.raises(RuntimeError, match="nothing is timed: arms disagree .* arm0 has 5.5.*, arm1 has 5.5"):
+    with pytest.raises(RuntimeError, match="arms disagree .* arm0, .* arm1"):
         list(measure_throughput(configs, rounds=1, output="x", progress=False))
     assert len(calls) == 2
 
@@ -90,5 +89,3 @@ def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
         assert metrics["seconds_per_step_median"] == 1
         assert 60 < metrics["real_tokens_per_second"] < 140, "about data.tokens_per_step real tokens a step"
         assert metrics["cores_of_others"] == 1.25
-    (table,) = throughput_tables(records)
-    assert table.notes[-1] == "Cores that other programs kept busy during this timing: 1.2."

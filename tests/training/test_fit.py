@@ -1,0 +1,213 @@
+"""One run: its record, files and checks; the weights that it starts from; the settings of its process."""
+
+import time
+from types import SimpleNamespace
+
+import lightning
+import pytest
+import torch
+
+import packmamba.training.fit as fit_module
+from packmamba import MambaLM
+from packmamba.config import ConfigError
+from packmamba.data.datamodule import PackedDataModule
+from packmamba.ops import BACKENDS
+from packmamba.ops.backends import Backend
+from packmamba.records import read_records
+from packmamba.training import runtime
+from packmamba.training.callbacks import RunMetrics, Stopped, checkpoints
+from packmamba.training.fit import fit
+from packmamba.training.run_id import RunLock, recorded_config, run_folder
+from runs import final_state, losses_of, tiny_config
+
+LATER = ["name=later", "optimizer.lr=0.01", "optimizer.warmup_steps=0", "trainer.max_steps=4", "trainer.checkpoint_every=1",
+         "trainer.threads=1"]  # fmt: skip
+
+
+def test_a_run_leaves_its_record_model_and_logs(tmp_path):
+    config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.boundary=leak")
+    record = fit(config, progress=False)
+    assert record["kind"] == "training" and record["config"] == recorded_config(config)
+    assert record["hardware"]["backend"] in BACKENDS
+    metrics, curves = record["metrics"], record["curves"]
+    assert metrics["steps"] == 6 and metrics["val_loss_as_trained"] is not None
+    assert [point["step"] for point in curves["train"]] == [1, 2, 3, 4, 5, 6]
+    assert [point["step"] for point in curves["validation"]] == [3, 6]
+    assert metrics["val_loss"] == curves["validation"][-1]["loss"] < curves["validation"][0]["loss"] + 0.5
+    assert 0 < metrics["padding_fraction"] < 0.5 and metrics["slots_per_second"] > metrics["real_tokens_per_second"] > 0
+    assert sum(bucket["count"] for bucket in curves["loss_by_position"]) > 0
+    folder = run_folder(config)
+    assert [path.name for path in checkpoints(folder / "checkpoints")] == ["step=6.ckpt"]
+    weights = MambaLM.from_pretrained(folder).state_dict()
+    state = final_state(config)["state_dict"]
+    assert all(torch.equal(state[f"model.{name}"], weight) for name, weight in weights.items())
+    assert read_records(folder) == [record] == [fit(config, progress=False)], "a finished run is not repeated"
+
+
+def test_the_last_step_is_evaluated_whatever_the_interval(tmp_path):
+    for every, steps, expected in ((4, 5, [4, 5]), (40, 2, [2])):
+        config = tiny_config(tmp_path, f"trainer.validate_every={every}", f"trainer.max_steps={steps}")
+        assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == expected
+
+
+@pytest.mark.parametrize("key", ["output", "runs_dir"])
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=key):
+        fit(tiny_config(tmp_path, f"{key}={tmp_path}/file/mine"), progress=False)
+    assert not (tmp_path / "cache").exists(), "before documents are read"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.accelerator", "gpu"),
+        ("trainer.precision", "16-mixed"),
+        ("trainer.boundary_options", "{unknown: 1}"),
+        ("model.vocab_size", "9"),
+        ("ops.backend", "missing"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_by_its_key(tmp_path, monkeypatch, key, value):
+    monkeypatch.setitem(BACKENDS, "missing", Backend(packages=("not_there",)))
+    with pytest.raises(ConfigError, match=key):
+        fit(tiny_config(tmp_path, f"{key}={value}"), progress=False)
+
+
+def test_a_run_of_another_process_is_refused_or_taken_as_done(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "trainer.max_steps=1")
+    make = fit_module.make_trainer
+
+    def make_while_another_finishes(*arguments):
+        monkeypatch.setattr(fit_module, "make_trainer", make)
+        fit(config, progress=False)
+        return make(*arguments)
+
+    monkeypatch.setattr(fit_module, "make_trainer", make_while_another_finishes)
+    record = fit(config, progress=False)
+    assert read_records(run_folder(config)) == [record]
+
+
+def test_saving_and_evaluating_are_no_training_time(tmp_path, monkeypatch):
+    save, evaluate = lightning.Trainer.save_checkpoint, fit_module.evaluate_run
+    monkeypatch.setattr(lightning.Trainer, "save_checkpoint", lambda *a, **k: (time.sleep(0.3), save(*a, **k))[1])
+    monkeypatch.setattr(fit_module, "evaluate_run", lambda *a: (time.sleep(0.3), evaluate(*a))[1])
+    begun = time.perf_counter()
+    record = fit(tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=1"), progress=False)
+    assert record["metrics"]["train_seconds"] < record["wall_seconds"] - 7 * 0.3
+    assert time.perf_counter() - begun - record["wall_seconds"] < 0.3
+
+
+def test_throughput_leaves_out_the_first_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunMetrics, "_lap", lambda _: 1.0)
+    config = tiny_config(tmp_path, "data.strategy=greedy", "data.cut_at_steps=false")
+    metrics = fit(config, progress=False)["metrics"]
+    data = PackedDataModule.from_config(config, progress=False)
+    data.setup()
+    tokens = [data.steps[i].num_tokens for i in range(6)]
+    assert metrics["train_seconds"] == 6 and metrics["real_tokens"] == sum(tokens)
+    assert metrics["real_tokens_per_second"] == sum(tokens[3:]) / 3 != sum(tokens) / 6
+
+
+def test_memory_is_that_of_training(monkeypatch):
+    """Evaluations read documents of any length."""
+    held, resets = iter([5, 7]), []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(held))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    metrics, module = RunMetrics(1), SimpleNamespace(device=torch.device("cuda"))
+    trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"))
+    metrics.on_validation_start(trainer, module)
+    metrics.on_validation_end(trainer, module)
+    assert (metrics.peak_memory, resets) == (5, [module.device])
+    metrics.on_train_end(trainer, module)
+    resumed = RunMetrics(1)
+    resumed.load_state_dict(metrics.state_dict())
+    assert resumed.peak_memory == 7
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A finished run, and its weights."""
+    folder = tmp_path_factory.mktemp("first")
+    config = tiny_config(folder, f"output={folder}/sweep", f"runs_dir={folder}/sweep/runs")
+    return config, fit(config, progress=False), MambaLM.from_pretrained(run_folder(config))
+
+
+def test_a_run_starts_from_weights_with_its_own_schedule(tmp_path, first):
+    config, record, model = first
+    (file,) = checkpoints(run_folder(config) / "checkpoints")
+    model.save_pretrained(tmp_path / "published")
+    records = []
+    for source in (run_folder(config), file, tmp_path / "published", f"{config.output}:tiny"):
+        later = tiny_config(tmp_path, *LATER, f"trainer.init_from={source}", "optimizer.lr=1e-12")
+        records.append(fit(later, progress=False))
+        state = final_state(later)["state_dict"]
+        assert all(torch.allclose(state[f"model.{n}"], w, atol=1e-9) for n, w in model.state_dict().items()), source
+    assert len({each["metrics"]["started_from_checksum"] for each in records}) == 1
+    assert records[0]["metrics"]["steps"] == 4 and records[0]["curves"]["train"][0]["step"] == 1
+    assert records[0]["metrics"]["val_loss"] == pytest.approx(record["metrics"]["val_loss"], rel=1e-6)
+
+
+def test_a_stopped_run_resumes_from_its_own_checkpoint(tmp_path, first):
+    first[2].save_pretrained(tmp_path / "start")
+    keys = [*LATER, f"trainer.init_from={tmp_path}/start"]
+    whole = fit(tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/whole"), progress=False)
+    stopped = tiny_config(tmp_path, *keys)
+    with pytest.raises(Stopped):
+        fit(stopped, progress=False, stop=lambda metrics: metrics.totals["steps"] == 2)
+    (tmp_path / "start" / "pytorch_model.bin").unlink()
+    resumed = fit(stopped, progress=False)
+    assert losses_of(resumed) == losses_of(whole)
+    assert resumed["metrics"]["started_from_checksum"] == whole["metrics"]["started_from_checksum"]
+
+
+@pytest.mark.parametrize("source", ["missing", "{}:none", "{}", "{}/broken.ckpt", "{}/small"])
+def test_weights_that_cannot_be_are_refused(tmp_path, source):
+    (tmp_path / "broken.ckpt").write_bytes(b"PK broken")
+    MambaLM(vocab_size=9, d_model=8, n_layer=2, d_state=4).save_pretrained(tmp_path / "small")
+    config = tiny_config(tmp_path, *LATER, f"trainer.init_from={source.format(tmp_path)}")
+    with pytest.raises(ConfigError, match=r"trainer\.init_from") as refused:
+        fit(config, progress=False)
+    assert "\n" not in str(refused.value)
+
+
+def test_determinism_and_threads_are_set_for_one_run(tmp_path):
+    seen = []
+
+    def look(metrics):
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()))
+        return False
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    keys = ["trainer.deterministic=true", f"trainer.threads={before[1] + 1}", "trainer.max_steps=2"]
+    record = fit(tiny_config(tmp_path, *keys), False, look)
+    assert seen == [(True, before[1] + 1)] * 2
+    assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == before
+    fit(tiny_config(tmp_path), progress=False)  # another run in between
+    again = fit(tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/again"), progress=False)
+    assert losses_of(record) == losses_of(again)
+
+
+def test_compiled_code_is_reused_only_where_bits_are_not_promised(tmp_path, monkeypatch):
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    gpu = ["model.compile=true", "trainer.accelerator=auto"]
+
+    def anew(*keys):
+        before = len(resets)
+        with runtime.configured_runtime(tiny_config(tmp_path, *keys)):
+            return len(resets) > before
+
+    assert anew("model.compile=true") and anew("model.compile=true"), "on a CPU"
+    assert torch._dynamo.config.fail_on_recompile_limit_hit and torch._dynamo.config.recompile_limit > 8
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert anew(*gpu) and not anew(*gpu, "seed=1", "trainer.boundary=leak")
+    assert anew(*gpu, "model.d_model=12") and anew(*gpu, "model.d_model=12", "trainer.deterministic=true")
+
+
+def test_a_locked_folder_is_refused(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path)
+    monkeypatch.setattr(RunLock, "__enter__", lambda self: (_ for _ in ()).throw(ConfigError("in use")))
+    with pytest.raises(ConfigError, match="in use"):
+        fit(config, progress=False)
