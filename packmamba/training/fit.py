@@ -166,8 +166,12 @@ def check_run(config: Config) -> None:
 
 def check_accelerator(config: Config) -> None:
     """Raise ConfigError where the run needs a GPU and this machine has none."""
-    if (config.trainer.accelerator in ("gpu", "cuda") or config.trainer.cuda_graphs) and not torch.cuda.is_available():
-        raise ConfigError("trainer.accelerator: expected a GPU that PyTorch can use, got none; set it to cpu")
+    for key, needed in (
+        ("accelerator", config.trainer.accelerator in ("gpu", "cuda")),
+        ("cuda_graphs", config.trainer.cuda_graphs),
+    ):
+        if needed and not torch.cuda.is_available():
+            raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none; change it")
 
 
 def check_documents(config: Config) -> None:

@@ -148,6 +148,8 @@ def load_sweep(
     for config in configs:
         if (alike := (replace(config, seed=0), id(config) in here)) not in checked:
             check_run(config)
+            if alike[1]:
+                check_accelerator(config)
             checked.append(alike)
         if config.trainer.num_nodes > 1:
             raise ConfigError(f"trainer.num_nodes: expected 1 in a sweep, got {config.trainer.num_nodes}")
