@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.corpus import build
 from packmamba import cli
 from packmamba.config import load_config
 from packmamba.reproduce import find, load_bench
@@ -110,6 +111,8 @@ def run_page(page, folder):
             words = shlex.split(line, comments=True)
             if words[:1] == ["make"]:
                 assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), line
+            elif "experiments.corpus.build" in words:
+                build.main(words[3:])
             elif "run.py" in words:
                 words = words[words.index("run.py") + 1 :]
                 load(words) if note.startswith("needs ") else run(words, folder)

@@ -1,6 +1,5 @@
 """Sources: what they read, what they hold out, what they refuse."""
 
-import json
 import sys
 import sysconfig
 from collections import Counter
@@ -98,33 +97,17 @@ def test_the_split_is_by_content_and_holds_out_at_least_one(tmp_path, fraction):
 # --- text
 
 
-def write_texts(root: Path, texts: dict) -> DataConfig:
-    for name, text in texts.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(text.encode())
-    return of(root, "text", validation_fraction=0.25)
-
-
-def test_text_reads_every_visible_file_in_the_order_of_its_name(tmp_path):
+def test_text_reads_every_visible_file_in_the_order_of_its_name_and_holds_out_by_it(tmp_path):
     texts = {"b.txt": "\ufeffzwei\r\n", "a/z.md": "eins", "c": "drei ☃", ".hidden": "no", ".git/x": "no", "d.rst": ""}
-    assert contents(read(write_texts(tmp_path, texts))) == ["eins", "zwei\r\n", "drei ☃", ""]
-
-
-def test_text_is_held_out_by_name(tmp_path):
-    names = [f"{i}.txt" for i in range(40)]
-    first = held_out(read(write_texts(tmp_path / "a", {name: name for name in names})))
-    assert len(first) == 10
-    fewer = held_out(read(write_texts(tmp_path / "b", {name: name for name in names[:39]})))
-    assert len(fewer ^ first) <= 2  # a file more or less moves one other file at most
-    few = write_texts(tmp_path / "c", {"a": "a", "b": "b"})
-    few.validation_fraction = 0.01
-    assert sorted(document.held_out for document in read(few)) == [False, True]
-
-
-def test_text_that_is_not_utf8_is_refused_by_its_name(tmp_path):
-    data = write_texts(tmp_path, {"a": "a", "b": "b"})
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode())
+    found = read(of(tmp_path, "text"))
+    assert contents(found) == ["eins", "zwei\r\n", "drei ☃", ""]
+    (tmp_path / "b.txt").write_text("other")
+    assert [one.held_out for one in read(of(tmp_path, "text"))] == [one.held_out for one in found]
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    assert "picture.png" in refused(data)
+    assert "picture.png" in refused(of(tmp_path, "text"))
 
 
 # --- parquet and data sets
@@ -166,10 +149,6 @@ def test_data_sets_have_the_documents_and_the_split_of_json_lines(tmp_path, data
         )
     data = of(path, "huggingface")
     assert read(data) == expected
-    before = open_source(data).fingerprint
-    if kind == "saved":
-        made.select(range(200)).save_to_disk(path)
-        assert open_source(data).fingerprint != before
 
 
 def test_rows_and_columns_without_text_are_refused(tmp_path, datasets):
@@ -191,14 +170,11 @@ def test_rows_and_columns_without_text_are_refused(tmp_path, datasets):
     assert refused(of(parquet, "parquet")).startswith("data.path")
 
 
-@pytest.mark.parametrize(
-    ("source", "package", "name"),
-    [("parquet", "datasets", "a.parquet"), ("huggingface", "datasets", "a"), ("jsonl", "zstandard", "a.jsonl.zst")],
-)
-def test_a_missing_package_is_named(tmp_path, source, package, name, monkeypatch):
-    (tmp_path / name).write_bytes(b"a")
+@pytest.mark.parametrize(("source", "package"), [("parquet", "datasets"), ("jsonl", "zstandard")])
+def test_a_missing_package_is_named(tmp_path, source, package, monkeypatch):
+    (tmp_path / "a.zst").write_bytes(b"a")
     monkeypatch.setitem(sys.modules, package, None)
-    assert "pip install" in refused(of(tmp_path / name, source))
+    assert "pip install" in refused(of(tmp_path / "a.zst", source))
 
 
 # --- Megatron
@@ -274,15 +250,6 @@ def test_the_standard_library_is_held_out_by_file(monkeypatch, tmp_path):
     assert sum(side == {True} for side in sides.values()) == 10 == 40 - sum(side == {False} for side in sides.values())
 
 
-def test_the_standard_library_has_thousands_of_documents_with_a_heavy_tail():
-    root = Path(json.__file__).parent
-    documents = [document.content for document in read(DataConfig())]
-    sizes = np.array(list(map(len, documents)))
-    assert 10_000 < len(sizes) < 25_000 and sizes.max() > 20 * np.median(sizes)
-    dumps = next(text for text in documents if text.startswith("def dumps(obj, *, skipkeys"))
-    assert dumps in (root / "__init__.py").read_text()
-
-
 @pytest.mark.parametrize("name", ["documents-2k", "short", "heavy"])
 def test_synthetic_documents_have_the_lengths_of_the_distribution(name):
     found = read(DataConfig(source="synthetic", distribution=name, num_documents=2500, vocab_size=300))
@@ -316,26 +283,20 @@ def test_a_task_s_corpus_holds_its_examples_and_their_targets(tmp_path):
         ({"path": "corpus"}, "data.path"),
         ({"source": "text"}, "data.path"),
         ({"source": "jsonl", "path": "nowhere"}, "data.path"),
-        ({"source": "text", "path": "a.txt"}, "data.path"),
-        ({"source": "text", "path": "empty"}, "data.path"),
-        ({"source": "jsonl", "path": "empty"}, "data.path"),
+        ({"source": "text", "path": "one/a.txt"}, "data.path"),
+        ({"source": "jsonl", "path": "one"}, "data.path"),
         ({"source": "text", "path": "one"}, "data.validation_fraction"),
         ({"source": "synthetic", "num_documents": 1}, "data.validation_fraction"),
         ({"source": "task"}, "data.task"),
-        ({"source": "task", "task": "mqarr"}, "data.task"),
         ({"source": "task", "task": "mqar", "task_options": {"num_pair": 3}}, "data.task_options"),
-        ({"source": "task", "task": "mqar", "task_options": {"num_pairs": 0}}, "data.task_options"),
         ({"source": "huggingface"}, "data.path"),
         ({"source": "megatron"}, "data.path"),
-        ({"source": "packages"}, "data.path"),
     ],
     ids=str,
 )
 def test_a_wrong_key_is_refused_before_any_work(tmp_path, monkeypatch, keys, key):
     monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
     Path("one").mkdir()
     Path("one/a.txt").write_text("a")
-    Path("a.txt").write_text("a")
     with pytest.raises(ConfigError, match=f"^{key}: [^\n]*$"):
         open_source(DataConfig(**keys))

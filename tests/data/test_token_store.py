@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packmamba.config import DataConfig
 from packmamba.data import token_store
-from packmamba.data.token_store import Corpus, evaluation_documents, load_corpora
+from packmamba.data.token_store import load_corpora
 from written import TEXTS, of, refused, write_lines
 
 
@@ -114,11 +113,3 @@ def test_what_is_left_out_is_logged_each_time(data, caplog):
         with caplog.at_level(logging.WARNING):
             assert load(data).skipped == {"empty_documents": 2}
         assert "2 empty documents" in caplog.text
-
-
-def test_evaluation_documents_are_a_fixed_choice(tmp_path):
-    data = DataConfig(source="synthetic", num_documents=200, validation_fraction=0.5, cache_dir=str(tmp_path))
-    corpus: Corpus = load(data).validation
-    assert evaluation_documents(corpus, data).tolist() == list(range(100))
-    data.validation_documents = 5
-    assert evaluation_documents(corpus, data).tolist() == sorted(np.random.default_rng(0).permutation(100)[:5].tolist())

@@ -2,7 +2,6 @@
 
 import sys
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,10 +10,8 @@ from packmamba.config import ConfigError, DataConfig
 from packmamba.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
-    TokenIds,
     load_tokenizer,
     read_tokenizer,
-    token_dtype,
     write_tokenizer,
 )
 
@@ -51,11 +48,6 @@ def test_bytes_round_trip_and_begin_and_end_tokens_get_new_ids(begin, end, ids, 
         assert (
             tokenizer.encode(text).tolist() == list(text.encode()) and tokenizer.decode(tokenizer.encode(text)) == text
         )
-
-
-def test_ids_have_the_smallest_dtype():
-    assert [token_dtype(n) for n in (256, 2**16, 2**16 + 1)] == [np.uint16, np.uint16, np.uint32]
-    assert TokenIds(70_000).encode([1, 2]).dtype == np.uint32
 
 
 def test_a_tokenizer_file_encodes_text_alone(words):
