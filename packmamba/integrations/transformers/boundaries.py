@@ -77,49 +77,41 @@ def find(
     return Packing(layout.to(device), left, last, packed)
 
 
-def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
-    mask = _matrix("attention_mask", attention_mask, shape, ", or boundaries as position_ids, seq_idx or cu_seq_lens_q")
-    wrong = (mask != 0) & (mask != 1)
+def _check(name: str, wrong: Tensor, expected: str, values: Tensor) -> None:
+    """Raise ValueError naming the first wrong row and position."""
     if wrong.any():
         b, t = (int(i) for i in wrong.nonzero()[0])
-        raise ValueError(
-            f"attention_mask[{b}, {t}]: expected 0 (padding) or 1, got {mask[b, t].item()}; "
-            "documents of a row are told apart by position_ids, seq_idx or cu_seq_lens_q"
-        )
+        raise ValueError(f"{name}[{b}, {t}]: expected {expected}, got {values[b, t].item()}")
+
+
+def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
+    mask = _matrix("attention_mask", attention_mask, shape, ", or boundaries as position_ids, seq_idx or cu_seq_lens_q")
+    expected = "0 (padding) or 1 (documents are marked by position_ids, seq_idx or cu_seq_lens_q)"
+    _check("attention_mask", (mask != 0) & (mask != 1), expected, mask)
     real = mask.bool()
     again = torch.zeros_like(real)
     again[:, 1:] = real[:, 1:] & ~real[:, :-1] & (real.cumsum(1) > 1)[:, 1:]
-    if again.any():
-        b, t = (int(i) for i in again.nonzero()[0])
-        raise ValueError(f"attention_mask[{b}, {t}]: expected padding only before and behind a row's tokens, got a gap")
+    _check("attention_mask", again, "padding only before and behind a row's tokens, not a gap", mask)
     return real
 
 
 def _position_ids(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
     position = _matrix(name, value, tuple(real.shape), integer=True)
-    before = position.roll(1, dims=1)
-    wrong = real & (position != 0) & (first | (position != before + 1))
-    if wrong.any():
-        b, t = (int(i) for i in wrong.nonzero()[0])
-        expected = "0 at a row's first token" if first[b, t] else "0 (a document starts) or one more than before"
-        raise ValueError(f"{name}[{b}, {t}]: expected {expected}, got {int(position[b, t])}")
+    _check(name, first & (position != 0), "0 at a row's first token", position)
+    goes_on = position == position.roll(1, dims=1) + 1
+    _check(name, real & (position != 0) & ~goes_on, "0 (a document starts) or one more than before", position)
     return real & (position == 0)
 
 
 def _seq_idx(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
     idx = _matrix(name, value, tuple(real.shape), integer=True)
-    if (real & (idx < 0)).any():
-        b, t = (int(i) for i in (real & (idx < 0)).nonzero()[0])
-        raise ValueError(
-            f"{name}[{b}, {t}]: expected at least 0 (padding is what attention_mask says), got {int(idx[b, t])}"
-        )
+    _check(name, real & (idx < 0), "at least 0 (attention_mask marks padding)", idx)
     starts = real & (first | (idx != idx.roll(1, dims=1)))
     for b in range(len(idx)):
         ids, counts = idx[b][starts[b]].unique(return_counts=True)
         if (counts > 1).any():
-            raise ValueError(
-                f"{name}[{b}]: expected the tokens of an id side by side, got id {int(ids[counts > 1][0])} again after another"
-            )
+            again = int(ids[counts > 1][0])
+            raise ValueError(f"{name}[{b}]: expected an id's tokens side by side, got id {again} again after another")
     return starts
 
 
@@ -130,14 +122,9 @@ def _cu_seq_lens(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tenso
     if cu.dim() != 1 or cu.numel() < 2:
         raise ValueError(f"{name}: expected shape (S + 1,) for S documents, got {tuple(cu.shape)}")
     if not real.all():
-        raise ValueError(
-            f"{name}: expected no padding beside it, got {int((~real).sum())} padded slots in attention_mask"
-        )
-    if cu[0] != 0 or cu[-1] != slots:
-        raise ValueError(f"{name}: expected to run from 0 to B * L = {slots}, got {int(cu[0])} to {int(cu[-1])}")
-    if (cu.diff() < 0).any():
-        s = int((cu.diff() < 0).nonzero()[0])
-        raise ValueError(f"{name}: expected not to decrease, got {int(cu[s])} then {int(cu[s + 1])}")
+        raise ValueError(f"{name}: expected no padding in attention_mask, got {int((~real).sum())} padded slots")
+    if cu[0] != 0 or cu[-1] != slots or (cu.diff() < 0).any():
+        raise ValueError(f"{name}: expected to rise from 0 to B * L = {slots}, got {cu.tolist()!s:.60}")
     starts = torch.zeros(slots, dtype=torch.bool)
     starts[cu[cu < slots]] = True  # a document without tokens starts where the next one does
     starts = starts.view(real.shape)
