@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
@@ -306,51 +305,37 @@ class Speed(NamedTuple):
     timing: str | None
 
 
-def speedup(arm: Arm, timed: Sequence[Arm], trained: Sequence[Arm]) -> float:
-    """Return real tokens per second over those of the arm's baseline timed with it; NaN without one."""
+def timing_of(arm: Arm) -> str:
+    return dict(arm.variant)["run"]
+
+
+def speedup(arm: Arm, timed: Sequence[Arm], trained: Sequence[Arm], or_single: bool = False) -> float:
+    """Return real tokens per second over those of the arm's baseline (``or_single`` else) timed with it; NaN without one."""
     names = {baseline_of(one, trained).name for one in trained if one.name == arm.name}
-    return _ratio(arm, [peer for peer in timed if peer.setting == arm.setting and peer.name in names])
-
-
-def speedup_in_run(arm: Arm, timed: Sequence[Arm], trained: Sequence[Arm]) -> float:
-    """Return ``speedup``, or over single where the baseline was not timed with the arm."""
-    single = [peer for peer in timed if peer.setting == arm.setting and peer.scheme == "single"]
-    ratio = speedup(arm, timed, trained)
-    return _ratio(arm, single) if math.isnan(ratio) else ratio
-
-
-def _ratio(arm: Arm, others: Sequence[Arm]) -> float:
+    peers = [peer for peer in timed if peer.setting == arm.setting]
+    others = [peer for peer in peers if peer.name in names]
+    others = others or [peer for peer in peers if or_single and peer.scheme == "single"]
     rate = "real_tokens_per_second"
     return arm[rate].mean() / others[0][rate].mean() if others else math.nan
 
 
 def speeds_of(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Speed]:
-    """Return each arm's speed, from the timings that hold most of these arms, since only arms timed together compare."""
-    same = [[peer for peer in timed if peer.name == arm.name and _matches(arm, peer)] for arm in arms]
+    """Return each arm's speed, from the latest of the timings that hold most of these arms: only arms timed together compare."""
+
+    def matches(arm: Arm, peer: Arm) -> bool:
+        run = peer.runs.iloc[0]
+        return peer.name == arm.name and all(run.get(f"config.{key}") == value for key, value in arm.variant)
+
+    same = [[peer for peer in timed if matches(arm, peer)] for arm in arms]
     held = Counter(timing_of(peer) for peers in same for peer in peers)
-    most = {timing for timing, count in held.items() if count == max(held.values())}
-    return [
-        _speed(arm, [peer for peer in peers if timing_of(peer) in most] or peers, timed, arms)
-        for arm, peers in zip(arms, same)
-    ]
-
-
-def _matches(arm: Arm, peer: Arm) -> bool:
-    return all(peer.runs.iloc[0].get(f"config.{key}") == value for key, value in arm.variant)
-
-
-def timing_of(arm: Arm) -> str:
-    return dict(arm.variant)["run"]
-
-
-def _speed(arm: Arm, same: Sequence[Arm], timed: Sequence[Arm], arms: Sequence[Arm]) -> Speed:
-    """Of several timings the lower median by speedup."""
-    ratio = {id(peer): speedup(peer, timed, arms) for peer in same}
-    ordered = sorted(same, key=lambda peer: np.nan_to_num(ratio[id(peer)]))
-    chosen = ordered[(len(ordered) - 1) // 2] if ordered else arm
-    names = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
-    real, slots, padding = (chosen[name].mean() for name in names)
-    return Speed(real, slots, padding, ratio.get(id(chosen), math.nan), timing_of(chosen) if ordered else None)
+    speeds = []
+    for arm, peers in zip(arms, same):
+        best = max(peers, key=lambda peer: held[timing_of(peer)], default=arm)
+        names = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
+        real, slots, padding = (best[name].mean() for name in names)
+        faster, timing = (speedup(best, timed, arms), timing_of(best)) if peers else (math.nan, None)
+        speeds.append(Speed(real, slots, padding, faster, timing))
+    return speeds
 
 
 def timed_together(speeds: Sequence[Speed]) -> str | None:

@@ -302,7 +302,7 @@ def throughput_tables(records: Sequence[Record]) -> list[Table]:
         cells = [number(arm[name].mean(), form) for name, (_, form) in metrics.items()]
         cells += [
             percent(arm["padding_fraction"].mean()),
-            number(aggregate.speedup_in_run(arm, timed, trained), ".2f", "x"),
+            number(aggregate.speedup(arm, timed, trained, or_single=True), ".2f", "x"),
         ]
         table.rows.append([word(arm.name), *cells, Cell(aggregate.timing_of(arm)[:8], (aggregate.timing_of(arm),))])
     table.notes = [

@@ -138,7 +138,7 @@ def test_items_are_paired_by_what_they_are_and_by_group(tmp_path):
             for i, n in enumerate(nats)
         ]
         (tmp_path / name).write_text("".join(json.dumps(item) + "\n" for item in items))
-        return str(tmp_path / name)
+        return tmp_path / name
 
     ours, theirs = documents("a", 4.0, 6.0, 8.0), documents("b", 2.0, 6.0, 5.0)
     found = item_difference({0: ours}, {7: theirs}, "loss")
