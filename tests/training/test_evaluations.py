@@ -16,6 +16,7 @@ from packmamba.records import read_records
 from packmamba.training import callbacks
 from packmamba.training.callbacks import Stopped, evaluation_context
 from packmamba.training.fit import check_run, fit
+from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder
 from processes import fork_ranks, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
@@ -100,3 +101,18 @@ def test_an_evaluation_is_refused_before_training(tmp_path):
         fit(tiny_config(tmp_path, "trainer.evaluate_every=2"), progress=False)
     with pytest.raises(ConfigError, match="evaluation_options.parity"):
         check_run(tiny_config(tmp_path, *ASKED, "evaluation_options.parity.unknown=6"))
+
+
+def test_a_run_whose_evaluation_failed_only_evaluates(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "trainer.max_steps=2", "trainer.validate_every=2", *ASKED)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "packmamba.training.callbacks.evaluate", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        )
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fit(config, progress=False)
+    monkeypatch.setattr(PackedLitModule, "training_step", lambda *_: pytest.fail("trained again"))
+    record = fit(config, progress=False)
+    assert record["metrics"]["steps"] == 2 and record["metrics"]["perplexity.loss"] == pytest.approx(
+        record["metrics"]["val_loss"], abs=1e-5
+    )
