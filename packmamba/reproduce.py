@@ -152,7 +152,7 @@ def missing(step: Step, is_bench: bool, small: bool) -> str:
 
 
 def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
-    """Make the records of an experiment, or of one step such as ``speedup/multi_gpu``, and compare its headline numbers.
+    """Make the records of an experiment, or of one step such as ``tasks/answers``, and compare its headline numbers.
 
     Args:
         overrides: ``scale=small``, ``output=FOLDER``, and keys of the steps. The same command again continues.

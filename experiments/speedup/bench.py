@@ -1,4 +1,4 @@
-"""Whole models on one device, single against padded against packed (``speedup``), and steps on several (``multi_gpu``)."""
+"""Whole models on one device, single against padded against packed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.speedup import bare_loop, multi_gpu, steps
+from experiments.speedup import bare_loop, steps
 from experiments.speedup.arms import BARE, BREAKDOWN, STEPS
 from experiments.speedup.config import Config
 from experiments.speedup.model import Model
@@ -39,4 +39,4 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             print(f"left out, {name}, what was not recorded before: does not fit into memory", file=sys.stderr)
 
 
-BENCHES = {"speedup": Bench(Config, run), "multi_gpu": Bench(multi_gpu.Config, multi_gpu.run)}
+BENCHES = {"speedup": Bench(Config, run)}

@@ -13,7 +13,6 @@ STEPS = [
     Step("speedup.yaml", ("models=[130m]", "rounds=5"), _SMALL, gpus=1, gpu_gib=40, packages=PEERS),
     Step("speedup.yaml", ("models=[1.4b]",), _SMALL, gpus=1, gpu_gib=75, packages=PEERS),
     Step("speedup.yaml", ("models=[2.8b]", *_STEPS_OF_2_8B), _SMALL, gpus=1, gpu_gib=130, packages=PEERS),
-    Step("multi_gpu.yaml", (), _SMALL, gpus=4, gpu_gib=75),
 ]
 
 PACKED, GRAPH = "packed-16384-best_fit", "packed-16384-best_fit-graph"

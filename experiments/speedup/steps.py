@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -42,26 +41,8 @@ def measure(model: Model) -> None:
     for graphs in (False, True):
         group = {name: arm for name, arm in arms.items() if arm.graphs == graphs}
         if group:
-            _measure_what_fits(model, group)
-
-
-def _measure_what_fits(model: Model, arms: Arms) -> None:
-    """In turns, or one after the other if they do not fit into memory together; without those that do not fit alone."""
-    timing.free_memory()
-    fit = True
-    try:
-        _measure(model, arms)
-    except torch.OutOfMemoryError:
-        fit = False  # what comes next needs the memory that the exception's frames still hold here
-    if fit:
-        return
-    names = ", ".join(arms)
-    if len(arms) == 1:
-        print(f"left out, {model.name}, {names}, steps: does not fit into memory", file=sys.stderr)
-        return
-    print(f"one after the other, {model.name}, {names}, steps: do not fit into memory together", file=sys.stderr)
-    for name, arm in arms.items():
-        _measure_what_fits(model, {name: arm})
+            timing.free_memory()
+            _measure(model, group)
 
 
 def _measure(model: Model, arms: Arms) -> None:
@@ -167,20 +148,18 @@ class TurnsData(PackedDataModule):
 
 
 class Watch(Callback):
-    """By arm: seconds, slots and tokens of a step in each timed turn, peak memory of the last, and every step's loss."""
+    """By arm: seconds and slots of a step in each timed turn, and peak memory of the last."""
 
     def __init__(self, turns: list[Turn], configs: list[Config], progress: bool = False) -> None:
         arms = range(1 + max(turn.arm for turn in turns))
         self.graphs = [config.trainer.cuda_graphs for config in configs]
         self.seconds: list[list[float]] = [[] for _ in arms]
         self.slots: list[list[float]] = [[] for _ in arms]
-        self.tokens: list[list[float]] = [[] for _ in arms]
-        self.losses: list[list[float]] = [[] for _ in arms]
         self.peaks: list[int | None] = [None for _ in arms]
         self.profiles: dict[int, Breakdown] = {}
         # The turn of each step, and whether it is the turn's first and last.
         self._place = [(turn, i == 0, i + 1 == turn.steps) for turn in turns for i in range(turn.steps)]
-        self._seen: list[tuple[StepBatch, torch.Tensor]] = []
+        self._slots = 0
         self._profiler: profile | None = None
         self._clock = 0.0
         self.bar = tqdm(total=len(self._place), desc="optimizer steps", unit="step", disable=not progress)
@@ -204,23 +183,21 @@ class Watch(Callback):
     ) -> None:
         self.bar.update()
         turn, _, last = self._place[index]
-        self._seen.append((batch, outputs["loss"]))
+        self._slots += batch.num_slots
         if not last:
             return
         taken = timing.now(module.device) - self._clock
         arm = turn.arm
         if turn.timed:
             self.seconds[arm].append(taken / turn.steps)
-            self.slots[arm].append(sum(step.num_slots for step, _ in self._seen) / turn.steps)
-            self.tokens[arm].append(sum(step.num_tokens for step, _ in self._seen) / turn.steps)
+            self.slots[arm].append(self._slots / turn.steps)
             if not module.cuda_graphs:  # whose memory was taken before
                 self.peaks[arm] = self._peak.bytes()
-        self.losses[arm] += [float(loss) for _, loss in self._seen]
         if self._profiler is not None:
             self._profiler.stop()
             self.profiles[arm] = sort_kernels(self._profiler, module.device.type == "cuda", taken)
             self._profiler = None
-        self._seen = []
+        self._slots = 0
         self._clock = timing.now(module.device)
 
     def on_exception(self, *_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -46,21 +46,7 @@ class Question:
     task: str
     varied: str
     values: list[Any]
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, arm: str, fields: dict[str, Any]) -> Question:
-        """Raises ConfigError naming what is wrong."""
-        try:
-            asked = cls(**{"options": {}} | fields)
-            for value in asked.values:
-                asked.at(value)
-        except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"questions.{arm}: {error}") from None
-        return asked
-
-    def at(self, value: Any) -> Any:
-        return TASKS[self.task](**self.options, **{self.varied: value})
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def run(config: AnswersConfig, records_path: Path, progress: bool = True) -> None:
@@ -70,7 +56,7 @@ def run(config: AnswersConfig, records_path: Path, progress: bool = True) -> Non
         ConfigError: a value is refused, or there is no run of an arm; nothing has been measured.
     """
     provenance()
-    questions = {arm: Question.of(arm, fields) for arm, fields in config.questions.items()}
+    questions = {arm: Question(**fields) for arm, fields in config.questions.items()}
     folder = Path(config.runs) if config.runs else records_path.parent.parent / "runs"
     runs = {arm: _runs_of(arm, folder) for arm in questions}
     for arm, asked in questions.items():

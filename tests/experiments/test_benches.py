@@ -20,7 +20,7 @@ from experiments.parity.reproduce import GRADIENTS
 from experiments.scoring import bench as scoring
 from experiments.scoring.methods import Workload
 from experiments.speedup import bench as speedup
-from experiments.speedup import multi_gpu, steps
+from experiments.speedup import steps
 from experiments.speedup.arms import Arm, Documents, feed
 from experiments.speedup.breakdown import exclusive, family_of, sort_kernels
 from experiments.speedup.config import TOLERANCES, Config
@@ -267,25 +267,6 @@ def test_time_of_kernels_and_gaps():
     assert found.idle == pytest.approx(50e-6) and found.gaps == pytest.approx(4e-6)
     overlapping = [(3.0, 7.0, "reduce"), (0.0, 5.0, "backward"), (1.0, 2.0, "inside"), (40.0, 41.0, "reduce")]
     assert exclusive(overlapping) == ({"backward": 5.0, "inside": 0.0, "reduce": 3.0}, 0.0)
-
-
-def test_an_arm_with_another_loss_on_several_devices_is_not_recorded(tmp_path, monkeypatch):
-    values = {
-        "model": "130m",
-        "overrides": MODEL,
-        "row_length": 512,
-        "slots": 512,
-        "precision": "32-true",
-        "accelerator": "cpu",
-    }
-    values["arms"] = {"ddp-1": {"devices": 1}, "ddp-2": {"devices": 2}}
-    results = {"losses": [4.0], "seconds": [1.0, 1.0], "slots": [512, 512], "tokens": [500, 500]}
-    results |= {"peak_memory_bytes": None, "corpus": "short", "config": {}}
-    arms = iter([results, results | {"losses": [4.001]}])
-    monkeypatch.setattr(multi_gpu, "_launch", lambda *_: next(arms))
-    with pytest.raises(RuntimeError, match="ddp-2: losses"):
-        multi_gpu.run(configured(multi_gpu.Config, values), tmp_path / "records.jsonl", progress=False)
-    assert [record["arm"] for record in read_records(tmp_path)] == ["ddp-1"]
 
 
 SCORING = [
