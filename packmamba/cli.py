@@ -265,7 +265,7 @@ def leakcheck(words: list[str]) -> int:
     config = load(LeakcheckConfig, None, overrides)
     import torch
 
-    from packmamba.data.batching import PackedBatch
+    from packmamba.data.batch import PackedBatch
     from packmamba.evaluation.load import load_model
     from packmamba.isolation import leakcheck as check
     from packmamba.layout import SequenceLayout

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from packmamba.config import Config as Run
 from packmamba.config import ConfigError, key, load_config
-from packmamba.data.batching import StepBatch
+from packmamba.data.batch import StepBatch
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.ops import BACKENDS
 from packmamba.records import append_record, make_record, provenance

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packmamba.config import DataConfig, key
-from packmamba.data.batching import Arrangement, PackedBatch
+from packmamba.data.batch import PackedBatch, Rows
 from packmamba.data.packing import STRATEGIES, plan_rows
-from packmamba.data.schedule import group
+from packmamba.data.schedule import micro_batches
 from packmamba.data.token_store import Corpus
 from packmamba.nn import MambaLM
 from packmamba.ops.mamba_ssm import _peer
@@ -39,7 +39,7 @@ class Arm:
         "packmamba, or mamba-ssm, which leaks where rows are packed and is left out where it is not installed.",
         choices=("packmamba", "mamba-ssm"),
     )
-    graphs: bool = key(False, "Forward and backward are CUDA graphs (packmamba.training.graphs).")
+    graphs: bool = key(False, "Forward and backward are CUDA graphs (packmamba.training.cuda_graphs).")
     parts: list[str] = key(
         [BARE],
         "The bench's parts that it takes part in.",
@@ -69,7 +69,7 @@ class Arm:
 
 
 class Documents:
-    """Random documents of given lengths, in memory, as an Arrangement reads them."""
+    """Random documents of given lengths, in memory, as Rows read them."""
 
     def __init__(self, lengths: np.ndarray, vocab_size: int, seed: int) -> None:
         self.lengths = lengths
@@ -86,33 +86,33 @@ class Documents:
 class Feed:
     """An arm's batches of all the documents, and which documents lie in each, in order."""
 
-    arrangement: Arrangement
+    rows: Rows
     groups: list[np.ndarray]
 
     @property
     def padding_fraction(self) -> float:
-        _, tokens, slots = self.arrangement.count(self.groups)
+        _, tokens, slots, *_ = self.rows.count(self.groups)
         return 1 - tokens / slots
 
     @property
     def tokens_per_batch(self) -> float:
-        return self.arrangement.plan.num_tokens / len(self.groups)
+        return int(self.rows.length.sum()) / len(self.groups)
 
     def sample(self, count: int) -> list[PackedBatch]:
         """``count`` of the batches, evenly spread over their sizes: few that stand for all."""
-        sizes = [self.arrangement.count([rows])[1] for rows in self.groups]
+        sizes = [self.rows.count([rows])[1] for rows in self.groups]
         by_size = np.argsort(sizes, kind="stable")
         count = min(count, len(by_size))
         return [
-            self.arrangement.batch(self.groups[by_size[(2 * i + 1) * len(by_size) // (2 * count)]])
+            self.rows.batch(self.groups[by_size[(2 * i + 1) * len(by_size) // (2 * count)]])
             for i in range(count)
         ]
 
     def all(self) -> list[tuple[PackedBatch, list[int]]]:
         """Every batch and the documents in it, in the order of its tokens."""
-        plan, documents = self.arrangement.plan, self.arrangement.documents
+        of_row = np.split(self.rows.document, self.rows.row_offsets[1:-1])
         return [
-            (self.arrangement.batch(rows), [int(documents[piece.document]) for row in rows for piece in plan[int(row)]])
+            (self.rows.batch(rows), [document for row in rows for document in of_row[row].tolist()])
             for rows in self.groups
         ]
 
@@ -122,9 +122,8 @@ def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
     lengths = documents.lengths.astype(np.int64)
     order = np.argsort(lengths, kind="stable") if arm.sorted_by_length else np.arange(len(lengths))
     plan = plan_rows(lengths[order], row_length=arm.row_length, strategy=arm.strategy)
-    arrangement = Arrangement(cast(Corpus, documents), order, lengths[order], plan)
-    rows = np.arange(plan.num_rows)
-    return Feed(arrangement, group(arrangement, rows, arm.data(slots_per_batch=slots), carry=False))
+    rows = Rows.of(cast(Corpus, documents), order, np.zeros_like(order), lengths[order], plan)
+    return Feed(rows, micro_batches(rows, np.arange(len(rows)), arm.data(slots_per_batch=slots)))
 
 
 class PeerLM(nn.Module):

@@ -16,10 +16,10 @@ from experiments.speedup.breakdown import by_family
 from experiments.speedup.config import TOLERANCES
 from experiments.speedup.model import Model
 from packmamba import timing
-from packmamba.data.batching import PackedBatch
+from packmamba.data.batch import PackedBatch
 from packmamba.ops.cuda import schedule_bytes
 from packmamba.training.boundary import Leak
-from packmamba.training.graphs import BatchGraphs
+from packmamba.training.cuda_graphs import BatchGraphs
 
 LEAK_OVER_ERROR = 3
 GATE_DOCUMENTS = 8

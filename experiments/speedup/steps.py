@@ -19,7 +19,7 @@ from experiments.speedup.config import run_config
 from experiments.speedup.model import Model
 from packmamba import timing
 from packmamba.config import Config
-from packmamba.data.batching import StepBatch
+from packmamba.data.batch import StepBatch
 from packmamba.data.datamodule import PackedDataModule, StepDataset, StepSampler
 from packmamba.training.callbacks import RunMetrics
 from packmamba.training.distributed import disable_lightning_signals, make_strategy

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from packmamba.config import Config, ConfigError, DataConfig, TrainerConfig, import_plugins, validate
 from packmamba.config.load import choices_of
-from packmamba.data.batching import Arrangement, PackedBatch, StepBatch, empty_batch
-from packmamba.data.schedule import Schedule, arrange, arrange_as_trained, group
+from packmamba.data.batch import PackedBatch, Rows, StepBatch
+from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
 from packmamba.data.token_store import Corpora, Corpus, evaluation_documents, load_corpora
 
 
@@ -129,13 +129,13 @@ class PackedDataModule(lightning.LightningDataModule):
         documents = evaluation_documents(corpus, data)
         row_length = max(int(corpus.lengths[documents].max()), data.slots_per_batch)
         alone = replace(data, strategy="best_fit", row_length=row_length, overlong="error", streams=1, stagger=False)
-        arrangement = arrange(corpus, documents, alone)
-        groups = group(arrangement, np.arange(arrangement.plan.num_rows), alone, carry=False)
-        evaluations = [EvaluationDataset(arrangement, groups[rank::world_size], -(-len(groups) // world_size))]
+        rows = arrange(corpus, Pieces.of(corpus, documents), alone)
+        groups = micro_batches(rows, np.arange(len(rows)), alone)
+        evaluations = [EvaluationDataset(rows, groups[rank::world_size], -(-len(groups) // world_size))]
         if getattr(self.boundary, "as_trained", False):
             # Every rank evaluates all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
-            arrangement, groups = arrange_as_trained(corpus, documents, data, self.boundary.continues)
-            evaluations.append(EvaluationDataset(arrangement, groups, len(groups)))
+            rows, groups = arrange_as_trained(corpus, documents, data, self.boundary.continues)
+            evaluations.append(EvaluationDataset(rows, groups, len(groups)))
         return evaluations
 
     def train_dataloader(self) -> DataLoader:
@@ -181,28 +181,26 @@ class StepDataset(Dataset):
         self.rank = rank
 
     def __getitem__(self, step: int) -> StepBatch:
-        arrangement, groups = self.schedule.step(step)
+        rows, groups = self.schedule.step(step)
         ranks = self.schedule.world_size
-        mine = groups[self.rank :: ranks]
-        batches = [replace(arrangement.batch(rows), turn=self.schedule.turn(rows)) for rows in mine]
+        batches = [rows.batch(numbers, self.schedule.turn(numbers)) for numbers in groups[self.rank :: ranks]]
         # Every rank computes as many batches, so that gradients meet.
-        missing = -len(groups) % ranks
-        batches += [empty_batch()] * (-(-len(groups) // ranks) - len(mine))
-        targets, tokens, slots = arrangement.count(groups)
-        return StepBatch(batches, targets, tokens, slots + missing, *arrangement.count_behind(groups))
+        batches += [PackedBatch.empty()] * (-(-len(groups) // ranks) - len(batches))
+        targets, tokens, slots, *behind = rows.count(groups)
+        return StepBatch(batches, targets, tokens, slots + -len(groups) % ranks, *behind)
 
 
 class EvaluationDataset(Dataset):
     """Batches of whole documents (item i: a PackedBatch), in a fixed order; every rank has as many, the last of some are empty:
     ranks whose parameters are shards communicate in each."""
 
-    def __init__(self, arrangement: Arrangement, groups: list[np.ndarray], batches: int) -> None:
-        self.arrangement = arrangement
+    def __init__(self, rows: Rows, groups: list[np.ndarray], batches: int) -> None:
+        self.rows = rows
         self.groups = groups
         self.batches = batches
 
     def __getitem__(self, index: int) -> PackedBatch:
-        return self.arrangement.batch(self.groups[index]) if index < len(self.groups) else empty_batch()
+        return self.rows.batch(self.groups[index]) if index < len(self.groups) else PackedBatch.empty()
 
     def __len__(self) -> int:
         return self.batches

@@ -1,4 +1,4 @@
-"""Which documents and rows each optimizer step consumes: a pure function of (corpus, configuration, step)."""
+"""Documents and rows of each optimizer step: a pure function of (corpus, configuration, step)."""
 
 from __future__ import annotations
 
@@ -8,73 +8,147 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.batching import Arrangement
-from packmamba.data.packing import STRATEGIES, plan_rows
-from packmamba.data.parts import Parts
+from packmamba.data.batch import Integers, Rows
+from packmamba.data.packing import STRATEGIES, enumerate_parts, plan_rows
 from packmamba.data.token_store import Corpus
 
 WINDOW_DOCUMENTS = 1_000_000
 
 
-def arrange(corpus: Corpus, documents: np.ndarray | Parts, data: DataConfig) -> Arrangement:
-    """Whole documents, or parts of them, in rows, as the configuration's strategy says.
+@dataclass(frozen=True)
+class Pieces:
+    """Tokens ``start[i]`` to ``start[i] + length[i]`` of document ``document[i]``, in order; each starts from zero state."""
 
-    Raises ConfigError if one is too long for a row.
-    """
-    parts = documents if isinstance(documents, Parts) else Parts.whole(documents, corpus.lengths)
-    parts = parts.stagger(data.streams) if data.stagger else parts
-    documents, begins, lengths = parts.documents, parts.begins, parts.lengths
-    ends = corpus.lengths[documents].astype(np.int64)
-    try:
-        plan = plan_rows(
-            lengths,
-            row_length=data.row_length,
-            strategy=data.strategy,
-            overlong=data.overlong,
-            buffer=data.buffer,
-            streams=data.streams,
+    document: Integers
+    start: Integers
+    length: Integers
+
+    @staticmethod
+    def of(corpus: Corpus, documents: Integers) -> Pieces:
+        """Return these documents, whole."""
+        return Pieces(documents, np.zeros(len(documents), np.int64), corpus.lengths[documents].astype(np.int64))
+
+    @staticmethod
+    def joined(several: list[Pieces]) -> Pieces:
+        return Pieces(
+            *(np.concatenate([getattr(p, name) for p in several]) for name in ("document", "start", "length"))
         )
+
+    def __getitem__(self, which: slice | Integers) -> Pieces:
+        return Pieces(self.document[which], self.start[which], self.length[which])
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def cut(self, longest: int | None) -> Pieces:
+        """Cut pieces longer than ``longest`` into pieces of that length and a rest."""
+        if longest is None:
+            return self
+        of, part = enumerate_parts(-(-self.length // longest))
+        return Pieces(
+            self.document[of], self.start[of] + part * longest, np.minimum(self.length[of] - part * longest, longest)
+        )
+
+    def between(self, first: int, last: int) -> Pieces:
+        """Return the pieces that hold tokens ``first`` to ``last`` of all, in order; the outermost are cut."""
+        ends = np.cumsum(self.length)
+        here = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1)
+        begins = ends[here] - self.length[here]
+        skipped = np.maximum(first - begins, 0)
+        return Pieces(self.document[here], self.start[here] + skipped, np.minimum(ends[here], last) - begins - skipped)
+
+    def stagger(self, count: int) -> Pieces:
+        """Cut the first ``count`` pieces in two, at places that multiples of the golden ratio spread evenly. The second part
+        takes the piece's place; the first parts come last of all."""
+        shares = np.arange(1, min(count, len(self)) + 1) * ((5**0.5 - 1) / 2) % 1
+        cuts = np.zeros(len(self), np.int64)
+        cuts[: len(shares)] = shares * self.length[: len(shares)]
+        heads = np.flatnonzero(cuts)
+        return Pieces.joined(
+            [
+                Pieces(self.document, self.start + cuts, self.length - cuts),
+                Pieces(self.document[heads], self.start[heads], cuts[heads]),
+            ]
+        )
+
+
+def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
+    """Arrange pieces in rows with the configured strategy. Raises ConfigError if one is too long for a row."""
+    pieces = pieces.stagger(data.streams) if data.stagger else pieces
+    end, row_length = corpus.lengths[pieces.document].astype(np.int64), data.row_length
+    try:
+        plan = plan_rows(pieces.length, row_length, data.strategy, data.overlong, data.buffer, data.streams)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if data.overlong == "truncate" and data.row_length is not None and not STRATEGIES[data.strategy].splits_documents:
-        ends = np.where(lengths > data.row_length, begins + data.row_length, ends)
-    return Arrangement(corpus, documents, ends, plan, begins)
-
-
-def parts_of(corpus: Corpus, documents: np.ndarray, data: DataConfig) -> Parts:
-    """The documents, cut as ``data.cut_documents`` says."""
-    parts = Parts.whole(documents, corpus.lengths)
-    return parts if data.cut_documents is None else parts.cut(data.cut_documents)
+        raise ConfigError(f"data.{error}") from None
+    if data.overlong == "truncate" and row_length is not None and not STRATEGIES[data.strategy].splits_documents:
+        end = np.where(pieces.length > row_length, pieces.start + row_length, end)
+    return Rows.of(corpus, pieces.document, pieces.start, end, plan)
 
 
 def arrange_as_trained(
-    corpus: Corpus, documents: np.ndarray, data: DataConfig, carry: bool
-) -> tuple[Arrangement, list[np.ndarray]]:
-    """Documents to evaluate, arranged as in training, and their rows as batches."""
-    parts = parts_of(corpus, documents, data)
+    corpus: Corpus, documents: Integers, data: DataConfig, carry: bool
+) -> tuple[Rows, list[Integers]]:
+    """Arrange documents to evaluate as in training; return the rows, and their numbers batch by batch."""
+    pieces = Pieces.of(corpus, documents).cut(data.cut_documents)
     streams = data.batch_rows if data.takes_turns else data.streams
-    if carry:  # no more than they fill: a row without tokens costs as much as another. One start from another's state takes two
-        streams = min(streams, max(2, int(parts.lengths.sum()) // int(parts.lengths.max())))
+    if carry:
+        # No more than the tokens fill, as an empty row costs as much as another; two, as a state may come from another row.
+        streams = min(streams, max(2, int(pieces.length.sum()) // int(pieces.length.max())))
     data = replace(data, streams=streams, stagger=False)
-    arrangement = arrange(corpus, parts, data)
-    return arrangement, group(arrangement, np.arange(arrangement.plan.num_rows), data, carry)
+    rows = arrange(corpus, pieces, data)
+    return rows, micro_batches(rows, np.arange(len(rows)), data, carry)
+
+
+def micro_batches(
+    rows: Rows, numbers: Integers, data: DataConfig, carry: bool = False, world_size: int = 1
+) -> list[Integers]:
+    """Split consecutive rows, given by number, into batches of at most ``data.slots_per_batch`` slots, but at least one row.
+
+    Every row of a batch is as long as its longest, so rows that are never padded are batches of their own. Carrying, a batch is
+    one row of each of a rank's streams, unless streams take turns.
+    """
+    rows_per_batch = None
+    if not STRATEGIES[data.strategy].pads:
+        rows_per_batch = 1
+    elif carry and not data.takes_turns:
+        rows_per_batch = data.streams // world_size
+    if rows_per_batch is not None:
+        return np.split(numbers, range(rows_per_batch, len(numbers), rows_per_batch))
+    edges, first, longest = [], 0, 0
+    for i, slots in enumerate(rows.slots[numbers].tolist()):
+        longest = max(longest, slots)
+        if i > first and longest * (i - first + 1) > data.slots_per_batch:
+            edges.append(i)
+            first, longest = i, slots
+    return np.split(numbers, edges)
+
+
+@dataclass
+class Window:
+    """About a million documents, shuffled and planned by themselves: in matched mode their pieces, in stream mode their rows in
+    order (``numbers``). Step i of the window holds those from ``edges[i]`` to ``edges[i + 1]``."""
+
+    pieces: Pieces | None
+    rows: Rows | None
+    numbers: Integers | None
+    edges: list[int]
 
 
 @dataclass
 class Schedule:
-    """Steps without end: epochs of shuffled windows of about a million documents, each planned by itself.
+    """Endless steps: epochs of shuffled windows of documents.
 
-    Matched: a step is the next documents until ``data.tokens_per_step`` real tokens, arranged by the strategy, so that
-    every strategy gets the same documents. With ``data.cut_at_steps`` it is exactly as many tokens: the document at its end is
-    cut, and at a window's end the next window's documents follow. Without, and in stream, where the strategy fills rows from the
-    window's documents and a step is the next rows until ``data.tokens_per_step`` slots, the last step of a window may be
-    smaller; nothing is dropped. Documents may be cut first (``data.cut_documents``).
+    Matched: a step is the next documents until ``data.tokens_per_step`` real tokens, arranged by the strategy, so that every
+    strategy gets the same documents. With ``data.cut_at_steps`` it has exactly as many tokens, or a whole epoch if that has
+    fewer: the document at its end is cut, and at a window's end the next window's documents follow. Stream: the strategy fills
+    rows from the window's documents, and a step is the next rows until ``data.tokens_per_step`` slots. There, and without the
+    cut, the last step of a window may be smaller. Nothing is dropped.
 
     Args:
         corpus: training documents.
         data: the configuration's section.
         seed: of the order of documents.
-        carry: whether batches must continue each other row by row.
+        carry: whether batches continue each other row by row.
         world_size: ranks that share each step.
     """
 
@@ -85,127 +159,103 @@ class Schedule:
     world_size: int = 1
 
     def __post_init__(self) -> None:
+        data = self.data
         if self.corpus.num_documents == 0:
-            raise ConfigError(f"data.source={self.data.source} gives no training documents")
-        longest = min(int(self.corpus.lengths.max()), self.data.cut_documents or 2**31)
-        row_length = self.data.row_length
-        splits = STRATEGIES[self.data.strategy].splits_documents
-        if self.data.overlong == "error" and row_length is not None and longest > row_length and not splits:
+            raise ConfigError(f"data.source: expected training documents, got none from {data.source}")
+        longest = min(int(self.corpus.lengths.max()), data.cut_documents or 2**31)
+        splits = data.overlong != "error" or STRATEGIES[data.strategy].splits_documents
+        if data.row_length is not None and longest > data.row_length and not splits:
             raise ConfigError(
-                f"data.row_length={row_length} is shorter than the longest document ({longest} tokens): raise it, or choose "
-                "data.overlong=pieces or truncate"
+                f"data.row_length: expected at least {longest}, the tokens of the longest document, got {data.row_length}; raise "
+                "it, or set data.overlong to pieces or truncate"
             )
-        self._first_steps = [0]
-        self._first_tokens = [0]
-        self._cached: tuple[int, _Window] | None = None
+        self.exact = data.mode == "matched" and data.cut_at_steps
+        self.budget = min(data.tokens_per_step, int(self.corpus.lengths.sum(dtype=np.int64)))
+        self._first_steps, self._first_tokens = [0], [0]  # of each window
+        self._cached: tuple[int, Window] | None = None
 
-    def step(self, step: int) -> tuple[Arrangement, list[np.ndarray]]:
-        """The step's arrangement, and its rows grouped into batches, those of all ranks."""
+    def step(self, step: int) -> tuple[Rows, list[Integers]]:
+        """Return the rows of a step, and their numbers batch by batch, of all ranks."""
         if self.exact:
-            budget = self.data.tokens_per_step
-            arrangement = arrange(self.corpus, self._tokens(step * budget, (step + 1) * budget), self.data)
-            rows = np.arange(arrangement.plan.num_rows)
-            return arrangement, group(arrangement, rows, self.data, self.carry, self.world_size)
+            budget = self.budget
+            rows = arrange(self.corpus, self._tokens(step * budget, (step + 1) * budget), self.data)
+            return rows, micro_batches(rows, np.arange(len(rows)), self.data, self.carry, self.world_size)
         while self._first_steps[-1] <= step:
             steps = len(self._window(len(self._first_steps) - 1).edges) - 1
             self._first_steps.append(self._first_steps[-1] + steps)
         number = bisect.bisect_right(self._first_steps, step) - 1
         window = self._window(number)
         first, last = window.edges[step - self._first_steps[number] :][:2]
-        if window.arrangement is None:
-            arrangement = arrange(self.corpus, window.order[first:last], self.data)
-            rows = np.arange(arrangement.plan.num_rows)
+        if window.pieces is not None:
+            rows = arrange(self.corpus, window.pieces[first:last], self.data)
+            numbers = np.arange(len(rows))
         else:
-            arrangement, rows = window.arrangement, np.asarray(window.order[first:last])
-        return arrangement, group(arrangement, rows, self.data, self.carry, self.world_size)
-
-    @property
-    def exact(self) -> bool:
-        """Whether every step has exactly ``data.tokens_per_step`` tokens."""
-        return self.data.mode == "matched" and self.data.cut_at_steps
+            assert window.rows is not None and window.numbers is not None
+            rows, numbers = window.rows, window.numbers[first:last]
+        return rows, micro_batches(rows, numbers, self.data, self.carry, self.world_size)
 
     def epoch_steps(self) -> int:
-        """Return in how many steps all documents come once, in the first epoch."""
+        """Count the steps in which all documents come once, in the first epoch."""
         if self.exact:
-            return -(-int(self.corpus.lengths.sum(dtype=np.int64)) // self.data.tokens_per_step)
+            return -(-int(self.corpus.lengths.sum(dtype=np.int64)) // self.budget)
         windows = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
         return sum(len(self._window(number).edges) - 1 for number in range(windows))
 
-    def _tokens(self, first: int, last: int) -> Parts:
-        """Return the parts of documents that hold these tokens of all windows, one after another."""
+    def turn(self, numbers: Integers) -> int:
+        """Return which of its rank's batches of a round a batch is, given its rows; 0 unless streams take turns."""
+        if not (self.carry and self.data.takes_turns):
+            return 0
+        return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size
+
+    def _tokens(self, first: int, last: int) -> Pieces:
+        """Return the pieces that hold these tokens of all windows, in order."""
         found = []
         while first < last:
             while self._first_tokens[-1] <= first:
-                begin, end = self._documents(len(self._first_tokens) - 1)[1]
-                tokens = int(self.corpus.lengths[begin:end].sum(dtype=np.int64))
+                _, documents = self._documents(len(self._first_tokens) - 1)
+                tokens = int(self.corpus.lengths[documents].sum(dtype=np.int64))
                 self._first_tokens.append(self._first_tokens[-1] + tokens)
             number = bisect.bisect_right(self._first_tokens, first) - 1
-            begins, ends = self._first_tokens[number : number + 2]
-            parts = self._window(number).order
-            assert isinstance(parts, Parts)
-            found.append(parts.between(first - begins, min(last, ends) - begins))
-            first = ends
-        return found[0] if len(found) == 1 else Parts.joined(found)
+            begin, end = self._first_tokens[number : number + 2]
+            pieces = self._window(number).pieces
+            assert pieces is not None
+            found.append(pieces.between(first - begin, min(last, end) - begin))
+            first = end
+        return Pieces.joined(found)
 
-    def _documents(self, number: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
-        """Return a window's seed, and where its documents begin and end."""
+    def _documents(self, number: int) -> tuple[list[int], slice]:
+        """Return a window's seed and its documents."""
         per_epoch = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
         epoch, place = divmod(number, per_epoch)
         part = int(np.random.default_rng([self.seed, epoch]).permutation(per_epoch)[place])
-        end = min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents)
-        return (self.seed, epoch, part), (part * WINDOW_DOCUMENTS, end)
+        first = part * WINDOW_DOCUMENTS
+        return [self.seed, epoch, part], slice(first, min(first + WINDOW_DOCUMENTS, self.corpus.num_documents))
 
-    def _window(self, number: int) -> _Window:
+    def _window(self, number: int) -> Window:
         if self._cached is None or self._cached[0] != number:
             self._cached = (number, self._plan_window(number))
         return self._cached[1]
 
-    def _plan_window(self, number: int) -> _Window:
-        seed, (begin, end) = self._documents(number)
-        documents, rng = np.arange(begin, end), np.random.default_rng(seed)
-        parts = parts_of(self.corpus, rng.permutation(documents), self.data)
-        if self.data.cut_documents is not None:
-            parts = parts[rng.permutation(len(parts))]  # else steps would be full of one long document
-        if self.data.mode == "matched":
-            return _Window(parts, _edges(parts.lengths, self.data.tokens_per_step), None)
-        arrangement = arrange(self.corpus, parts, self.data)
-        rows = np.arange(arrangement.plan.num_rows)
-        if not STRATEGIES[self.data.strategy].keeps_order:
-            # A packer that sorts by length must not impose a curriculum.
-            rows = rng.permutation(rows)
-        edges = _edges(arrangement.plan.slots[rows], self.data.tokens_per_step)
-        if self.data.shuffle_steps is not None:
-            blocks = np.split(rows, edges[: -1 : self.data.shuffle_steps][1:])
-            rows = np.concatenate([rng.permutation(block) for block in blocks])
-        return _Window(rows, edges, arrangement)
-
-    def turn(self, rows: np.ndarray) -> int:
-        """Of a batch of these rows: which it is among its rank's batches of a round, where rows go on."""
-        if not (self.carry and self.data.takes_turns):
-            return 0
-        return int(rows[0]) % self.data.streams // len(rows) // self.world_size
+    def _plan_window(self, number: int) -> Window:
+        data, (seed, documents) = self.data, self._documents(number)
+        rng = np.random.default_rng(seed)
+        shuffled = rng.permutation(np.arange(documents.start, documents.stop))
+        pieces = Pieces.of(self.corpus, shuffled).cut(data.cut_documents)
+        if data.cut_documents is not None:
+            pieces = pieces[rng.permutation(len(pieces))]  # else steps would be full of one long document
+        if data.mode == "matched":
+            return Window(pieces, None, None, _edges(pieces.length, data.tokens_per_step))
+        rows = arrange(self.corpus, pieces, data)
+        numbers = np.arange(len(rows))
+        if not STRATEGIES[data.strategy].keeps_order:
+            numbers = rng.permutation(numbers)  # a strategy that sorts by length must not impose a curriculum
+        edges = _edges(rows.slots[numbers], data.tokens_per_step)
+        if data.shuffle_steps is not None:
+            blocks = np.split(numbers, edges[: -1 : data.shuffle_steps][1:])
+            numbers = np.concatenate([rng.permutation(block) for block in blocks])
+        return Window(None, rows, numbers, edges)
 
 
-@dataclass
-class _Window:
-    order: Parts | np.ndarray  # documents (matched) or rows of the arrangement (stream), as they come
-    edges: list[int]  # step i holds order[edges[i]:edges[i + 1]]
-    arrangement: Arrangement | None
-
-
-def _edges(sizes: np.ndarray, budget: int) -> list[int]:
+def _edges(sizes: Integers, budget: int) -> list[int]:
     before = np.cumsum(sizes, dtype=np.int64) - sizes
     return [0, *(np.flatnonzero(np.diff(before // budget)) + 1).tolist(), len(sizes)]
-
-
-def group(
-    arrangement: Arrangement, rows: np.ndarray, data: DataConfig, carry: bool, world_size: int = 1
-) -> list[np.ndarray]:
-    """The rows as batches. A row that is never padded is a batch of its own. Carrying, a batch is one row of each stream,
-    with several ranks of each of a rank's streams, unless streams take turns."""
-    rows_per_batch = None
-    if not STRATEGIES[data.strategy].pads:
-        rows_per_batch = 1
-    elif carry and not data.takes_turns:
-        rows_per_batch = data.streams // world_size
-    return arrangement.group_rows(rows, data.slots_per_batch, rows_per_batch)

@@ -38,9 +38,8 @@ class TrainingLayoutReader:
         if not splits and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(corpus.lengths.max())))
         numbers = np.arange(len(documents))
-        self.arrangement, self.batches = arrange_as_trained(corpus, numbers, data, boundary.continues)  # type: ignore[arg-type]
-        plan, begins = self.arrangement.plan, self.arrangement.begins
-        self.documents, self.starts = self.arrangement.documents[plan.document], plan.start + begins[plan.document]  # type: ignore[index]
+        plan, self.batches = arrange_as_trained(corpus, numbers, data, boundary.continues)  # type: ignore[arg-type]
+        self.plan, self.documents, self.starts = plan, plan.document, plan.start
         self.before: list[int | None] = [None] * len(documents)
         first_of_row = np.zeros(len(plan.document), dtype=bool)
         first_of_row[plan.row_offsets[:-1][np.diff(plan.row_offsets) > 0]] = True
@@ -49,7 +48,7 @@ class TrainingLayoutReader:
 
     def rows(self) -> list[list[int]]:
         """Return the documents that begin in each row, left to right."""
-        edges = self.arrangement.plan.row_offsets.tolist()
+        edges = self.plan.row_offsets.tolist()
         pieces = [range(*edge) for edge in zip(edges, edges[1:])]
         return [[int(self.documents[piece]) for piece in row if self.starts[piece] == 0] for row in pieces]
 
@@ -61,10 +60,10 @@ class TrainingLayoutReader:
 
     def read(self, model: MambaLM, visit: Visit) -> Iterator[int]:
         """Read all documents batch by batch; yield the number of tokens of each batch."""
-        device, plan = next(model.parameters()).device, self.arrangement.plan
+        device, plan = next(model.parameters()).device, self.plan
         self.boundary.reset()
         for rows in self.batches:
-            batch = self.arrangement.batch(rows).to(device)
+            batch = plan.batch(rows).to(device)
             with torch.inference_mode():
                 hidden = self.boundary.hidden(model, batch)
             for row, activations in zip(rows, hidden):

@@ -14,7 +14,6 @@ from packmamba import timing
 from packmamba.config import Config, ConfigError
 from packmamba.data.datamodule import PackedDataModule, StepDataset
 from packmamba.records import make_record
-from packmamba.training.boundary import Keeping
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import name_of, recorded_config
 from packmamba.training.runtime import configured_runtime
@@ -78,7 +77,7 @@ def measure_throughput(
                     raise RuntimeError(
                         f"arms disagree on the loss of the same documents: {expected} {other}, {loss} {name}"
                     )
-            if arm.config.trainer.cuda_graphs and not isinstance(arm.module.boundary, Keeping):
+            if arm.config.trainer.cuda_graphs and not arm.module.boundary.stateful:
                 for turn in range(WARM_UP + rounds):  # each shape's graph is captured before anything is timed
                     arm.step(turn + 1)
 

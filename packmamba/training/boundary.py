@@ -1,52 +1,46 @@
-"""What crosses a document boundary, by the name that ``trainer.boundary`` takes.
+"""Boundary schemes: what crosses from one document to the next, by the name that ``trainer.boundary`` takes.
 
-A scheme is a class here, or a plugin's that adds itself to ``BOUNDARIES``. A run makes one object for training and one for
-evaluation as trained; its constructor's arguments, all with defaults, are the keys of ``trainer.boundary_options``.
+A scheme has two means: the layouts that tell convolutions and recurrences where documents start, and the initial states. The
+constructor's arguments, all with defaults, are the keys of ``trainer.boundary_options``. Shapes: B rows, S documents.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packmamba.data.batching import PackedBatch
+from packmamba.data.batch import PackedBatch
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 from packmamba.nn.mixers import State
-from packmamba.training.carry import (
-    Left,
-    Moments,
-    StateCarrier,
-    detached,
-    last_of_rows,
-    on_host,
-    rows_of,
-    stops,
-    take,
-    where,
-)
+
+States = list[State]
+"""By layer, a tuple of tensors whose first dimension counts documents (S, ...) or rows (B, ...)."""
 
 
 class Boundary:
-    """Nothing crosses. A scheme says what it does otherwise, and before any work what it needs and cannot do."""
+    """Nothing crosses: every document starts from zero, or from the learned states. A scheme overrides what differs."""
 
     continues = False
-    """Row b of a batch goes on where row b of the one before stopped: needs data.strategy=split, in batches of whole streams."""
+    """Row b of a batch continues row b of the one before: needs data.strategy=split, in batches of whole streams."""
     as_trained = True
-    """Evaluation runs once more as training does, on documents arranged as in training."""
-    keeps = False
-    """``keep`` is given the states that each batch leaves."""
+    """Validate a second time with documents arranged as in training, read with this scheme."""
+    stateful = False
+    """Documents start from states of earlier batches; see StatefulBoundary."""
     sharded = True
-    """Works with parameters in shards (trainer.strategy=fsdp2)."""
+    """Works with sharded parameters (trainer.strategy=fsdp2)."""
     graphs = True
-    """Can be replayed as a CUDA graph; see ``Keeping``."""
+    """Can be replayed as a CUDA graph."""
     least_rows = 1
     """Rows that a batch needs."""
     step = 0
-    """The optimizer step, from 0, that batches are of."""
+    """The optimizer step, from 0, of the next batches."""
 
     @property
     def name(self) -> str:
@@ -57,52 +51,39 @@ class Boundary:
         return self.as_trained and not self.continues
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
-        """Where documents start for convolutions and for recurrences."""
+        """Return where documents start for convolutions and for recurrences."""
         return layout, layout
 
-    def start(self, model: MambaLM, batch: PackedBatch) -> list[State] | None:
-        """What the documents of these layouts start from, a state per layer; None: the mixers' start."""
-        return None
-
-    def keep(self, batch: PackedBatch, states: list[State]) -> None:
-        """Takes the states that the batch's documents leave, as ``start`` has them."""
-
     def hidden(self, model: MambaLM, batch: PackedBatch) -> Tensor:
-        """The activations of a batch (B, L, d_model) that the head makes logits from, read with this scheme."""
+        """Compute the activations (B, L, d_model) from which the head makes logits."""
         conv_layout, ssm_layout = self.layouts(batch.layout)
-        found = model(
-            batch.tokens, layout=batch.layout, conv_layout=conv_layout, ssm_layout=ssm_layout,
-            states=self.start(model, batch), return_states=self.keeps, return_hidden=True,
-        )  # fmt: skip
-        if not self.keeps:
-            return found
-        hidden, states = found
-        self.keep(batch, states)
-        return hidden
+        return model(
+            batch.tokens, layout=batch.layout, conv_layout=conv_layout, ssm_layout=ssm_layout, return_hidden=True
+        )
 
     def reset(self) -> None:
-        """Forgets all batches, before an evaluation."""
+        """Forget all batches, before a validation."""
 
     def measures(self) -> dict[str, float]:
-        """Numbers of the scheme that a run logs and records."""
+        """Return numbers to log and record."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of this process, on the CPU."""
+        """Return this process's part of a checkpoint, on the CPU."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        """Goes on from a checkpoint."""
+        """Resume from a checkpoint."""
 
 
 class Reset(Boundary):
-    """Every piece in a row starts fresh (the paper)."""
+    """Every document, or piece of one, starts from zero (the paper)."""
 
-    as_trained = False  # it is what every run is evaluated with
+    as_trained = False  # every run is validated so
 
 
 class Leak(Boundary):
-    """Each row flows as one document (what naive packing does)."""
+    """Each row flows as one document (naive packing)."""
 
     convolution = recurrence = True
 
@@ -122,146 +103,188 @@ class LeakScan(Leak):
     convolution = False
 
 
-class Keeping(Boundary, ABC):
-    """A scheme whose documents start from what the rows of earlier batches left, detached.
+class StatefulBoundary(Boundary, ABC):
+    """Documents start from detached final states of rows of earlier batches (truncated backpropagation through time).
 
-    ``offered`` and ``keep_rows`` know batches and look things up. What lies between, ``begin`` and the model, a CUDA graph may
-    replay: operations on tensors alone, which of a layout read only ``shape``, ``starts`` and ``offsets``.
+    ``incoming`` and ``store`` look things up for a batch. Between them ``forward`` may be replayed as a CUDA graph: it and
+    ``initial_states`` do tensor operations only and read of a layout only ``shape``, ``starts`` and ``offsets``.
     """
 
-    keeps = True
+    stateful = True
     sharded = False
 
     @abstractmethod
-    def offered(self, model: MambaLM, batch: PackedBatch) -> list[State]:
-        """By layer, a state for each row (B, ...), without gradient."""
+    def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
+        """Return a state for each row (B, ...), without gradient."""
 
     @abstractmethod
-    def begin(self, model: MambaLM, layout: SequenceLayout, offered: list[State]) -> list[State]:
-        """By layer, what each document starts from (S, ...)."""
+    def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
+        """Return the state that each document starts from (S, ...)."""
 
     @abstractmethod
-    def keep_rows(self, batch: PackedBatch, states: list[State]) -> None:
-        """Takes, by layer, what the last document of each row leaves, detached; of a row without documents anything."""
+    def store(self, batch: PackedBatch, final: States) -> None:
+        """Take the final state of each row's last document (B, ...), detached; meaningless for a row without documents."""
 
-    def start(self, model: MambaLM, batch: PackedBatch) -> list[State]:
-        return self.begin(model, batch.layout, self.offered(model, batch))
+    def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
+        """Compute ``hidden`` from incoming states; return it and each row's final states."""
+        conv_layout, ssm_layout = self.layouts(batch.layout)
+        hidden, final = model(
+            batch.tokens, layout=batch.layout, conv_layout=conv_layout, ssm_layout=ssm_layout,
+            states=self.initial_states(model, batch.layout, incoming), return_states=True, return_hidden=True,
+        )  # fmt: skip
+        final = detached(final)
+        return hidden, index_states(final, last_documents(batch.layout)) if batch.layout.num_documents else final
 
-    def keep(self, batch: PackedBatch, states: list[State]) -> None:
-        if batch.layout.num_documents:
-            states = take(detached(states), last_of_rows(batch.layout))
-        self.keep_rows(batch, states)
-
-
-class Inside(Boundary):
-    """The half of a keeping scheme that a CUDA graph replays: from what rows are offered to what they leave."""
-
-    keeps = True
-
-    def __init__(self, scheme: Keeping, offered: list[State]) -> None:
-        self.scheme = scheme
-        self.offered = offered
-        self.left: list[State] = []
-
-    def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
-        return self.scheme.layouts(layout)
-
-    def start(self, model: MambaLM, batch: PackedBatch) -> list[State]:
-        return self.scheme.begin(model, batch.layout, self.offered)
-
-    def keep(self, batch: PackedBatch, states: list[State]) -> None:
-        self.left = take(detached(states), last_of_rows(batch.layout))
+    def hidden(self, model: MambaLM, batch: PackedBatch) -> Tensor:
+        hidden, final = self.forward(model, batch, self.incoming(model, batch))
+        self.store(batch, final)
+        return hidden
 
 
-class Carry(Keeping):
-    """A document cut by a row's end goes on from its own state, detached; other documents start fresh."""
+@dataclass
+class RowStates:
+    """Final states of a batch's rows.
+
+    Attributes:
+        states: of each row's last document (B, ...).
+        positions: (B,) int32 on the CPU, tokens of that document so far; -1 for a row without documents.
+        step: the optimizer step that computed them.
+    """
+
+    states: States
+    positions: Tensor
+    step: int
+
+
+class Carry(StatefulBoundary):
+    """A document cut at a row's end continues from its own state in the next batch; other documents start from zero."""
 
     continues = True
 
     def __init__(self) -> None:
-        self.carrier = StateCarrier()
+        self.stored: dict[int, RowStates] = {}  # by turn of streams
         self.age: int | None = None
 
-    def offered(self, model: MambaLM, batch: PackedBatch) -> list[State]:
-        left = self.carrier.left(batch.layout, batch.turn)
+    def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         fresh = detached(model.start_states(batch.layout.shape[0]))
-        if left is None:
+        layout = on_host(batch.layout)
+        continues = layout.continues
+        if not continues.any():
             return fresh
-        self.age = self.step - left.step
-        return self.of_rows(left, fresh)
+        if batch.turn not in self.stored:
+            raise ValueError("layout: a document continues, but no batch came before")
+        stored = self.stored[batch.turn]
+        rows, positions = layout.rows[continues], stored.positions
+        if len(positions) != layout.shape[0] or not torch.equal(positions[rows], layout.offsets[continues]):
+            raise ValueError(
+                f"layout: expected documents to continue at {positions.tolist()} in the rows, where those before stopped, got "
+                f"{layout.offsets[continues].tolist()} in rows {rows.tolist()}"
+            )
+        self.age = self.step - stored.step
+        return self.exchange(stored, fresh)
 
-    def of_rows(self, left: Left, fresh: list[State]) -> list[State]:
-        """What the rows' first documents start from if they continue, given what their rows left and fresh states (B, ...)."""
-        return left.states
+    def exchange(self, stored: RowStates, fresh: States) -> States:
+        """Return what a document that continues in a row starts from (B, ...). Not part of a CUDA graph."""
+        return stored.states
 
-    def begin(self, model: MambaLM, layout: SequenceLayout, offered: list[State]) -> list[State]:
+    def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         fresh = model.start_states(layout.num_documents)
-        return where(layout.continues, self.of_continuing(take(offered, rows_of(layout)), fresh, layout), fresh)
+        return select_states(layout.continues, self.continued(index_states(incoming, row_of(layout)), fresh), fresh)
 
-    def of_continuing(self, own: list[State], fresh: list[State], layout: SequenceLayout) -> list[State]:
-        """What continuing documents start from, given by layer what their rows left (of others anything) and fresh states."""
-        return own
+    def continued(self, incoming: States, fresh: States) -> States:
+        """Return what continuing documents start from (S, ...), given their row's incoming and fresh states."""
+        return incoming
 
-    def keep_rows(self, batch: PackedBatch, states: list[State]) -> None:
-        self.carrier.keep(batch.layout, states, batch.turn, self.step)
+    def store(self, batch: PackedBatch, final: States) -> None:
+        layout = on_host(batch.layout)
+        if layout.num_documents:
+            self.stored[batch.turn] = RowStates(final, end_positions(layout), self.step)
+        else:
+            self.stored.pop(batch.turn, None)
 
     def measures(self) -> dict[str, float]:
-        states = (part for left in self.carrier.turns.values() for state in left.states for part in state)
+        parts = (part for stored in self.stored.values() for state in stored.states for part in state)
         age = {} if self.age is None else {"state_age_steps": self.age}
-        return {"state_bytes": sum(part.nbytes for part in states), **age}
+        return {"state_bytes": sum(part.nbytes for part in parts), **age}
 
     def reset(self) -> None:
-        self.carrier.reset()
+        self.stored.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.carrier.state_dict() | ({} if self.age is None else {"age": self.age})
+        turns = [self.stored[turn] for turn in sorted(self.stored)]
+        age = {} if self.age is None else {"age": self.age}
+        if not turns:
+            return {"states": None, "positions": None, **age}
+        layers = zip(*(stored.states for stored in turns))
+        return {
+            "states": [tuple(torch.cat(parts).cpu() for parts in zip(*states)) for states in layers],
+            "positions": torch.cat([stored.positions for stored in turns]),
+            "turns": [(turn, len(stored.positions), stored.step) for turn, stored in sorted(self.stored.items())],
+            **age,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        self.carrier.load_state_dict(state_dict, device)
+        self.stored.clear()
         self.age = state_dict.get("age")
+        if state_dict["positions"] is None:
+            return
+        turns = state_dict.get("turns", [(0, len(state_dict["positions"]), 0)])
+        sizes = [rows for _, rows, _ in turns]
+        positions = state_dict["positions"].cpu().split(sizes)
+        layers = [[part.to(device).split(sizes) for part in state] for state in state_dict["states"]]
+        for i, (turn, _, step) in enumerate(turns):
+            states: States = [tuple(part[i] for part in layer) for layer in layers]
+            self.stored[turn] = RowStates(states, positions[i], step)
 
 
 class CarryScan(Carry):
-    """A continuing document goes on from its own recurrence's state; its convolution starts fresh."""
+    """A continuing document continues the state of its recurrence; its convolution starts fresh."""
 
-    def of_continuing(self, own: list[State], fresh: list[State], layout: SequenceLayout) -> list[State]:
-        return [(*new[:-1], old[-1]) for old, new in zip(own, fresh)]
+    def continued(self, incoming: States, fresh: States) -> States:
+        return [(*new[:-1], old[-1]) for old, new in zip(incoming, fresh)]
 
 
-class Foreign(Carry):
-    """A continuing document goes on from the state that another stream left in the batch in which its own left one.
+class StatePassing(Carry):
+    """A continuing document starts from another stream's state (arXiv 2507.02782), of the batch that computed its own.
 
-    The states change places among the rows, so that under ``carry`` and here documents start from states of the same kind: each
-    row takes that of a row that stopped at nearly the same place in its document, all in one ring, so that none comes back soon.
-    Where only one row has left a state, at the documents' end, it starts fresh.
+    States are exchanged among rows, so that the states of ``carry`` and of this scheme are of the same kind: each row takes that
+    of a row that stopped at nearly the same position, all in one ring, so that none returns soon. Where only one row has a state,
+    at the end of the documents, it starts fresh.
     """
 
     least_rows = 2
 
-    def of_rows(self, left: Left, fresh: list[State]) -> list[State]:
-        (rows,) = torch.where(left.positions >= 0)
+    def exchange(self, stored: RowStates, fresh: States) -> States:
+        (rows,) = torch.where(stored.positions >= 0)
         if len(rows) < 2:
             return fresh
-        rows = rows[left.positions[rows].argsort(stable=True)]
-        ring = torch.cat([rows[::2], rows[1::2].flip(0)])  # up by every other one, and down by those between
-        source = torch.arange(len(left.positions)).index_copy(0, ring, ring.roll(1))
-        return take(left.states, source.to(left.states[0][-1].device, non_blocking=True))
+        rows = rows[stored.positions[rows].argsort(stable=True)]
+        ring = torch.cat([rows[::2], rows[1::2].flip(0)])  # up by every other row, and down by those between
+        source = torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1))
+        return index_states(stored.states, source.to(stored.states[0][-1].device, non_blocking=True))
 
 
-class Noise(Carry):
-    """A continuing document starts from normal noise with the mean and variance of each component of the states that rows left.
+class FittedNoise(Carry):
+    """A continuing document starts from normal noise with the mean and variance of the states (arXiv 2507.02782).
 
     Args:
-        memory: how much the moments of all batches so far weigh against those of the next, between 0 and 1.
+        memory: decay of the moments' exponential average over batches, between 0 and 1.
     """
 
     def __init__(self, memory: float = 0.99) -> None:
         super().__init__()
-        self.moments = Moments(memory)
-        self.generator: torch.Generator | None = None
+        self.memory = memory
+        self.reset()
 
-    def of_rows(self, left: Left, fresh: list[State]) -> list[State]:
-        return self.moments.draw(left.states, self._generator(left.states[0][-1].device))
+    def exchange(self, stored: RowStates, fresh: States) -> States:
+        generator = self._generator(stored.states[0][-1].device)
+        debias = 1 - self.memory**self.batches
+        moments, drawn = iter(zip(self.first, self.second)), []
+        for part in flatten_states(stored.states):
+            mean, square = (moment / debias for moment in next(moments))
+            noise = torch.randn(part.shape, dtype=mean.dtype, device=part.device, generator=generator)
+            drawn.append((mean + (square - mean.square()).clamp(min=0).sqrt() * noise).to(part.dtype))
+        return unflatten_states(drawn, stored.states)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if self.generator is None:
@@ -269,66 +292,146 @@ class Noise(Carry):
             self.generator = torch.Generator(device).manual_seed(torch.initial_seed() + rank)
         return self.generator
 
-    def keep_rows(self, batch: PackedBatch, states: list[State]) -> None:
-        super().keep_rows(batch, states)
-        if batch.layout.num_documents:
-            (rows,) = torch.where(self.carrier.turns[batch.turn].positions >= 0)
-            whole = len(rows) == batch.layout.shape[0]
-            self.moments.add(states if whole else take(states, rows.to(batch.layout.device, non_blocking=True)))
+    def store(self, batch: PackedBatch, final: States) -> None:
+        super().store(batch, final)
+        if not batch.layout.num_documents:
+            return
+        parts = flatten_states(filled_rows(final, self.stored[batch.turn].positions))
+        parts = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
+        first, second = [part.mean(0) for part in parts], [part.square().mean(0) for part in parts]
+        if not self.batches:
+            self.first, self.second = ([torch.zeros_like(part) for part in first] for _ in range(2))
+        torch._foreach_lerp_(self.first, first, 1 - self.memory)
+        torch._foreach_lerp_(self.second, second, 1 - self.memory)
+        self.batches += 1
 
     def reset(self) -> None:
         super().reset()
-        self.moments = Moments(self.moments.memory)
-        self.generator = None
+        self.batches = 0
+        self.first: list[Tensor] = []
+        self.second: list[Tensor] = []
+        self.generator: torch.Generator | None = None
 
     def state_dict(self) -> dict[str, Any]:
+        first, second = ([part.cpu() for part in parts] for parts in (self.first, self.second))
+        moments = {"batches": self.batches, "first": first, "second": second}
         generator = None if self.generator is None else self.generator.get_state()
-        return {**super().state_dict(), "moments": self.moments.state_dict(), "generator": generator}
+        return {**super().state_dict(), "moments": moments, "generator": generator}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         super().load_state_dict(state_dict, device)
-        self.moments.load_state_dict(state_dict["moments"], device)
+        moments = state_dict["moments"]
+        self.batches = moments["batches"]
+        self.first, self.second = ([part.to(device) for part in moments[name]] for name in ("first", "second"))
         if state_dict["generator"] is not None:
             self._generator(device).set_state(state_dict["generator"].cpu())
 
 
-class ForeignHeads(Keeping):
-    """Documents that follow another in their row start from states that rows of the batch before left: the documents into which
-    ``leak`` lets something, but what it is comes from others, without gradient."""
+class StatePassingWithinRow(StatefulBoundary):
+    """Each document that follows another in its row starts from a row's final state in the previous batch, without gradient.
+
+    These are the documents into which ``leak`` lets their predecessor's state.
+    """
 
     def __init__(self) -> None:
-        self.left: list[State] | None = None
+        self.stored: States | None = None
 
-    def offered(self, model: MambaLM, batch: PackedBatch) -> list[State]:
+    def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         rows = batch.layout.shape[0]
-        if self.left is None:
+        if self.stored is None:
             return detached(model.start_states(rows))
-        left = self.left[0][-1]
-        return self.left if len(left) == rows else take(self.left, torch.arange(rows, device=left.device) % len(left))
+        part = self.stored[0][-1]
+        if len(part) == rows:
+            return self.stored
+        return index_states(self.stored, torch.arange(rows, device=part.device) % len(part))
 
-    def begin(self, model: MambaLM, layout: SequenceLayout, offered: list[State]) -> list[State]:
-        rows, row_length = rows_of(layout), layout.shape[1]
+    def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
+        rows, row_length = row_of(layout), layout.shape[1]
         first = torch.searchsorted(layout.starts, rows * row_length)
         place = torch.arange(layout.num_documents, device=layout.device) - first
-        source = (rows + place) % layout.shape[0]
-        return where(place > 0, take(offered, source), model.start_states(layout.num_documents))
+        passed = index_states(incoming, (rows + place) % layout.shape[0])
+        return select_states(place > 0, passed, model.start_states(layout.num_documents))
 
-    def keep_rows(self, batch: PackedBatch, states: list[State]) -> None:
-        if not batch.layout.num_documents:
-            return
-        (rows,) = torch.where(stops(on_host(batch.layout)) >= 0)
-        whole = len(rows) == batch.layout.shape[0]
-        self.left = states if whole else take(states, rows.to(batch.layout.device, non_blocking=True))
+    def store(self, batch: PackedBatch, final: States) -> None:
+        if batch.layout.num_documents:
+            self.stored = filled_rows(final, end_positions(on_host(batch.layout)))
 
     def reset(self) -> None:
-        self.left = None
+        self.stored = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"left": None if self.left is None else [tuple(part.cpu() for part in state) for state in self.left]}
+        stored = self.stored
+        return {"left": None if stored is None else [tuple(part.cpu() for part in state) for state in stored]}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        left = state_dict["left"]
-        self.left = None if left is None else [tuple(part.to(device) for part in state) for state in left]
+        stored = state_dict["left"]
+        self.stored = None if stored is None else [tuple(part.to(device) for part in state) for state in stored]
+
+
+def on_host(layout: SequenceLayout) -> SequenceLayout:
+    """Return the layout on the CPU: the one that it was moved from, without a wait for the GPU, or a copy."""
+    while layout.device.type != "cpu":
+        layout = layout.origin or layout.to("cpu")
+    return layout
+
+
+def last_documents(layout: SequenceLayout) -> Tensor:
+    """Return each row's last document (B,), from ``starts`` alone; any document for a row without one."""
+    rows, row_length = layout.shape
+    ends = torch.arange(1, rows + 1, dtype=torch.int32, device=layout.device) * row_length
+    return (torch.searchsorted(layout.starts, ends) - 1).clamp(min=0)
+
+
+def end_positions(layout: SequenceLayout) -> Tensor:
+    """Return where in its document each row's last one ends (B,) int32; -1 for a row without documents."""
+    last = last_documents(layout)
+    here = layout.rows[last] == torch.arange(layout.shape[0], device=layout.device)
+    return torch.where(here, (layout.offsets + layout.lengths)[last], -1).to(torch.int32)
+
+
+def row_of(layout: SequenceLayout) -> Tensor:
+    """Return each document's row (S,), from ``starts`` alone; any row for a document that a CUDA graph's layout lacks."""
+    rows, row_length = layout.shape
+    return (layout.starts // row_length).clamp(max=rows - 1)
+
+
+def filled_rows(states: States, positions: Tensor) -> States:
+    """Return the states of rows with documents, given ``end_positions``."""
+    (rows,) = torch.where(positions >= 0)
+    return (
+        states
+        if len(rows) == len(positions)
+        else index_states(states, rows.to(states[0][-1].device, non_blocking=True))
+    )
+
+
+def index_states(states: States, index: Tensor) -> States:
+    return [tuple(part[index] for part in state) for state in states]
+
+
+def detached(states: States) -> States:
+    return [tuple(part.detach() for part in state) for state in states]
+
+
+def flatten_states(states: States) -> list[Tensor]:
+    return [part for state in states for part in state]
+
+
+def unflatten_states(parts: Iterable[Tensor], like: States) -> States:
+    """Group parts, ordered as by ``flatten_states``, by the layers of ``like``."""
+    following = iter(parts)
+    return [tuple(itertools.islice(following, len(state))) for state in like]
+
+
+def select_states(documents: Tensor, states: States, others: States) -> States:
+    """Select ``states`` where documents (S,) bool is true, else ``others``. Raises ValueError where their shapes differ."""
+    given, expected = ([[tuple(part.shape) for part in state] for state in each] for each in (states, others))
+    if given != expected:
+        raise ValueError(f"states of continuing documents: expected shapes {expected}, by layer, got {given}")
+    return [
+        tuple(torch.where(documents.view(-1, *(1,) * (a.dim() - 1)), a, b) for a, b in zip(*of_layer))
+        for of_layer in zip(states, others)
+    ]
 
 
 BOUNDARIES: dict[str, type[Boundary]] = {
@@ -338,7 +441,8 @@ BOUNDARIES: dict[str, type[Boundary]] = {
     "leak_scan": LeakScan,
     "carry": Carry,
     "carry_scan": CarryScan,
-    "foreign": Foreign,
-    "noise": Noise,
-    "foreign_heads": ForeignHeads,
+    "foreign": StatePassing,
+    "noise": FittedNoise,
+    "foreign_heads": StatePassingWithinRow,
 }
+"""Boundary schemes by name; plugins may add to it."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from packmamba.config import Config
-from packmamba.data.batching import PackedBatch, StepBatch
+from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import Tokenizer, load_tokenizer
 from packmamba.errors import ConfigError, UserError
@@ -419,7 +419,7 @@ class LeakCheck(Callback):
             return
         self._started = True
         # Carried states fit the step's first batch alone.
-        batches = batch.batches[:1] if module.boundary.keeps else batch.batches
+        batches = batch.batches[:1] if module.boundary.stateful else batch.batches
         packed = max(batches, key=lambda b: b.layout.num_documents - b.layout.shape[0], default=None)
         if packed is not None:
             with self.metrics.paused(), trainer.precision_plugin.forward_context():

@@ -14,13 +14,19 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, validate
-from packmamba.data.batching import PackedBatch, StepBatch
+from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.training.boundary import BOUNDARIES, Boundary, Inside, Keeping, Reset
-from packmamba.training.carry import flat, like
+from packmamba.training.boundary import (
+    BOUNDARIES,
+    Boundary,
+    Reset,
+    StatefulBoundary,
+    flatten_states,
+    unflatten_states,
+)
+from packmamba.training.cuda_graphs import BatchGraphs
 from packmamba.training.distributed import shard, without_sync
-from packmamba.training.graphs import BatchGraphs
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.optimizer import learning_rate, make_optimizer, whole
 from packmamba.training.run_id import schedule_steps
@@ -128,12 +134,13 @@ class PackedLitModule(lightning.LightningModule):
 
         With ``mean_over="rows"`` the sum is weighted so that the same denominator, the number of targets, serves both means.
         """
-        layout = batch.layout
-        hidden = boundary.hidden(self.model, batch)
+        return self._loss(boundary.hidden(self.model, batch), batch)
+
+    def _loss(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        layout, weight = batch.layout, self.model.lm_head.weight
         slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
-        weight = self.model.lm_head.weight
-        shares = row_weights(batch.loss_mask) if self.mean_over == "rows" else None
-        return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled, shares)
+        weights = row_weights(batch.loss_mask) if self.mean_over == "rows" else None
+        return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled, weights)
 
     def losses(self, batch: PackedBatch, boundary: Boundary = RESET) -> Tensor:
         """Return the cross-entropy (B, L) at each slot, without gradient; zero where there is no target."""
@@ -160,26 +167,24 @@ class PackedLitModule(lightning.LightningModule):
     def _replay(self, step: StepBatch) -> Tensor:
         """Compute ``accumulate`` by CUDA graphs."""
         if self._graphs is None:
-            self._graphs = BatchGraphs(self.loss_between, list(self.model.parameters()))
-        losses, count = [], len(step.batches)
+            self._graphs = BatchGraphs(self.graph_loss, list(self.model.parameters()))
+        losses, count, scheme = [], len(step.batches), self.boundary
         for i, batch in enumerate(step.batches):
-            scheme = self.boundary
-            offered = scheme.offered(self.model, batch) if isinstance(scheme, Keeping) else []
-            total, _, *left = self._graphs(
-                batch, max(step.num_targets, 1), first=i == 0, last=i + 1 == count, inputs=flat(offered)
-            )
+            incoming = scheme.incoming(self.model, batch) if isinstance(scheme, StatefulBoundary) else []
+            edges = {"first": i == 0, "last": i + 1 == count}
+            total, _, *final = self._graphs(batch, max(step.num_targets, 1), **edges, inputs=flatten_states(incoming))
             losses.append(total.clone())
-            if isinstance(scheme, Keeping):
-                scheme.keep_rows(batch, like(offered, [part.clone() for part in left]))
+            if isinstance(scheme, StatefulBoundary):
+                scheme.store(batch, unflatten_states([part.clone() for part in final], incoming))
         return torch.stack(losses).sum()
 
-    def loss_between(self, batch: PackedBatch, *offered: Tensor) -> tuple[Tensor, ...]:
-        """``loss`` as a graph replays it: of a keeping scheme from what rows are offered to what they leave, which follows it."""
-        scheme = self.boundary
-        if not isinstance(scheme, Keeping):
-            return self.loss(batch, scheme)
-        inside = Inside(scheme, like(self.model.start_states(0), offered))
-        return *self.loss(batch, inside), *flat(inside.left)
+    def graph_loss(self, batch: PackedBatch, *incoming: Tensor) -> tuple[Tensor, ...]:
+        """Return ``loss`` and final states of rows, as functions of tensors alone."""
+        if not isinstance(self.boundary, StatefulBoundary):
+            return self.loss(batch, self.boundary)
+        states = unflatten_states(incoming, self.model.start_states(0))
+        hidden, final = self.boundary.forward(self.model, batch, states)
+        return *self._loss(hidden, batch), *flatten_states(final)
 
     def take_step(
         self,

@@ -1,4 +1,4 @@
-"""Losses per real token, summed over tokens and divided once: never a mean of means."""
+"""Losses per target, summed over targets and divided once: never a mean of means."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ START_TOKENS = 32
 
 
 class LossByPosition(Metric):
-    """Summed loss and number of targets, by the target-bearing token's place in its document.
+    """Sum losses and targets by the token's position in its document.
 
-    Update with per-slot losses (B, L), loss mask (B, L) bool and position indices (B, L). ``compute`` gives the mean loss, the
-    mean over the first START_TOKENS places, and the mean in each bucket [edges[i], edges[i+1]) of POSITION_EDGES.
+    Update with losses (B, L), loss mask (B, L) bool and position indices (B, L). ``compute`` returns the mean loss, the mean over
+    the first START_TOKENS positions, and the mean in each bucket [edges[i], edges[i+1]) of POSITION_EDGES.
     """
 
     full_state_update = False

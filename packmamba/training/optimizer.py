@@ -1,4 +1,4 @@
-"""Optimizers by the name that ``optimizer.name`` takes, the learning rate over a run, and clipping."""
+"""Optimizers, gradient clipping and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw}
-"""Functions here, or a plugin's that are added: (model, config, fused, **options) -> an optimizer of all the model's parameters.
+"""Functions (model, config, fused, **options) -> an optimizer of all parameters; plugins may add theirs.
 
 config is the section ``optimizer``; options, all with defaults, are the keys of ``optimizer.options``. fused: whether a step may
 read and write each parameter once, and take ``grad_scale``, which it divides gradients by.
@@ -30,23 +30,22 @@ read and write each parameter once, and take ``grad_scale``, which it divides gr
 
 
 def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
-    """The configured optimizer, which clips gradients as it steps, whoever has it step."""
+    """Make the configured optimizer, which clips gradients when it steps."""
     optimizer = OPTIMIZERS[config.name](model, config, fused, **config.options)
     limit = config.grad_clip
     if limit is not None:
-        # Once float16's loss scale has been taken out of the gradients.
+        # After float16's loss scale has been removed from the gradients.
         optimizer.register_step_pre_hook(lambda optimizer, *_: clip(optimizer, limit))
     return optimizer
 
 
 def clip(optimizer: Optimizer, limit: float) -> None:
-    """Scales all gradients together so that their norm is at most ``limit``; what it was stays in ``gradient_norm``."""
+    """Scale all gradients so that their norm is at most ``limit``; the norm before is kept as ``gradient_norm``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if optimizer.defaults.get("fused") and all(
-        type(g) is Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients
-    ):
-        # What the fused step divides gradients by as it reads them: clipping alone would read and write them all.
+    plain = all(type(g) is Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients)
+    if optimizer.defaults.get("fused") and plain:
+        # The fused step divides gradients by this as it reads them: clipping alone would read and write them all.
         norm = get_total_norm(gradients)
         optimizer.grad_scale = (norm / limit).clamp(min=1)  # type: ignore[attr-defined]
     else:
@@ -56,12 +55,12 @@ def clip(optimizer: Optimizer, limit: float) -> None:
 
 
 def whole(norm: Tensor) -> float:
-    """Of gradients in shards too, for which all ranks meet."""
+    """Return a gradient norm as a number. Ranks communicate if it is sharded."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of a step, from 0, of ``steps``: linear warm-up, then a cosine to ``final_lr_fraction`` of the peak at the last step."""
+def learning_rate(config: OptimizerConfig, step: int, steps: float) -> float:
+    """Return the learning rate of a step, from 0: linear warm-up, then a cosine to ``final_lr_fraction`` over ``steps``."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)

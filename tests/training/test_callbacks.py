@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError
-from packmamba.data.batching import PackedBatch
+from packmamba.data.batch import PackedBatch
 from packmamba.training.boundary import BOUNDARIES, Boundary, Leak
 from packmamba.training.callbacks import Average, LeakError, Stopped, check_batch, snapshot_steps
 from packmamba.training.fit import fit
@@ -75,7 +75,7 @@ def test_a_leak_ends_the_run(tmp_path, model, monkeypatch):
     fit(tiny_config(tmp_path, "trainer.leakcheck_every=null"), progress=False)
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in BOUNDARIES.items() if scheme.keeps])
+@pytest.mark.parametrize("name", [name for name, scheme in BOUNDARIES.items() if scheme.stateful])
 def test_leakcheck_leaves_states_and_random_numbers_alone(name, model):
     boundary = BOUNDARIES[name]()
     boundary.hidden(model, batch())

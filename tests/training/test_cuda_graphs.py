@@ -1,61 +1,21 @@
-"""A batch's forward and backward as a CUDA graph: what is refused, how a batch fills a shape, the gradients of eager steps."""
+"""A batch's forward and backward pass as a CUDA graph: how a batch fills a shape, and the gradients of eager steps."""
 
-import copy
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from packmamba.config import ConfigError, load_config
-from packmamba.data.batching import PackedBatch
+from packmamba.config import load_config
+from packmamba.data.batch import PackedBatch
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.layout import SequenceLayout
-from packmamba.report.aggregate import training_arms
-from packmamba.training import graphs
-from packmamba.training.boundary import BOUNDARIES
-from packmamba.training.carry import flat
+from packmamba.training import cuda_graphs
+from packmamba.training.boundary import BOUNDARIES, flatten_states
+from packmamba.training.cuda_graphs import ABSENT, BatchGraphs, Shape, StaticBatch
 from packmamba.training.fit import fit
-from packmamba.training.graphs import ABSENT, BatchGraphs, Shape, Static
 from packmamba.training.lit_module import PackedLitModule
-from runs import CARRY, tiny_config
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["trainer.accelerator=cpu"], "trainer.accelerator to be auto or gpu or cuda, got cpu"),
-        (["trainer.strategy=ddp"], "trainer.strategy to be auto, got ddp"),
-        (["trainer.devices=2"], "trainer.devices to be 1, got 2"),
-        (["trainer.num_nodes=2"], "trainer.num_nodes to be 1, got 2"),
-        (["trainer.precision=16-mixed"], "trainer.precision to be 32-true or bf16-mixed"),
-        (["trainer.precision=64-true"], "trainer.precision to be 32-true or bf16-mixed"),
-        (["ops.backend=mamba_ssm"], "ops.backend to be auto or cuda, got mamba_ssm"),
-    ],
-)
-def test_what_a_graph_cannot_do_is_refused(tmp_path, overrides, message):
-    keys = ["trainer.cuda_graphs=true", "trainer.accelerator=auto", *overrides]
-    with pytest.raises(ConfigError, match=message):
-        fit(tiny_config(tmp_path, *keys), progress=False)
-
-
-def test_a_scheme_that_cannot_be_replayed_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(BOUNDARIES["carry"], "graphs", False)
-    with pytest.raises(ConfigError, match="trainer.boundary to be reset or leak .* got carry"):
-        fit(tiny_config(tmp_path, "trainer.cuda_graphs=true", "trainer.accelerator=auto", *CARRY), progress=False)
-
-
-def test_without_a_gpu_graphs_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="needs a GPU"):
-        fit(tiny_config(tmp_path, "trainer.cuda_graphs=true", "trainer.accelerator=auto"), progress=False)
-
-
-def test_reports_tell_runs_with_graphs_from_those_without(tmp_path):
-    plain = fit(tiny_config(tmp_path, "trainer.max_steps=2", "data.strategy=greedy"), progress=False)
-    graph = copy.deepcopy(plain)
-    graph["config"]["trainer"]["cuda_graphs"] = True
-    assert len(training_arms([plain, plain])) == 1 and len(training_arms([plain, graph])) == 2
+from runs import tiny_config
 
 
 def random_batch(lengths, row_length, seed=0):
@@ -69,9 +29,9 @@ def random_batch(lengths, row_length, seed=0):
 @pytest.mark.parametrize("lengths", [[[3, 90], [100], []], [[128] * 2, [256], [1]]])
 def test_a_batch_fills_its_shape(lengths):
     batch = random_batch(lengths, max(map(sum, lengths)))
-    shape = Shape.of(batch, gathers=False)
+    shape = Shape.of(batch, accumulates=False)
     assert shape.row_length % 128 == 0 and shape.documents == 4 and shape.longest in (128, 256)
-    static = Static(shape, torch.device("cpu"))
+    static = StaticBatch(shape, torch.device("cpu"))
     for before in (
         random_batch([[7], [9], [4]], shape.row_length),
         batch,
@@ -145,7 +105,7 @@ class Emulated:
 @pytest.fixture
 def emulated(monkeypatch):
     """CUDA's graphs as far as BatchGraphs sees them; documents that are absent are left out of layouts, as CUDA's kernels do."""
-    run, fill, recorded = BatchGraphs._run, Static.fill, []
+    run, fill, recorded = BatchGraphs._run, StaticBatch.fill, []
 
     def record(self, *arguments):
         recorded[:] = [self, arguments, run(self, *arguments)]
@@ -187,15 +147,14 @@ def emulated(monkeypatch):
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(BatchGraphs, "_run", record)
-    monkeypatch.setattr(Static, "fill", fill_present)
+    monkeypatch.setattr(StaticBatch, "fill", fill_present)
     return monkeypatch
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("most", [64, 1])
 @pytest.mark.parametrize("boundary", ["reset", "leak"])
 def test_gradients_are_those_of_eager_steps_where_capturing_is_emulated(emulated, boundary, most):
-    emulated.setattr(graphs, "MOST_GRAPHS", most)
+    emulated.setattr(cuda_graphs, "MAX_GRAPHS", most)
     lit = module("model.learned_initial_state=true", "model.d_model=16", "ops.backend=cpu", device="cpu")
     emulated.setattr(BatchGraphs, "lit", lit, raising=False)
     replay = BatchGraphs(lambda batch: lit.loss(batch, BOUNDARIES[boundary]()), list(lit.parameters()))
@@ -204,14 +163,14 @@ def test_gradients_are_those_of_eager_steps_where_capturing_is_emulated(emulated
     assert len(replay.captured) == (4 if most > 1 else 1)
 
 
-KEEPING = ["carry", "carry_scan", "foreign", "noise", "foreign_heads"]
+STATEFUL = [name for name, scheme in BOUNDARIES.items() if scheme.stateful]
 
 
-def check_keeping(folder, device, tolerance, **options):
+def check_stateful(folder, device, tolerance, **options):
     """Steps of two batches in turns of a pool, replayed and eager: losses, gradients, and what is left for later batches."""
     keys = ["data.strategy=split", "data.streams=12", "data.stagger=true", "data.mode=stream", "data.row_length=24",
             "data.tokens_per_step=144", "data.slots_per_batch=72", "model.learned_initial_state=true"]  # fmt: skip
-    for scheme in options.pop("schemes", KEEPING):
+    for scheme in options.pop("schemes", STATEFUL):
         torch.manual_seed(0)
         config = tiny_config(
             folder, *keys, f"trainer.boundary={scheme}", *(f"model.{k}={v}" for k, v in options.items())
@@ -236,22 +195,21 @@ def check_keeping(folder, device, tolerance, **options):
             assert_near(*found, tolerance)
             saved = [lit.boundary.state_dict() for lit in (replayed, eager)]
             name = "left" if scheme == "foreign_heads" else "states"
-            assert_near(*(flat(state[name]) for state in saved), tolerance)
+            assert_near(*(flatten_states(state[name]) for state in saved), tolerance)
             if scheme != "foreign_heads":
                 assert torch.equal(saved[0]["positions"], saved[1]["positions"])
         assert continuing > 3
 
 
-@pytest.mark.slow
-def test_keeping_schemes_are_replayed_where_capturing_is_emulated(emulated, tmp_path):
-    for lit in check_keeping(tmp_path, torch.device("cpu"), 1e-5):
+def test_stateful_schemes_are_replayed_where_capturing_is_emulated(emulated, tmp_path):
+    for lit in check_stateful(tmp_path, torch.device("cpu"), 1e-5):
         emulated.setattr(BatchGraphs, "lit", lit.model, raising=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_keeping_schemes_are_replayed(tmp_path, compiled):
-    for _ in check_keeping(tmp_path, torch.device("cuda"), 1e-5, compile=compiled):
+def test_stateful_schemes_are_replayed(tmp_path, compiled):
+    for _ in check_stateful(tmp_path, torch.device("cuda"), 1e-5, compile=compiled):
         torch._dynamo.reset()
 
 
@@ -273,7 +231,7 @@ def test_losses_and_gradients_are_those_of_eager_steps(dtype, tolerance, boundar
 
 @pytest.mark.gpu
 def test_more_shapes_than_graphs(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
     lit = module()
     replay = BatchGraphs(lit.loss, list(lit.parameters()))
     check_steps(lit, replay, [BATCHES, *([batch] for batch in BATCHES)], "reset", 1e-5)

@@ -1,4 +1,4 @@
-"""A batch's forward and backward as one CUDA graph: a GPU computes a small model's kernels faster than a host launches them."""
+"""CUDA graphs of a batch's forward and backward pass: a GPU computes a small model's kernels faster than a host launches them."""
 
 from __future__ import annotations
 
@@ -10,101 +10,105 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from packmamba.data.batching import PackedBatch
+from packmamba.data.batch import PackedBatch
 from packmamba.layout import SequenceLayout
 from packmamba.ops.cuda import one_capture
 
 ROW_MULTIPLE = 128
-"""Rows are filled up with padding to a multiple of this: fewer shapes, each of which is captured once."""
-MOST_GRAPHS = 64
-"""Rows and lengths beyond these are not captured but computed as they come."""
+"""Rows are padded to a multiple of this: fewer shapes, each of which is captured once."""
+MAX_GRAPHS = 64
+"""Further shapes are not captured but computed eagerly."""
 ABSENT = 2**31 - 1
-"""Where documents that are not there start and end."""
+"""Start and end of documents that are absent."""
 
 Loss = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a graph is captured for: its batch's slots, and room for documents and for the longest of them, in powers of four.
+    """Shape that a graph is captured for: slots, and maximum number of documents and length of the longest, in powers of four.
 
-    gathers: whether gradients are added to those that are there, or take their place.
+    accumulates: gradients are added to existing ones.
     """
 
     rows: int
     row_length: int
     documents: int
     longest: int
-    gathers: bool
+    accumulates: bool
 
     @classmethod
-    def of(cls, batch: PackedBatch, gathers: bool) -> Shape:
+    def of(cls, batch: PackedBatch, accumulates: bool) -> Shape:
         rows, row_length = batch.layout.shape
         row_length = -(-row_length // ROW_MULTIPLE) * ROW_MULTIPLE
         longest = min(_power_of_four(batch.layout.longest or row_length), row_length)
-        return cls(rows, row_length, _power_of_four(batch.layout.num_documents), longest, gathers)
+        return cls(rows, row_length, _power_of_four(batch.layout.num_documents), longest, accumulates)
 
     @property
     def slots(self) -> tuple[int, int, bool]:
-        """What one graph is kept for: the one with the most room that was needed so far."""
-        return self.rows, self.row_length, self.gathers
+        """Key of the graph; one graph is kept for each, with the largest maxima so far."""
+        return self.rows, self.row_length, self.accumulates
 
     def with_room_for(self, other: Shape) -> Shape:
         documents, longest = max(self.documents, other.documents), max(self.longest, other.longest)
         return replace(self, documents=documents, longest=longest)
 
 
-class Static:
-    """A batch at fixed addresses, which every batch of a shape is written to."""
+class StaticBatch:
+    """A batch at fixed addresses, into which every batch of a shape is copied."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         slots = (shape.rows, shape.row_length)
         starts, ends, offsets = (torch.zeros(shape.documents, dtype=torch.int32, device=device) for _ in range(3))
-        # All slots are computed: how many hold tokens is not the shape's.
+        # All slots are computed: how many hold tokens is not part of the shape.
         layout = SequenceLayout(slots, starts, ends, offsets, shape.rows * shape.row_length, shape.longest)
-        # One that leaks runs through padding too, which nothing reads: what a layout merges of itself, its host would wait for.
+        # A leak flows through padding too, which nothing reads: layout.flow() of the documents would wait for the GPU.
         layout.flowing = SequenceLayout.from_rows(*slots, device=device)
         tokens, targets = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
         self.batch = PackedBatch(tokens, targets, torch.zeros(slots, dtype=torch.bool, device=device), layout)
         self.num_targets = torch.ones((), device=device)
 
     def fill(self, batch: PackedBatch, num_targets: int) -> None:
-        """Copies a batch, rows filled up, documents behind each other as in its own rows; none is waited for."""
-        mine, row_length = self.batch, batch.layout.shape[1]
-        for to, of in ((mine.tokens, batch.tokens), (mine.targets, batch.targets), (mine.loss_mask, batch.loss_mask)):
+        """Copy a batch, rows padded, without a wait for the GPU."""
+        static, row_length = self.batch, batch.layout.shape[1]
+        for to, of in (
+            (static.tokens, batch.tokens),
+            (static.targets, batch.targets),
+            (static.loss_mask, batch.loss_mask),
+        ):
             to[:, row_length:] = 0
             to[:, :row_length].copy_(of)
-        more = mine.layout.shape[1] - row_length
-        for to, of in ((mine.layout.starts, batch.layout.starts), (mine.layout.ends, batch.layout.ends)):
+        more = static.layout.shape[1] - row_length
+        for to, of in ((static.layout.starts, batch.layout.starts), (static.layout.ends, batch.layout.ends)):
             to[len(of) :] = ABSENT
             to[: len(of)].copy_(of + batch.layout.rows * more if more else of)
-        mine.layout.offsets[len(batch.layout.offsets) :] = 0
-        mine.layout.offsets[: len(batch.layout.offsets)].copy_(batch.layout.offsets)
+        static.layout.offsets[len(batch.layout.offsets) :] = 0
+        static.layout.offsets[: len(batch.layout.offsets)].copy_(batch.layout.offsets)
         self.num_targets.fill_(num_targets)
 
 
 class Captured(NamedTuple):
-    """A graph, what it reads, its results, and each parameter's gradient."""
+    """A graph, its inputs, its results, and each parameter's gradient."""
 
     shape: Shape
     graph: torch.cuda.CUDAGraph
-    static: Static
+    static: StaticBatch
     inputs: list[Tensor]
     results: tuple[Tensor, ...]
     gradients: list[Tensor | None]
 
 
 class BatchGraphs:
-    """Runs forward and backward of batches as CUDA graphs: captured at a shape's first batch, replayed at the next ones.
+    """Run forward and backward passes of batches as CUDA graphs, captured at a shape's first batch and replayed after.
 
     Gradients are those of ``loss(batch)[0] / num_targets``. A graph of one-batch steps has gradients of its own, as large as the
-    parameters; graphs that add theirs share one set. Between replays the memory of a graph's activations is
-    the other graphs'. Where a shape is captured, nothing may hold a loss of earlier batches with its autograd graph.
+    parameters; accumulating graphs share one set. Graphs share the memory of activations. While a shape is captured, nothing may
+    hold a loss of an earlier batch with its autograd graph.
 
     Args:
-        loss: of a batch, and perhaps of further tensors: the sum over its targets, (B, L) that of each slot, and perhaps further
-            tensors without gradient.
-        parameters: whose gradients are wanted; they must stay where they are.
+        loss: of a batch and perhaps further tensors; returns the sum over its targets, (B, L) that of each slot, and perhaps
+            further tensors without gradient.
+        parameters: whose gradients are computed; they must stay at their addresses.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:
@@ -122,25 +126,23 @@ class BatchGraphs:
         last: bool = True,
         inputs: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
-        """Leaves gradients in the parameters' ``grad``; returns the loss over ``num_targets``, (B, L) that of each slot, and what
-        else ``loss`` does.
+        """Put gradients into the parameters' ``grad``; return the loss over ``num_targets``, (B, L) that of each slot, and what
+        else ``loss`` returns. Later calls overwrite the results.
 
         Args:
             batch: on the GPU.
             num_targets: of the step.
             first, last: of the step's batches. A step's only one writes its gradients; several add theirs.
-            inputs: the further tensors, for batches of as many rows always of the same shapes.
-
-        The results are overwritten by later calls.
+            inputs: the further tensors, of the same shapes for batches of as many rows.
         """
-        shape = Shape.of(batch, gathers=not (first and last))
-        if shape.gathers:
+        shape = Shape.of(batch, accumulates=not (first and last))
+        if shape.accumulates:
             self.sums = self.sums or [torch.zeros_like(parameter) for parameter in self.parameters]
             if first:
                 torch._foreach_zero_(self.sums)
-        self._set_gradients(self.sums if shape.gathers else None)
+        self._set_gradients(self.sums if shape.accumulates else None)
         captured = self.captured.get(shape.slots)
-        if captured is None and len(self.captured) == MOST_GRAPHS:
+        if captured is None and len(self.captured) == MAX_GRAPHS:
             return self._run(batch, num_targets, *inputs)
         if captured is None or captured.shape.with_room_for(shape) != captured.shape:
             shape = shape if captured is None else captured.shape.with_room_for(shape)
@@ -160,17 +162,17 @@ class BatchGraphs:
         return total.detach(), losses, *others
 
     def _capture(self, shape: Shape, batch: PackedBatch, num_targets: int, given: Sequence[Tensor]) -> Captured:
-        static = Static(shape, batch.tokens.device)
+        static = StaticBatch(shape, batch.tokens.device)
         static.fill(batch, num_targets)
         inputs = [part.clone() for part in given]
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles, and lets libraries make what they keep
+            for _ in range(2):  # compiles, and lets libraries allocate
                 self._set_gradients(None)
                 self._run(static.batch, static.num_targets, *inputs)
         current.wait_stream(stream)
-        self._set_gradients(self.sums if shape.gathers else None)
+        self._set_gradients(self.sums if shape.accumulates else None)
         torch.clear_autocast_cache()  # a weight that was cast before would be the graph's forever
         gc.collect()  # autograd's leftovers belong to other streams
         graph = torch.cuda.CUDAGraph()
@@ -186,5 +188,5 @@ class BatchGraphs:
 
 
 def _power_of_four(n: int) -> int:
-    """The first at least ``n``."""
+    """Return the first power of four that is at least ``n``."""
     return 4 ** -(-max(0, n - 1).bit_length() // 2)

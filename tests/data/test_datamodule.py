@@ -1,0 +1,92 @@
+"""The data module without a Trainer: what it validates on, and what it refuses."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from packmamba.config import ConfigError
+from packmamba.data.datamodule import PackedDataModule, has_target
+from packmamba.data.token_store import evaluation_documents
+from runs import CARRY, SCHEMES, tiny_config
+
+
+def module(folder, *overrides):
+    data = PackedDataModule.from_config(tiny_config(folder, *overrides), progress=False)
+    data.setup()
+    return data
+
+
+def documents_of(evaluation):
+    found = Counter()
+    for batch in (evaluation[i] for i in range(len(evaluation))):
+        layout = batch.layout
+        for start, end in zip(layout.starts.tolist(), layout.ends.tolist()):
+            found[tuple(batch.tokens.flatten()[start:end].tolist())] += 1
+    return found
+
+
+def all_documents(corpus):
+    return Counter(tuple(corpus.document(i).tolist()) for i in range(corpus.num_documents))
+
+
+def test_ranks_share_the_validation_of_whole_documents(tmp_path):
+    found = []
+    for rank in range(2):
+        data = PackedDataModule.from_config(tiny_config(tmp_path, "trainer.boundary=leak"), progress=False)
+        data.trainer = SimpleNamespace(world_size=2, global_rank=rank)
+        data.setup()
+        found.append([documents_of(evaluation) for evaluation in data.evaluations])
+    assert all(share for share, _ in found) and found[0][0] + found[1][0] == all_documents(data.corpora.validation)
+    assert found[0][1] == found[1][1], "every rank reads all documents as trained"
+
+
+def test_a_part_of_the_validation_documents_is_drawn(tmp_path):
+    data = module(tmp_path, "data.validation_documents=5")
+    drawn = evaluation_documents(data.corpora.validation, data.config).tolist()
+    assert drawn == sorted(set(drawn)) and len(drawn) == 5
+    assert documents_of(data.evaluations[0]).total() == 5
+
+
+def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):
+    """Documents cut by no row: their counted (token, target) pairs."""
+    steps = {name: module(tmp_path, *keys) for name, keys in SCHEMES.items()} | {"carry": module(tmp_path, *CARRY)}
+    for number in range(6):
+        pairs = {
+            name: Counter((a, b) for batch in data.steps[number].batches
+                          for a, b in zip(batch.tokens[batch.loss_mask].tolist(), batch.targets[batch.loss_mask].tolist()))
+            for name, data in steps.items()
+        }  # fmt: skip
+        assert pairs["packed"].total() > 50 and all(found == pairs["single"] for found in pairs.values())
+
+
+def test_documents_without_targets_are_refused(tmp_path):
+    data = module(tmp_path)
+    data.check_targets()
+    corpus = SimpleNamespace(targets=None, lengths=np.array([1, 1, 2]))
+    assert has_target(corpus, np.arange(3)) and not has_target(corpus, np.arange(2))
+    data.corpora.validation.lengths = np.ones(data.corpora.validation.num_documents, np.int32)
+    with pytest.raises(ConfigError, match="data: expected documents of validation"):
+        data.check_targets()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.strategy=bestfit", "data.overlong=error", "data.streams=2", "trainer.boundary=carry", "data.row_length=null",
+        "data.validation_documents=0", "data.tokens_per_step=0",
+    ],
+)  # fmt: skip
+def test_a_wrong_key_is_named(tmp_path, override):
+    key = {"trainer.boundary": "data.strategy", "data.overlong": "data.row_length"}
+    name = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=key.get(name, name)):
+        module(tmp_path, override)
+
+
+def test_a_changed_corpus_is_refused_where_a_run_resumes(tmp_path):
+    data = module(tmp_path)
+    data.load_state_dict(data.state_dict())
+    with pytest.raises(ConfigError, match="documents have changed"):
+        data.load_state_dict({"corpus_hash": "another"})

@@ -1,0 +1,299 @@
+"""Every token of an epoch is trained on exactly once, over all steps and ranks, whatever the keys; streams continue."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered import Numbered, pieces, steps_of
+from torch.utils.data import DataLoader
+
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data import schedule
+from packmamba.data.datamodule import StepSampler
+from packmamba.data.packing import STRATEGIES
+from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained
+
+WINDOW = 17
+"""Documents of a window, in place of a million."""
+SHORT = [1, 2, 7, 1, 16, 3, 12, 5, 1, 9, 15, 16, 4, 1, 11, 8, 2, 6, 14, 3]
+LONG = [1, 2, 30, 7, 1, 55, 16, 3, 24, 12, 5, 1, 9, 40, 17, 33, 16, 4, 64, 8]
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    monkeypatch.setattr(schedule, "WINDOW_DOCUMENTS", WINDOW)
+
+
+def count(lengths, ranks, epoch=0, **keys):
+    """Count how often each token is trained on, and has a target, in an epoch over all ranks; check each step's numbers."""
+    of_ranks = steps_of(lengths, ranks, **keys)
+    planned = of_ranks[0].schedule
+    windows = -(-len(lengths) // WINDOW)
+    while len(planned._first_steps) <= (epoch + 1) * windows:
+        planned.step(planned._first_steps[-1])
+    trained, targets = np.zeros((2, sum(lengths)), int)
+    for step in range(planned._first_steps[epoch * windows], planned._first_steps[(epoch + 1) * windows]):
+        add(of_ranks, step, trained, targets)
+    return trained, targets
+
+
+def add(of_ranks, step, trained, targets):
+    shares = [steps[step] for steps in of_ranks]
+    batches = [batch for share in shares for batch in share.batches]
+    real = [batch.layout.seq_idx.numpy() >= 0 for batch in batches]
+    numbers = {(share.num_targets, share.num_tokens, share.num_slots, len(share.batches)) for share in shares}
+    assert numbers == {
+        (
+            sum(int(batch.loss_mask.sum()) for batch in batches),
+            sum(int(here.sum()) for here in real),
+            sum(batch.tokens.numel() for batch in batches),
+            len(batches) // len(shares),
+        )
+    }, "every rank divides by the targets of all, and has as many batches"
+    behind = [tokens for batch in batches for tokens in behind_of(batch.layout)]
+    assert {(share.num_behind, share.tokens_behind) for share in shares} == {(len(behind), sum(behind))}
+    for batch, here in zip(batches, real):
+        tokens, wanted, mask = (part.numpy() for part in (batch.tokens, batch.targets, batch.loss_mask))
+        assert not mask[~here].any() and not tokens[~here].any() and not wanted[~mask].any()
+        assert (wanted[mask] == tokens[mask] + 1).all()
+        np.add.at(trained, tokens[here], 1)
+        np.add.at(targets, tokens[mask], 1)
+    return shares
+
+
+def behind_of(layout):
+    rows = layout.rows.tolist()
+    return [n for i, n in enumerate(layout.lengths.tolist()) if i and rows[i] == rows[i - 1]]
+
+
+def expected(lengths, truncated=None, cut=None):
+    """The same for one epoch: each token once, and a target after each but a document's last; tails beyond ``truncated`` tokens
+    of a piece are dropped, and a truncated piece ends a document."""
+    trained, targets = [], []
+    for length in lengths:
+        piece = min(length, cut or length)
+        place = np.arange(length)
+        kept = place % piece < (truncated or length)
+        trained += kept.tolist()
+        last = (place == length - 1) | (place % piece == (truncated or length) - 1) & (
+            np.minimum(piece, length - place // piece * piece) > (truncated or length)
+        )
+        targets += (kept & ~last).tolist()
+    return np.array(trained, int), np.array(targets, int)
+
+
+@pytest.mark.parametrize("mode", ["matched", "stream"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_epoch_has_every_token_and_target_once(mode, strategy):
+    for ranks in (1, 3):
+        for overlong, lengths in (("error", SHORT), ("pieces", LONG), ("truncate", LONG)):
+            truncated = 16 if overlong == "truncate" and not STRATEGIES[strategy].splits_documents else None
+            found = count(lengths, ranks, mode=mode, strategy=strategy, overlong=overlong)
+            np.testing.assert_array_equal(found, expected(lengths, truncated), f"{ranks} ranks, {overlong}")
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=40),
+    ranks=st.integers(1, 3),
+    epoch=st.integers(0, 1),
+    strategy=st.sampled_from(sorted(STRATEGIES)),
+    mode=st.sampled_from(["matched", "stream"]),
+    overlong=st.sampled_from(["pieces", "truncate"]),
+    tokens_per_step=st.integers(1, 200),
+    slots_per_batch=st.integers(1, 100),
+    cut_documents=st.none() | st.integers(1, 40),
+    streams=st.integers(1, 5),
+    stagger=st.booleans(),
+    shuffle_steps=st.none() | st.integers(1, 3),
+)
+def test_any_keys(lengths, ranks, epoch, strategy, mode, overlong, cut_documents, streams, stagger, **keys):
+    facts, streamed = STRATEGIES[strategy], mode == "stream"
+    keys["shuffle_steps"] = keys["shuffle_steps"] if streamed and facts.pads else None
+    keys |= {"streams": streams, "stagger": stagger and streamed} if facts.splits_documents else {}
+    keys |= {"mode": mode, "strategy": strategy, "overlong": overlong, "cut_documents": cut_documents, "buffer": 4}
+    truncated = 16 if overlong == "truncate" and not facts.splits_documents else None
+    found = count(lengths, ranks, epoch, **keys)
+    np.testing.assert_array_equal(found, expected(lengths, truncated, cut_documents))
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=40),
+    ranks=st.integers(1, 2),
+    strategy=st.sampled_from(sorted(STRATEGIES)),
+    budget=st.integers(1, 300),
+    cut_documents=st.none() | st.integers(1, 40),
+)
+def test_steps_that_cut_hold_exactly_as_many_tokens_and_epochs_meet(lengths, ranks, strategy, budget, cut_documents):
+    keys = {"tokens_per_step": budget, "cut_at_steps": True, "cut_documents": cut_documents, "overlong": "pieces"}
+    of_ranks = steps_of(lengths, ranks, strategy=strategy, **keys)
+    trained, targets = np.zeros((2, sum(lengths)), int)
+    budget = min(budget, sum(lengths))
+    steps = min(3 * -(-sum(lengths) // budget), 60)
+    for step in range(steps):
+        assert {share.num_tokens for share in add(of_ranks, step, trained, targets)} == {budget}
+    assert trained.sum() == steps * budget and trained.max() - trained.min() <= 1 + (len(lengths) > WINDOW)
+
+
+def test_steps_that_cut_hold_the_same_in_every_arm_and_spread_long_documents():
+    arms = [steps_of(LONG, strategy=name, overlong="pieces", cut_at_steps=True)[0] for name in STRATEGIES]
+    for number in range(2 * arms[0].schedule.epoch_steps()):
+        tokens, targets = (
+            [sorted(t for batch in arm[number].batches for t in part(batch).tolist()) for arm in arms]
+            for part in (lambda b: b.tokens[b.layout.seq_idx >= 0], lambda b: b.targets[b.loss_mask])
+        )
+        assert all(other == tokens[0] for other in tokens) and all(other == targets[0] for other in targets)
+    order = steps_of(LONG, cut_documents=8, cut_at_steps=True)[0].schedule._window(0).pieces
+    assert order.length.max() <= 8 and (np.diff(order.document) != 0).mean() > 0.8
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"strategy": "greedy"},
+        {"strategy": "single", "cut_at_steps": True},
+        {"strategy": "split", "streams": 3, "carry": True},
+    ],
+    ids=["greedy", "cut", "carry"],
+)
+@pytest.mark.parametrize("mode", ["matched", "stream"])
+def test_a_step_is_a_function_of_its_number(mode, keys):
+    keys = {"mode": mode, "overlong": "pieces", **keys}
+    (steps,), (fresh,), (other,) = (steps_of(LONG, seed=seed, **keys) for seed in (0, 0, 1))
+    in_order = [pieces(steps[i]) for i in range(12)]
+    assert [pieces(fresh[i]) for i in (11, 0, 7, 3)] == [in_order[i] for i in (11, 0, 7, 3)]
+    assert pieces(other[0]) != in_order[0]
+    loader = DataLoader(fresh, batch_size=None, sampler=StepSampler(lambda: 4, 12, 12), num_workers=2)
+    assert [pieces(step) for step in loader] == in_order[4:]
+
+
+def test_epochs_differ_in_order():
+    steps = steps_of(SHORT, tokens_per_step=10**6)[0]
+    orders = [pieces(steps[i]) for i in range(0, 6, 2)]
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_a_sorting_strategy_imposes_no_curriculum():
+    lengths = np.random.default_rng(0).integers(1, 17, WINDOW * 1).tolist()
+    steps = steps_of(lengths, mode="stream", strategy="best_fit", tokens_per_step=16)[0]
+    longest = [int(steps[i].batches[0].layout.lengths.max()) for i in range(steps.schedule.epoch_steps())]
+    assert longest != sorted(longest, reverse=True)
+
+
+# --- streams
+
+STREAM = {"strategy": "split", "mode": "stream", "carry": True}
+CARRYING = {
+    "matched": {"strategy": "split", "carry": True, "streams": 6},
+    "stream": {**STREAM, "streams": 6, "tokens_per_step": 96},
+    "stagger": {**STREAM, "streams": 6, "tokens_per_step": 96, "stagger": True},
+    "turns": {**STREAM, "streams": 12, "slots_per_batch": 16},
+    "staggered turns": {**STREAM, "streams": 12, "slots_per_batch": 16, "stagger": True},
+}
+
+
+@pytest.mark.parametrize("keys", CARRYING.values(), ids=CARRYING)
+def test_streams_continue_from_batch_to_batch_on_every_rank(keys):
+    lengths = [*LONG, *LONG[::-1]][:WINDOW]
+    for ranks in (1, 3):
+        of_ranks = steps_of(lengths, ranks, **keys)
+        continued, documents = 0, Counter()
+        for steps in of_ranks:
+            stopped = {}
+            for number in range(steps.schedule.epoch_steps()):
+                stopped = {} if keys.get("mode") != "stream" else stopped
+                step = steps[number]
+                for batch, rows in zip(step.batches, pieces(step)):
+                    for row, held in enumerate(rows):
+                        for place, (tokens, offset, goes_on) in enumerate(held):
+                            if offset:
+                                continued += 1
+                                before, length = stopped[batch.turn, row]
+                                assert place == 0 and before + 1 == tokens[0] and length == offset
+                            stopped[batch.turn, row] = (tokens[-1], offset + len(tokens)) if goes_on else (-1, 0)
+                            documents.update(tokens)
+        assert continued > 5 and set(documents.values()) == {1} and len(documents) == sum(lengths)
+
+
+def test_streams_that_take_turns_visit_every_stream_in_a_round():
+    steps = steps_of([40] * WINDOW, **CARRYING["turns"])[0]
+    turns = [batch.turn for number in range(8) for batch in steps[number].batches]
+    assert turns == [turn % 12 for turn in range(24)]
+    seen = [{int(t) // 40 for b in steps[n].batches for t in b.tokens[b.layout.seq_idx >= 0]} for n in range(8)]
+    assert all(not a & b for a, b in zip(seen, seen[1:])), "consecutive steps hold other documents"
+    assert any(a & b for a, b in zip(seen, seen[4:])), "a round later they continue"
+
+
+def test_stagger_begins_each_stream_inside_its_first_document():
+    lengths = [40, 33, 28, 30, *LONG][:WINDOW]
+    starts = {}
+    for stagger in (False, True):
+        step = steps_of(lengths, **STREAM, streams=4, tokens_per_step=64, stagger=stagger)[0][0]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        first = [row[0][0][0] for rows in pieces(step) for row in rows]
+        starts[stagger] = [token - offsets[np.searchsorted(offsets, token, "right") - 1] for token in first]
+    assert not any(starts[False]) and len({start % 16 for start in starts[True]}) > 2
+    cut = Pieces.of(Numbered([10, 20, 30]), np.arange(3)).stagger(2)
+    assert list(zip(cut.document.tolist(), cut.start.tolist(), cut.length.tolist())) == [
+        (0, 6, 4), (1, 4, 16), (2, 0, 30), (0, 0, 6), (1, 0, 4),
+    ]  # fmt: skip
+
+
+def test_shuffled_rows_are_those_of_the_streams():
+    keys = {"strategy": "split", "mode": "stream", "streams": 4, "tokens_per_step": 64}
+    plain, shuffled = (steps_of(LONG, **keys, shuffle_steps=every)[0] for every in (None, 3))
+    steps = len(plain.schedule._window(0).edges) - 1
+    for first in range(0, steps, 3):
+        blocks = [
+            [row for n in range(first, min(first + 3, steps)) for rows in pieces(data[n]) for row in rows]
+            for data in (plain, shuffled)
+        ]
+        assert sorted(blocks[0]) == sorted(blocks[1])
+    assert [pieces(plain[n]) for n in range(steps)] != [pieces(shuffled[n]) for n in range(steps)]
+
+
+@pytest.mark.parametrize(("lengths", "streams"), [([400, *[10] * 20], 2), ([50, 50], 2), ([30] * 40, 3)])
+def test_evaluation_as_trained_has_few_empty_rows(lengths, streams):
+    data = DataConfig(strategy="split", streams=3, row_length=8, slots_per_batch=24)
+    for order in (lengths, lengths[::-1]):
+        rows, batches = arrange_as_trained(Numbered(order), np.arange(len(order)), data, carry=True)
+        assert {len(batch) for batch in batches} == {streams}
+        assert len(rows) * 8 < 2 * sum(lengths) + streams * 8
+        assert sorted(itertools.chain(*batches)) == list(range(len(rows)))
+
+
+@pytest.mark.parametrize(
+    ("key", "make"),
+    [
+        ("data.source", lambda: Schedule(Numbered([]), DataConfig(), 0)),
+        ("data.row_length", lambda: Schedule(Numbered([30]), DataConfig(row_length=8), 0)),
+        (
+            "data.lengths",
+            lambda: arrange(Numbered([30]), Pieces.of(Numbered([30]), np.arange(1)), DataConfig(row_length=8)),
+        ),
+    ],
+)
+def test_errors_name_the_key(key, make):
+    with pytest.raises(ConfigError, match=key):
+        make()
+
+
+def test_ranks_share_the_batches_of_one_process():
+    """Each has as many batches; some ranks have nothing in the last one."""
+    of_ranks = {ranks: steps_of([16] * 7, ranks, strategy="in_order") for ranks in (1, 2, 3)}
+    for number in range(3):
+        whole = of_ranks[1][0][number]
+        rows = [row for held in pieces(whole) for row in held]
+        for ranks in (2, 3):
+            shares = [steps[number] for steps in of_ranks[ranks]]
+            spread = [held for i in range(len(shares[0].batches)) for share in shares for held in pieces(share)[i]]
+            assert [row for row in spread if row] == rows
+    assert [step.num_tokens for step in (whole, of_ranks[1][0][3])] == [16, 48], (
+        "the last step of an epoch, and the next one"
+    )
+    assert not torch.cat([b.loss_mask.flatten() for b in of_ranks[2][1][2].batches]).any()

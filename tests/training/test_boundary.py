@@ -1,0 +1,258 @@
+"""Boundary schemes: each against pieces of documents computed one by one, from states that are looked up by hand."""
+
+import copy
+import functools
+
+import lightning
+import numpy as np
+import pytest
+import torch
+
+from packmamba.data.datamodule import PackedDataModule
+from packmamba.evaluation.language_modeling import token_losses
+from packmamba.evaluation.training_layout import TrainingLayoutReader
+from packmamba.training.boundary import BOUNDARIES, Carry, Reset, flatten_states
+from packmamba.training.lit_module import PackedLitModule
+from runs import tiny_config
+
+ROWS, STREAMS, LENGTH = 3, 12, 8
+POOL = [
+    "data.strategy=split", f"data.streams={STREAMS}", "data.stagger=true", "data.mode=stream", f"data.row_length={LENGTH}",
+    f"data.tokens_per_step={ROWS * LENGTH}", f"data.slots_per_batch={ROWS * LENGTH}",
+]  # fmt: skip
+PLAIN = ["data.strategy=split", "data.streams=3", "data.mode=stream", "data.tokens_per_step=72", "data.row_length=24"]
+
+
+def made(folder, *keys):
+    """A data module and a float64 module with random weights."""
+    config = tiny_config(folder, "model.n_layer=1", *keys)
+    data = PackedDataModule.from_config(config, progress=False)
+    data.setup()
+    lightning.seed_everything(3, verbose=False)
+    module = PackedLitModule.from_config(config, data.vocab_size).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return data, module
+
+
+def batches_of(data, steps):
+    return [data.steps[number].batches[0] for number in range(steps)]
+
+
+def losses_alone(module, tokens):
+    logits = module.model(torch.tensor([tokens]))[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
+
+
+class ByHand:
+    """Losses of a scheme, piece by piece: each its own call of the model."""
+
+    def __init__(self, module, scheme):
+        self.module, self.scheme = module, scheme
+        self.final, self.stopped, self.before = {}, {}, []
+        self.first, self.second, self.weight = None, None, 0.0
+        self.noise = torch.Generator().manual_seed(torch.initial_seed())
+
+    def losses(self, batch):
+        layout, found, turn = batch.layout, torch.zeros(batch.tokens.shape, dtype=torch.float64), batch.turn
+        fresh = self.module.model.start_states(1)
+        incoming, final = self.incoming(turn, layout, fresh), {}
+        for s in range(layout.num_documents):
+            row, here = int(layout.rows[s]), slice(int(layout.starts[s]), int(layout.ends[s]))
+            place = sum(int(other) == row for other in layout.rows[:s])
+            start = incoming[row] if layout.offsets[s] else fresh
+            if self.scheme == "foreign_heads":
+                passed = self.before[(row + place) % layout.shape[0] % len(self.before)] if self.before else fresh
+                start = passed if place else fresh
+            if self.scheme == "leak":
+                start = final.get(row, fresh)
+            tokens, targets = (t.flatten()[here] for t in (batch.tokens, batch.targets))
+            logits, final[row] = self.module.model(tokens[None], states=start, return_states=True)
+            loss = torch.nn.functional.cross_entropy(logits[0], targets, reduction="none")
+            found.view(-1)[here] = loss * batch.loss_mask.flatten()[here]
+            self.stopped[turn, row] = int(layout.offsets[s] + layout.lengths[s])
+        for row in range(layout.shape[0]):
+            self.final.pop((turn, row), None)
+        self.final |= {(turn, row): state for row, state in final.items()}
+        self.before = [final[row] for row in sorted(final)]
+        if final:
+            self.add_moments(self.before)
+        return found
+
+    def incoming(self, turn, layout, fresh):
+        own = {row: self.final.get((turn, row), fresh) for row in range(layout.shape[0])}
+        alive = [row for row in own if (turn, row) in self.final]
+        if self.scheme in ("reset", "leak"):
+            return dict.fromkeys(own, fresh)
+        if self.scheme == "carry_scan":
+            return {row: [(zero[0], state[1]) for zero, state in zip(fresh, own[row])] for row in own}
+        if self.scheme == "foreign":
+            if len(alive) < 2:
+                return dict.fromkeys(own, fresh)
+            sorted_rows = sorted(alive, key=lambda row: self.stopped[turn, row])
+            ring = sorted_rows[::2] + sorted_rows[1::2][::-1]
+            return {row: own[ring[ring.index(row) - 1]] if row in alive else fresh for row in own}
+        if self.scheme == "noise" and layout.continues.any():
+            rows = [[] for _ in own]
+            for i, layer in enumerate(fresh):
+                drawn = []
+                for j, part in enumerate(layer):
+                    noise = torch.randn(len(own), *part.shape[1:], dtype=torch.float64, generator=self.noise)
+                    mean, square = self.first[i][j] / self.weight, self.second[i][j] / self.weight
+                    drawn.append(mean + (square - mean**2).clamp(min=0) ** 0.5 * noise)
+                for row, state in enumerate(rows):
+                    state.append(tuple(part[row : row + 1] for part in drawn))
+            return dict(enumerate(rows))
+        return own
+
+    def add_moments(self, states):
+        """Each batch has the weight of one in a hundred."""
+        layers = [[torch.cat(parts) for parts in zip(*layer)] for layer in zip(*states)]
+        sums = [
+            [[part.mean(0) for part in layer] for layer in layers],
+            [[(part**2).mean(0) for part in layer] for layer in layers],
+        ]
+        if self.first is None:
+            self.first, self.second = ([[0 * part for part in layer] for layer in layers] for _ in range(2))
+        for kept, new in zip((self.first, self.second), sums):
+            for layer, other in zip(kept, new):
+                layer[:] = [0.99 * a + 0.01 * b for a, b in zip(layer, other)]
+        self.weight = 0.99 * self.weight + 0.01
+
+
+SCHEMES = ["reset", "carry", "carry_scan", "foreign", "noise", "foreign_heads", "leak"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_losses_are_those_of_pieces_computed_by_hand(tmp_path, scheme):
+    data, module = made(tmp_path, *POOL, f"trainer.boundary={scheme}", "model.learned_initial_state=true")
+    if scheme == "leak":  # from zero there, after a document's final state here
+        for layer in module.model.backbone.layers:
+            torch.nn.init.zeros_(layer.mixer.initial_state)
+    lightning.seed_everything(5, verbose=False)
+    by_hand, found, other = ByHand(module, scheme), BOUNDARIES[scheme](), 0
+    with torch.no_grad():
+        for batch in batches_of(data, 14):
+            losses = module.losses(batch, found)
+            assert torch.allclose(losses, by_hand.losses(batch), rtol=1e-9, atol=1e-12)
+            other += float((losses - module.losses(batch, Reset())).abs().sum())
+    assert (other > 0.1) == (scheme != "reset")
+
+
+@pytest.mark.parametrize(("scheme", "leaks"), [("leak_conv", 0), ("leak_scan", 1)])
+def test_half_a_leak_flows_in_one_operator(tmp_path, scheme, leaks):
+    data, _ = made(tmp_path, "data.strategy=greedy")
+    layout = data.steps[0].batches[0].layout
+    layouts = BOUNDARIES[scheme]().layouts(layout)
+    assert layouts[leaks] == layout.flow() and layouts[1 - leaks] == layout
+
+
+def test_carried_losses_are_those_of_whole_documents(tmp_path):
+    data, module = made(tmp_path, *PLAIN, "trainer.boundary=carry")
+    carry, seen, continued, open_documents = Carry(), {}, 0, {}
+    with torch.no_grad():
+        for batch in batches_of(data, 6):
+            losses, layout = module.losses(batch, carry), batch.layout
+            for s in range(layout.num_documents):
+                here, row = slice(int(layout.starts[s]), int(layout.ends[s])), int(layout.rows[s])
+                tokens, loss, mask = (t.flatten()[here].tolist() for t in (batch.tokens, losses, batch.loss_mask))
+                if layout.offsets[s]:
+                    continued += 1
+                    tokens, loss = open_documents[row][0] + tokens, open_documents[row][1] + loss
+                open_documents[row] = [tokens, loss]
+                if not mask[-1]:
+                    seen[tuple(tokens)] = loss
+        assert continued >= 3 and max(map(len, seen)) > 24
+        for tokens, loss in seen.items():
+            if len(tokens) > 1:
+                found = torch.tensor(loss[:-1], dtype=torch.float64)
+                assert torch.allclose(found, losses_alone(module, tokens), rtol=1e-9, atol=1e-12)
+
+
+def test_carry_refuses_states_of_another_position(tmp_path):
+    data, module = made(tmp_path, *PLAIN, "trainer.boundary=carry")
+    batches = batches_of(data, 6)
+    goes_on = next(i for i, batch in enumerate(batches) if batch.layout.continues.any())
+    with pytest.raises(ValueError, match="no batch came before"):
+        module.losses(batches[goes_on], Carry())
+    carry = Carry()
+    for batch in batches[: goes_on + 1]:
+        module.losses(batch, carry)
+    with pytest.raises(ValueError, match="expected documents to continue at"):
+        module.losses(batches[goes_on], carry)
+
+
+def test_a_scheme_for_continuing_documents_is_one_method(tmp_path):
+    class Zero(Carry):
+        def continued(self, incoming, fresh):
+            return fresh
+
+    class One(Carry):
+        def continued(self, incoming, fresh):
+            return [tuple(part[:1] for part in state) for state in incoming]
+
+    data, module = made(tmp_path, *PLAIN, "trainer.boundary=carry")
+    batches, zero, reset, one = batches_of(data, 6), Zero(), Reset(), One()
+    for batch in batches:
+        assert torch.equal(module.losses(batch, zero), module.losses(batch, reset))
+    assert any(batch.layout.continues.any() for batch in batches)
+    with pytest.raises(ValueError, match="states of continuing documents"):  # PyTorch would repeat a smaller one
+        for batch in batches:
+            module.losses(batch, one)
+
+
+@pytest.mark.parametrize("scheme", [name for name, made in BOUNDARIES.items() if made.stateful])
+def test_gradients_stop_at_states_but_reach_learned_starts(tmp_path, scheme):
+    data, module = made(tmp_path, *POOL, f"trainer.boundary={scheme}", "model.learned_initial_state=true")
+    boundary = module.boundary
+    for batch in batches_of(data, 8):
+        module.loss(batch, boundary)[0].backward()
+    stored = (
+        boundary.stored
+        if isinstance(boundary.stored, list)
+        else [s for r in boundary.stored.values() for s in r.states]
+    )
+    assert stored and not any(part.requires_grad for part in flatten_states(stored))
+    assert module.model.backbone.layers[0].mixer.initial_state.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("scheme", [name for name, made in BOUNDARIES.items() if made.stateful])
+def test_a_scheme_resumes_from_its_state(tmp_path, scheme):
+    data, module = made(tmp_path, *POOL, f"trainer.boundary={scheme}")
+    batches, boundary, fresh = batches_of(data, 14), module.boundary, BOUNDARIES[scheme]()
+    with torch.no_grad():
+        for boundary.step, batch in enumerate(batches[:10]):
+            module.losses(batch, boundary)
+        if boundary.continues:
+            assert boundary.measures()["state_age_steps"] == STREAMS // ROWS
+        fresh.load_state_dict(copy.deepcopy(boundary.state_dict()), torch.device("cpu"))
+        assert fresh.measures() == boundary.measures()
+        for batch in batches[10:]:
+            assert torch.equal(module.losses(batch, fresh), module.losses(batch, boundary))
+    boundary.reset()
+    assert boundary.state_dict().get("states") is None and boundary.state_dict().get("left") is None
+
+
+@pytest.mark.parametrize(
+    "keys", [["data.strategy=greedy", "trainer.boundary=leak"], [*POOL, "trainer.boundary=carry"]], ids=str
+)
+def test_validation_as_trained_is_what_evaluations_read(tmp_path, keys):
+    """By the run's validation and by others: carry reads whole documents, a leak something else."""
+    data, module = made(tmp_path, *keys)
+    corpus = data.corpora.validation
+    documents = [corpus.document(i) for i in range(corpus.num_documents)]
+    scheme = BOUNDARIES[module.boundary.name]()
+    reader = functools.partial(TrainingLayoutReader(documents, data.config, scheme).read, module.model)
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        for loader, evaluation in enumerate(data.evaluations):
+            for i in range(len(evaluation)):
+                module.validation_step(evaluation[i], i, dataloader_idx=loader)
+    found, alone = module.as_trained.compute(), module.alone.compute()
+    losses = np.concatenate(token_losses(module.model, documents, reader=reader))
+    by_hand = torch.cat([losses_alone(module, tokens.tolist()) for tokens in documents if len(tokens) > 1])
+    assert int(found["counts"].sum()) == int(alone["counts"].sum()) == len(losses) == len(by_hand)
+    assert float(found["loss"]) == pytest.approx(losses.mean(), rel=1e-9)
+    assert float(alone["loss"]) == pytest.approx(float(by_hand.mean()), rel=1e-9)
+    assert (abs(float(found["loss"] - alone["loss"])) > 1e-6) == (module.boundary.name == "leak")
