@@ -103,10 +103,7 @@ class Feed:
         sizes = [self.rows.count([rows])[1] for rows in self.groups]
         by_size = np.argsort(sizes, kind="stable")
         count = min(count, len(by_size))
-        return [
-            self.rows.batch(self.groups[by_size[(2 * i + 1) * len(by_size) // (2 * count)]])
-            for i in range(count)
-        ]
+        return [self.rows.batch(self.groups[by_size[(2 * i + 1) * len(by_size) // (2 * count)]]) for i in range(count)]
 
     def all(self) -> list[tuple[PackedBatch, list[int]]]:
         """Every batch and the documents in it, in the order of its tokens."""
