@@ -155,7 +155,7 @@ def _check(
     expected = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     for one in [] if value is None else value if isinstance(value, list) else [value]:
         if choices and one not in (names := choices_of(choices)):
-            hint = OLD_VALUES.get((name, one)) or suggest(str(one), names)
+            hint = OLD_VALUES.get((name, one)) or suggest(str(one), names).partition("; known")[0]
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}")
         low_enough = (low is None or one >= low) and (above is None or one > above)
         if expected and not (low_enough and one < float("inf") and (high is None or one <= high)):
@@ -212,7 +212,11 @@ def _check_rules(config: Config) -> None:
         need(splits, "data.strategy", f"split {carries}")
         need(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {carries}")
         rows = data.batch_rows if turns else data.streams // devices
-        need(rows >= boundary.least_rows, "data.streams", f"batches of at least {boundary.least_rows} rows {carries}")
+        need(
+            rows >= boundary.least_rows,
+            "data.streams",
+            f"at least {boundary.least_rows} rows a batch {carries}, not {rows}",
+        )
         tokens = (length or 1) * (1 if turns else data.streams)
         need(
             not streamed or data.tokens_per_step % tokens == 0,

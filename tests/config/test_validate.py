@@ -55,7 +55,7 @@ def test_valid(overrides):
         ("data.validation_fraction=0", "data.validation_fraction: "),
         ("trainer.boundary=carry", "data.strategy: expected split"),
         ("trainer.boundary=carry data.strategy=split data.streams=3 trainer.devices=2", "data.streams: .*2 devices"),
-        ("trainer.boundary=foreign data.strategy=split", "data.streams: expected batches of at least 2 rows"),
+        ("trainer.boundary=foreign data.strategy=split", "data.streams: expected at least 2 rows a batch"),
         ("trainer.boundary=carry data.strategy=split data.mode=stream data.row_length=96", "data.tokens_per_step: "),
         ("trainer.boundary_options.share=0.5", "'trainer.boundary_options.share'"),
         ("evaluations=[perplexty]", "evaluations: .*did you mean 'perplexity'"),
