@@ -24,7 +24,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from packmamba.config import Config
 from packmamba.data.batch import PackedBatch, StepBatch
@@ -118,10 +117,9 @@ class RunMetrics(Callback):
                 self.timed[key] += amount
 
     def _point(self, loss: float) -> dict[str, float]:
-        return {name: self.totals[key] for name, key in (("step", "steps"), ("real_tokens", "real_tokens"))} | {
-            "seconds": self.totals["seconds"],
-            "loss": loss,
-        }
+        totals = self.totals
+        point = {"step": totals["steps"], "real_tokens": totals["real_tokens"], "seconds": totals["seconds"]}
+        return point | {"loss": loss}
 
     def _update_peak_memory(self, module: lightning.LightningModule) -> None:
         if module.device.type == "cuda":
@@ -298,20 +296,14 @@ class Checkpoint(LightningCheckpoint):
             return
         with self.metrics.paused():
             self.metrics.check_finite(trainer, module)
-            if self.metrics.diverged is not None or not weights_are_finite(module):
-                return  # without finite weights the next loss is not finite either
+            if self.metrics.diverged is not None:
+                return
             trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
             if trainer.is_global_zero:
                 keep_newest(self.folder, 2)
         if stop:
             self.stopped = Stopped(step, trainer.max_steps, signum if signum > 1 else 0)
             trainer.should_stop, trainer.limit_val_batches = True, 0  # without a last validation
-
-
-def weights_are_finite(module: torch.nn.Module) -> bool:
-    """Check all weights that are not sharded; of shards a rank would know only its own."""
-    whole: list[Tensor] = [weight for weight in module.parameters() if not isinstance(weight, DTensor)]
-    return not whole or bool(torch.stack(torch._foreach_norm(whole, torch.inf)).isfinite().all())
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -403,7 +395,7 @@ class Average(Callback):
             weight.copy_(self.mean[name])
 
 
-class LeakError(UserError, RuntimeError):
+class LeakError(UserError):
     """Documents leak in a run whose boundary scheme lets nothing cross."""
 
 
