@@ -45,11 +45,7 @@ class AuditConfig:
 
 
 def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
-    """Appends a record for each model and boundary argument; metrics are 1, 0 or null, and tokens reached.
-
-    Raises:
-        ConfigError: no such device, a model type that transformers does not know, or a key that its configuration does not have.
-    """
+    """Append a record per model and boundary argument; metrics are 1, 0 or null, and tokens reached."""
     for name in c.only:
         if name not in c.models:
             raise ConfigError(f"only: unknown model '{name}'{suggest(name, c.models)}")

@@ -57,15 +57,9 @@ class Config:
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Appends one record for each operator and arm: forward and backward, gradients of every input.
+    """Append one record per operator and arm: forward and backward; RuntimeError if one is wrong, or faster than the rates allow.
 
-    metrics: seconds_median, seconds_spread (interquartile range), seconds_fastest, rounds, bound_seconds (the scan: what its
-    multiply-adds and exponentials take at the measured vector rates; the convolution: its bytes at the measured rate of
-    copying, into new memory except for kernels into memory at hand), and the rates.
-
-    Raises:
-        ConfigError: transformers is an arm and has no Mamba; nothing of that operator has been measured.
-        RuntimeError: an arm is wrong, or faster than the measured rates allow; nothing of that operator is recorded.
+    bound_seconds: what the scan's multiply-adds and exponentials take at the measured rates; the convolution's bytes, copied.
     """
     build.load("cpu")
     provenance()
@@ -128,10 +122,8 @@ def _run_operator(c: Config, operator: Operator, records_path: Path, progress: b
 
 
 def machine_rates(rounds: int = 3) -> dict[str, float]:
-    """What this machine does with the current number of threads, each the best of ``rounds``.
-
-    float32 multiply-adds and exponentials per second from registers; bytes read and written per second by copying 64 MiB
-    into memory that is there and into new memory (whose pages the system must first find and clear).
+    """Measure float32 multiply-adds and exponentials a second from registers, and bytes a second by copying 64 MiB into
+    memory that is there and into new memory; the best of ``rounds`` each.
     """
     kernels = torch.ops.packmamba_cpu
     threads, lanes, repeats = torch.get_num_threads(), kernels.float32_lanes(), 50_000

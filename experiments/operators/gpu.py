@@ -57,17 +57,10 @@ class Config:
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Appends one record per shape and arm; its config holds the arm's fields.
+    """Append one record per shape and arm, timed in turns over all layouts (inputs larger than L2); RuntimeError if one is wrong.
 
-    Arms of a shape are timed in turns, each time over all layouts, inputs larger than the L2 cache, outputs poisoned by
-    what other arms left. metrics: forward_seconds, backward_seconds, total_seconds (medians over rounds), their spreads
-    (interquartile ranges), kept_activations and workspace_activations (bfloat16 tensors of tokens x channels),
-    output_error and gradient_error (the gate's; the largest), position_bytes_forward and _backward (read by all blocks of
-    the kernels), copy_bytes_per_second, multiprocessors, clock_hz.
-
-    Raises:
-        ConfigError: no GPU.
-        RuntimeError: an output or gradient is wrong; nothing of that shape is recorded.
+    metrics: medians and interquartile ranges of seconds, bfloat16 tensors of tokens x channels that are kept and that
+    the backward needs, the gate's largest errors, and what the hardware does.
     """
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu_operators: needs a GPU")

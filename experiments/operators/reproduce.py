@@ -23,27 +23,15 @@ def _gpu(name: str, table: str, column: str, channels: int = 4096) -> Headline:
     return Headline(f"GPU: {name}", table, row, column)
 
 
-_STEP = {"arm": "packed-reset"}
 HEADLINES = [
     _cpu("the scan (ms)", "ssm-pack", "ms_median"),
     _cpu("the scan over its arithmetic bound", "ssm-pack", "times_limit"),
-    _cpu("the scan over its arithmetic bound, memory at hand", "ssm-pack", "times_limit", "compiled, memory at hand"),
     _cpu("transformers' slow path over the scan", "ssm-pack", "speedup"),
-    _cpu("the convolution (ms)", "conv1d-pack", "ms_median"),
     _cpu("the convolution over its copy bound", "conv1d-pack", "times_limit"),
-    _cpu(
-        "the convolution over its copy bound, memory at hand", "conv1d-pack", "times_limit", "compiled, memory at hand"
-    ),
-    Headline("CPU: a training step, packed over single", "throughput", _STEP, "speedup"),
-    Headline("CPU: a training step, packed over padded", "throughput", _STEP, "speedup", {"arm": "padded"}),
+    Headline("CPU: a training step, packed over single", "throughput", {"arm": "packed-reset"}, "speedup"),
     _gpu("mamba-ssm, not packed, over our scan", "gpu-scan", "mamba_ssm_unpacked"),
-    _gpu("mamba-ssm, document by document, over our scan", "gpu-scan", "mamba_ssm_by_document"),
     _gpu("mamba-ssm, padded to 2048, over our scan", "gpu-scan", "mamba_ssm_padded"),
-    _gpu("Mamba-2's SSD over our scan", "gpu-scan", "mamba2_ssd"),
     _gpu("our scan over the hardware's limit", "gpu-scan", "times_limit"),
-    _gpu("our scan with an index per token over the schedule", "gpu-scan", "scan_indices"),
     _gpu("our convolution forward, share of copy bandwidth", "gpu-conv", "forward_share"),
-    _gpu("our convolution backward, share of copy bandwidth", "gpu-conv", "backward_share"),
-    _gpu("a block with the peers' kernels: the scan (ms, share)", "gpu-bottleneck", "peer_scan_share"),
     _gpu("a block with ours: the scan (ms, share)", "gpu-bottleneck", "scan_share"),
 ]

@@ -73,14 +73,9 @@ class Arm:
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Appends one record for each strategy, row length, buffer and seed.
+    """Append one record per strategy, row length, buffer and seed; strategies plan the same lengths in turns, once checked first.
 
-    For each seed and row length all strategies plan the same lengths in turns: once to be checked, then ``rounds``
-    times to be timed. metrics: padding_fraction, planning_seconds (CPU time, which is what one core alone would take;
-    the median), planning_seconds_spread (slowest minus fastest), num_rows, num_documents.
-
-    Raises:
-        RuntimeError: a plan is wrong; nothing of that seed and row length is recorded.
+    planning_seconds is processor time, its spread slowest minus fastest. RuntimeError if a plan is wrong.
     """
     corpus = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]}), {c.num_documents} documents"
     shared = {key: getattr(c, key) for key in ("distribution", "num_documents", "overlong", "rounds")}

@@ -44,17 +44,11 @@ class Config:
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Appends one record for each arm and precision. One model trains; before each step in ``at`` every arm computes the
-    gradient of that step's documents from its weights. Arms whose backend is not here are left out, but for the first.
+    """Append one record per arm and precision: gradients of the steps in ``at``, from the weights of one model that trains.
 
-    Each is compared with the first arm's in the same precision, and the first arm's with its own in the first precision.
-    The curve ``gradients`` has for each step: relative_difference, the norm of the difference of all gradients over the norm;
-    largest_of_a_tensor, the same of the parameter where it is largest; loss_difference, nats per target. metrics: the largest
-    of each over steps; parameters.
-
-    Raises:
-        ConfigError: this machine cannot run an arm.
-        RuntimeError: a step has other targets in one arm than in another; nothing is recorded.
+    Each arm is compared with the first in the same precision, the first with its own in the first precision. The curve
+    ``gradients`` has the norm of the difference over the norm, the same of the parameter where it is largest, and the difference
+    of the loss; metrics are the largest over steps. RuntimeError if arms have other targets in a step.
     """
     provenance()
     begun = time.perf_counter()

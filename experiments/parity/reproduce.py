@@ -88,12 +88,6 @@ def _trained(unit: str, name: str, arm: str = "packed-reset", column: str = "dif
     return Headline(f"{unit}: {name}", f"parity-{unit}", {"arm": arm}, column, alone="parity" if small else "")
 
 
-def _gradients(unit: str) -> Headline:
-    row = {"arm": "packed-reset", "precision": "32-true"}
-    name = f"{unit}: gradients of a step, largest difference: packed and padded in float32"
-    return Headline(name, f"gradients-{unit}", row, "relative_difference", alone="gradients" if unit == "files" else "")
-
-
 SINGLE = "files: packed with reset, times as fast as one document at a time, as CUDA graphs"
 CONTROL = {"arm": "packed-control", "weights": "mean of the last"}
 HEADLINES = [
@@ -104,7 +98,6 @@ HEADLINES = [
     _trained("mixture", "packed with reset minus padded, more documents", "packed-reset-more"),
     _trained("files", "packed with reset minus padded, twice the rate", "packed-reset-rate"),
     _trained("files", "one document at a time minus padded", "single"),
-    *(_gradients(unit) for unit in UNITS),
     Headline(
         SINGLE, "throughput-files", {"arm": "packed-reset, beside single"}, "real_tokens_per_second", {"arm": "single"}
     ),

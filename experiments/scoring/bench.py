@@ -48,12 +48,7 @@ class ScoringConfig:
 
 
 def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> None:
-    """Appends a record of kind ``scoring`` for each workload and arm, and of kind ``generation`` for each number of prompts.
-
-    Raises:
-        ConfigError: a value is refused; nothing has been measured.
-        RuntimeError: an arm's scores are not the packed ones; its workload is not recorded.
-    """
+    """Append records of kinds scoring and generation; RuntimeError if an arm's scores differ from the first arm's."""
     workloads = {name: Workload(**fields) for name, fields in config.workloads.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()

@@ -9,12 +9,10 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from experiments.speedup.arms import BREAKDOWN, STEPS, Arm, feed
-from experiments.speedup.breakdown import Breakdown, sort_kernels
+from experiments.speedup.arms import STEPS, Arm, feed
 from experiments.speedup.config import run_config
 from experiments.speedup.model import Model
 from packmamba import timing
@@ -63,9 +61,6 @@ def _measure(model: Model, arms: Arms) -> None:
         warm_up = [max(WARM_UP, (c.rounds + 1) * count * arm.graphs) for count, arm in zip(counts, arms.values())]
         turns = [Turn(place, count, timed=False) for place, count in enumerate(warm_up)]
         turns += [Turn(place, count) for _ in range(c.rounds) for place, count in enumerate(counts)]
-        if BREAKDOWN in c.parts:
-            some = [place for place, arm in enumerate(arms.values()) if BREAKDOWN in arm.parts]
-            turns += [Turn(place, counts[place], timed=False, profiled=True) for place in some]
         watch = take_turns(configs, turns, model.progress)
     for i, (name, arm) in enumerate(arms.items()):
         padding = feed(model.documents, arm, c.slots).padding_fraction
@@ -82,9 +77,6 @@ def _measure(model: Model, arms: Arms) -> None:
             **model.speed(timing.median(rates) * (1 - padding), padding),
         }
         model.record("speedup", name, arm.fields(), STEPS, metrics)
-        if i in watch.profiles:
-            taken = metrics["seconds_per_batch"] * counts[i]
-            model.record_breakdown(name, arm.fields(), STEPS, taken, watch.profiles[i], counts[i])
 
 
 def step_config(model: Model, arm: Arm, tokens_per_step: int, cache: str, **trainer: Any) -> Config:
@@ -111,7 +103,6 @@ class Turn:
     arm: int
     steps: int
     timed: bool = True
-    profiled: bool = False
 
 
 class Turns(Dataset):
@@ -123,7 +114,7 @@ class Turns(Dataset):
         taken = [0] * len(arms)
         for turn in turns:
             self.order += [(turn.arm, taken[turn.arm] + step) for step in range(turn.steps)]
-            taken[turn.arm] += turn.steps * (turn.timed or turn.profiled)
+            taken[turn.arm] += turn.steps * turn.timed
 
     def __getitem__(self, index: int) -> StepBatch:
         arm, step = self.order[index]
@@ -156,11 +147,9 @@ class Watch(Callback):
         self.seconds: list[list[float]] = [[] for _ in arms]
         self.slots: list[list[float]] = [[] for _ in arms]
         self.peaks: list[int | None] = [None for _ in arms]
-        self.profiles: dict[int, Breakdown] = {}
         # The turn of each step, and whether it is the turn's first and last.
         self._place = [(turn, i == 0, i + 1 == turn.steps) for turn in turns for i in range(turn.steps)]
         self._slots = 0
-        self._profiler: profile | None = None
         self._clock = 0.0
         self.bar = tqdm(total=len(self._place), desc="optimizer steps", unit="step", disable=not progress)
 
@@ -172,11 +161,6 @@ class Watch(Callback):
         module.cuda_graphs = self.graphs[turn.arm]
         if first:
             self._peak = timing.PeakMemory(module.device)
-        if first and turn.profiled:
-            gpu = module.device.type == "cuda"
-            self._profiler = profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU])
-            self._profiler.start()
-            self._clock = timing.now(module.device)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: StepBatch, index: int
@@ -193,16 +177,10 @@ class Watch(Callback):
             self.slots[arm].append(self._slots / turn.steps)
             if not module.cuda_graphs:  # whose memory was taken before
                 self.peaks[arm] = self._peak.bytes()
-        if self._profiler is not None:
-            self._profiler.stop()
-            self.profiles[arm] = sort_kernels(self._profiler, module.device.type == "cuda", taken)
-            self._profiler = None
         self._slots = 0
         self._clock = timing.now(module.device)
 
     def on_exception(self, *_: Any) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
         self.bar.close()
 
 

@@ -50,11 +50,7 @@ class Question:
 
 
 def run(config: AnswersConfig, records_path: Path, progress: bool = True) -> None:
-    """Appends a record of kind ``answers`` for each trained run and of kind ``untrained`` for each task and seed.
-
-    Raises:
-        ConfigError: a value is refused, or there is no run of an arm; nothing has been measured.
-    """
+    """Append a record of kind answers per trained run, of kind untrained per task and seed."""
     provenance()
     questions = {arm: Question(**fields) for arm, fields in config.questions.items()}
     folder = Path(config.runs) if config.runs else records_path.parent.parent / "runs"
