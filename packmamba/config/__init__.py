@@ -6,7 +6,6 @@ from packmamba.config.load import (
     import_plugins,
     load,
     load_config,
-    options,
     parse_override,
     read_yaml,
     resolve,
@@ -14,5 +13,15 @@ from packmamba.config.load import (
     to_dict,
     validate,
 )
-from packmamba.config.schema import Config, DataConfig, ModelConfig, OpsConfig, OptimizerConfig, TrainerConfig, key
+from packmamba.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OpsConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    key,
+    options,
+    registry,
+)
 from packmamba.errors import ConfigError

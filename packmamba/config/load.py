@@ -7,18 +7,27 @@ import dataclasses
 import difflib
 import functools
 import importlib
-import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from packmamba.config.schema import MIXER_KEYS, Config, ModelConfig
+from packmamba.config.schema import (
+    BOUNDARIES,
+    MIXER_KEYS,
+    MIXERS,
+    OPTIMIZERS,
+    STRATEGIES,
+    Config,
+    ModelConfig,
+    options,
+    registry,
+)
 from packmamba.errors import COMMAND, ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -142,9 +151,8 @@ def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def choices_of(choices: Any) -> Any:
-    """Return a key's valid names, or import the registry ``module:NAME`` that has them."""
-    module, _, name = choices.partition(":") if isinstance(choices, str) else ("", "", "")
-    return getattr(importlib.import_module(module), name) if module else choices
+    """Return a key's valid names, which may be those of a registry."""
+    return registry(choices) if isinstance(choices, str) else choices
 
 
 def _check(
@@ -166,13 +174,10 @@ def _check(
 
 def _check_rules(config: Config) -> None:
     """Check the rules between keys of a run."""
-    from packmamba.data.packing import STRATEGIES
-    from packmamba.nn.mixers import MIXERS
-    from packmamba.training.boundary import BOUNDARIES
-    from packmamba.training.optimizer import OPTIMIZERS
-
     data, model, trainer, evaluations = config.data, config.model, config.trainer, config.evaluations
-    strategy, mixer, boundary = STRATEGIES[data.strategy], MIXERS[model.mixer], BOUNDARIES[trainer.boundary]
+    strategy, mixer = registry(STRATEGIES)[data.strategy], registry(MIXERS)[model.mixer]
+    boundaries, optimizers = registry(BOUNDARIES), registry(OPTIMIZERS)
+    boundary = boundaries[trainer.boundary]
     splits, streamed, length = strategy.splits_documents, data.mode == "stream", data.row_length
 
     def need(holds: Any, name: str, expected: str) -> None:
@@ -182,7 +187,7 @@ def _check_rules(config: Config) -> None:
 
     for key, given, known in (
         ("model.mixer_options", model.mixer_options, {*options(mixer)} - {*MIXER_KEYS, "recompute", "backend"}),
-        ("optimizer.options", config.optimizer.options, options(OPTIMIZERS[config.optimizer.name])),
+        ("optimizer.options", config.optimizer.options, options(optimizers[config.optimizer.name])),
         ("trainer.boundary_options", trainer.boundary_options, options(boundary)),
         ("evaluation_options", config.evaluation_options, evaluations),
     ):
@@ -241,7 +246,7 @@ def _check_rules(config: Config) -> None:
         ("trainer.devices", trainer.devices, (1,)),
         ("trainer.num_nodes", trainer.num_nodes, (1,)),
         ("trainer.precision", precision, ("32-true", "bf16-mixed", "bf16-true")),
-        ("trainer.boundary", trainer.boundary, [name for name, scheme in BOUNDARIES.items() if scheme.graphs]),
+        ("trainer.boundary", trainer.boundary, [name for name, scheme in boundaries.items() if scheme.graphs]),
         ("ops.backend", config.ops.backend, ("auto", "cuda")),
     ):
         need(
@@ -249,12 +254,6 @@ def _check_rules(config: Config) -> None:
             name,
             f"{' or '.join(map(str, allowed))} with trainer.cuda_graphs",
         )
-
-
-def options(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's arguments that have defaults."""
-    parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
 
 
 def suggest(name: str, known: Iterable[Any], prefix: str = "") -> str:

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+# Registries, imported when a key is validated.
+BACKENDS = "packmamba.ops.backends:BACKENDS"
+BOUNDARIES = "packmamba.training.boundary:BOUNDARIES"
+EVALUATIONS = "packmamba.evaluation.registry:EVALUATIONS"
+LENGTH_DISTRIBUTIONS = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
+MIXERS = "packmamba.nn.mixers:MIXERS"
+OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
+SOURCES = "packmamba.data.sources:SOURCES"
+STRATEGIES = "packmamba.data.packing:STRATEGIES"
+TASKS = "packmamba.evaluation.tasks:TASKS"
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
@@ -26,9 +39,21 @@ def key(default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def registry(place: str) -> Any:
+    """Import the registry at ``module:NAME``."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def options(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's arguments that have defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
+
+
 @dataclass
 class DataConfig:
-    source: str = key("stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES")
+    source: str = key("stdlib", "Where documents come from.", choices=SOURCES)
     path: Optional[str] = key(
         None, "Folder, file, or pattern such as a/*.parquet; dataset (huggingface); prefix (megatron)."
     )
@@ -44,12 +69,10 @@ class DataConfig:
     validation_fraction: float = key(
         0.05, "Fraction of files (text, stdlib) or documents held out.", above=0, high=0.99
     )
-    distribution: str = key(
-        "documents-2k", "Lengths of synthetic documents.", choices="packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
-    )
+    distribution: str = key("documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS)
     num_documents: int = key(10000, "Number of synthetic documents, or of a task's examples.", low=1)
     vocab_size: int = key(256, "Vocabulary of synthetic documents.", low=1)
-    task: Optional[str] = key(None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS")
+    task: Optional[str] = key(None, "Task of source task.", choices=TASKS)
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
     num_proc: Optional[int] = key(None, "Processes that tokenize; null for one per core.", low=1)
@@ -58,7 +81,7 @@ class DataConfig:
         "Draw a step's documents, then arrange them (matched), or fill rows (stream).",
         choices=("matched", "stream"),
     )
-    strategy: str = key("greedy", "How documents become rows.", choices="packmamba.data.packing:STRATEGIES")
+    strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
     row_length: Optional[int] = key(1024, "Tokens of a row, padding included; null (single, padded): no limit.", low=1)
     overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "pieces"))
     buffer: int = key(4096, "Window of greedy, in documents.", low=1)
@@ -95,7 +118,7 @@ class ModelConfig:
     vocab_size: Optional[int] = key(None, "Rows of the embedding; null for the corpus's vocabulary.", low=1)
     d_model: int = key(128, "Width of the residual stream.", low=1)
     n_layer: int = key(2, "Number of blocks.", low=1)
-    mixer: str = key("mamba1", "Sequence mixer of a block.", choices="packmamba.nn.mixers:MIXERS")
+    mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
     mixer_options: dict[str, Any] = key({}, "Further arguments of the mixer, such as dt_max.")
     d_state: int = key(16, "States per channel of the scan.", low=1)
     d_conv: int = key(4, "Width of the causal convolution, 2 to 4.", low=2, high=4)
@@ -112,16 +135,13 @@ class ModelConfig:
 
     def of_mixer(self) -> dict[str, Any]:
         """Return the arguments of the mixer: its keys and its further options."""
-        from packmamba.config.load import options
-        from packmamba.nn.mixers import MIXERS
-
-        known = options(MIXERS[self.mixer])
+        known = options(registry(MIXERS)[self.mixer])
         return {name: getattr(self, name) for name in MIXER_KEYS if name in known} | self.mixer_options
 
 
 @dataclass
 class OptimizerConfig:
-    name: str = key("adamw", "The optimizer.", choices="packmamba.training.optimizer:OPTIMIZERS")
+    name: str = key("adamw", "The optimizer.", choices=OPTIMIZERS)
     options: dict[str, Any] = key({}, "Further arguments of the optimizer; adamw has none.")
     lr: float = key(2e-3, "Peak learning rate.", above=0)
     betas: list[float] = key(
@@ -142,7 +162,7 @@ class TrainerConfig:
         "reset",
         "State at a document's start: zero (reset), the previous document's (leak), its own of the previous batch, where a row's "
         "end cuts it (carry), or a variant.",
-        choices="packmamba.training.boundary:BOUNDARIES",
+        choices=BOUNDARIES,
     )
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
     mean_over: str = key("targets", "Mean of a step's loss; rows: of each row's mean.", choices=("targets", "rows"))
@@ -178,7 +198,7 @@ class TrainerConfig:
 
 @dataclass
 class OpsConfig:
-    backend: str = key("auto", "Operators' backend.", choices="packmamba.ops.backends:BACKENDS")
+    backend: str = key("auto", "Operators' backend.", choices=BACKENDS)
 
 
 @dataclass
@@ -186,7 +206,7 @@ class Config:
     name: str = key("train", "Name of the run's folder and of its arm in tables.")
     output: Optional[str] = key(None, "Folder for the run's record; null for the run's own folder.")
     plugins: list[str] = key([], "Python modules to import first; keys may name what they register.")
-    evaluations: list[str] = key([], "Of the trained model.", choices="packmamba.evaluation.registry:EVALUATIONS")
+    evaluations: list[str] = key([], "Of the trained model.", choices=EVALUATIONS)
     evaluation_options: dict[str, Any] = key({}, "Their parameters, such as evaluation_options.mqar.num_pairs=4.")
     evaluation_examples: int = key(200, "Examples of each task among the evaluations.", low=1)
     seed: int = key(0, "Seed of initial weights and of the order of documents.", low=0, high=2**32 - 1)

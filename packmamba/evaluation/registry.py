@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from packmamba.config import ConfigError, DataConfig, TrainerConfig
+from packmamba.config import ConfigError, DataConfig, TrainerConfig, registry
+from packmamba.config.schema import BOUNDARIES
 from packmamba.data.tokenizer import Tokenizer
 from packmamba.nn import MambaLM
-from packmamba.training.boundary import BOUNDARIES
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -47,7 +47,7 @@ class EvalContext:
 
     def boundary(self) -> Any:
         """Return the boundary scheme of the model's training, without states."""
-        return BOUNDARIES[self.trainer.boundary](**self.trainer.boundary_options)
+        return registry(BOUNDARIES)[self.trainer.boundary](**self.trainer.boundary_options)
 
     def check_options(self, name: str, known: Iterable[str]) -> None:
         """Raise ConfigError naming the first unknown option."""

@@ -131,8 +131,8 @@ def load_sweep(
     Raises:
         ConfigError: naming the key.
     """
-    known = SweepConfig.__dataclass_fields__
-    own = [override for override in overrides if re.split(r"[.=]", override)[0] in known]
+    of_runs = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
+    own = [override for override in overrides if re.split(r"[.=]", override)[0] not in of_runs]
     # A key of a grid is a whole name: grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
     dotted = r"((?:tune\.)?grid|only)\.([\w.-]+)=(.*)"
     sweep = load(SweepConfig, path, [re.sub(dotted, r"\1={\2: \3}", each, flags=re.DOTALL) for each in own], "sweep")
