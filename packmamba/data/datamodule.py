@@ -17,26 +17,26 @@ from packmamba.config import Config, ConfigError, DataConfig, TrainerConfig, imp
 from packmamba.config.load import choices_of
 from packmamba.data.batch import PackedBatch, Rows, StepBatch
 from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
-from packmamba.data.token_store import Corpora, Corpus, evaluation_documents, load_corpora
+from packmamba.data.token_store import Corpora, evaluation_documents, load_corpora
 
 
 class PackedDataModule(lightning.LightningDataModule):
-    """Pack documents into rows.
+    """Pack documents into rows, sized, seeded and resumable.
 
-    Training gives one StepBatch per optimizer step. Validation gives PackedBatches of whole documents, each from zero state, the
-    same for every arm (packed, which changes nothing: docs/pui.md); and, where the boundary scheme of the trained module leaks or
-    carries, a second loader with the same documents arranged as in training. Testing gives the same as validation.
+    Training gives one StepBatch per optimizer step. Validation and testing give PackedBatches of whole documents, each from zero
+    state, the same for every arm; and, where the trained module's boundary scheme leaks or carries, a second loader with the same
+    documents arranged as in training.
 
     Args:
-        config: the keys of the section ``data``; None: ``keys`` and defaults.
+        config: the section ``data``; None: defaults.
         seed: of the order of documents.
         boundary: the boundary scheme; None: ``trainer.lightning_module.boundary``, and without one, reset.
-        plugins: modules that worker processes import first.
+        plugins: modules that loader workers import first.
         progress: show a bar while a corpus is prepared.
         keys: of the section ``data``, such as ``source="text"``.
 
     Raises:
-        ConfigError: naming the key, before any document is read where the configuration alone shows it.
+        ConfigError: naming the key.
     """
 
     def __init__(
@@ -79,9 +79,8 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @property
     def boundary(self) -> Any:
-        """The boundary scheme of the trained module, or its class: something with ``continues`` and ``as_trained``, or None."""
-        module = getattr(self.trainer, "lightning_module", None)
-        return self._boundary or getattr(module, "boundary", None)
+        """The boundary scheme, or its class; None without one."""
+        return self._boundary or getattr(getattr(self.trainer, "lightning_module", None), "boundary", None)
 
     def prepare_data(self) -> None:
         _ = self.corpora
@@ -93,8 +92,7 @@ class PackedDataModule(lightning.LightningDataModule):
         """Raise ConfigError where a run would resume with other documents than it began with."""
         if state_dict["corpus_hash"] != self.corpora.corpus_hash:
             raise ConfigError(
-                "data: the documents have changed since this run was stopped; to train anew, remove its folder or give another "
-                "runs_dir"
+                "data: expected the documents that this run began with, got others; remove its folder, or set runs_dir"
             )
 
     def setup(self, stage: str | None = None) -> None:
@@ -103,16 +101,6 @@ class PackedDataModule(lightning.LightningDataModule):
             validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks)))
         self.steps = StepDataset(self.schedule(ranks), rank)
         self.evaluations = self._evaluations(ranks, rank)
-
-    def check_targets(self) -> None:
-        """Raise ConfigError for training or validation documents without any target."""
-        train, validation = self.corpora.train, self.corpora.validation
-        documents = np.arange(train.num_documents), evaluation_documents(validation, self.config)
-        for split, corpus, some in zip(("train", "validation"), (train, validation), documents):
-            if len(some) and not has_target(corpus, some):
-                raise ConfigError(
-                    f"data: expected documents of {split} with something to predict, got none: each has one token, or marks none"
-                )
 
     def schedule(self, world_size: int = 1) -> Schedule:
         """Return what each step consumes."""
@@ -123,8 +111,7 @@ class PackedDataModule(lightning.LightningDataModule):
         data, corpus = self.config, self.corpora.validation
         if corpus.num_documents == 0:
             raise ConfigError(
-                f"data.validation_fraction={data.validation_fraction}: expected to hold out at least one document, got none; "
-                "raise it"
+                f"data.validation_fraction: expected to hold out a document, got {data.validation_fraction}"
             )
         documents = evaluation_documents(corpus, data)
         row_length = max(int(corpus.lengths[documents].max()), data.slots_per_batch)
@@ -139,10 +126,8 @@ class PackedDataModule(lightning.LightningDataModule):
         return evaluations
 
     def train_dataloader(self) -> DataLoader:
-        """Return the steps from the Trainer's current one on.
-
-        An epoch is ``max_steps``, or where the Trainer has ``max_epochs``, as many steps as one pass over all documents.
-        """
+        """Return the steps from the Trainer's current one on; an epoch is ``max_steps``, or with ``max_epochs`` a pass over all
+        documents."""
         trainer = self.trainer
         if trainer is None:
             return self._loader(self.steps, StepSampler(lambda: 0, self.max_steps or self.steps.schedule.epoch_steps()))
@@ -191,8 +176,7 @@ class StepDataset(Dataset):
 
 
 class EvaluationDataset(Dataset):
-    """Batches of whole documents (item i: a PackedBatch), in a fixed order; every rank has as many, the last of some are empty:
-    ranks whose parameters are shards communicate in each."""
+    """Batches of whole documents (item i: a PackedBatch). Every rank has as many, since ranks with shards communicate in each."""
 
     def __init__(self, rows: Rows, groups: list[np.ndarray], batches: int) -> None:
         self.rows = rows
@@ -209,8 +193,7 @@ class EvaluationDataset(Dataset):
 class StepSampler(DistributedSampler):
     """Yield ``length`` numbers from ``first()`` on, below ``last``, the same on every rank: items are a rank's share of a step.
 
-    It is a DistributedSampler so that Lightning does not replace it where there are several ranks. A resumed epoch has the length
-    of a whole one: Lightning counts from its first step.
+    Lightning leaves a DistributedSampler alone. It counts a resumed epoch from its first step, hence the length of a whole one.
     """
 
     def __init__(self, first: Callable[[], int], length: int, last: int | None = None) -> None:
@@ -236,10 +219,3 @@ def start_worker(plugins: list[str], worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_TO_A_STEP_S_END))
     import_plugins(plugins)  # a worker that is not forked has imported nothing
-
-
-def has_target(corpus: Corpus, documents: np.ndarray) -> bool:
-    """Return whether any of these documents has a target."""
-    if corpus.targets is None:
-        return bool(corpus.lengths[documents].max(initial=0) > 1)
-    return any((answers >= 0).any() for answers in map(corpus.answers, documents.tolist()) if answers is not None)

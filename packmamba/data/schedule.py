@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -123,15 +124,16 @@ def micro_batches(
     return np.split(numbers, edges)
 
 
-@dataclass
-class Window:
-    """About a million documents, shuffled and planned by themselves: in matched mode their pieces, in stream mode their rows in
-    order (``numbers``). Step i of the window holds those from ``edges[i]`` to ``edges[i + 1]``."""
+class Window(NamedTuple):
+    """Shuffled documents: in matched mode their pieces; in stream mode their rows, and the rows' numbers in order.
 
-    pieces: Pieces | None
-    rows: Rows | None
-    numbers: Integers | None
+    Step i of the window holds those from ``edges[i]`` to ``edges[i + 1]``.
+    """
+
     edges: list[int]
+    pieces: Pieces | None = None
+    rows: Rows | None = None
+    numbers: Integers | None = None
 
 
 @dataclass
@@ -244,7 +246,7 @@ class Schedule:
         if data.cut_documents is not None:
             pieces = pieces[rng.permutation(len(pieces))]  # else steps would be full of one long document
         if data.mode == "matched":
-            return Window(pieces, None, None, _edges(pieces.length, data.tokens_per_step))
+            return Window(_edges(pieces.length, data.tokens_per_step), pieces)
         rows = arrange(self.corpus, pieces, data)
         numbers = np.arange(len(rows))
         if not STRATEGIES[data.strategy].keeps_order:
@@ -253,7 +255,7 @@ class Schedule:
         if data.shuffle_steps is not None:
             blocks = np.split(numbers, edges[: -1 : data.shuffle_steps][1:])
             numbers = np.concatenate([rng.permutation(block) for block in blocks])
-        return Window(None, rows, numbers, edges)
+        return Window(edges, rows=rows, numbers=numbers)
 
 
 def _edges(sizes: Integers, budget: int) -> list[int]:

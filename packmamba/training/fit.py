@@ -106,7 +106,6 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
         backend = backend_name(config.ops.backend, trainer.strategy.root_device)
     except ValueError as error:
         raise ConfigError(f"ops.{error}") from None
-    data.check_targets()
     with lock if trainer.is_global_zero else nullcontext():
         if (done := run_id.find_record(config)) is not None:  # another process has just finished the run
             return done

@@ -70,20 +70,16 @@ class PackedLitModule(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         if model is None:
-            raise ConfigError(
-                "model: expected MambaLM's arguments or a module, got None; pass a module of your own again"
-            )
+            raise ConfigError("model: expected MambaLM's arguments or a module, got None; pass your own module again")
         options = boundary_options or {}
         validate(TrainerConfig(boundary=boundary, boundary_options=options, mean_over=mean_over))
         self.optimizer_config = validate(OptimizerConfig(lr=lr, **optimizer))
         self.boundary, self.evaluation_boundary = (BOUNDARIES[boundary](**options) for _ in range(2))
-        self.mean_over = mean_over
-        self.cuda_graphs = cuda_graphs
-        self.compiled = compile
-        hyperparameters = dict(
-            boundary=boundary, lr=lr, boundary_options=options, mean_over=mean_over, cuda_graphs=cuda_graphs, compile=compile,
-            **optimizer,
-        )  # fmt: skip
+        self.mean_over, self.cuda_graphs, self.compiled = mean_over, cuda_graphs, compile
+        hyperparameters = {
+            "boundary": boundary, "boundary_options": options, "lr": lr, "mean_over": mean_over, "cuda_graphs": cuda_graphs,
+            "compile": compile, **optimizer,
+        }  # fmt: skip
         if isinstance(model, dict):
             hyperparameters["model"], model = dict(model), MambaLM(**model)
         elif isinstance(model, MambaLM):
@@ -92,8 +88,7 @@ class PackedLitModule(lightning.LightningModule):
         self.save_hyperparameters(hyperparameters)
         if compile:
             self.model.compile_blocks()
-        self.alone = LossByPosition()
-        self.as_trained = LossByPosition()
+        self.alone, self.as_trained = LossByPosition(), LossByPosition()
         self._graphs: BatchGraphs | None = None
 
     @classmethod
@@ -141,10 +136,6 @@ class PackedLitModule(lightning.LightningModule):
         slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
         weights = row_weights(batch.loss_mask) if self.mean_over == "rows" else None
         return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled, weights)
-
-    def losses(self, batch: PackedBatch, boundary: Boundary = RESET) -> Tensor:
-        """Return the cross-entropy (B, L) at each slot, without gradient; zero where there is no target."""
-        return self.loss(batch, boundary)[1]
 
     def accumulate(self, step: StepBatch, backward: Callable[[Tensor], Any], world_size: int = 1) -> Tensor:
         """Add the step's gradients, micro-batch by micro-batch; return its loss on this rank's targets over all targets.
@@ -229,7 +220,7 @@ class PackedLitModule(lightning.LightningModule):
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
         boundary, metric = (RESET, self.alone) if dataloader_idx == 0 else (self.evaluation_boundary, self.as_trained)
-        losses = self.losses(batch, boundary)
+        losses = self.loss(batch, boundary)[1]
         metric.update(losses, batch.loss_mask, batch.layout.position_indices)
 
     def on_validation_epoch_start(self) -> None:
@@ -252,8 +243,7 @@ class PackedLitModule(lightning.LightningModule):
     def on_fit_start(self) -> None:
         self._graphs = None  # of parameters that may have been moved since
 
-    def on_fit_end(self) -> None:
-        self._graphs = None
+    on_fit_end = on_fit_start
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         carried = [self.boundary.state_dict()]

@@ -3,11 +3,10 @@
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from packmamba.config import ConfigError
-from packmamba.data.datamodule import PackedDataModule, has_target
+from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.token_store import evaluation_documents
 from runs import CARRY, SCHEMES, tiny_config
 
@@ -61,16 +60,6 @@ def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):
         assert pairs["packed"].total() > 50 and all(found == pairs["single"] for found in pairs.values())
 
 
-def test_documents_without_targets_are_refused(tmp_path):
-    data = module(tmp_path)
-    data.check_targets()
-    corpus = SimpleNamespace(targets=None, lengths=np.array([1, 1, 2]))
-    assert has_target(corpus, np.arange(3)) and not has_target(corpus, np.arange(2))
-    data.corpora.validation.lengths = np.ones(data.corpora.validation.num_documents, np.int32)
-    with pytest.raises(ConfigError, match="data: expected documents of validation"):
-        data.check_targets()
-
-
 @pytest.mark.parametrize(
     "override",
     [
@@ -88,5 +77,5 @@ def test_a_wrong_key_is_named(tmp_path, override):
 def test_a_changed_corpus_is_refused_where_a_run_resumes(tmp_path):
     data = module(tmp_path)
     data.load_state_dict(data.state_dict())
-    with pytest.raises(ConfigError, match="documents have changed"):
+    with pytest.raises(ConfigError, match="data: expected the documents"):
         data.load_state_dict({"corpus_hash": "another"})

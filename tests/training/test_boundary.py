@@ -134,9 +134,9 @@ def test_losses_are_those_of_pieces_computed_by_hand(tmp_path, scheme):
     by_hand, found, other = ByHand(module, scheme), BOUNDARIES[scheme](), 0
     with torch.no_grad():
         for batch in batches_of(data, 14):
-            losses = module.losses(batch, found)
+            losses = module.loss(batch, found)[1]
             assert torch.allclose(losses, by_hand.losses(batch), rtol=1e-9, atol=1e-12)
-            other += float((losses - module.losses(batch, Reset())).abs().sum())
+            other += float((losses - module.loss(batch, Reset())[1]).abs().sum())
     assert (other > 0.1) == (scheme != "reset")
 
 
@@ -153,7 +153,7 @@ def test_carried_losses_are_those_of_whole_documents(tmp_path):
     carry, seen, continued, open_documents = Carry(), {}, 0, {}
     with torch.no_grad():
         for batch in batches_of(data, 6):
-            losses, layout = module.losses(batch, carry), batch.layout
+            losses, layout = module.loss(batch, carry)[1], batch.layout
             for s in range(layout.num_documents):
                 here, row = slice(int(layout.starts[s]), int(layout.ends[s])), int(layout.rows[s])
                 tokens, loss, mask = (t.flatten()[here].tolist() for t in (batch.tokens, losses, batch.loss_mask))
@@ -175,12 +175,12 @@ def test_carry_refuses_states_of_another_position(tmp_path):
     batches = batches_of(data, 6)
     goes_on = next(i for i, batch in enumerate(batches) if batch.layout.continues.any())
     with pytest.raises(ValueError, match="no batch came before"):
-        module.losses(batches[goes_on], Carry())
+        module.loss(batches[goes_on], Carry())[1]
     carry = Carry()
     for batch in batches[: goes_on + 1]:
-        module.losses(batch, carry)
+        module.loss(batch, carry)[1]
     with pytest.raises(ValueError, match="expected documents to continue at"):
-        module.losses(batches[goes_on], carry)
+        module.loss(batches[goes_on], carry)[1]
 
 
 def test_a_scheme_for_continuing_documents_is_one_method(tmp_path):
@@ -195,11 +195,11 @@ def test_a_scheme_for_continuing_documents_is_one_method(tmp_path):
     data, module = made(tmp_path, *PLAIN, "trainer.boundary=carry")
     batches, zero, reset, one = batches_of(data, 6), Zero(), Reset(), One()
     for batch in batches:
-        assert torch.equal(module.losses(batch, zero), module.losses(batch, reset))
+        assert torch.equal(module.loss(batch, zero)[1], module.loss(batch, reset)[1])
     assert any(batch.layout.continues.any() for batch in batches)
     with pytest.raises(ValueError, match="states of continuing documents"):  # PyTorch would repeat a smaller one
         for batch in batches:
-            module.losses(batch, one)
+            module.loss(batch, one)[1]
 
 
 @pytest.mark.parametrize("scheme", [name for name, made in BOUNDARIES.items() if made.stateful])
@@ -223,13 +223,13 @@ def test_a_scheme_resumes_from_its_state(tmp_path, scheme):
     batches, boundary, fresh = batches_of(data, 14), module.boundary, BOUNDARIES[scheme]()
     with torch.no_grad():
         for boundary.step, batch in enumerate(batches[:10]):
-            module.losses(batch, boundary)
+            module.loss(batch, boundary)[1]
         if boundary.continues:
             assert boundary.measures()["state_age_steps"] == STREAMS // ROWS
         fresh.load_state_dict(copy.deepcopy(boundary.state_dict()), torch.device("cpu"))
         assert fresh.measures() == boundary.measures()
         for batch in batches[10:]:
-            assert torch.equal(module.losses(batch, fresh), module.losses(batch, boundary))
+            assert torch.equal(module.loss(batch, fresh)[1], module.loss(batch, boundary)[1])
     boundary.reset()
     assert boundary.state_dict().get("states") is None and boundary.state_dict().get("left") is None
 

@@ -38,5 +38,5 @@ def test_cores_and_workers_change_no_bit(tmp_path, cores):
 def test_threads_that_are_asked_for_are_taken(tmp_path):
     seen = []
     config = tiny_config(tmp_path, *KEYS, "trainer.threads=2", "trainer.max_steps=1")
-    fit(config, progress=False, stop=lambda _: seen.append(torch.get_num_threads()))
+    fit(config, progress=False, stop=lambda _: bool(seen.append(torch.get_num_threads())))
     assert seen == [2]
