@@ -34,6 +34,6 @@ def test_every_configuration_loads(path):
     elif "bench" in keys:
         load_bench(path)
     elif "arms" in keys:
-        load_sweep(path, runs_here=False)
+        load_sweep(path)
     else:
         load_config(path)

@@ -152,4 +152,4 @@ def test_the_keys_of_every_step_are_valid(tmp_path):
             if "\nbench:" in f"\n{(folder / step.file).read_text()}":
                 reproduce.load_bench(folder / step.file, keys)
             else:
-                load_sweep(folder / step.file, [*keys, "grid.seed=[1]"], runs_here=False)
+                load_sweep(folder / step.file, [*keys, "grid.seed=[1]"])

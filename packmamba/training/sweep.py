@@ -119,14 +119,11 @@ def _overlap(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def load_sweep(
-    path: str | Path, overrides: Sequence[str] = (), runs_here: bool = True
-) -> tuple[SweepConfig, list[Config]]:
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
     """Load a sweep and the configurations of its runs.
 
     Args:
         overrides: of the sweep's own keys, such as ``output=runs/mine``, or of every run's.
-        runs_here: check that this machine can train the runs.
 
     Raises:
         ConfigError: naming the key.
@@ -143,13 +140,10 @@ def load_sweep(
         _check_override(sweep, layer, origin)
     layers = [[*base, (_layer(keys), str(path)), *last] for keys in _runs(sweep)]
     configs = [resolve(Config, copy.deepcopy(each)) for each in layers]
-    here = {id(config) for config in chosen(sweep, configs)} if runs_here and sweep.launcher == "local" else set()
-    checked: list[tuple[Config, bool]] = []
+    checked: list[Config] = []
     for config in configs:
-        if (alike := (replace(config, seed=0), id(config) in here)) not in checked:
+        if (alike := replace(config, seed=0)) not in checked:
             check_run(config)
-            if alike[1]:
-                check_accelerator(config)
             checked.append(alike)
         if config.trainer.num_nodes > 1:
             raise ConfigError(f"trainer.num_nodes: expected 1 in a sweep, got {config.trainer.num_nodes}")
@@ -274,7 +268,7 @@ def run_sweeps(
     timed = [config for sweep, configs in sweeps if sweep.throughput_rounds for config in configs[: len(sweep.arms)]]
     for sweep, _ in sweeps:
         check_writable(sweep.output, "output")
-    for config in [*trial_runs, *runs, *timed] if first.launcher == "local" else ():
+    for config in (*runs, *timed) if first.launcher == "local" else ():
         check_accelerator(config)
     deque(_waves(runs), maxlen=0)  # raises
     _check_corpora([*trial_runs, *runs], trained, progress)

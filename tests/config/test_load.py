@@ -42,7 +42,7 @@ def test_a_model_is_named_by_its_size():
 @pytest.mark.parametrize("file", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configurations_are_valid(file):
     if "arms:" in file.read_text():
-        load_sweep(file, [], runs_here=False)
+        load_sweep(file)
     elif file.parent.name != "model":
         load_config(file)
     else:

@@ -140,12 +140,13 @@ def test_what_is_compared_is_not_one_for_all_runs(tmp_path, override, message):
         load_sweep(path, [override])
 
 
-def test_a_machine_that_submits_need_not_be_able_to_train(tmp_path, monkeypatch):
-    path = write_sweep(tmp_path, common={"trainer.cuda_graphs": True, "trainer.accelerator": "auto"})
+def test_a_gpu_that_is_not_there_is_named_before_any_run(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    load_sweep(path, ["launcher=slurm"])
-    with pytest.raises(ConfigError, match="trainer.cuda_graphs"):
-        load_sweep(path)
+    arms = {"packed": {"data.strategy": "greedy"}, "gpu": {"trainer.accelerator": "gpu"}}
+    path = write_sweep(tmp_path, arms=arms, grid={})
+    with pytest.raises(ConfigError, match="trainer.accelerator"):
+        run_sweep(*load_sweep(path), progress=False)
+    run_sweep(*load_sweep(path, ["only.arm=[packed]"]), progress=False)
 
 
 def test_documents_that_are_not_there_are_refused_before_any_run(tmp_path, capsys):
