@@ -468,6 +468,6 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise
-        message, status = f"out of memory ({error}); reduce data.slots_per_batch or the model", 2
+        message, status = f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return status

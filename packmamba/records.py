@@ -63,7 +63,17 @@ LATER_KEYS: dict[str, Any] = (
     | {"model.mixer": "mamba1", "trainer.callbacks": [], "optimizer.name": "adamw"}
 )
 # Keys and values of old records: dotted key -> (its name in the same section now, {old value: value now}).
-RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {}
+STRATEGIES = {"in_order": "next_fit", "best_fit": "best_fit_decreasing", "histogram": "spfhp", "split": "concat_split"}
+BOUNDARIES = {"foreign": "state_passing", "noise": "fitted_noise", "foreign_heads": "state_passing_within_row"}
+RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
+    "data.mode": ("batching", {}),
+    "data.slots_per_batch": ("max_tokens_per_batch", {}),
+    "data.strategy": ("strategy", STRATEGIES),
+    "data.overlong": ("overlong", {"pieces": "split"}),
+    "trainer.boundary": ("boundary", BOUNDARIES),
+    "strategy": ("strategy", STRATEGIES),
+    "overlong": ("overlong", {"pieces": "split"}),
+}
 
 
 def make_record(
@@ -122,6 +132,8 @@ def has_records(folder: str | Path) -> bool:
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
     """Give the configuration of an old record the keys and values of today."""
     record.pop("checksum", None)
+    if record["kind"] == "packing":  # whose arms are strategies
+        record["arm"] = STRATEGIES.get(record["arm"], record["arm"])
     for name, (new, values) in RENAMED.items():
         section, _, key = name.rpartition(".")
         config = record["config"].get(section) if section else record["config"]

@@ -17,7 +17,7 @@ SCHEMES = {
         ("padded", "padded", "reset"),
         ("packed-reset", "greedy", "reset"),
         ("packed-leak", "greedy", "leak"),
-        ("mine", "best_fit", "reset"),
+        ("mine", "best_fit_decreasing", "reset"),
     )
 }
 

@@ -27,7 +27,9 @@ class Numbered:
 
 def steps_of(lengths, ranks=1, carry=False, seed=0, **keys):
     """The steps of each rank."""
-    data = DataConfig(**{"row_length": 16, "tokens_per_step": 48, "slots_per_batch": 40, "cut_at_steps": False} | keys)
+    data = DataConfig(
+        **{"row_length": 16, "tokens_per_step": 48, "max_tokens_per_batch": 40, "cut_at_steps": False} | keys
+    )
     return [StepDataset(Schedule(Numbered(lengths), data, seed, carry, ranks), rank) for rank in range(ranks)]
 
 

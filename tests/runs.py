@@ -42,10 +42,10 @@ def tiny_config(folder: Path, *overrides: str) -> Config:
             "data.end_token=null",
             "data.validation_fraction=0.2",
             "data.row_length=24",
-            "data.overlong=pieces",
+            "data.overlong=split",
             "data.tokens_per_step=96",
             "data.cut_at_steps=false",
-            "data.slots_per_batch=72",
+            "data.max_tokens_per_batch=72",
             "model.d_model=8",
             "model.n_layer=2",
             "model.d_state=4",
@@ -63,11 +63,11 @@ def tiny_config(folder: Path, *overrides: str) -> Config:
 SCHEMES = {
     "single": ["data.strategy=single"],
     "padded": ["data.strategy=padded"],
-    "padded to the longest": ["data.strategy=padded", "data.slots_per_batch=1000"],
+    "padded to the longest": ["data.strategy=padded", "data.max_tokens_per_batch=1000"],
     "packed": ["data.strategy=greedy"],
-    "packed in order": ["data.strategy=in_order"],
+    "packed in order": ["data.strategy=next_fit"],
 }
-CARRY = ["data.strategy=split", "data.streams=3", "trainer.boundary=carry"]
+CARRY = ["data.strategy=concat_split", "data.streams=3", "trainer.boundary=carry"]
 
 
 def write_config(path: Path, config: Config) -> Path:

@@ -156,7 +156,7 @@ def test_interrupted_and_unread(monkeypatch, capsys):
         (KeyboardInterrupt, 130, "the same command continues"),
         (OSError(28, "No space left on device", "x"), 2, "No space left"),
         (ModuleNotFoundError("No module named 'datasets'", name="datasets"), 2, "'datasets'"),
-        (RuntimeError("CUDA out of memory"), 2, "reduce data.slots_per_batch"),
+        (RuntimeError("CUDA out of memory"), 2, "reduce data.max_tokens_per_batch"),
     ):
         monkeypatch.setitem(cli.COMMANDS, "kernels", (_raiser(raised), "", None))
         assert cli.main(["kernels"]) == status and message in capsys.readouterr().err

@@ -29,7 +29,7 @@ RUNNING = [
 BLOCK = re.compile(r"(?:<!-- (?P<note>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 TINY_RUN = [
     *("data.source=text", "data.path=my/folder", "data.row_length=64", "data.tokens_per_step=128"),
-    *("data.slots_per_batch=128", "data.validation_documents=4", "model.d_model=8", "model.n_layer=1"),
+    *("data.max_tokens_per_batch=128", "data.validation_documents=4", "model.d_model=8", "model.n_layer=1"),
     *("trainer.max_steps=2", "trainer.validate_every=2", "trainer.checkpoint_every=2", "trainer.log_every=1"),
     *("trainer.threads=1", "optimizer.warmup_steps=1"),
 ]

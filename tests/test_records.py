@@ -42,9 +42,13 @@ def test_all_places_of_records_are_read(tmp_path, name):
 
 
 def test_keys_and_values_of_old_records_are_renamed(tmp_path, monkeypatch):
-    renamed = {"data.strategy": ("strategy", {"padded": "new"}), "data.mode": ("batching", {}), "gone.key": ("new", {})}
+    renamed = {
+        "data.strategy": ("strategy", {"padded": "new"}),
+        "data.batching": ("batching", {}),
+        "gone.key": ("new", {}),
+    }
     monkeypatch.setattr(records_module, "RENAMED", renamed)
-    write(tmp_path, [training("padded", config={"data": {"mode": "matched", "strategy": "padded"}})])
+    write(tmp_path, [training("padded", config={"data": {"batching": "matched", "strategy": "padded"}})])
     assert read_records(tmp_path)[0]["config"]["data"] == {"batching": "matched", "strategy": "new"}
 
 

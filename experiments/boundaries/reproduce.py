@@ -8,7 +8,7 @@ SMALL = (
         "data.path=null",
         "data.unit=null",
         "data.tokens_per_step=1024",
-        "data.slots_per_batch=1024",
+        "data.max_tokens_per_batch=1024",
     ),
     *(
         "data.validation_documents=150",
@@ -43,7 +43,7 @@ DOSES = ",".join(_suffixed(suffix, "rows", "leak") for suffix in ("T512", "T8192
 AFTER = ("rows", "leak", "foreign-heads", "leak-scan", "leak-conv")
 AFTERS = ",".join(_suffixed(f"post-{suffix}", "rows", "leak") for suffix in ("T512", "T8192", "mixture"))
 STEPS = [
-    _sweep("calibration", "zero,control", small=(STREAMS, "arms={control: {data.slots_per_batch: 512}}")),
+    _sweep("calibration", "zero,control", small=(STREAMS, "arms={control: {data.max_tokens_per_batch: 512}}")),
     _sweep("ladder", ",".join(LADDER), small=(STREAMS,)),
     _sweep("ladder-more", "noise,own-scan,whole", small=(STREAMS, "arms={whole: {data.row_length: 512}}")),
     _sweep("order", "pool-32,pool-8,plain,shuffled", seeds=range(101, 104)),

@@ -13,18 +13,24 @@ from scipy.special import stdtr
 from packmamba.report.aggregate import Record, frame, interval
 from packmamba.report.statistics import Resampled, bootstrap, difference_by_group
 
-STARTS = {"reset": "zero", "noise": "noise", "foreign": "foreign", "carry": "own", "carry_scan": "own scan"}
+STARTS = {
+    "reset": "zero",
+    "fitted_noise": "noise",
+    "state_passing": "foreign",
+    "carry": "own",
+    "carry_scan": "own scan",
+}
 LEAKS = {
     "reset": "rows",
     "leak": "leak",
     "leak_conv": "leak, convolution",
     "leak_scan": "leak, scan",
-    "foreign_heads": "foreign heads",
+    "state_passing_within_row": "foreign heads",
 }
 EXPLAINED = {
     "zero": "a piece that goes on with a document starts from zero",
-    "noise": "from noise with the mean and variance of the states that rows leave",
-    "foreign": "from the state that another stream left in the same step as its own did",
+    "fitted_noise": "from noise with the mean and variance of the states that rows leave",
+    "state_passing": "from the state that another stream left in the same step as its own did",
     "own": "from the state that its document's last piece left",
     "own scan": "from that state in the scan, from zero in the convolution",
     "whole": "documents in rows of 65,536 tokens, not cut at T",
@@ -51,7 +57,7 @@ def _config(run: Any, key: str, absent: Any = None) -> Any:
 
 def streams_per_row(run: Any) -> float:
     """Streams for each row of a step; 0 where rows do not go on."""
-    if _config(run, "data.strategy") != "split":
+    if _config(run, "data.strategy") != "concat_split":
         return 0
     return _config(run, "data.streams") * _config(run, "data.row_length") / _config(run, "data.tokens_per_step")
 
@@ -62,7 +68,7 @@ def name_of(run: Any) -> str:
     if not pool:
         return "whole"
     if _config(run, "data.stagger", False) and not _config(run, "data.shuffle_steps"):
-        control = _config(run, "data.slots_per_batch") < _config(run, "data.tokens_per_step")
+        control = _config(run, "data.max_tokens_per_batch") < _config(run, "data.tokens_per_step")
         place = "" if pool >= 32 else f", {pool:g} streams a row" if pool > 1 else ", plain streams"
         return STARTS.get(boundary, boundary) + (", control" if control else "") + place
     if _config(run, "data.stagger", False):

@@ -10,7 +10,7 @@ TIMED = (
         "data.num_documents=4000",
         "data.validation_fraction=0.01",
         "data.tokens_per_step=1024",
-        "data.slots_per_batch=2048",
+        "data.max_tokens_per_batch=2048",
     ),
     *("data.validation_documents=20", "model.d_model=16", "evaluation_examples=40", "data.num_workers=0"),
     *(f"trainer.{key}=40" for key in ("max_steps", "validate_every", "checkpoint_every")),

@@ -44,7 +44,7 @@ class Config:
         low=1,
     )
     overlong: str = key(
-        "pieces",
+        "split",
         "What a document longer than a row does: error, truncate or pieces; split cuts anyway.",
         choices=OVERLONG,
     )

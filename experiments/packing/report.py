@@ -26,22 +26,22 @@ DEFAULT_BUFFER = 4096
 _STRATEGIES = {
     "single": "each document in a row of its own length",
     "padded": "each document in a row of its own, filled up",
-    "in_order": "documents in received order; a row is closed when the next document does not fit",
+    "next_fit": "documents in received order; a row is closed when the next document does not fit",
     "greedy": "documents of one buffer, the longest first, each into the fullest row that holds it",
     "first_fit": "documents in received order, each into the first row that holds it",
-    "best_fit": "all documents, the longest first, each into the fullest row that holds it",
-    "histogram": "as best_fit, planned on the counts of equal lengths",
-    "split": "every row filled; documents are cut at its end",
+    "best_fit_decreasing": "all documents, the longest first, each into the fullest row that holds it",
+    "spfhp": "as best_fit, planned on the counts of equal lengths",
+    "concat_split": "every row filled; documents are cut at its end",
 }
 _STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8"},
     "padded": {"color": "#E69F00"},
-    "in_order": {"color": "#D55E00", "marker": "s"},
+    "next_fit": {"color": "#D55E00", "marker": "s"},
     "greedy": {"color": "#0072B2", "marker": "o"},
     "first_fit": {"color": "#CC79A7", "marker": "v"},
-    "best_fit": {"color": "#009E73", "marker": "^"},
-    "histogram": {"color": "#56B4E9", "marker": "D"},
-    "split": {"color": "#7A4B9A", "marker": "x"},
+    "best_fit_decreasing": {"color": "#009E73", "marker": "^"},
+    "spfhp": {"color": "#56B4E9", "marker": "D"},
+    "concat_split": {"color": "#7A4B9A", "marker": "x"},
 }
 
 

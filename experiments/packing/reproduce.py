@@ -7,13 +7,13 @@ STEPS = [Step("packing.yaml", small=("num_documents=50000", "seeds=[0]", "rounds
 GREEDY = "greedy, buffer 4096"
 HEADLINES = [
     Headline(
-        "padding in rows of 2048, received order", "packing-padding", {"strategy": "in_order"}, "row_length_2048", paper="19.1 %"
+        "padding in rows of 2048, received order", "packing-padding", {"strategy": "next_fit"}, "row_length_2048", paper="19.1 %"
     ),
     Headline(
         "padding in rows of 2048, greedy within 4096 documents", "packing-padding", {"strategy": GREEDY}, "row_length_2048",
         paper="0.41 %",
     ),
-    Headline("padding in rows of 2048, best fit", "packing-padding", {"strategy": "best_fit"}, "row_length_2048"),
+    Headline("padding in rows of 2048, best fit", "packing-padding", {"strategy": "best_fit_decreasing"}, "row_length_2048"),
     Headline(
         "planning a million documents, greedy, rows of 2048 (s)", "packing-planning", {"strategy": GREEDY}, "row_length_2048"
     ),

@@ -170,7 +170,7 @@ def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
         return peer.runs.iloc[0].get(f"config.{key}")
 
     wanted = ["padded", "greedy"]
-    if says(arm, "data.strategy") == "in_order":
+    if says(arm, "data.strategy") == "next_fit":
         wanted.reverse()
     own = ("trainer.precision", "optimizer.lr", "data.validation_documents")
     alike = [peer for peer in arms if all(says(peer, key) == says(arm, key) for key in own)]

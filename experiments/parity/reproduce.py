@@ -43,7 +43,9 @@ def _steps(steps: int) -> tuple[str, ...]:
 
 SEED_2 = ("keys=[data.unit=mixture,data.num_workers=0,seed=2]", "arms=[padded,packed-reset,packed-control]")
 STEPS = [
-    _sweep("files", MAIN, small=(*SMALL, "arms={packed-control: {data.slots_per_batch: 1024}}"), small_on_cpu=True),
+    _sweep(
+        "files", MAIN, small=(*SMALL, "arms={packed-control: {data.max_tokens_per_batch: 1024}}"), small_on_cpu=True
+    ),
     *(_sweep(unit, MAIN, f"data.unit={unit}") for unit in UNITS[1:]),
     _sweep("single", "single", "grid.seed=[1,2,3,4,5]"),
     _sweep("single-mamba-ssm", "single-mamba-ssm", "grid.seed=[1,2,3,4,5]", packages=PEERS),

@@ -26,7 +26,9 @@ class Arm:
     """What the tables compare: how documents become rows, and what computes them. Its records hold all but ``parts``."""
 
     strategy: str = key(
-        "best_fit", "How documents become rows.", choices=tuple(name for name in STRATEGIES if name != "split")
+        "best_fit_decreasing",
+        "How documents become rows.",
+        choices=tuple(name for name in STRATEGIES if name != "concat_split"),
     )
     row_length: Optional[int] = key(
         None,
@@ -65,7 +67,7 @@ class Arm:
 
     def data(self, **others: Any) -> DataConfig:
         """The configuration that arranges so."""
-        return DataConfig(mode="stream", strategy=self.strategy, row_length=self.row_length, **others)
+        return DataConfig(batching="stream", strategy=self.strategy, row_length=self.row_length, **others)
 
 
 class Documents:
@@ -120,7 +122,7 @@ def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
     order = np.argsort(lengths, kind="stable") if arm.sorted_by_length else np.arange(len(lengths))
     plan = plan_rows(lengths[order], row_length=arm.row_length, strategy=arm.strategy)
     rows = Rows.of(cast(Corpus, documents), order, np.zeros_like(order), lengths[order], plan)
-    return Feed(rows, micro_batches(rows, np.arange(len(rows)), arm.data(slots_per_batch=slots)))
+    return Feed(rows, micro_batches(rows, np.arange(len(rows)), arm.data(max_tokens_per_batch=slots)))
 
 
 class PeerLM(nn.Module):

@@ -86,7 +86,7 @@ def step_config(model: Model, arm: Arm, tokens_per_step: int, cache: str, **trai
     config.data = arm.data(
         source="synthetic", distribution=c.distribution, num_documents=c.documents, vocab_size=model.vocab_size,
         cache_dir=cache, validation_fraction=0.01, tokens_per_step=tokens_per_step,
-        slots_per_batch=c.slots, num_workers=c.num_workers,
+        max_tokens_per_batch=c.slots, num_workers=c.num_workers,
     )  # fmt: skip
     config.seed = c.seed
     config.trainer.precision = c.precision

@@ -41,10 +41,21 @@ OLD_KEYS: dict[str, tuple[Any, str]] = {
     "data.streaming": (False, "remove it"),
     "data.corpus_seed": (0, "remove it"),
     "trainer.checkpoint_async": (True, "remove it"),
+    "data.mode": (None, "rename it to data.batching"),
+    "data.slots_per_batch": (None, "rename it to data.max_tokens_per_batch"),
 }
 """Removed keys of a run: the old default, which is ignored, and what to do with another value."""
-OLD_VALUES: dict[tuple[str, str], str] = {}
-"""Removed values, as (key, value): what to do."""
+OLD_VALUES: dict[str, dict[str, str]] = {
+    "strategy": {
+        "in_order": "next_fit",
+        "best_fit": "best_fit_decreasing",
+        "histogram": "spfhp",
+        "split": "concat_split",
+    },
+    "overlong": {"pieces": "split"},
+    "boundary": {"foreign": "state_passing", "noise": "fitted_noise", "foreign_heads": "state_passing_within_row"},
+}
+"""Renamed values of keys: the value today."""
 TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "to string": "text", "None": "a value"}
 TYPES |= {
     "List": "a list such as [a,b]",
@@ -163,7 +174,8 @@ def _check(
     expected = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     for one in [] if value is None else value if isinstance(value, list) else [value]:
         if choices and one not in (names := choices_of(choices)):
-            hint = OLD_VALUES.get((name, one)) or suggest(str(one), names).partition("; known")[0]
+            renamed = OLD_VALUES.get(name.rpartition(".")[2], {}).get(one)
+            hint = f"; it is {renamed} now" if renamed else suggest(str(one), names).partition("; known")[0]
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}")
         low_enough = (low is None or one >= low) and (above is None or one > above)
         if expected and not (low_enough and one < float("inf") and (high is None or one <= high)):
@@ -178,7 +190,7 @@ def _check_rules(config: Config) -> None:
     strategy, mixer = registry(STRATEGIES)[data.strategy], registry(MIXERS)[model.mixer]
     boundaries, optimizers = registry(BOUNDARIES), registry(OPTIMIZERS)
     boundary = boundaries[trainer.boundary]
-    splits, streamed, length = strategy.splits_documents, data.mode == "stream", data.row_length
+    splits, streamed, length = strategy.splits_documents, data.batching == "stream", data.row_length
 
     def need(holds: Any, name: str, expected: str) -> None:
         if not holds:
@@ -199,7 +211,7 @@ def _check_rules(config: Config) -> None:
     need(mappings, "evaluation_options", "keys and values of each evaluation")
     need(trainer.evaluate_every is None or evaluations, "trainer.evaluate_every", "null without evaluations")
     need(data.unit is None or data.source == "packages", "data.unit", "null, unless data.source=packages")
-    need(data.streams == 1 or splits, "data.streams", "1, unless data.strategy=split")
+    need(data.streams == 1 or splits, "data.streams", "1, unless data.strategy=concat_split")
     need(length or not strategy.needs_row_length, "data.row_length", f"an integer with strategy {data.strategy}")
     need(not data.stagger or (streamed and splits), "data.stagger", "false, unless mode is stream, strategy split")
     in_order = streamed and strategy.pads and length and not boundary.continues
@@ -234,7 +246,7 @@ def _check_rules(config: Config) -> None:
             f"a multiple of {data.step_rows}, a step's rows",
         )
         alike = not turns or data.step_rows % (data.batch_rows * devices) == 0
-        need(alike, "data.slots_per_batch", f"micro-batches of equally many of a step's {data.step_rows} rows")
+        need(alike, "data.max_tokens_per_batch", f"micro-batches of equally many of a step's {data.step_rows} rows")
     on_cpu, sharded, precision = trainer.accelerator == "cpu", trainer.strategy == "fsdp2", trainer.precision
     need(not on_cpu or precision != "16-mixed", "trainer.precision", "bf16-mixed or 32-true on a CPU")
     need(not sharded or boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={trainer.boundary}")

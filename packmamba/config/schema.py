@@ -76,41 +76,43 @@ class DataConfig:
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
     num_proc: Optional[int] = key(None, "Processes that tokenize; null for one per core.", low=1)
-    mode: str = key(
+    batching: str = key(
         "matched",
         "Draw a step's documents, then arrange them (matched), or fill rows (stream).",
         choices=("matched", "stream"),
     )
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
     row_length: Optional[int] = key(1024, "Tokens of a row, padding included; null (single, padded): no limit.", low=1)
-    overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "pieces"))
+    overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
     buffer: int = key(4096, "Window of greedy, in documents.", low=1)
-    streams: int = key(1, "Parallel streams of split: row b continues row b of the batch before.", low=1)
-    stagger: bool = key(False, "Begin each stream inside its first document (strategy split, mode stream).")
-    shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (mode stream).", low=1)
-    tokens_per_step: int = key(4096, "Tokens of an optimizer step; in mode stream, padding included.", low=1)
+    streams: int = key(1, "Parallel streams of concat_split: row b continues row b of the batch before.", low=1)
+    stagger: bool = key(False, "Begin each stream inside its first document (strategy concat_split, batching stream).")
+    shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (batching stream).", low=1)
+    tokens_per_step: int = key(4096, "Tokens of an optimizer step; in batching stream, padding included.", low=1)
     cut_documents: Optional[int] = key(
         None, "Cut training documents into pieces of this length, each from zero.", low=1
     )
-    cut_at_steps: bool = key(True, "Cut documents at steps, which then hold exactly tokens_per_step (mode matched).")
-    slots_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
+    cut_at_steps: bool = key(
+        True, "Cut documents at steps, which then hold exactly tokens_per_step (batching matched)."
+    )
+    max_tokens_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
     validation_documents: Optional[int] = key(None, "Documents to validate on; null for all held out.", low=1)
     num_workers: int = key(0, "Processes that prepare batches; 0 for none.", low=0)
 
     @property
     def step_rows(self) -> int:
-        """Count the whole rows of a step in mode stream."""
+        """Count the whole rows of a step in batching stream."""
         return self.tokens_per_step // (self.row_length or self.tokens_per_step)
 
     @property
     def takes_turns(self) -> bool:
         """Tell if there are more streams than rows of a step."""
-        return self.mode == "stream" and self.streams > self.step_rows >= 1
+        return self.batching == "stream" and self.streams > self.step_rows >= 1
 
     @property
     def batch_rows(self) -> int:
         """Count the rows of a micro-batch where streams take turns."""
-        return min(self.step_rows, max(1, self.slots_per_batch // (self.row_length or 1)))
+        return min(self.step_rows, max(1, self.max_tokens_per_batch // (self.row_length or 1)))
 
 
 @dataclass

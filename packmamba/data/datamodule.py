@@ -114,8 +114,10 @@ class PackedDataModule(lightning.LightningDataModule):
                 f"data.validation_fraction: expected to hold out a document, got {data.validation_fraction}"
             )
         documents = evaluation_documents(corpus, data)
-        row_length = max(int(corpus.lengths[documents].max()), data.slots_per_batch)
-        alone = replace(data, strategy="best_fit", row_length=row_length, overlong="error", streams=1, stagger=False)
+        row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
+        alone = replace(
+            data, strategy="best_fit_decreasing", row_length=row_length, overlong="error", streams=1, stagger=False
+        )
         rows = arrange(corpus, Pieces.of(corpus, documents), alone)
         groups = micro_batches(rows, np.arange(len(rows)), alone)
         evaluations = [EvaluationDataset(rows, groups[rank::world_size], -(-len(groups) // world_size))]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 
 LONGEST = 2**31 - 1
-OVERLONG = ("error", "truncate", "pieces")
+OVERLONG = ("error", "truncate", "split")
 
 
 class Piece(NamedTuple):
@@ -169,7 +169,7 @@ def plan_rows(
 
 def _fit(lengths: Integers, row_length: int, overlong: str) -> tuple[Integers, Integers, Integers]:
     """Return (document, start, length) of pieces that each fit a row."""
-    if overlong == "pieces":
+    if overlong == "split":
         document, part = enumerate_parts(-(-lengths // row_length))
         start = part * row_length
         return document, start, np.minimum(lengths[document] - start, row_length)
@@ -178,7 +178,7 @@ def _fit(lengths: Integers, row_length: int, overlong: str) -> tuple[Integers, I
         raise ValueError(
             f"lengths: expected at most row_length={row_length} tokens, got {lengths[long[0]]} in document {long[0]} and more in "
             f"{len(long)} of {len(lengths)}; set data.overlong to truncate or pieces, raise data.row_length, or use "
-            "data.strategy=split"
+            "data.strategy=concat_split"
         )
     return np.arange(len(lengths)), np.zeros(len(lengths), np.int64), np.minimum(lengths, row_length)
 
@@ -373,13 +373,13 @@ STRATEGIES = {
     "padded_sorted": Strategy(
         lambda lengths, *_: np.argsort(np.argsort(lengths, kind="stable")), keeps_order=False, needs_row_length=False
     ),
-    "in_order": Strategy(_next_fit),
+    "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
-    "best_fit": Strategy(lambda lengths, row_length, _: _whole(lengths, row_length), keeps_order=False),
+    "best_fit_decreasing": Strategy(lambda lengths, row_length, _: _whole(lengths, row_length), keeps_order=False),
     # Shortest-pack-first histogram packing (arXiv 2107.02027). The published listing opens a row for each document that fits no
     # open row, even where equal ones could share it; here they do, as if placed one by one.
-    "histogram": Strategy(lambda lengths, row_length, _: _whole(lengths, row_length, emptiest=True), keeps_order=False),
-    "split": Strategy(cut=_concat_split),
+    "spfhp": Strategy(lambda lengths, row_length, _: _whole(lengths, row_length, emptiest=True), keeps_order=False),
+    "concat_split": Strategy(cut=_concat_split),
 }
 """Strategies by the name that ``data.strategy`` takes; plugins may add to it."""

@@ -103,7 +103,7 @@ def arrange_as_trained(
 def micro_batches(
     rows: Rows, numbers: Integers, data: DataConfig, carry: bool = False, world_size: int = 1
 ) -> list[Integers]:
-    """Split consecutive rows, given by number, into batches of at most ``data.slots_per_batch`` slots, but at least one row.
+    """Split consecutive rows, given by number, into batches of at most ``data.max_tokens_per_batch`` slots, but at least one row.
 
     Every row of a batch is as long as its longest, so rows that are never padded are batches of their own. Carrying, a batch is
     one row of each of a rank's streams, unless streams take turns.
@@ -118,7 +118,7 @@ def micro_batches(
     edges, first, longest = [], 0, 0
     for i, slots in enumerate(rows.slots[numbers].tolist()):
         longest = max(longest, slots)
-        if i > first and longest * (i - first + 1) > data.slots_per_batch:
+        if i > first and longest * (i - first + 1) > data.max_tokens_per_batch:
             edges.append(i)
             first, longest = i, slots
     return np.split(numbers, edges)
@@ -171,7 +171,7 @@ class Schedule:
                 f"data.row_length: expected at least {longest}, the tokens of the longest document, got {data.row_length}; raise "
                 "it, or set data.overlong to pieces or truncate"
             )
-        self.exact = data.mode == "matched" and data.cut_at_steps
+        self.exact = data.batching == "matched" and data.cut_at_steps
         self.budget = min(data.tokens_per_step, int(self.corpus.lengths.sum(dtype=np.int64)))
         self._first_steps, self._first_tokens = [0], [0]  # of each window
         self._cached: tuple[int, Window] | None = None
@@ -245,7 +245,7 @@ class Schedule:
         pieces = Pieces.of(self.corpus, shuffled).cut(data.cut_documents)
         if data.cut_documents is not None:
             pieces = pieces[rng.permutation(len(pieces))]  # else steps would be full of one long document
-        if data.mode == "matched":
+        if data.batching == "matched":
             return Window(_edges(pieces.length, data.tokens_per_step), pieces)
         rows = arrange(self.corpus, pieces, data)
         numbers = np.arange(len(rows))

@@ -34,7 +34,7 @@ class TrainingLayoutReader:
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
         self.boundary = boundary
         corpus = _InMemory(documents)
-        splits = data.overlong == "pieces" or STRATEGIES[data.strategy].splits_documents
+        splits = data.overlong == "split" or STRATEGIES[data.strategy].splits_documents
         if not splits and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(corpus.lengths.max())))
         numbers = np.arange(len(documents))

@@ -247,7 +247,7 @@ def _training_notes(arms: Sequence[Arm], speeds: Sequence[Speed], records: Seque
 
 def _batching(arm: Arm) -> Any:
     run = arm.runs.iloc[0]
-    return run.get("config.data.batching", run.get("config.data.mode"))
+    return run.get("config.data.batching")
 
 
 def _differences(arms: Sequence[Arm]) -> Table:

@@ -71,7 +71,7 @@ def measure_throughput(
         def gate(name: str) -> None:
             arm = arms[name]
             loss = float(arm.step(0)[1])
-            if arm.config.data.mode == "matched" and not arm.module.boundary.as_trained:
+            if arm.config.data.batching == "matched" and not arm.module.boundary.as_trained:
                 other, expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), (name, loss))
                 if abs(loss - expected) > 1e-4 * expected:
                     raise RuntimeError(

@@ -28,7 +28,7 @@ class Boundary:
     """Nothing crosses: every document starts from zero, or from the learned states. A scheme overrides what differs."""
 
     continues = False
-    """Row b of a batch continues row b of the one before: needs data.strategy=split, in batches of whole streams."""
+    """Row b of a batch continues row b of the one before: needs data.strategy=concat_split, in batches of whole streams."""
     as_trained = True
     """Validate a second time with documents arranged as in training, read with this scheme."""
     stateful = False
@@ -441,8 +441,8 @@ BOUNDARIES: dict[str, type[Boundary]] = {
     "leak_scan": LeakScan,
     "carry": Carry,
     "carry_scan": CarryScan,
-    "foreign": StatePassing,
-    "noise": FittedNoise,
-    "foreign_heads": StatePassingWithinRow,
+    "state_passing": StatePassing,
+    "fitted_noise": FittedNoise,
+    "state_passing_within_row": StatePassingWithinRow,
 }
 """Boundary schemes by name; plugins may add to it."""

@@ -23,7 +23,7 @@ def test_overrides_come_after_the_file(tmp_path):
 def test_a_written_configuration_is_read_as_it_was(tmp_path):
     from omegaconf import OmegaConf
 
-    config = load_config(None, ["model=130m", "trainer.boundary=carry", "data.strategy=split", "data.streams=4"])
+    config = load_config(None, ["model=130m", "trainer.boundary=carry", "data.strategy=concat_split", "data.streams=4"])
     OmegaConf.save(OmegaConf.create(to_dict(config)), tmp_path / "configuration.yaml")
     assert load_config(tmp_path / "configuration.yaml") == config
 

@@ -6,7 +6,7 @@ import pytest
 
 from packmamba.config import Config, ConfigError, key, load, load_config, validate
 
-CARRY = ["trainer.boundary=carry", "data.strategy=split"]
+CARRY = ["trainer.boundary=carry", "data.strategy=concat_split"]
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,13 @@ CARRY = ["trainer.boundary=carry", "data.strategy=split"]
     [
         [],
         [*CARRY, "data.streams=4"],
-        [*CARRY, "data.streams=8", "data.mode=stream", "data.row_length=1024", "data.tokens_per_step=4096"],  # turns
+        [
+            *CARRY,
+            "data.streams=8",
+            "data.batching=stream",
+            "data.row_length=1024",
+            "data.tokens_per_step=4096",
+        ],  # turns
         ["data.strategy=padded", "data.row_length=null"],
         ["trainer.loggers=[csv,lightning.pytorch.loggers.CometLogger]", "trainer.callbacks=[mine.Callback]"],
         ["trainer.cuda_graphs=true", "trainer.precision=bf16-mixed"],
@@ -47,16 +53,22 @@ def test_valid(overrides):
         ("data=3", "data: expected keys and values"),
         ("data.task_options=[3]", "data: expected keys and values"),
         ("data.strategy=greedly", "data.strategy: .*did you mean 'greedy'"),
-        ("data.streams=2", "data.streams: expected 1, unless data.strategy=split"),
+        ("data.streams=2", "data.streams: expected 1, unless data.strategy=concat_split"),
         ("data.row_length=null", "data.row_length: expected an integer"),
         ("data.stagger=true", "data.stagger: "),
         ("data.shuffle_steps=3", "data.shuffle_steps: "),
         ("data.unit=files", "data.unit: expected null"),
         ("data.validation_fraction=0", "data.validation_fraction: "),
         ("trainer.boundary=carry", "data.strategy: expected split"),
-        ("trainer.boundary=carry data.strategy=split data.streams=3 trainer.devices=2", "data.streams: .*2 devices"),
-        ("trainer.boundary=foreign data.strategy=split", "data.streams: expected at least 2 rows a batch"),
-        ("trainer.boundary=carry data.strategy=split data.mode=stream data.row_length=96", "data.tokens_per_step: "),
+        (
+            "trainer.boundary=carry data.strategy=concat_split data.streams=3 trainer.devices=2",
+            "data.streams: .*2 devices",
+        ),
+        ("trainer.boundary=state_passing data.strategy=concat_split", "data.streams: expected at least 2 rows a batch"),
+        (
+            "trainer.boundary=carry data.strategy=concat_split data.batching=stream data.row_length=96",
+            "data.tokens_per_step: ",
+        ),
         ("trainer.boundary_options.share=0.5", "'trainer.boundary_options.share'"),
         ("evaluations=[perplexty]", "evaluations: .*did you mean 'perplexity'"),
         ("evaluations=[mqar] evaluation_options.passkey.length=3", "'evaluation_options.passkey'"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.packing import STRATEGIES, PackingPlan, Strategy, plan_rows
 
-PACKERS = ["in_order", "greedy", "first_fit", "best_fit", "histogram"]
+PACKERS = ["next_fit", "greedy", "first_fit", "best_fit_decreasing", "spfhp"]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 row_lengths = st.integers(1, 40)
@@ -32,9 +32,9 @@ def rows_of(plan: PackingPlan) -> list[list[int]]:
 
 @every_strategy
 @settings(max_examples=60)
-@given(any_lengths, row_lengths, st.integers(1, 70), st.sampled_from(["truncate", "pieces"]))
-@example([], 8, 4, "pieces")
-@example([1], 1, 1, "pieces")
+@given(any_lengths, row_lengths, st.integers(1, 70), st.sampled_from(["truncate", "split"]))
+@example([], 8, 4, "split")
+@example([1], 1, 1, "split")
 def test_every_token_is_in_one_row_once(strategy, lengths, row_length, buffer, overlong):
     plan = plan_rows(lengths, row_length, strategy, overlong=overlong, buffer=buffer)
     cut = overlong == "truncate" and not STRATEGIES[strategy].splits_documents
@@ -79,21 +79,21 @@ def test_facts_show_on_an_example(strategy):
 def test_all_strategies_but_split_see_the_same_pieces():
     lengths = draw_lengths("heavy", 300, seed=1)
     pieces = {
-        strategy: sorted(piece for row in plan_rows(lengths, 2048, strategy, overlong="pieces") for piece in row)
+        strategy: sorted(piece for row in plan_rows(lengths, 2048, strategy, overlong="split") for piece in row)
         for strategy in STRATEGIES
     }
     assert max(piece.start for piece in pieces["single"]) > 2048
-    assert all(seen == pieces["single"] for strategy, seen in pieces.items() if strategy != "split")
+    assert all(seen == pieces["single"] for strategy, seen in pieces.items() if strategy != "concat_split")
 
 
 def test_overlong_documents_are_cut_where_the_row_ends():
     def pieces(strategy, overlong):
         return [list(map(tuple, row)) for row in plan_rows([3, 9, 4], 4, strategy, overlong=overlong)]
 
-    assert pieces("in_order", "truncate") == [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 4)]]
-    assert pieces("in_order", "pieces") == [[(0, 0, 3)], [(1, 0, 4)], [(1, 4, 4)], [(1, 8, 1)], [(2, 0, 4)]]
-    assert pieces("best_fit", "pieces") == [[(1, 0, 4)], [(1, 4, 4)], [(2, 0, 4)], [(0, 0, 3), (1, 8, 1)]]
-    assert pieces("split", "error") == [[(0, 0, 3), (1, 0, 1)], [(1, 1, 4)], [(1, 5, 4)], [(2, 0, 4)]]
+    assert pieces("next_fit", "truncate") == [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 4)]]
+    assert pieces("next_fit", "split") == [[(0, 0, 3)], [(1, 0, 4)], [(1, 4, 4)], [(1, 8, 1)], [(2, 0, 4)]]
+    assert pieces("best_fit_decreasing", "split") == [[(1, 0, 4)], [(1, 4, 4)], [(2, 0, 4)], [(0, 0, 3), (1, 8, 1)]]
+    assert pieces("concat_split", "error") == [[(0, 0, 3), (1, 0, 1)], [(1, 1, 4)], [(1, 5, 4)], [(2, 0, 4)]]
 
 
 @pytest.mark.parametrize("strategy", ["single", "padded", "padded_sorted"])
@@ -160,11 +160,11 @@ def naive_greedy(lengths, row_length, buffer):
 
 
 NAIVE = {
-    "in_order": lambda lengths, row_length, buffer: naive_in_order(lengths, row_length),
+    "next_fit": lambda lengths, row_length, buffer: naive_in_order(lengths, row_length),
     "greedy": naive_greedy,
     "first_fit": lambda lengths, row_length, buffer: naive_first_fit(lengths, row_length),
-    "best_fit": lambda lengths, row_length, buffer: naive_decreasing(lengths, row_length, min),
-    "histogram": lambda lengths, row_length, buffer: naive_decreasing(lengths, row_length, max),
+    "best_fit_decreasing": lambda lengths, row_length, buffer: naive_decreasing(lengths, row_length, min),
+    "spfhp": lambda lengths, row_length, buffer: naive_decreasing(lengths, row_length, max),
 }
 
 
@@ -199,7 +199,7 @@ def test_equal_documents_share_rows(strategy):
 @given(any_lengths, row_lengths, st.integers(1, 5))
 @example([4, 1, 1, 30], 4, 3)
 def test_streams_go_on_from_row_to_row(lengths, row_length, streams):
-    plan = plan_rows(lengths, row_length, "split", streams=streams)
+    plan = plan_rows(lengths, row_length, "concat_split", streams=streams)
     rows = list(plan)
     assert len(rows) % streams == 0 and all(row.slots == row_length for row in rows)
     assert not rows or any(rows[-streams + b] for b in range(streams))
@@ -217,7 +217,7 @@ def test_streams_go_on_from_row_to_row(lengths, row_length, streams):
 
 
 def test_a_stream_that_ends_early_has_empty_rows():
-    plan = plan_rows([10, 2, 3], 4, "split", streams=2)
+    plan = plan_rows([10, 2, 3], 4, "concat_split", streams=2)
     assert [list(map(tuple, row)) for row in plan] == [
         [(0, 0, 4)],
         [(1, 0, 2), (2, 0, 2)],
@@ -227,7 +227,7 @@ def test_a_stream_that_ends_early_has_empty_rows():
         [],
     ]
     assert plan.padding_fraction == 1 - 15 / 24
-    assert plan_rows([], 4, "split", streams=3).num_rows == 0
+    assert plan_rows([], 4, "concat_split", streams=3).num_rows == 0
 
 
 # --- input
@@ -254,7 +254,7 @@ def test_lengths_of_any_integer_kind(kind, tmp_path):
 
 
 def test_rows_are_a_sequence_of_plain_integers():
-    plan = plan_rows(np.array([3, 2, 4], np.int32), np.int64(5), "in_order")
+    plan = plan_rows(np.array([3, 2, 4], np.int32), np.int64(5), "next_fit")
     assert plan[-1] == plan[1] and [len(row) for row in plan] == [2, 1]
     assert {type(value) for row in plan for piece in row for value in piece} | {type(plan[0].slots)} == {int}
     with pytest.raises(IndexError):
@@ -329,12 +329,12 @@ def test_padded_rows_that_are_sorted_have_less_padding_in_batches():
 @pytest.mark.parametrize(
     "strategy, least, most",
     [
-        ("in_order", 0.20, 0.22),
+        ("next_fit", 0.20, 0.22),
         ("greedy", 0, 0.002),
-        ("best_fit", 0, 0.001),
-        ("histogram", 0, 0.005),
+        ("best_fit_decreasing", 0, 0.001),
+        ("spfhp", 0, 0.005),
         ("first_fit", 0, 0.02),
-        ("split", 0, 0.0001),
+        ("concat_split", 0, 0.0001),
     ],
 )
 def test_padding(strategy, least, most):

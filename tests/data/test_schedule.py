@@ -90,7 +90,7 @@ def expected(lengths, truncated=None, cut=None):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_epoch_has_every_token_and_target_once(mode, strategy):
     for ranks in (1, 3):
-        for overlong, lengths in (("error", SHORT), ("pieces", LONG), ("truncate", LONG)):
+        for overlong, lengths in (("error", SHORT), ("split", LONG), ("truncate", LONG)):
             truncated = 16 if overlong == "truncate" and not STRATEGIES[strategy].splits_documents else None
             found = count(lengths, ranks, mode=mode, strategy=strategy, overlong=overlong)
             np.testing.assert_array_equal(found, expected(lengths, truncated), f"{ranks} ranks, {overlong}")
@@ -103,9 +103,9 @@ def test_an_epoch_has_every_token_and_target_once(mode, strategy):
     epoch=st.integers(0, 1),
     strategy=st.sampled_from(sorted(STRATEGIES)),
     mode=st.sampled_from(["matched", "stream"]),
-    overlong=st.sampled_from(["pieces", "truncate"]),
+    overlong=st.sampled_from(["split", "truncate"]),
     tokens_per_step=st.integers(1, 200),
-    slots_per_batch=st.integers(1, 100),
+    max_tokens_per_batch=st.integers(1, 100),
     cut_documents=st.none() | st.integers(1, 40),
     streams=st.integers(1, 5),
     stagger=st.booleans(),
@@ -130,7 +130,7 @@ def test_any_keys(lengths, ranks, epoch, strategy, mode, overlong, cut_documents
     cut_documents=st.none() | st.integers(1, 40),
 )
 def test_steps_that_cut_hold_exactly_as_many_tokens_and_epochs_meet(lengths, ranks, strategy, budget, cut_documents):
-    keys = {"tokens_per_step": budget, "cut_at_steps": True, "cut_documents": cut_documents, "overlong": "pieces"}
+    keys = {"tokens_per_step": budget, "cut_at_steps": True, "cut_documents": cut_documents, "overlong": "split"}
     of_ranks = steps_of(lengths, ranks, strategy=strategy, **keys)
     trained, targets = np.zeros((2, sum(lengths)), int)
     budget = min(budget, sum(lengths))
@@ -141,7 +141,7 @@ def test_steps_that_cut_hold_exactly_as_many_tokens_and_epochs_meet(lengths, ran
 
 
 def test_steps_that_cut_hold_the_same_in_every_arm_and_spread_long_documents():
-    arms = [steps_of(LONG, strategy=name, overlong="pieces", cut_at_steps=True)[0] for name in STRATEGIES]
+    arms = [steps_of(LONG, strategy=name, overlong="split", cut_at_steps=True)[0] for name in STRATEGIES]
     for number in range(2 * arms[0].schedule.epoch_steps()):
         tokens, targets = (
             [sorted(t for batch in arm[number].batches for t in part(batch).tolist()) for arm in arms]
@@ -157,13 +157,13 @@ def test_steps_that_cut_hold_the_same_in_every_arm_and_spread_long_documents():
     [
         {"strategy": "greedy"},
         {"strategy": "single", "cut_at_steps": True},
-        {"strategy": "split", "streams": 3, "carry": True},
+        {"strategy": "concat_split", "streams": 3, "carry": True},
     ],
     ids=["greedy", "cut", "carry"],
 )
 @pytest.mark.parametrize("mode", ["matched", "stream"])
 def test_a_step_is_a_function_of_its_number(mode, keys):
-    keys = {"mode": mode, "overlong": "pieces", **keys}
+    keys = {"mode": mode, "overlong": "split", **keys}
     (steps,), (fresh,), (other,) = (steps_of(LONG, seed=seed, **keys) for seed in (0, 0, 1))
     in_order = [pieces(steps[i]) for i in range(12)]
     assert [pieces(fresh[i]) for i in (11, 0, 7, 3)] == [in_order[i] for i in (11, 0, 7, 3)]
@@ -180,20 +180,20 @@ def test_epochs_differ_in_order():
 
 def test_a_sorting_strategy_imposes_no_curriculum():
     lengths = np.random.default_rng(0).integers(1, 17, WINDOW * 1).tolist()
-    steps = steps_of(lengths, mode="stream", strategy="best_fit", tokens_per_step=16)[0]
+    steps = steps_of(lengths, batching="stream", strategy="best_fit_decreasing", tokens_per_step=16)[0]
     longest = [int(steps[i].batches[0].layout.lengths.max()) for i in range(steps.schedule.epoch_steps())]
     assert longest != sorted(longest, reverse=True)
 
 
 # --- streams
 
-STREAM = {"strategy": "split", "mode": "stream", "carry": True}
+STREAM = {"strategy": "concat_split", "batching": "stream", "carry": True}
 CARRYING = {
-    "matched": {"strategy": "split", "carry": True, "streams": 6},
+    "matched": {"strategy": "concat_split", "carry": True, "streams": 6},
     "stream": {**STREAM, "streams": 6, "tokens_per_step": 96},
     "stagger": {**STREAM, "streams": 6, "tokens_per_step": 96, "stagger": True},
-    "turns": {**STREAM, "streams": 12, "slots_per_batch": 16},
-    "staggered turns": {**STREAM, "streams": 12, "slots_per_batch": 16, "stagger": True},
+    "turns": {**STREAM, "streams": 12, "max_tokens_per_batch": 16},
+    "staggered turns": {**STREAM, "streams": 12, "max_tokens_per_batch": 16, "stagger": True},
 }
 
 
@@ -245,7 +245,7 @@ def test_stagger_begins_each_stream_inside_its_first_document():
 
 
 def test_shuffled_rows_are_those_of_the_streams():
-    keys = {"strategy": "split", "mode": "stream", "streams": 4, "tokens_per_step": 64}
+    keys = {"strategy": "concat_split", "batching": "stream", "streams": 4, "tokens_per_step": 64}
     plain, shuffled = (steps_of(LONG, **keys, shuffle_steps=every)[0] for every in (None, 3))
     steps = len(plain.schedule._window(0).edges) - 1
     for first in range(0, steps, 3):
@@ -259,7 +259,7 @@ def test_shuffled_rows_are_those_of_the_streams():
 
 @pytest.mark.parametrize(("lengths", "streams"), [([400, *[10] * 20], 2), ([50, 50], 2), ([30] * 40, 3)])
 def test_evaluation_as_trained_has_few_empty_rows(lengths, streams):
-    data = DataConfig(strategy="split", streams=3, row_length=8, slots_per_batch=24)
+    data = DataConfig(strategy="concat_split", streams=3, row_length=8, max_tokens_per_batch=24)
     for order in (lengths, lengths[::-1]):
         rows, batches = arrange_as_trained(Numbered(order), np.arange(len(order)), data, carry=True)
         assert {len(batch) for batch in batches} == {streams}
@@ -285,7 +285,7 @@ def test_errors_name_the_key(key, make):
 
 def test_ranks_share_the_batches_of_one_process():
     """Each has as many batches; some ranks have nothing in the last one."""
-    of_ranks = {ranks: steps_of([16] * 7, ranks, strategy="in_order") for ranks in (1, 2, 3)}
+    of_ranks = {ranks: steps_of([16] * 7, ranks, strategy="next_fit") for ranks in (1, 2, 3)}
     for number in range(3):
         whole = of_ranks[1][0][number]
         rows = [row for held in pieces(whole) for row in held]

@@ -19,7 +19,7 @@ def make_config(folder, *overrides):
         [
             f"runs_dir={folder}/runs", f"data.cache_dir={folder}/cache", "data.source=task", "data.task=mqar",
             "data.task_options={num_pairs: 4, length: [20, 40], vocab_size: 64}", "data.num_documents=60",
-            "data.row_length=64", "data.tokens_per_step=256", "data.slots_per_batch=256", "data.validation_fraction=0.2",
+            "data.row_length=64", "data.tokens_per_step=256", "data.max_tokens_per_batch=256", "data.validation_fraction=0.2",
             "model.d_model=16", "model.n_layer=1", "trainer.max_steps=3", "trainer.validate_every=3",
             "trainer.checkpoint_every=3", "trainer.accelerator=cpu", *overrides,
         ],

@@ -56,7 +56,10 @@ def test_corpora_pickle_as_paths(data, monkeypatch, tmp_path):
 def test_a_corpus_that_is_there_is_not_tokenised_again(data, monkeypatch):
     folder = load(data).train.folder
     monkeypatch.setattr(token_store, "tokenize", None)
-    assert load(data, strategy="split", row_length=7, num_workers=3, num_proc=2, vocab_size=9).train.folder == folder
+    assert (
+        load(data, strategy="concat_split", row_length=7, num_workers=3, num_proc=2, vocab_size=9).train.folder
+        == folder
+    )
 
 
 def test_every_relevant_key_and_file_gives_another_folder(data):

@@ -143,7 +143,7 @@ def test_documents_are_cut_before_they_are_packed(model):
 
 @pytest.mark.parametrize("keys", [{"streams": 2}, {"streams": 3, "row_length": 7}])
 def test_carried_documents_are_answered_as_alone(model, keys):
-    metrics = ask(model, "carry", strategy="split", **keys).metrics
+    metrics = ask(model, "carry", strategy="concat_split", **keys).metrics
     assert metrics["nats_as_trained"] == pytest.approx(metrics["nats"], abs=1e-9)
     assert metrics["accuracy_as_trained"] == metrics["accuracy"] and "best_as_trained" not in metrics
 

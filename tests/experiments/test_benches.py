@@ -149,14 +149,14 @@ def test_packing(tmp_path):
     lengths = draw_lengths("documents-2k", 50, 4)
     for record in records:
         config, metrics = record["config"], record["metrics"]
-        plan = plan_rows(lengths, config["row_length"], config["strategy"], "pieces", config["buffer"] or 1)
+        plan = plan_rows(lengths, config["row_length"], config["strategy"], "split", config["buffer"] or 1)
         assert (metrics["padding_fraction"], metrics["num_rows"]) == (plan.padding_fraction, plan.num_rows)
 
 
 @pytest.mark.parametrize("array, value", [("document", 0), ("start", 2), ("length", 3), ("slots", 1)])
 def test_a_wrong_plan_is_not_timed(array, value):
     lengths = np.array([3, 5, 2, 7])
-    plan = plan_rows(lengths, 4, "split")
+    plan = plan_rows(lengths, 4, "concat_split")
     packing.check_plan(plan, lengths)
     getattr(plan, array)[2] = value
     with pytest.raises(RuntimeError):
@@ -169,8 +169,8 @@ ARMS = {
     "padded-256": {"strategy": "padded", "row_length": 256, "parts": [BARE, BREAKDOWN, STEPS]},
     "padded-longest": {"strategy": "padded"},
     "padded-buckets": {"strategy": "padded", "sorted_by_length": True},
-    "packed-512-in_order": {"strategy": "in_order", "row_length": 512},
-    "packed-512-best_fit": {"strategy": "best_fit", "row_length": 512, "parts": [BARE, BREAKDOWN, STEPS]},
+    "packed-512-in_order": {"strategy": "next_fit", "row_length": 512},
+    "packed-512-best_fit": {"strategy": "best_fit_decreasing", "row_length": 512, "parts": [BARE, BREAKDOWN, STEPS]},
 }
 MODEL = ["model.n_layer=2", "model.d_model=16", "model.d_state=4", "model.vocab_size=60"]
 TINY = {

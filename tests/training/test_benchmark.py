@@ -65,7 +65,7 @@ def test_graphs_of_all_steps_are_captured_before_any_is_timed(tmp_path, monkeypa
             return super().step(number)
 
     monkeypatch.setattr(benchmark, "Arm", Replaying)
-    config = tiny_config(tmp_path, "data.strategy=split", f"trainer.boundary={boundary}", "trainer.max_steps=20")
+    config = tiny_config(tmp_path, "data.strategy=concat_split", f"trainer.boundary={boundary}", "trainer.max_steps=20")
     list(measure_throughput([config], rounds=3, output="x", progress=False))
     captured = [1, 2, 3, 4] if boundary != "carry" else []  # rows that go on have one shape, and states in their order
     assert taken == [0, *captured, 1, 2, 3, 4]

@@ -17,10 +17,16 @@ from runs import tiny_config
 
 ROWS, STREAMS, LENGTH = 3, 12, 8
 POOL = [
-    "data.strategy=split", f"data.streams={STREAMS}", "data.stagger=true", "data.mode=stream", f"data.row_length={LENGTH}",
-    f"data.tokens_per_step={ROWS * LENGTH}", f"data.slots_per_batch={ROWS * LENGTH}",
+    "data.strategy=concat_split", f"data.streams={STREAMS}", "data.stagger=true", "data.batching=stream", f"data.row_length={LENGTH}",
+    f"data.tokens_per_step={ROWS * LENGTH}", f"data.max_tokens_per_batch={ROWS * LENGTH}",
 ]  # fmt: skip
-PLAIN = ["data.strategy=split", "data.streams=3", "data.mode=stream", "data.tokens_per_step=72", "data.row_length=24"]
+PLAIN = [
+    "data.strategy=concat_split",
+    "data.streams=3",
+    "data.batching=stream",
+    "data.tokens_per_step=72",
+    "data.row_length=24",
+]
 
 
 def made(folder, *keys):
@@ -62,7 +68,7 @@ class ByHand:
             row, here = int(layout.rows[s]), slice(int(layout.starts[s]), int(layout.ends[s]))
             place = sum(int(other) == row for other in layout.rows[:s])
             start = incoming[row] if layout.offsets[s] else fresh
-            if self.scheme == "foreign_heads":
+            if self.scheme == "state_passing_within_row":
                 passed = self.before[(row + place) % layout.shape[0] % len(self.before)] if self.before else fresh
                 start = passed if place else fresh
             if self.scheme == "leak":
@@ -87,13 +93,13 @@ class ByHand:
             return dict.fromkeys(own, fresh)
         if self.scheme == "carry_scan":
             return {row: [(zero[0], state[1]) for zero, state in zip(fresh, own[row])] for row in own}
-        if self.scheme == "foreign":
+        if self.scheme == "state_passing":
             if len(alive) < 2:
                 return dict.fromkeys(own, fresh)
             sorted_rows = sorted(alive, key=lambda row: self.stopped[turn, row])
             ring = sorted_rows[::2] + sorted_rows[1::2][::-1]
             return {row: own[ring[ring.index(row) - 1]] if row in alive else fresh for row in own}
-        if self.scheme == "noise" and layout.continues.any():
+        if self.scheme == "fitted_noise" and layout.continues.any():
             rows = [[] for _ in own]
             for i, layer in enumerate(fresh):
                 drawn = []
@@ -121,7 +127,7 @@ class ByHand:
         self.weight = 0.99 * self.weight + 0.01
 
 
-SCHEMES = ["reset", "carry", "carry_scan", "foreign", "noise", "foreign_heads", "leak"]
+SCHEMES = ["reset", "carry", "carry_scan", "state_passing", "fitted_noise", "state_passing_within_row", "leak"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

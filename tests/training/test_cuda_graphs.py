@@ -168,8 +168,8 @@ STATEFUL = [name for name, scheme in BOUNDARIES.items() if scheme.stateful]
 
 def check_stateful(folder, device, tolerance, **options):
     """Steps of two batches in turns of a pool, replayed and eager: losses, gradients, and what is left for later batches."""
-    keys = ["data.strategy=split", "data.streams=12", "data.stagger=true", "data.mode=stream", "data.row_length=24",
-            "data.tokens_per_step=144", "data.slots_per_batch=72", "model.learned_initial_state=true"]  # fmt: skip
+    keys = ["data.strategy=concat_split", "data.streams=12", "data.stagger=true", "data.batching=stream", "data.row_length=24",
+            "data.tokens_per_step=144", "data.max_tokens_per_batch=72", "model.learned_initial_state=true"]  # fmt: skip
     for scheme in options.pop("schemes", STATEFUL):
         torch.manual_seed(0)
         config = tiny_config(
@@ -194,9 +194,9 @@ def check_stateful(folder, device, tolerance, **options):
                 found.append([lit.accumulate(step, torch.Tensor.backward), *gradients(lit)])
             assert_near(*found, tolerance)
             saved = [lit.boundary.state_dict() for lit in (replayed, eager)]
-            name = "left" if scheme == "foreign_heads" else "states"
+            name = "left" if scheme == "state_passing_within_row" else "states"
             assert_near(*(flatten_states(state[name]) for state in saved), tolerance)
-            if scheme != "foreign_heads":
+            if scheme != "state_passing_within_row":
                 assert torch.equal(saved[0]["positions"], saved[1]["positions"])
         assert continuing > 3
 
@@ -239,7 +239,7 @@ def test_more_shapes_than_graphs(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("strategy", ["single", "padded", "best_fit"])
+@pytest.mark.parametrize("strategy", ["single", "padded", "best_fit_decreasing"])
 def test_a_run_learns_the_same(tmp_path, strategy):
     keys = [f"data.strategy={strategy}", "data.overlong=truncate", "trainer.accelerator=gpu"]
     plain = fit(tiny_config(tmp_path, "name=plain", *keys), progress=False)

@@ -8,7 +8,7 @@ from runs import final_state, losses_of, tiny_config
 
 # Matrices of such sizes are multiplied in other parts by four threads than by one.
 KEYS = ["data.source=synthetic", "data.path=null", "data.num_documents=60", "data.distribution=short", "data.row_length=256",
-        "data.tokens_per_step=1024", "data.slots_per_batch=512", "model.d_model=64", "model.n_layer=1", "model.d_state=16",
+        "data.tokens_per_step=1024", "data.max_tokens_per_batch=512", "model.d_model=64", "model.n_layer=1", "model.d_state=16",
         "trainer.max_steps=2", "trainer.leakcheck_every=null", "trainer.deterministic=true"]  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def train_as_a_user(path):
 def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
     keys = [
         "data.strategy=greedy",
-        "data.slots_per_batch=24",
+        "data.max_tokens_per_batch=24",
         "optimizer.grad_clip=0.9",  # of some steps' gradients, not of all: Adam does not see a factor that all have
         f"trainer.precision={precision}",
     ]
@@ -109,7 +109,7 @@ def test_gradients_meet_once_a_step_during_its_last_backward(tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
-    keys = ["data.strategy=greedy", "data.slots_per_batch=24", "trainer.devices=2", "trainer.strategy=fsdp2",
+    keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", "trainer.devices=2", "trainer.strategy=fsdp2",
             "trainer.max_steps=20", "trainer.checkpoint_every=4", "trainer.validate_every=10"]  # fmt: skip
     whole, killed = (tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/{name}") for name in ("whole", "killed"))
     folder = run_folder(killed) / "checkpoints"

@@ -71,7 +71,7 @@ def test_points_are_the_model_s_and_a_stopped_run_has_the_same(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_several_ranks_have_the_curve_of_one(tmp_path, strategy):
-    keys = ["data.strategy=greedy", "data.slots_per_batch=24", *EVERY, "trainer.max_steps=4"]
+    keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", *EVERY, "trainer.max_steps=4"]
     alone = fit(tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone"), progress=False)
     both = tiny_config(tmp_path, *keys, "trainer.devices=2", f"trainer.strategy={strategy}")
     path, output = write_config(tmp_path / "both.yaml", both), tmp_path / "output.txt"

@@ -31,8 +31,8 @@ def data_module(folder, **keys):
         rng = np.random.default_rng(0)
         for i, n in enumerate(rng.lognormal(3.5, 1, 100).astype(int) + 1):
             (texts / f"{i}.txt").write_text("".join(rng.choice(list("abcdefgh "), n)) + ".")
-    sizes = {"row_length": 64, "tokens_per_step": 256, "slots_per_batch": 128, "validation_fraction": 0.2}
-    where = {"source": "text", "path": str(texts), "cache_dir": str(folder / "cache"), "overlong": "pieces"}
+    sizes = {"row_length": 64, "tokens_per_step": 256, "max_tokens_per_batch": 128, "validation_fraction": 0.2}
+    where = {"source": "text", "path": str(texts), "cache_dir": str(folder / "cache"), "overlong": "split"}
     return PackedDataModule(**sizes | where | keys, progress=False)
 
 
@@ -114,7 +114,7 @@ def test_two_ranks_train_as_one_under_lightnings_default_sampler(tmp_path):
 
 @pytest.mark.parametrize("limits", [{"max_steps": 12}, {"max_epochs": 2}, {"max_epochs": 9, "max_steps": 12}])
 def test_the_trainer_decides_the_steps_and_the_schedule(tmp_path, limits):
-    data = data_module(tmp_path, tokens_per_step=1024, slots_per_batch=1024)
+    data = data_module(tmp_path, tokens_per_step=1024, max_tokens_per_batch=1024)
     module, seen = lit_module(data, final_lr_fraction=0.0), Seen()
     trainer = trainer_of(tmp_path, callbacks=[seen], limit_val_batches=0, num_sanity_val_steps=0, **limits)
     trainer.fit(module, data)
@@ -136,7 +136,7 @@ def test_schedule_steps_go_before_the_trainers(tmp_path):
 @pytest.mark.parametrize("resumed", [{"max_steps": 10}, {"max_epochs": 2}])
 def test_a_resumed_training_has_the_same_bits(tmp_path, resumed):
     """Stopped inside an epoch by its Trainer; carried states and the order of documents go on."""
-    keys = {"mode": "stream", "strategy": "split", "streams": 2}
+    keys = {"batching": "stream", "strategy": "concat_split", "streams": 2}
 
     def train(stop=None, ckpt_path=None):
         data = data_module(tmp_path, **keys)
@@ -156,7 +156,7 @@ def test_a_resumed_training_has_the_same_bits(tmp_path, resumed):
 
 @pytest.mark.parametrize("given", ["arguments", "a model"])
 def test_a_checkpoint_rebuilds_the_module(tmp_path, given):
-    data = data_module(tmp_path, strategy="split", streams=2, mode="stream", tokens_per_step=128)
+    data = data_module(tmp_path, strategy="concat_split", streams=2, batching="stream", tokens_per_step=128)
     module = lit_module(data, boundary="carry", betas=[0.9, 0.99])
     if given == "a model":
         model = MambaLM(vocab_size=data.vocab_size, tie_embeddings=False, **SHAPE)
@@ -240,7 +240,7 @@ def test_nothing_is_logged_between_logged_steps(tmp_path, monkeypatch):
 
 
 def test_the_data_module_follows_the_boundary_of_the_trained_module(tmp_path):
-    data = data_module(tmp_path, strategy="split", streams=2, mode="stream", tokens_per_step=128)
+    data = data_module(tmp_path, strategy="concat_split", streams=2, batching="stream", tokens_per_step=128)
     trainer_of(tmp_path, max_steps=2).fit(lit_module(data, boundary="carry"), data)
     assert data.steps.schedule.carry and len(data.evaluations) == 2
     with pytest.raises(ConfigError, match="data.strategy"):  # nothing would continue, so carry would train as reset
@@ -274,7 +274,7 @@ def test_users_own_module_of_ten_lines(tmp_path):
     assert [tokens_of(step) for step in seen.steps] == [tokens_of(data.steps[i]) for i in range(10)]
 
 
-@pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "best_fit"])
+@pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "best_fit_decreasing"])
 def test_a_step_holds_what_it_says(tmp_path, strategy):
     """With default keys steps of a user's files had 3 to 50,309 tokens; here over several epochs."""
     data = data_module(tmp_path, strategy=strategy, tokens_per_step=256)
@@ -342,11 +342,11 @@ def test_a_wrong_argument_is_named(key, make):
 
 SCHEMES = {
     "padded": {"strategy": "padded"},
-    "padded to the longest": {"strategy": "padded_sorted", "slots_per_batch": 1000},
+    "padded to the longest": {"strategy": "padded_sorted", "max_tokens_per_batch": 1000},
     "packed": {"strategy": "greedy"},
     "packed, two workers": {"strategy": "greedy", "num_workers": 2},
-    "packed, many micro-batches": {"strategy": "greedy", "slots_per_batch": 64},
-    "packed in order": {"strategy": "in_order"},
+    "packed, many micro-batches": {"strategy": "greedy", "max_tokens_per_batch": 64},
+    "packed in order": {"strategy": "next_fit"},
     "leak": {"strategy": "greedy"},
     "leak_conv": {"strategy": "greedy"},
     "leak_scan": {"strategy": "greedy"},
@@ -390,7 +390,7 @@ def test_every_scheme_has_the_gradient_of_single_at_every_step(single, scheme):
 @pytest.mark.parametrize("mean_over", ["targets", "rows"])
 def test_the_loss_is_a_mean_over_the_targets_of_the_whole_step(tmp_path, mean_over):
     """Or over rows, of each row's mean, micro-batch by micro-batch."""
-    data = data_module(tmp_path, strategy="greedy", slots_per_batch=128, tokens_per_step=512)
+    data = data_module(tmp_path, strategy="greedy", max_tokens_per_batch=128, tokens_per_step=512)
     data.setup()
     module, step = lit_module(data, mean_over=mean_over, schedule_steps=1), data.steps[0]
     assert len(step.batches) > 2

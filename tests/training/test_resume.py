@@ -22,9 +22,9 @@ KEYS = ["trainer.max_steps=12", "trainer.validate_every=5", "trainer.checkpoint_
         "trainer.loggers=[]", "trainer.average_snapshots=3", "trainer.average_share=0.7"]  # fmt: skip
 SCHEMES = {
     "packed": ["data.strategy=greedy", "data.num_workers=0"],
-    "carry": [*CARRY, "data.mode=stream", "data.tokens_per_step=144", "data.num_workers=2",
+    "carry": [*CARRY, "data.batching=stream", "data.tokens_per_step=144", "data.num_workers=2",
               "model.learned_initial_state=true"],
-    "noise": [*CARRY, "data.mode=stream", "data.tokens_per_step=144", "trainer.boundary=noise"],
+    "fitted_noise": [*CARRY, "data.batching=stream", "data.tokens_per_step=144", "trainer.boundary=fitted_noise"],
 }  # fmt: skip
 
 
