@@ -113,10 +113,10 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    record = _renamed(json.loads(line))
+                    record = json.loads(line)
                     if missing := [key for key in KEYS if key not in record]:
                         raise ValueError(f"one that lacks {', '.join(missing)}")
-                    records.append(record)
+                    records.append(_renamed(record))
                 except (ValueError, TypeError, AttributeError) as error:
                     if line.strip() and line.endswith(b"\n"):  # else an append was interrupted
                         raise ValueError(f"{path}:{number}: expected a record, got {error}") from None

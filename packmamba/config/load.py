@@ -226,7 +226,7 @@ def _check_rules(config: Config) -> None:
             data.takes_turns,
             f"with trainer.boundary={trainer.boundary}",
         )
-        need(splits, "data.strategy", f"split {carries}")
+        need(splits, "data.strategy", f"concat_split {carries}")
         need(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {carries}")
         rows = data.batch_rows if turns else data.streams // devices
         need(

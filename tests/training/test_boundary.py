@@ -17,8 +17,8 @@ from runs import tiny_config
 
 ROWS, STREAMS, LENGTH = 3, 12, 8
 POOL = [
-    "data.strategy=concat_split", f"data.streams={STREAMS}", "data.stagger=true", "data.batching=stream", f"data.row_length={LENGTH}",
-    f"data.tokens_per_step={ROWS * LENGTH}", f"data.max_tokens_per_batch={ROWS * LENGTH}",
+    "data.strategy=concat_split", f"data.streams={STREAMS}", "data.stagger=true", "data.batching=stream",
+    f"data.row_length={LENGTH}", f"data.tokens_per_step={ROWS * LENGTH}", f"data.max_tokens_per_batch={ROWS * LENGTH}",
 ]  # fmt: skip
 PLAIN = [
     "data.strategy=concat_split",

@@ -59,7 +59,7 @@ def test_keys_that_do_not_decide_the_result_are_no_part_of_the_id(tmp_path, chan
     "changes",
     [
         {"ops__backend": "reference"},
-        {"data__slots_per_batch": 48},
+        {"data__max_tokens_per_batch": 48},
         {"trainer__precision": "64-true"},
         {"trainer__validate_every": 2},
         {"optimizer__final_lr_fraction": 0.5},
