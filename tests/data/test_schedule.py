@@ -92,7 +92,7 @@ def test_an_epoch_has_every_token_and_target_once(mode, strategy):
     for ranks in (1, 3):
         for overlong, lengths in (("error", SHORT), ("split", LONG), ("truncate", LONG)):
             truncated = 16 if overlong == "truncate" and not STRATEGIES[strategy].splits_documents else None
-            found = count(lengths, ranks, mode=mode, strategy=strategy, overlong=overlong)
+            found = count(lengths, ranks, batching=mode, strategy=strategy, overlong=overlong)
             np.testing.assert_array_equal(found, expected(lengths, truncated), f"{ranks} ranks, {overlong}")
 
 
@@ -102,7 +102,7 @@ def test_an_epoch_has_every_token_and_target_once(mode, strategy):
     ranks=st.integers(1, 3),
     epoch=st.integers(0, 1),
     strategy=st.sampled_from(sorted(STRATEGIES)),
-    mode=st.sampled_from(["matched", "stream"]),
+    batching=st.sampled_from(["matched", "stream"]),
     overlong=st.sampled_from(["split", "truncate"]),
     tokens_per_step=st.integers(1, 200),
     max_tokens_per_batch=st.integers(1, 100),
@@ -111,11 +111,11 @@ def test_an_epoch_has_every_token_and_target_once(mode, strategy):
     stagger=st.booleans(),
     shuffle_steps=st.none() | st.integers(1, 3),
 )
-def test_any_keys(lengths, ranks, epoch, strategy, mode, overlong, cut_documents, streams, stagger, **keys):
-    facts, streamed = STRATEGIES[strategy], mode == "stream"
+def test_any_keys(lengths, ranks, epoch, strategy, batching, overlong, cut_documents, streams, stagger, **keys):
+    facts, streamed = STRATEGIES[strategy], batching == "stream"
     keys["shuffle_steps"] = keys["shuffle_steps"] if streamed and facts.pads else None
     keys |= {"streams": streams, "stagger": stagger and streamed} if facts.splits_documents else {}
-    keys |= {"mode": mode, "strategy": strategy, "overlong": overlong, "cut_documents": cut_documents, "buffer": 4}
+    keys |= {"batching": batching, "strategy": strategy, "overlong": overlong, "cut_documents": cut_documents, "buffer": 4}
     truncated = 16 if overlong == "truncate" and not facts.splits_documents else None
     found = count(lengths, ranks, epoch, **keys)
     np.testing.assert_array_equal(found, expected(lengths, truncated, cut_documents))
