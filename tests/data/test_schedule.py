@@ -115,7 +115,13 @@ def test_any_keys(lengths, ranks, epoch, strategy, batching, overlong, cut_docum
     facts, streamed = STRATEGIES[strategy], batching == "stream"
     keys["shuffle_steps"] = keys["shuffle_steps"] if streamed and facts.pads else None
     keys |= {"streams": streams, "stagger": stagger and streamed} if facts.splits_documents else {}
-    keys |= {"batching": batching, "strategy": strategy, "overlong": overlong, "cut_documents": cut_documents, "buffer": 4}
+    keys |= {
+        "batching": batching,
+        "strategy": strategy,
+        "overlong": overlong,
+        "cut_documents": cut_documents,
+        "buffer": 4,
+    }
     truncated = 16 if overlong == "truncate" and not facts.splits_documents else None
     found = count(lengths, ranks, epoch, **keys)
     np.testing.assert_array_equal(found, expected(lengths, truncated, cut_documents))
