@@ -169,7 +169,7 @@ def test_steps_that_cut_hold_the_same_in_every_arm_and_spread_long_documents():
 )
 @pytest.mark.parametrize("mode", ["matched", "stream"])
 def test_a_step_is_a_function_of_its_number(mode, keys):
-    keys = {"mode": mode, "overlong": "split", **keys}
+    keys = {"batching": mode, "overlong": "split", **keys}
     (steps,), (fresh,), (other,) = (steps_of(LONG, seed=seed, **keys) for seed in (0, 0, 1))
     in_order = [pieces(steps[i]) for i in range(12)]
     assert [pieces(fresh[i]) for i in (11, 0, 7, 3)] == [in_order[i] for i in (11, 0, 7, 3)]
@@ -212,7 +212,7 @@ def test_streams_continue_from_batch_to_batch_on_every_rank(keys):
         for steps in of_ranks:
             stopped = {}
             for number in range(steps.schedule.epoch_steps()):
-                stopped = {} if keys.get("mode") != "stream" else stopped
+                stopped = {} if keys.get("batching") != "stream" else stopped
                 step = steps[number]
                 for batch, rows in zip(step.batches, pieces(step)):
                     for row, held in enumerate(rows):

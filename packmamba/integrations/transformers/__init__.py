@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from torch import nn
 
-KNOWN = "5.17 to 5.24"
-"""Versions of transformers that ``patch`` was written for."""
+from packmamba.integrations.transformers.boundaries import KNOWN
+
 NAMES = ("MambaForCausalLM", "FalconMambaForCausalLM")
 PLACES = (
     "transformers.models.mamba.modeling_mamba",

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 
+KNOWN = "5.17 to 5.24"
+"""Versions of transformers that the patch was written for."""
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 

@@ -15,8 +15,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.mamba import modeling_mamba
 
-from packmamba.integrations.transformers import KNOWN
-from packmamba.integrations.transformers.boundaries import BOUNDARIES, Packing, find
+from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, Packing, find
 from packmamba.integrations.transformers.mixer import mix
 
 MIXER_PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
