@@ -7,17 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.boundaries.runs import (
-    STARTS,
-    Arm,
-    Setting,
-    arms,
-    by_setting,
-    contrast,
-    dose,
-    gain_pairs,
-    of_one_start,
-)
+from experiments.boundaries.runs import STARTS, Arm, Setting, arms, by_setting, contrast, dose, gain_pairs, of_one_start
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.statistics import Resampled, bootstrap

@@ -5,7 +5,4 @@ from __future__ import annotations
 from experiments.operators import cpu, gpu
 from packmamba.reproduce import Bench
 
-BENCHES = {
-    "operators": Bench(cpu.Config, cpu.run),
-    "gpu_operators": Bench(gpu.Config, gpu.run),
-}
+BENCHES = {"operators": Bench(cpu.Config, cpu.run), "gpu_operators": Bench(gpu.Config, gpu.run)}

@@ -487,12 +487,7 @@ def _figure(name: str, label: str, where: str, points: Points, apart: Points = (
 
 
 def _draw(
-    ax: Axes,
-    points: Points,
-    apart: Points,
-    value: Callable[[Arms], float | None],
-    label: str,
-    style: dict[str, Any],
+    ax: Axes, points: Points, apart: Points, value: Callable[[Arms], float | None], label: str, style: dict[str, Any]
 ) -> None:
     def known(some: Points) -> list[tuple[float, float]]:
         return [(x, y) for x, arms in some if (y := value(arms)) is not None]

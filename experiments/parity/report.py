@@ -237,10 +237,7 @@ def _calibration(reset: Arm, control: Arm) -> Table:
 
 MOST_PLACES = 6
 """As many have columns of their own."""
-SINGLE = {
-    "single": "one document at a time",
-    "single-mamba-ssm": "one document at a time, with mamba-ssm's kernels",
-}
+SINGLE = {"single": "one document at a time", "single-mamba-ssm": "one document at a time, with mamba-ssm's kernels"}
 GRADIENT_METRICS = ("relative_difference", "largest_of_a_tensor", "loss_difference")
 
 

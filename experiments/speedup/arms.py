@@ -31,9 +31,7 @@ class Arm:
         choices=tuple(name for name in STRATEGIES if name != "concat_split"),
     )
     row_length: Optional[int] = key(
-        None,
-        "Slots of a row; null: as many as each document (single) or each batch's longest (padded) has.",
-        low=1,
+        None, "Slots of a row; null: as many as each document (single) or each batch's longest (padded) has.", low=1
     )
     sorted_by_length: bool = key(False, "Documents are sorted by length before they are arranged.")
     layers: str = key(

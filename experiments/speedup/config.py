@@ -19,10 +19,7 @@ DISTRIBUTION = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 @dataclass
 class Config:
     experiment: str = key("speedup", "The question, which the records name.")
-    models: list[str] = key(
-        ["130m", "1.4b", "2.8b"],
-        "Sizes in configs/model.",
-    )
+    models: list[str] = key(["130m", "1.4b", "2.8b"], "Sizes in configs/model.")
     overrides: list[str] = key([], "key=value of run configurations that hold for all, such as model.compile=true.")
     parts: list[str] = key(
         list(PARTS),

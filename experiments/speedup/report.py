@@ -313,7 +313,7 @@ def _positions(bare: dict[str, Arms]) -> list[Table]:
             "share, counted as if each kernel read all of it; an index per token is 4 bytes a slot for each kernel, counted "
             "once. Saved: the slots of padding that the same real tokens would take, times the bytes that operators which "
             "compute padding (ours skip it) move for a slot, 2-byte activations: convolution 2 and 3, scan 4 and 8 of width "
-            "d_inner.",
+            "d_inner."
         ],
     )
     for model, arms in bare.items():
