@@ -1,34 +1,382 @@
-"""Tables and figures of starts, order and leaks: differences between arms inside and beyond T, over seeds and packages."""
+"""Arms by their configuration, losses by place and package; tables and figures of starts, order and leaks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from scipy.special import stdtr
 
-from experiments.boundaries.plots import figures
-from experiments.boundaries.runs import (
-    EXPLAINED,
-    LEAKS,
-    REACH,
-    Arm,
-    Setting,
-    arms,
-    by_setting,
-    contrast,
-    dose,
-    gain_pairs,
-    mean_of,
-    paired,
-    spans,
-)
 from experiments.common import make_columns
 from packmamba.records import METRICS
-from packmamba.report.aggregate import Record, Seeds
+from packmamba.report.aggregate import Record, Seeds, frame, interval
+from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.kinds import Kind
-from packmamba.report.statistics import DRAWS, Resampled, bootstrap, holm, within
+from packmamba.report.statistics import DRAWS, Resampled, bootstrap, difference_by_group, holm, within
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
+
+STARTS = {
+    "reset": "zero",
+    "fitted_noise": "noise",
+    "state_passing": "foreign",
+    "carry": "own",
+    "carry_scan": "own scan",
+}
+LEAKS = {
+    "reset": "rows",
+    "leak": "leak",
+    "leak_conv": "leak, convolution",
+    "leak_scan": "leak, scan",
+    "state_passing_within_row": "foreign heads",
+}
+EXPLAINED = {
+    "zero": "a piece that goes on with a document starts from zero",
+    "noise": "from noise with the mean and variance of the states that rows leave",
+    "foreign": "from the state that another stream left in the same step as its own did",
+    "own": "from the state that its document's last piece left",
+    "own scan": "from that state in the scan, from zero in the convolution",
+    "whole": "documents in rows of 65,536 tokens, not cut at T",
+    "shuffled": "the pool's rows in random order, all from zero",
+    "rows": "documents end to end in shuffled rows, all from zero",
+    "leak": "the same rows; states run on from document to document inside a row",
+    "foreign heads": "the same rows; a document behind another starts from a third one's state",
+    "learned": "the same rows; documents start from a learned state",
+}
+"""What arms do, whose names begin so."""
+RATE = 2e-3
+"""Learning rate of all runs that name none."""
+TUNING = 100
+"""Seeds from here on are for choices, and are not reported."""
+REACH = 32
+"""Beyond: from T to this many times T."""
+GAINS = "long_context.by_group"
+
+
+def _config(run: Any, key: str, absent: Any = None) -> Any:
+    value = run.get(f"config.{key}")
+    return absent if value is None or value is pd.NA else value
+
+
+def streams_per_row(run: Any) -> float:
+    """Streams for each row of a step; 0 where rows do not go on."""
+    if _config(run, "data.strategy") != "concat_split":
+        return 0
+    return _config(run, "data.streams") * _config(run, "data.row_length") / _config(run, "data.tokens_per_step")
+
+
+def name_of(run: Any) -> str:
+    """What an arm does, read from its configuration."""
+    boundary, pool = _config(run, "trainer.boundary"), streams_per_row(run)
+    if not pool:
+        return "whole"
+    if _config(run, "data.stagger", False) and not _config(run, "data.shuffle_steps"):
+        control = _config(run, "data.max_tokens_per_batch") < _config(run, "data.tokens_per_step")
+        place = "" if pool >= 32 else f", {pool:g} streams a row" if pool > 1 else ", plain streams"
+        return STARTS.get(boundary, boundary) + (", control" if control else "") + place
+    if _config(run, "data.stagger", False):
+        return "shuffled"
+    return "learned" if _config(run, "model.learned_initial_state", False) else LEAKS.get(boundary, boundary)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What arms that are compared have in common; T is the length of rows, or of the rows that whole is compared with."""
+
+    T: int
+    tokens: int
+    width: int
+    lr: float
+    stagger: bool
+    after: bool
+    """From the weights of another run."""
+    tuning: bool
+    """Seeds on which things were chosen."""
+    tried: bool
+    """Of a sweep that tries learning rates: compared inside it alone."""
+
+    def label(self) -> str:
+        size = {512: "14M", 768: "47M"}.get(self.width, f"width {self.width}")
+        marks = [", post-training"] * self.after + [", tuning seeds"] * self.tuning
+        marks += [f", rate {self.lr:g}"] * (self.tried or (self.lr != RATE and not self.after))
+        return f"T = {self.T}, {size}, {self.tokens / 1e6:.3g}M tokens" + "".join(marks)
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """Runs of one arm, by seed."""
+
+    name: str
+    setting: Setting
+    runs: pd.DataFrame
+
+    @property
+    def expected(self) -> set[int]:
+        """Seeds that it has or that sweeps say it should have, of which one may have tuning seeds and another those reported."""
+        said = [sweep["seeds"] for sweep in self.runs.get("sweep", ()) if isinstance(sweep, dict)]
+        wanted = (seed for seeds in said for seed in seeds if (seed >= TUNING) == self.setting.tuning)
+        return {*self.runs.index, *wanted}
+
+    @property
+    def diverged(self) -> set[int]:
+        """Seeds whose runs have no loss."""
+        return set(self.runs.index[self.runs["val_loss"].isna()])
+
+    def losses(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Nats (seeds, packages) at places from low up to high, targets (packages,), and the seeds that did not diverge."""
+        found, targets = {}, pd.Series(dtype=float)
+        for seed, run in self.runs[self.runs["val_loss"].notna()].iterrows():
+            places = pd.DataFrame(_places(run))
+            here = (
+                places[(places["start"] >= low) & (places["start"] < high)].groupby("group")[["nats", "targets"]].sum()
+            )
+            found[seed], targets = here["nats"], here["targets"]
+        nats = pd.DataFrame(found).sort_index()
+        return nats.to_numpy().T, targets.reindex(nats.index).to_numpy(), list(nats.columns)
+
+
+def _places(run: Any) -> list[dict[str, Any]]:
+    """By package where the record says so, else all packages as one: losses at places from start to twice start."""
+    by_group = run.get("curves.perplexity.by_group")
+    if isinstance(by_group, list) and by_group and "start" in by_group[0]:
+        return by_group
+    return [
+        {"group": 0, "start": point["start"], "nats": point["loss"] * point["count"], "targets": point["count"]}
+        for point in run["curves.loss_by_position"]
+    ]
+
+
+def arms(records: Sequence[Record]) -> list[Arm]:
+    """All arms that were trained, those of one setting one after another; of a repeated run the latest."""
+    runs = frame(records, "training")
+    if runs.empty:
+        return []
+    runs["tried"] = runs["arm"].str.contains(" lr=", regex=False)
+    runs["arm"] = [name_of(run) for _, run in runs.iterrows()]
+    steps, size = runs["config.trainer.max_steps"], runs["config.data.tokens_per_step"]
+    runs["budget"] = steps * size
+    whole = runs["arm"] == "whole"
+    rows = runs["config.data.row_length"].astype(float)
+    window = runs.get("config.evaluation_options.long_context.window", pd.Series(np.nan, runs.index)).astype(float)
+    runs["T"] = rows.where(~whole, window.fillna(rows))
+    runs["staggered"] = runs.get("config.data.stagger", pd.Series(False, runs.index)).fillna(False).astype(bool) | whole
+    runs["tuning"] = runs["seed"] >= TUNING
+    runs["after"] = runs.get("config.trainer.init_from", pd.Series(None, runs.index)).notna()
+    keys = ["T", "budget", "config.model.d_model", "config.optimizer.lr", "staggered", "after", "tuning", "tried"]
+    found = []
+    for (*setting, name), group in runs.groupby([*keys, "arm"], sort=True):
+        latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
+        T, tokens, width, lr, *marks = setting
+        place = Setting(int(T), int(tokens), int(width), float(lr), *map(bool, marks))
+        found.append(Arm(name, place, latest))
+    return found
+
+
+def by_setting(found: Iterable[Arm]) -> dict[Setting, dict[str, Arm]]:
+    settings: dict[Setting, dict[str, Arm]] = {}
+    for arm in found:
+        settings.setdefault(arm.setting, {})[arm.name] = arm
+    return settings
+
+
+def of_one_start(*some: Arm) -> list[Arm]:
+    """Each without the seeds of which these arms' runs went on from different weights: they are no pairs."""
+    starts = [arm.runs["started_from_checksum"] for arm in some if "started_from_checksum" in arm.runs]
+    if not starts:
+        return list(some)
+    apart = pd.concat(starts, axis=1).nunique(axis=1) > 1
+    return [replace(arm, runs=arm.runs.drop(index=apart.index[apart], errors="ignore")) for arm in some]
+
+
+def paired(
+    arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Nats of one arm minus the other's (seeds, packages) at places from low up to high, and targets (packages,); with ``less``
+    also minus the difference of these two. Runs that went on from different weights are no pair. None without a seed and target
+    of all."""
+    first, *others = (one.losses(low, high) for one in of_one_start(arm, other, *reversed(less or ())))
+    nats, targets, seeds = first
+    both = [seed for seed in seeds if all(seed in theirs for _, _, theirs in others)]
+    if not both or not targets.size or not all(np.array_equal(targets, theirs) for _, theirs, _ in others):
+        return None
+    differences = nats[[seeds.index(seed) for seed in both]]
+    for sign, (nats, _, seeds) in zip((-1, 1, -1), others):
+        differences = differences + sign * nats[[seeds.index(seed) for seed in both]]
+    return differences[np.isfinite(differences).all(axis=1)], targets
+
+
+def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None) -> Resampled | None:
+    """One arm's loss minus the other's at places from low up to high, nats per target, as ``paired`` has it.
+
+    Of records that do not tell packages apart the interval is Student's t over seeds.
+    """
+    both = paired(arm, other, low, high, less)
+    if both is None:
+        return None
+    found = bootstrap(*both)
+    if found.groups > 1 or found.seeds < 2:
+        return found
+    differences, targets = both
+    means = pd.Series(differences.sum(axis=1) / targets.sum())
+    mean, bottom, top, count = interval(means) or (found.mean, np.nan, np.nan, found.seeds)
+    error = means.sem()
+    p = 2 * float(stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
+    return Resampled(mean, bottom, top, p, count, 1)
+
+
+def gain_pairs(arm: Arm, other: Arm, windows: int) -> tuple[np.ndarray, np.ndarray]:
+    arm, other = of_one_start(arm, other)
+    return difference_by_group(arm, other, GAINS, "gain", "documents", {"windows": windows})
+
+
+def dose(arm: Arm) -> float | None:
+    """Share of the tokens that stand behind another document in their row."""
+    behind = mean_of(arm, "tokens_behind_another")
+    return None if behind is None else behind / arm.runs["real_tokens"].mean()
+
+
+def mean_of(arm: Arm, metric: str) -> float | None:
+    return arm.runs[metric].mean() if metric in arm.runs else None
+
+
+def spans(T: int) -> dict[str, tuple[float, float]]:
+    return {"inside": (0, T), "beyond": (T, REACH * T)}
+
+
+COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7"}
+AFTER_NAME = "-post-training"
+AFTER = {"": False, AFTER_NAME: True}
+"""Ends of figures' names, and whether their runs went on from other runs' weights."""
+LEAST, MOST = 5, 16
+"""Powers of two between which places are drawn: before them differences are many times larger."""
+
+
+def starts_figures(records: Sequence[Record]) -> list[Figure]:
+    """Difference from zero against the place in the document over T; a panel for each setting, most seeds first.
+
+    Whole is in tables alone: it is ten times as far from zero as the others, and would flatten them.
+    """
+    every = by_setting(arms(records))
+    shown = [(s, here) for s, here in every.items() if not s.tuning and _pairs(here) > 1]
+    settings = dict(sorted(shown, key=lambda one: (-_pairs(one[1]), one[0].after)))
+    if not settings:
+        return []
+    fig, panels = axes(len(settings), width=max(6.0, 4.4 * min(3, len(settings))), height=3.8, columns=3)
+    for ax, (setting, here) in zip(panels, settings.items()):
+        ax.axhline(0, color=MUTED, linewidth=1.2, label="zero")
+        rungs = [name for name in STARTS.values() if name != "zero"]
+        seeds = {name: count for name in rungs if (count := _pairs(here, name)) > 1}
+        for name in seeds:
+            points = [
+                (2**power, contrast(here[name], here["zero"], 2**power * setting.T, 2 ** (power + 1) * setting.T))
+                for power in range(-4, 5)
+            ]
+            found = [(x * 2**0.5, one) for x, one in points if one and one.seeds > 1]
+            ax.errorbar(
+                [x for x, _ in found], [one.mean for _, one in found], yerr=_halves([one for _, one in found]),
+                color=COLORS[name], marker="o", linewidth=1.6, capsize=2, label=name,
+            )  # fmt: skip
+        ax.axvline(1, color="#b4b9c1", linewidth=1)
+        fewer = "".join(f", {name}: {count}" for name, count in seeds.items() if count < max(seeds.values()))
+        title = f"{setting.label()}\n{max(seeds.values())} seeds{fewer}"
+        ax.set(title=title, xscale="log", xlabel="place in the document / T", ylabel="nats minus zero's")
+        ax.set_xticks([1 / 16, 1 / 4, 1, 4, 16], ["1/16", "1/4", "1", "4", "16"])
+        ax.set_xticks([], minor=True)
+    legend_below(fig, columns=6)
+    caption = (
+        "Loss minus that of zero, by the place in the document over T; bars are 95 % intervals over seeds and packages."
+    )
+    return [finish(fig, "starts", caption)]
+
+
+def _pairs(here: dict[str, Arm], name: str = "own", other: str = "zero") -> int:
+    """Seeds that have both arms."""
+    if not {other, name} <= here.keys():
+        return 0
+    first, second = of_one_start(here[other], here[name])
+    return len(first.runs.index.intersection(second.runs.index))
+
+
+def leak_figures(records: Sequence[Record]) -> list[Figure]:
+    """What a leak does to the loss by the place in the document, and against its dose; also in post-training."""
+    settings = {
+        s: here for s, here in by_setting(arms(records)).items() if not s.tuning and _pairs(here, "leak", "rows") > 1
+    }
+    found = []
+    for end, after in AFTER.items():
+        part = {s: here for s, here in settings.items() if s.after == after}
+        found += [*_leaks_by_place(f"leaks{end}", part), *_doses(f"dose{end}", part)]
+    return found
+
+
+def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
+    if not settings:
+        return []
+    fig, (ax,) = axes(1, width=7.0)
+    for (setting, here), color in zip(settings.items(), itertools.cycle(COLORS.values())):
+        points = [
+            (2 ** (power + 0.5), contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)))
+            for power in range(LEAST, MOST)
+        ]
+        found = [(x, one) for x, one in points if one and one.seeds > 1]
+        ax.errorbar(
+            [x for x, _ in found], [one.mean for _, one in found], yerr=_halves([one for _, one in found]), color=color,
+            marker="o", linewidth=1.6, capsize=2, label=f"{setting.label()}, {_pairs(here, 'leak', 'rows')} seeds",
+        )  # fmt: skip
+    ax.axhline(0, color=MUTED, linewidth=1.2)
+    ax.set(xscale="log", xlabel="place in the document", ylabel="loss: leak minus rows, nats")
+    ax.set_xticks([64, 256, 1024, 4096, 16384], ["64", "256", "1024", "4096", "16,384"])
+    ax.set_xticks([], minor=True)
+    legend_below(fig, columns=1)
+    after = "; runs that went on from zero" if name.endswith(AFTER_NAME) else ""
+    caption = (
+        f"Leak minus the same rows with reset, by the place in the document from {2**LEAST} on, each document read from "
+        f"zero{after}; bars are 95 % intervals over seeds and packages."
+    )
+    return [finish(fig, name, caption)]
+
+
+def _halves(found: Sequence[Resampled]) -> np.ndarray:
+    """Lengths of error bars; 0 without an interval."""
+    return np.maximum(np.nan_to_num([[one.mean - one.low for one in found], [one.high - one.mean for one in found]]), 0)
+
+
+def _doses(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
+    known = [(dose(here["leak"]), s, here) for s, here in settings.items()]
+    doses = sorted(((100 * share, s, here) for share, s, here in known if share is not None), key=lambda one: one[0])
+    if len(doses) < 2:
+        return []
+    fig, panels = axes(2, width=9.0)
+    losses = [contrast(here["leak"], here["rows"], 0, np.inf) for _, _, here in doses]
+    gains = [bootstrap(*gain_pairs(here["leak"], here["rows"], 4)) for _, _, here in doses]
+    lines = [(0, "loss, all places", "#0072B2", losses)]
+    lines.append((1, "context gain at 4 T", "#009E73", [one if one.seeds else None for one in gains]))
+    for panel, label, color, found in lines:
+        points = [(share, one) for (share, *_), one in zip(doses, found) if one is not None and one.seeds > 1]
+        x, y = [share for share, _ in points], [one.mean for _, one in points]
+        errors = _halves([one for _, one in points])
+        panels[panel].errorbar(x, y, yerr=errors, color=color, marker="o", linestyle="none", capsize=2, label=label)
+    for ax, ylabel in zip(panels, ("loss: leak minus rows, nats", "context gain: leak minus rows, nats")):
+        ax.axhline(0, color=MUTED, linewidth=1.2)
+        names = [f"{share:.3g} %\nT = {s.T}" for share, s, _ in doses]
+        ax.set(xscale="log", xlabel="tokens behind another document", ylabel=ylabel)
+        ax.set_xticks([share for share, *_ in doses], names)
+        ax.set_xticks([], minor=True)
+    legend_below(fig, columns=3)
+    caption = (
+        "Leak minus the same rows with reset, by the share of tokens that stand behind another document, which "
+        f"grows with T{'; runs that went on from zero' if name.endswith(AFTER_NAME) else ''}; 95 % intervals."
+    )
+    return [finish(fig, name, caption)]
+
+
+def figures(records: Sequence[Record]) -> list[Figure]:
+    """``records`` are of one corpus."""
+    return [*starts_figures(records), *leak_figures(records)]
+
 
 MARGIN = 0.005
 MIDDLE = 2048

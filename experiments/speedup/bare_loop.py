@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.speedup.arms import BARE, BREAKDOWN, Arm, Documents, Feed, PeerLM, feed
-from experiments.speedup.breakdown import by_family
-from experiments.speedup.config import TOLERANCES
-from experiments.speedup.model import Model
+from experiments.speedup.model import BARE, BREAKDOWN, TOLERANCES, Arm, Documents, Feed, Model, PeerLM, by_family, feed
 from packmamba import timing
 from packmamba.data.batch import PackedBatch
 from packmamba.ops.cuda import schedule_bytes

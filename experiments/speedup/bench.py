@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 
 from experiments.speedup import bare_loop, steps
-from experiments.speedup.arms import BARE, BREAKDOWN, STEPS
-from experiments.speedup.config import Config
-from experiments.speedup.model import Model
+from experiments.speedup.model import BARE, BREAKDOWN, STEPS, Config, Model
 from packmamba.records import provenance
 from packmamba.reproduce import Bench
 from packmamba.timing import free_memory

@@ -1,19 +1,290 @@
-"""One model size in a bench: its weights, its documents, and the records that its arms leave."""
+"""Arms, configuration and records of the bench of whole models, and where a call's time goes by family of kernels."""
 
 from __future__ import annotations
 
+import math
+import re
 import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional, cast
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from experiments.speedup.arms import Documents
-from experiments.speedup.breakdown import Breakdown
-from experiments.speedup.config import Config, run_config
+from packmamba import timing
+from packmamba.config import Config as RunConfig
+from packmamba.config import DataConfig, key, load_config
+from packmamba.data.batch import PackedBatch, Rows
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
+from packmamba.data.packing import STRATEGIES, plan_rows
+from packmamba.data.schedule import micro_batches
+from packmamba.data.token_store import Corpus
+from packmamba.nn import MambaLM
+from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record
 from packmamba.training.lit_module import PackedLitModule
+
+BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"
+
+
+@dataclass
+class Arm:
+    """What the tables compare: how documents become rows, and what computes them. Its records hold all but ``parts``."""
+
+    strategy: str = key(
+        "best_fit_decreasing",
+        "How documents become rows.",
+        choices=tuple(name for name in STRATEGIES if name != "concat_split"),
+    )
+    row_length: Optional[int] = key(
+        None, "Slots of a row; null: as many as each document (single) or each batch's longest (padded) has.", low=1
+    )
+    sorted_by_length: bool = key(False, "Documents are sorted by length before they are arranged.")
+    layers: str = key(
+        "packmamba",
+        "packmamba, or mamba-ssm, which leaks where rows are packed and is left out where it is not installed.",
+        choices=("packmamba", "mamba-ssm"),
+    )
+    graphs: bool = key(False, "Forward and backward are CUDA graphs (packmamba.training.cuda_graphs).")
+    parts: list[str] = key(
+        [BARE],
+        "The bench's parts that it takes part in.",
+        choices=(BARE, BREAKDOWN, STEPS),
+        check=("at least one part", bool),
+    )
+
+    @property
+    def packs(self) -> bool:
+        return self.strategy not in ("single", "padded")
+
+    @property
+    def peer(self) -> bool:
+        return self.layers == "mamba-ssm"
+
+    @property
+    def leaks(self) -> bool:
+        return self.peer and self.packs
+
+    def fields(self) -> dict[str, Any]:
+        """What its records hold of it."""
+        return {name: value for name, value in asdict(self).items() if name != "parts"}
+
+    def data(self, **others: Any) -> DataConfig:
+        """The configuration that arranges so."""
+        return DataConfig(batching="stream", strategy=self.strategy, row_length=self.row_length, **others)
+
+
+class Documents:
+    """Random documents of given lengths, in memory, as Rows read them."""
+
+    def __init__(self, lengths: np.ndarray, vocab_size: int, seed: int) -> None:
+        self.lengths = lengths
+        ends = np.cumsum(lengths, dtype=np.int64)
+        self._parts = np.stack([ends - lengths, ends], axis=1)
+        self._tokens = np.random.default_rng(seed).integers(vocab_size, size=int(ends[-1]))
+
+    def document(self, number: int) -> np.ndarray:
+        start, end = self._parts[number]
+        return self._tokens[start:end]
+
+
+@dataclass
+class Feed:
+    """An arm's batches of all the documents, and which documents lie in each, in order."""
+
+    rows: Rows
+    groups: list[np.ndarray]
+
+    @property
+    def padding_fraction(self) -> float:
+        _, tokens, slots, *_ = self.rows.count(self.groups)
+        return 1 - tokens / slots
+
+    @property
+    def tokens_per_batch(self) -> float:
+        return int(self.rows.length.sum()) / len(self.groups)
+
+    def sample(self, count: int) -> list[PackedBatch]:
+        """``count`` of the batches, evenly spread over their sizes: few that stand for all."""
+        sizes = [self.rows.count([rows])[1] for rows in self.groups]
+        by_size = np.argsort(sizes, kind="stable")
+        count = min(count, len(by_size))
+        return [self.rows.batch(self.groups[by_size[(2 * i + 1) * len(by_size) // (2 * count)]]) for i in range(count)]
+
+    def all(self) -> list[tuple[PackedBatch, list[int]]]:
+        """Every batch and the documents in it, in the order of its tokens."""
+        of_row = np.split(self.rows.document, self.rows.row_offsets[1:-1])
+        return [
+            (self.rows.batch(rows), [document for row in rows for document in of_row[row].tolist()])
+            for rows in self.groups
+        ]
+
+
+def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
+    """The documents as the arm arranges them, in batches of at most ``slots`` slots. ValueError if a row cannot hold one."""
+    lengths = documents.lengths.astype(np.int64)
+    order = np.argsort(lengths, kind="stable") if arm.sorted_by_length else np.arange(len(lengths))
+    plan = plan_rows(lengths[order], row_length=arm.row_length, strategy=arm.strategy)
+    rows = Rows.of(cast(Corpus, documents), order, np.zeros_like(order), lengths[order], plan)
+    return Feed(rows, micro_batches(rows, np.arange(len(rows)), arm.data(max_tokens_per_batch=slots)))
+
+
+class PeerLM(nn.Module):
+    """mamba-ssm's blocks as its users run them: fast path, fused add and norm, residual in float32; eager.
+
+    Shares its parameters with ``model``. Raises ValueError if mamba-ssm is not installed.
+    """
+
+    backbone: Any
+
+    def __init__(self, model: MambaLM) -> None:
+        super().__init__()
+        block, mixer = _peer("mamba_ssm", "modules.block", "Block"), _peer("mamba_ssm", "modules.mamba_simple", "Mamba")
+        norm, self._norm = (_peer("mamba_ssm", "ops.triton.layer_norm", name) for name in ("RMSNorm", "layer_norm_fn"))
+        c = model.config
+        settings = {key: c[key] for key in ("d_state", "d_conv", "expand", "dt_rank") if key in c}
+        with torch.device("meta"):
+            layers = [
+                block(
+                    c["d_model"], lambda width: mixer(width, **settings), nn.Identity, norm, fused_add_norm=True,
+                    residual_in_fp32=True,
+                )
+                for _ in range(c["n_layer"])
+            ]  # fmt: skip
+            self.backbone = nn.Module()
+            self.backbone.embedding = nn.Embedding(c["vocab_size"], c["d_model"])
+            self.backbone.layers = nn.ModuleList(layers)
+            self.backbone.norm_f = norm(c["d_model"])
+            self.lm_head = nn.Linear(c["d_model"], c["vocab_size"], bias=False)
+        self.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+
+    def loss(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """The summed cross-entropy and (B, L) that at each slot, zero where there is no target. Rows leak."""
+        hidden, residual = self.backbone.embedding(batch.tokens), None
+        for layer in self.backbone.layers:
+            hidden, residual = layer(hidden, residual)
+        norm = self.backbone.norm_f
+        hidden = self._norm(hidden, norm.weight, norm.bias, residual=residual, eps=norm.eps, is_rms_norm=True)
+        logits = self.lm_head(hidden).float()
+        losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+        losses = torch.where(batch.loss_mask, losses.view(batch.targets.shape), 0)
+        return losses.sum(), losses.detach()
+
+
+PARTS = (BARE, BREAKDOWN, STEPS)
+# Of the losses of single tokens, against those of documents alone, in units of their standard deviation. Rounding through 48
+# blocks in bfloat16 makes 2.5e-2, and a leak 1.6e-1; through 24, 1e-2 and 5e-2.
+TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-4}
+DISTRIBUTION = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
+
+
+@dataclass
+class Config:
+    experiment: str = key("speedup", "The question, which the records name.")
+    models: list[str] = key(["130m", "1.4b", "2.8b"], "Sizes in configs/model.")
+    overrides: list[str] = key([], "key=value of run configurations that hold for all, such as model.compile=true.")
+    parts: list[str] = key(
+        list(PARTS),
+        "forward_backward: the bare loop; breakdown: its kernels; steps: optimizer steps through Lightning.",
+        choices=PARTS,
+    )
+    arms: dict[str, Arm] = key({}, "By name; arms=[single,padded-2048] takes some of the file's.")
+    distribution: str = key("documents-2k", "Distribution of the documents' lengths.", choices=DISTRIBUTION)
+    documents: int = key(4096, "Documents that every arm arranges.", low=1)
+    slots: int = key(16384, "Most slots of a batch, and real tokens of an optimizer step.", low=1)
+    batches: int = key(2, "Batches of each arm that stand for all, evenly spread over their sizes.", low=1)
+    single_batches: int = key(8, "The same for single, whose batch is a document.", low=1)
+    rounds: int = key(3, "How often each arm is timed, in turns.", low=1)
+    dtype: str = key("bfloat16", "Of the bare loop's weights; A and D are float32 as in mamba-ssm.", choices=TOLERANCES)
+    precision: str = key("bf16-mixed", "Lightning's, of the steps.", choices=("32-true", "bf16-mixed", "bf16-true"))
+    num_workers: int = key(2, "Processes that prepare the batches of steps.", low=0)
+    peak_flops_per_second: Optional[float] = key(None, "Of which model FLOP utilisation is a share.", above=0)
+    seed: int = key(0, "Of lengths, tokens and weights.", low=0)
+
+    def taking_part(self, part: str) -> dict[str, Arm]:
+        """Return the arms that take part in a part."""
+        return {name: arm for name, arm in self.arms.items() if part in arm.parts}
+
+
+def run_config(model: str, overrides: list[str]) -> RunConfig:
+    """Return the configuration of a run of a model size."""
+    return load_config(None, [f"model={model}", *overrides])
+
+
+# The first that matches a kernel's name (on a CPU, an operator's) is its family.
+FAMILIES = {
+    "conv": r"conv1d|convparams",
+    "scan": r"ssm|scanparams|selective_scan|scheduleparams|::schedule\(",
+    "optimizer": r"multi_tensor|fused_?adam|foreach|AdamW",
+    "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter",
+    "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|bmm|linear)$",
+    "loss": r"log_?softmax|nll_loss|cross_entropy|logsumexp|_softmax",
+    "norm and elementwise": r"triton|norm|aten::|at::native|at_cuda_detail",
+}
+OTHER = "other"
+LAUNCH = 10.0
+"""Microseconds: shorter gaps between kernels are those of launching, whatever the host does."""
+
+
+@dataclass
+class Breakdown:
+    """Of calls that were profiled: seconds by family, every family and "other"; (family, name, seconds) of each kernel, slowest
+    first; and seconds in which none ran, and of these those of gaps as short as launching makes them."""
+
+    families: dict[str, float]
+    kernels: list[tuple[str, str, float]]
+    idle: float
+    gaps: float = 0.0
+
+
+def by_family(call: Callable[[], Any], device: torch.device) -> Breakdown:
+    """Where a call's time goes."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        taken = timing.seconds(call, device)
+    return sort_kernels(profiler, on_gpu, taken)
+
+
+def sort_kernels(profiler: profile, on_gpu: bool, taken: float) -> Breakdown:
+    """The same of a profile that has ended, of calls that took so many seconds."""
+    gaps = 0.0
+    if on_gpu:
+        events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        by_name, gaps = exclusive((event.time_range.start, event.time_range.end, event.name) for event in events)
+    else:
+        by_name = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    families = dict.fromkeys([*FAMILIES, OTHER], 0.0)
+    kernels = []
+    for name, microseconds in by_name.items():
+        family = family_of(name)
+        families[family] += microseconds / 1e6
+        kernels.append((family, name, microseconds / 1e6))
+    idle = max(0.0, taken - sum(families.values()))
+    return Breakdown(families, sorted(kernels, key=lambda kernel: -kernel[2]), idle, min(idle, gaps / 1e6))
+
+
+def exclusive(events: Iterable[tuple[float, float, str]]) -> tuple[dict[str, float], float]:
+    """Time by name of (start, end, name): where several run, it is the one's that started first; and that of all gaps below
+    ``LAUNCH``.
+
+    A kernel that is launched early, and waits for the one before it to end, has only its own end counted.
+    """
+    taken: dict[str, float] = {}
+    covered, gaps = -math.inf, 0.0
+    for start, end, name in sorted(events):
+        taken[name] = taken.get(name, 0.0) + max(0.0, end - max(start, covered))
+        gaps += start - covered if 0 < start - covered < LAUNCH else 0.0
+        covered = max(covered, end)
+    return taken, gaps
+
+
+def family_of(name: str) -> str:
+    return next((family for family, pattern in FAMILIES.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 class Model:

@@ -366,7 +366,7 @@ FAMILIES = (
     "other",
     "idle",
 )
-"""Metrics of a record, seconds of one call each; experiments.speedup.breakdown measures them."""
+"""Metrics of a record, seconds of one call each; experiments.speedup.model measures them."""
 _PARTS = {"forward_backward": "forward, backward", "steps": "optimizer step"}
 
 

@@ -12,9 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from experiments.speedup.arms import STEPS, Arm, feed
-from experiments.speedup.config import run_config
-from experiments.speedup.model import Model
+from experiments.speedup.model import STEPS, Arm, Model, feed, run_config
 from packmamba import timing
 from packmamba.config import Config
 from packmamba.data.batch import StepBatch
