@@ -94,7 +94,7 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"arms": {}}, "arms: expected at least one arm"),
         ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
         ({"arms": {"x": {"trainer.boundary": "lek"}}}, "trainer.boundary: expected one of"),
-        ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected split"),
+        ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected concat_split"),
         ({"arms": {"x": {"runs_dir": "y"}}}, "arms.x.runs_dir: expected no such key"),
         ({"arms": {"x": {"model": {"d_state": 2}}}, "grid": {"model.d_state": [4]}}, "grid.model.d_state: .*arms.x"),
         ({"base": "missing.yaml"}, "missing.yaml"),
