@@ -68,7 +68,7 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
             failed = False
         except Exception as error:  # a model that does not run here does not end the audit
             said, failed = f"{type(error).__name__}: {' '.join(str(error).split())}", True
-            result = LeakCheckResult(boundaries, {"evaluation": ModeResult("evaluation mode", raises=said)})
+            result = LeakCheckResult(boundaries, {"evaluation": ModeResult("evaluation", raises=said)})
         append_record(records_path, _record(c, arm, of, boundaries, model, result, failed, time.perf_counter() - begun))
 
 

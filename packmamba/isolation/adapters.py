@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,6 @@ Call = Callable[[Tensor, Sequence[int]], Tensor]
 """tokens (1, L) int64 and the documents' lengths -> logits (1, L, V)."""
 
 
-def one_row(marks: Tensor, lengths: Sequence[int]) -> Tensor:
-    return marks[None]
-
-
 @dataclass(frozen=True)
 class DocumentInput:
     """One way to put documents into a model's rows.
@@ -38,7 +33,7 @@ class DocumentInput:
 
     name: str
     call: Call
-    place: Callable[[Tensor, Sequence[int]], Tensor] = one_row
+    place: Callable[[Tensor, Sequence[int]], Tensor] = lambda marks, lengths: marks[None]
 
 
 @dataclass(frozen=True)
@@ -87,27 +82,10 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedModel:
         raise ValueError(f"boundaries: expected none, since the model is given a {own}; got {boundaries!r}")
     if ours:
         return _adapt_mamba_lm(model, vocab_size)
-    _check_takes_lengths(model)
     modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
 
-    def call(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        return model(tokens, list(lengths))
-
+    call: Call = lambda tokens, lengths: model(tokens, list(lengths))  # noqa: E731
     return CheckedModel([DocumentInput("packed", call)], [], call, None, modules, vocab_size or 32, own, longest=128)
-
-
-def _check_takes_lengths(function: Any) -> None:
-    try:
-        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except ValueError:  # it has none
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise TypeError(
-            "model_or_callable: expected a model that takes input_ids, or a callable that takes tokens and lengths, got "
-            f"{getattr(function, '__name__', type(function).__name__)}{signature}"
-        ) from None
 
 
 def _adapt_mamba_lm(model: MambaLM, vocab_size: int | None) -> CheckedModel:
@@ -128,8 +106,9 @@ def _adapt_mamba_lm(model: MambaLM, vocab_size: int | None) -> CheckedModel:
 def _adapt_model(model: nn.Module, boundaries: str, vocab_size: int | None) -> CheckedModel:
     names = tuple(boundaries.split("+")) if isinstance(boundaries, str) else ()
     if not names or not set(names) <= set(ARGUMENTS) or ("attention_mask" in names and len(names) > 1):
-        joined = "several but attention_mask joined by +"
-        raise ValueError(f"boundaries: expected one of {', '.join(ARGUMENTS)} ({joined}), got {boundaries!r}")
+        raise ValueError(
+            f"boundaries: expected {', '.join(ARGUMENTS[:3])} (or several joined by +) or attention_mask, got {boundaries!r}"
+        )
     known, open_ended = _parameters(model)
     config = getattr(model, "config", None)
     no_cache = {"use_cache": False} if "use_cache" in known or hasattr(config, "use_cache") else {}
@@ -149,9 +128,6 @@ def _adapt_model(model: nn.Module, boundaries: str, vocab_size: int | None) -> C
     def padded(rows: Tensor, own: Tensor) -> Tensor:
         return logits(rows, attention_mask=own.long())
 
-    def alone(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        return logits(tokens)
-
     sides = [_padded(padded, side) for side in ("left", "right")] if "attention_mask" in known or open_ended else []
     masked = names == ("attention_mask",)
     text = getattr(config, "text_config", None) or config
@@ -164,8 +140,8 @@ def _adapt_model(model: nn.Module, boundaries: str, vocab_size: int | None) -> C
     return CheckedModel(
         sides if masked else [DocumentInput("packed", packed)],
         [] if masked else sides,
-        alone,
-        None if masked else alone,
+        lambda tokens, lengths: logits(tokens),
+        None if masked else lambda tokens, lengths: logits(tokens),
         [model],
         vocab_size or known_ids,
         boundaries,
@@ -219,13 +195,10 @@ def _parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
 
 def _modules_of(function: Any) -> list[nn.Module]:
     """List the modules that a callable computes with, as far as it shows: bound, enclosed, or named in its code."""
-    if isinstance(function, functools.partial):
-        parts = [function.func, *function.args, *function.keywords.values()]
-        return [m for part in parts for m in ([part] if isinstance(part, nn.Module) else _modules_of(part))]
     seen: list[Any] = [getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
     if inspect.isfunction(inner := getattr(function, "__func__", function)):
         enclosed = inspect.getclosurevars(inner)
-        seen += [*enclosed.nonlocals.values(), *enclosed.globals.values(), *(inner.__defaults__ or ())]
+        seen += [*enclosed.nonlocals.values(), *enclosed.globals.values()]
     for owner in list(seen):
         plain = not isinstance(owner, (nn.Module, type)) and not inspect.ismodule(owner)
         if plain and not inspect.isroutine(owner) and hasattr(owner, "__dict__"):

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from packmamba.isolation import probes
 from packmamba.isolation.adapters import CheckedModel, DocumentInput, adapt
-from packmamba.isolation.probes import (
-    WithoutDropout,
-    crossing_gradients,
-    eager,
-    first_module,
-    logits_of,
-    moved,
-    routes,
-    spans,
-    undisturbed,
-    without_hub_kernels,
-)
+from packmamba.isolation.probes import logits_of, moved
 from packmamba.isolation.result import LeakCheckResult, ModeResult
 
 ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65))
@@ -44,8 +33,7 @@ def leakcheck(
 
     Forward: a document's last token is changed, another's first token, and for each document everything but it. Backward: a
     document's loss is differentiated by what all tokens are embedded to. Then each document is computed alone. Random states,
-    modes, buffers, gradients and weights are left as they were; each call draws the same random numbers. A model of
-    transformers that does not run with the kernels that are installed is checked without them, and a note says so.
+    modes, buffers, gradients and weights are left as they were; each call draws the same random numbers.
 
     Args:
         model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument (called with
@@ -75,38 +63,20 @@ def leakcheck(
                 check(model, way, row, mode, alone)
         return mode
 
-    def two_tokens() -> torch.Tensor:
-        with torch.no_grad():
-            return logits_of(model.alone, torch.zeros(2, dtype=torch.int64, device=model.device), [2])
-
-    with ExitStack() as stack:
-        stack.enter_context(undisturbed(model.modules))
+    with probes.undisturbed(model.modules):
         for module in model.modules:
             module.eval()
-        own = stack.enter_context(without_hub_kernels(model.modules, two_tokens))
         if not model.vocab_size:
-            model = replace(model, vocab_size=two_tokens().shape[-1])
-        first = checked("evaluation mode" if model.modules else "as it is", rows, True)
-        result.modes["evaluation" if model.modules else "as it is"] = first
-        if own:
-            first.notes.append(
-                "Checked without the installed kernels: with them the model does not run on this device."
-            )
-        if first.raises is not None or not model.modules:
-            return result
-        result.padding = {way.name: padding_is_harmless(model, way, rows[0]) for way in model.padded}
-        for module in model.modules:
-            module.train()
-        mode = checked("training mode", rows[:1], False)
-        if mode.leaks and not first.leaks:
-            with WithoutDropout(), eager():
-                other = checked("training mode", rows[:1], False)
-            if not other.leaks:
-                mode = other
-                mode.notes.append(
-                    "Checked without dropout: with it, other documents decide which random numbers are drawn."
-                )
-        result.modes["training"] = mode
+            two = torch.zeros(2, dtype=torch.int64, device=model.device)
+            with torch.no_grad():
+                model = replace(model, vocab_size=logits_of(model.alone, two, [2]).shape[-1])
+        name = "evaluation" if model.modules else "as it is"
+        first = result.modes[name] = checked(name, rows, True)
+        if first.raises is None and model.modules:
+            result.padding = {way.name: padding_is_harmless(model, way, rows[0]) for way in model.padded}
+            for module in model.modules:
+                module.train()
+            result.modes["training"] = checked("training", rows[:1], False)
     return result
 
 
@@ -119,7 +89,7 @@ class Documents:
         if len(ids) < 2:
             raise ValueError(f"vocab_size: expected two ids without a meaning of their own, got {len(ids)}")
         self.lengths = list(lengths)
-        self.spans = spans(lengths)
+        self.spans = probes.spans(lengths)
         self._ids = ids.to(model.device)
         drawn = torch.randint(len(ids), (sum(lengths),), generator=torch.Generator().manual_seed(1))
         self._drawn = drawn.to(model.device)
@@ -175,32 +145,31 @@ def check(model: CheckedModel, way: DocumentInput, lengths: Sequence[int], mode:
         dtype = _computed_in(base, model)
         failed = _forward(way, documents, base, mode, ROUNDING[dtype] * scale)
         if single is not None:
-            tolerance = TOLERANCES[dtype]
             difference = max(_relative(base[a:b], single[a:b]) for a, b in documents.spans)
-            mode.difference, mode.tolerance = max(difference, mode.difference or 0.0), tolerance
-            mode.same_as_alone = mode.same_as_alone is not False and difference <= tolerance
+            mode.difference = max(difference, mode.difference or 0.0)
+            mode.same_as_alone = mode.same_as_alone is not False and difference <= TOLERANCES[dtype]
             if model.unmarked is not None and mode.ignored is not False:
                 unmarked = logits_of(model.unmarked, documents.tokens, documents.lengths)
                 mode.ignored = not moved(base, unmarked).any()
     looked_at = [documents.spans[number] for number in sorted({(len(lengths) - 1) // 2, len(lengths) - 1})]
-    crossed, why = crossing_gradients(way, documents.tokens, documents.lengths, looked_at)
+    crossed = probes.crossing_gradients(way, documents.tokens, documents.lengths, looked_at)
     if crossed is not None:
         mode.isolated_backward = mode.isolated_backward is not False and not crossed
-    elif why not in mode.notes:
-        mode.notes.append(why)
+    elif "The logits have no gradient." not in mode.notes:
+        mode.notes.append("The logits have no gradient.")
     if failed is None:
         mode.isolated_forward = mode.isolated_forward is not False
         return
     tokens, watched, largest = failed
     mode.largest = max(mode.largest, largest)
     small = crossed is False and largest <= ROUNDING[dtype] * scale
-    if small and routes(way, documents.tokens, documents.lengths):
+    if small and probes.routes(way, documents.tokens, documents.lengths):
         mode.rounding, mode.after, mode.before, mode.endless = True, 0, 0, False
         mode.isolated_forward = mode.isolated_forward is not False
         return
     mode.isolated_forward = False
     if mode.module is None and watched is not None:
-        mode.module = first_module(way, model.modules, documents.tokens, tokens, documents.lengths, watched)
+        mode.module = probes.first_module(way, model.modules, documents.tokens, tokens, documents.lengths, watched)
 
 
 def _forward(

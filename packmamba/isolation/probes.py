@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +23,11 @@ SEED = 0
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore random states, modes and buffers on leaving."""
-    everything = [module for root in modules for module in root.modules()]
-    training = [module.training for module in everything]
-    buffers = [dict(module._buffers) for module in everything]
-    values = [b.clone() for found in buffers for b in found.values() if b is not None]
+    saved = [
+        (module, module.training, {n: (b, None if b is None else b.clone()) for n, b in module._buffers.items()})
+        for root in modules
+        for module in root.modules()
+    ]
     states = random.getstate(), np.random.get_state()  # noqa: NPY002, what a model's code may draw from
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
@@ -36,12 +36,11 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
-        saved = iter(values)
-        for module, flag, found in zip(everything, training, buffers):
-            module.training = flag
-            module._buffers.update(found)
-            for buffer in found.values():
-                if buffer is not None and not _same(buffer, value := next(saved)):
+        for module, training, buffers in saved:
+            module.training = training
+            for name, (buffer, value) in buffers.items():
+                module._buffers[name] = buffer
+                if buffer is not None and (buffer.shape != value.shape or moved(buffer, value).any()):
                     with torch.no_grad():
                         buffer.copy_(value)
 
@@ -74,10 +73,6 @@ def logits_of(call: Callable[..., Tensor], tokens: Tensor, lengths: Sequence[int
 def moved(one: Tensor, other: Tensor) -> Tensor:
     """Mark values that differ by any bit; NaN equals NaN."""
     return (one != other) & ~(one.isnan() & other.isnan()) if one.is_floating_point() else one != other
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and not bool(moved(one, other).any())
 
 
 def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
@@ -118,20 +113,6 @@ class Entries(TorchFunctionMode):
         return result.clone()  # may be written to
 
 
-class WithoutDropout(TorchFunctionMode):
-    """Disable dropout."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if "dropout" in name and args:
-            return args[0]
-        if name == "scaled_dot_product_attention":
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        return func(*args, **kwargs)
-
-
 class Routing(TorchDispatchMode):
     """Detect routing, as in mixtures of experts, where some tokens decide the shapes of products of others."""
 
@@ -155,8 +136,8 @@ def routes(way: DocumentInput, tokens: Tensor, lengths: Sequence[int]) -> bool:
 
 def crossing_gradients(
     way: DocumentInput, tokens: Tensor, lengths: Sequence[int], documents: Sequence[tuple[int, int]]
-) -> tuple[bool | None, str]:
-    """Return whether the loss of any of ``documents`` (spans of slots) has a gradient outside it; None and a reason: no gradient.
+) -> bool | None:
+    """Return whether the loss of any of ``documents`` (spans of slots) has a gradient outside it; None: there is no gradient.
 
     The loss is a random linear form of the document's logits. A NaN gradient counts as one.
     """
@@ -168,29 +149,24 @@ def crossing_gradients(
             return way.call(rows, own)
 
     with torch.enable_grad(), eager():
-        try:
-            logits = logits_of(call, tokens, lengths)
-            entries = caught[0].found
-            if not logits.requires_grad or not entries:
-                return None, "the logits have no gradient"
-            weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED)).to(logits)
-            crossed, reached = False, False
-            for begin, end in documents:
-                part = logits[begin:end]
-                loss = torch.where(part.isfinite(), part * weights[begin:end], 0.0).sum()
-                inside = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-                inside[begin:end] = True
-                own = way.place(inside, lengths)
-                for gradient in torch.autograd.grad(loss, entries, retain_graph=True, allow_unused=True):
-                    marks = None if gradient is None else by_slot(gradient != 0, *own.shape)
-                    if marks is not None:
-                        crossed = crossed or bool((marks & ~own).any())
-                        reached = reached or bool((marks & own).any())
-        except RuntimeError as error:
-            if "heckpoint" not in str(error):
-                raise
-            return None, "reentrant checkpointing does not let its gradients be looked at"
-    return (crossed, "") if crossed or reached else (None, "the logits have no gradient at the model's own tokens")
+        logits = logits_of(call, tokens, lengths)
+        entries = caught[0].found
+        if not logits.requires_grad or not entries:
+            return None
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED)).to(logits)
+        crossed, reached = False, False
+        for begin, end in documents:
+            part = logits[begin:end]
+            loss = torch.where(part.isfinite(), part * weights[begin:end], 0.0).sum()
+            inside = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+            inside[begin:end] = True
+            own = way.place(inside, lengths)
+            for gradient in torch.autograd.grad(loss, entries, retain_graph=True, allow_unused=True):
+                marks = None if gradient is None else by_slot(gradient != 0, *own.shape)
+                if marks is not None:
+                    crossed = crossed or bool((marks & ~own).any())
+                    reached = reached or bool((marks & own).any())
+    return crossed if crossed or reached else None
 
 
 def first_module(
@@ -258,37 +234,3 @@ def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Return each document's (begin, end)."""
     ends = np.cumsum(lengths).tolist()
     return [(end - n, end) for end, n in zip(ends, lengths)]
-
-
-@contextmanager
-def without_hub_kernels(modules: Sequence[nn.Module], run: Callable[[], Any]) -> Iterator[bool]:
-    """Replace transformers' kernel wrappers by the functions they wrap, if the model does not run with them; yield whether so.
-
-    A wrapper calls an installed kernel whatever device its tensors are on. ``run`` calls the model.
-    """
-
-    def runs() -> bool:
-        try:
-            run()
-        except Exception:  # of any kind; the check raises it again
-            return False
-        return True
-
-    names = {type(part).__module__ for root in modules for part in root.modules()}
-    wrapped = [
-        (module, name, function)
-        for module in [sys.modules[name] for name in sorted(names) if name.startswith("transformers.")]
-        for name, function in list(vars(module).items())
-        if inspect.isfunction(function) and function.__module__ == module.__name__ and hasattr(function, "__wrapped__")
-    ]
-    wrapped = wrapped if wrapped and not runs() else []
-    try:
-        for module, name, function in wrapped:
-            setattr(module, name, inspect.unwrap(function))
-        helps = bool(wrapped) and runs()
-        for module, name, function in [] if helps else wrapped:
-            setattr(module, name, function)  # the model's own error
-        yield helps
-    finally:
-        for module, name, function in wrapped:
-            setattr(module, name, function)

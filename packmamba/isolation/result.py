@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-CONVOLUTION = 8
-"""Maximum tokens that a short convolution reaches: the widest in use, and one more."""
+from typing import Any
 
 
 @dataclass
@@ -21,7 +19,7 @@ class ModeResult:
         after: tokens behind a document that its changed last token reaches; ``endless``: up to the end of the row.
         before: tokens of earlier documents that a document's changed first token reaches.
         module: the first module whose output another document changes.
-        difference: largest relative difference between a document packed and alone; ``tolerance``: its bound for rounding.
+        difference: largest relative difference between a document packed and alone.
         rounding: other documents change logits by rounding alone: no gradient connects them.
         ignored: the boundary argument changes no bit; None: there is none.
         raises: the error of a model that refuses the boundary argument.
@@ -38,7 +36,6 @@ class ModeResult:
     before: int = 0
     module: str | None = None
     difference: float | None = None
-    tolerance: float | None = None
     rounding: bool = False
     ignored: bool | None = None
     raises: str | None = None
@@ -52,40 +49,23 @@ class ModeResult:
         if self.raises is not None:
             yield f"{self.name}: refuses {boundaries}: {self.raises}"
             return
-        if self.isolated_forward:
-            yield f"{self.name}: changing other documents changes no bit of a document's logits."
-        else:
-            yield f"{self.name}: changing other documents changes a document's logits, by up to {self.largest:.2g}."
-        if self.after:
-            yield f"  A document's last token reaches the documents behind it: {_reach(self.after, self.endless)}."
-        if self.before:
-            yield f"  A document's first token reaches {self.before} tokens of the documents before it."
-        if self.module is not None:
-            yield f"  The first module that leaks is {self.module}."
+        changed = "no bit of a document's logits"
+        if not self.isolated_forward:
+            reach = f", {self.after} tokens behind it and {self.before} before" if self.after or self.before else ""
+            changed = f"a document's logits, by up to {self.largest:.2g}{reach}"
+        elif self.rounding:
+            changed = f"a document's logits by rounding alone ({self.largest:.1g}), without a gradient"
+        yield f"{self.name}: changing other documents changes {changed}."
         if self.isolated_backward is not None:
             yield f"  A document's loss has {'no' if self.isolated_backward else 'a'} gradient at another document's tokens."
-        if self.rounding:
-            yield (
-                f"  Logits change by rounding alone ({self.largest:.1g}): other documents decide the shapes of products, as in "
-                "mixtures of experts, and no gradient connects them."
-            )
+        if self.module is not None:
+            yield f"  The first module that leaks is {self.module}."
         if self.difference is not None:
-            verb = "are those of" if self.same_as_alone else "differ from"
-            yield (
-                f"  Packed logits {verb} each document alone: relative difference {self.difference:.1g}, where rounding may "
-                f"make {self.tolerance:.0g}."
-            )
+            verb = "equal" if self.same_as_alone else "differ from"
+            yield f"  Packed logits {verb} those of each document alone: relative difference {self.difference:.1g}."
         if self.ignored:
             yield f"  The model ignores {boundaries} silently: without it, every bit is the same."
         yield from (f"  {note}" for note in self.notes)
-
-
-def _reach(tokens: int, endless: bool) -> str:
-    if endless:
-        return f"all {tokens} tokens up to the end of the row, which is a state or attention"
-    if tokens <= CONVOLUTION:
-        return f"{tokens} tokens, which is a convolution"
-    return f"{tokens} tokens, which is a state that fades, or several convolutions"
 
 
 @dataclass
@@ -123,17 +103,17 @@ class LeakCheckResult:
     @property
     def raises(self) -> str | None:
         """The error of a model that refuses the boundary argument."""
-        return self._first("raises")
+        return next(iter(self._known("raises")), None)
 
     @property
     def module(self) -> str | None:
         """The first module that leaks."""
-        return self._first("module")
+        return next(iter(self._known("module")), None)
 
     @property
     def ignored(self) -> bool:
         """The boundary argument changes no bit of the logits."""
-        return any(mode.ignored for mode in self.modes.values())
+        return any(self._known("ignored"))
 
     @property
     def reach(self) -> int:
@@ -145,12 +125,11 @@ class LeakCheckResult:
         """Nothing leaks, nothing is refused, and documents are what they are alone."""
         return not self.leaks and self.raises is None and self.same_as_alone is not False
 
-    def _first(self, name: str) -> str | None:
-        return next((value for mode in self.modes.values() if (value := getattr(mode, name)) is not None), None)
+    def _known(self, name: str) -> list[Any]:
+        return [value for mode in self.modes.values() if (value := getattr(mode, name)) is not None]
 
     def _all(self, name: str) -> bool | None:
-        """False if any mode says so; None if none knows."""
-        values = [value for mode in self.modes.values() if (value := getattr(mode, name)) is not None]
+        values = self._known(name)
         return all(values) if values else None
 
     def __str__(self) -> str:
@@ -163,9 +142,10 @@ class LeakCheckResult:
         else:
             head = f"Nothing crosses a document boundary (boundaries: {self.boundaries})."
         lines = [head, *(line for mode in self.modes.values() for line in mode.sentences(self.boundaries))]
-        outcomes = {None: "the model refuses it", True: "documents are what they are alone"}
-        lines += [
-            f"Padding on the {side}: {outcomes.get(tight, 'documents are not what they are alone')}."
-            for side, tight in self.padding.items()
-        ]
+        outcomes = {
+            None: "refused",
+            True: "documents equal themselves alone",
+            False: "documents differ from themselves alone",
+        }
+        lines += [f"Padding on the {side}: {outcomes[harmless]}." for side, harmless in self.padding.items()]
         return "\n".join(lines)
