@@ -71,7 +71,6 @@ def test_graphs_of_all_steps_are_captured_before_any_is_timed(tmp_path, monkeypa
     assert taken == [0, *captured, 1, 2, 3, 4]
 
 
-@pytest.mark.slow
 def test_throughput_times_the_same_work_for_every_arm(tmp_path, monkeypatch):
     seconds = itertools.count()
     monkeypatch.setattr(timing, "now", lambda device: float(next(seconds)))

@@ -20,7 +20,6 @@ def cores():
     torch.set_num_threads(before)
 
 
-@pytest.mark.slow
 def test_cores_and_workers_change_no_bit(tmp_path, cores):
     found = []
     for count, workers in ((1, 0), (4, 0), (3, 2)):

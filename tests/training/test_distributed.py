@@ -41,7 +41,6 @@ def train_as_a_user(path):
 
 
 # Lightning refuses FSDP2 in float64.
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "precision", "tolerance"), [("ddp", "64-true", 1e-9), ("fsdp2", "32-true", 1e-4)])
 def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
     keys = [
@@ -84,7 +83,6 @@ class Meetings(lightning.Callback):
         self.noted.append("step")
 
 
-@pytest.mark.slow
 def test_gradients_meet_once_a_step_during_its_last_backward(tmp_path, monkeypatch):
     """More than DDP's first bucket of 1 MB, so that there is something to overlap; several batches a step."""
     noted = Meetings()
@@ -107,7 +105,6 @@ def test_gradients_meet_once_a_step_during_its_last_backward(tmp_path, monkeypat
     assert second.count("s") > 1 and second.index("s") < second.rindex("m"), "some are sent before all are made"
 
 
-@pytest.mark.slow
 def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
     keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", "trainer.devices=2", "trainer.strategy=fsdp2",
             "trainer.max_steps=20", "trainer.checkpoint_every=4", "trainer.validate_every=10"]  # fmt: skip
@@ -129,7 +126,6 @@ def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
     assert_trained_as_one(killed, whole, 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("told", [[0], [1]])
 def test_ranks_end_together_when_any_is_told_to(tmp_path, told):
     keys = ["data.strategy=greedy", "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=200",
@@ -155,7 +151,6 @@ def stops(config):
     assert stopped.value.step == 8
 
 
-@pytest.mark.slow
 def test_ranks_stop_with_a_checkpoint_when_one_is_asked_to(tmp_path):
     keys = ["data.strategy=greedy", "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=16", "trainer.log_every=4",
             "trainer.checkpoint_every=16", "trainer.validate_every=8"]  # fmt: skip
