@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from packmamba import __version__
-from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, load_config
-from packmamba.config.load import choices_of, parse_override, resolve, sections_of, shown, suggest
+from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, load_config, registry
+from packmamba.config.load import parse_override, resolve, sections_of, shown, suggest
 from packmamba.errors import Unfinished, UserError
 
 FIRST_KEYS = (
@@ -415,13 +415,13 @@ def help_of(command: str, prog: str) -> Iterator[str]:
     function, usage, schema = COMMANDS[command]
     yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
     if isinstance(schema, str):
-        schema = choices_of(schema)
+        schema = registry(schema)
     if schema is None:
         return
     keys: dict[str, list[str]] = {}
     for prefix, section in sections_of(schema()):
         for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
-            choices = choices_of(field.metadata["limits"].get("choices")) or ()
+            choices = registry(field.metadata["limits"].get("choices")) or ()
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
             line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
             line = textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")

@@ -35,37 +35,31 @@ def take_turns(
     *,
     warm_up: int = 1,
     at_most: Mapping[str, int] | None = None,
-    gate: Callable[[str], Any] | None = None,
+    gate: Callable[[str], Any] = lambda name: None,
     left_out: Callable[[str], Any] | None = None,
     bar: str | None = None,
 ) -> dict[str, list[Any]]:
-    """Call the arms in turns (A B C A B C ...); return the results of each arm's timed rounds.
+    """Call the arms in turns (A B C A B C ...) with the round's number; return the results of each arm's timed rounds.
 
-    Args:
-        arms: name -> call, which gets the round's number, ``warm_up`` rounds that are dropped included.
-        at_most: name -> timed rounds of an arm that takes fewer.
-        gate: called with each arm's name before the first round; raises if an arm is wrong.
-        left_out: called with the name of an arm that runs out of GPU memory, which the result lacks; None: raise.
-        bar: label of a progress bar; None for no bar.
+    ``at_most``: timed rounds of arms that take fewer. ``gate``: called with each arm's name first; raises if the arm is wrong.
+    ``left_out``: called with the name of an arm that runs out of GPU memory, which the result lacks; None: raise.
     """
-    for name in arms if gate is not None else ():
-        gate(name)  # type: ignore[misc]
+    for name in arms:
+        gate(name)
     samples: dict[str, list[Any]] = {name: [] for name in arms}
     for turn in tqdm(range(warm_up + rounds), desc=bar, unit="round", disable=bar is None):
         for name in [name for name in samples if turn < warm_up + (at_most or {}).get(name, rounds)]:
-            fits = True
             try:
-                sample = arms[name](turn)
+                samples[name].append(arms[name](turn))
             except torch.OutOfMemoryError:
                 if left_out is None:
                     raise
-                fits = False  # the exception's frames hold memory as long as it is handled here
-            if fits and turn >= warm_up:
-                samples[name].append(sample)
-            elif not fits and left_out is not None:
                 left_out(name)
                 del samples[name]
+            if name not in samples:  # not above, where the exception's frames hold memory
                 free_memory()
+            elif turn < warm_up:
+                samples[name].clear()
     return samples
 
 
@@ -135,15 +129,15 @@ class OtherPrograms:
 
     def cores(self) -> float | None:
         """Return the mean number of cores that other programs keep busy."""
-        wall, everything, own = (b - a for a, b in zip(self._begun, self._read()))
-        return max(0.0, (everything - own) / wall) if self._begun[1] else None
+        wall, others = (b - a for a, b in zip(self._begun, self._read()))
+        return max(0.0, others / wall) if self._begun[1] else None
 
     @staticmethod
-    def _read() -> tuple[float, float, float]:
-        stat = Path("/proc/stat").read_text() if Path("/proc/stat").is_file() else "cpu" + 8 * " 0"
-        user, nice, system, _, _, irq, softirq, steal = map(int, stat.split()[1:9])
-        everything = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        return time.perf_counter(), everything, sum(os.times()[:4])
+    def _read() -> tuple[float, float]:
+        if not (stat := Path("/proc/stat")).is_file():
+            return time.perf_counter(), 0.0
+        ticks = sum(int(n) for i, n in enumerate(stat.read_text().split()[1:9]) if i not in (3, 4))  # 3 and 4: idle
+        return time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 class PeakMemory:

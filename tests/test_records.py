@@ -1,10 +1,7 @@
 """Records on disk and back."""
 
-from __future__ import annotations
-
 import gzip
 import json
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +15,15 @@ from packmamba.records import append_record, make_record, provenance, read_recor
 
 
 def test_round_trip(tmp_path):
-    record = training("padded", loss=np.float64(2.5), val_loss_start=float("nan"), steps=np.int64(7))
-    assert record["metrics"]["val_loss_start"] is None and record["metrics"]["steps"] == 7
-    assert record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert record["hardware"]["cores"] >= 1 and record["hardware"]["memory_bytes"] > 2**28
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", make_record("x", "q", "a", {}, 0, "c", {}, 1.0)["time"]
+    record = training(
+        "padded", loss=np.float64(2.5), val_loss_start=float("nan"), steps=np.int64(7), targets=np.float32(2)
     )
+    assert record["metrics"]["val_loss_start"] is None and (
+        record["metrics"]["steps"],
+        record["metrics"]["targets"],
+    ) == (7, 2)
+    assert record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert record["hardware"]["cores"] >= 1 and record["hardware"]["memory_bytes"] > 2**28 and record["hardware"]["cpu"]
     write(tmp_path, [record, record | {"seed": 1}])
     assert read_records(tmp_path) == [record, record | {"seed": 1}]
 
@@ -37,19 +36,20 @@ def test_all_places_of_records_are_read(tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(gzip.compress(line) if name.endswith("gz") else line)
-    assert [record["arm"] for record in read_records(tmp_path)] == ["single"]
-    assert "checksum" not in read_records(tmp_path)[0]
+    (record,) = read_records(tmp_path)
+    assert record["arm"] == "single" and "checksum" not in record
 
 
-def test_keys_and_values_of_old_records_are_renamed(tmp_path, monkeypatch):
-    renamed = {
-        "data.strategy": ("strategy", {"padded": "new"}),
-        "data.batching": ("batching", {}),
-        "gone.key": ("new", {}),
-    }
-    monkeypatch.setattr(records_module, "RENAMED", renamed)
-    write(tmp_path, [training("padded", config={"data": {"batching": "matched", "strategy": "padded"}})])
-    assert read_records(tmp_path)[0]["config"]["data"] == {"batching": "matched", "strategy": "new"}
+def test_keys_and_values_of_old_records_are_renamed(tmp_path):
+    old = {"data": {"mode": "stream", "strategy": "best_fit"}, "trainer": {"boundary": "noise", "strategy": "auto"}}
+    write(
+        tmp_path,
+        [training("padded", config=old), make_record("packing", "q", "split", {"strategy": "split"}, 0, "c", {}, 1)],
+    )
+    first, second = read_records(tmp_path)
+    assert first["config"]["data"] == {"batching": "stream", "strategy": "best_fit_decreasing"}
+    assert first["config"]["trainer"] == {"boundary": "fitted_noise", "strategy": "auto"}
+    assert second["arm"] == second["config"]["strategy"] == "concat_split"
 
 
 def test_a_record_lacks_no_metric():
@@ -81,7 +81,7 @@ def test_many_writers_share_a_file(tmp_path):
     assert sorted(record["seed"] for record in read_records(tmp_path)) == list(range(64))
 
 
-def test_records_say_what_their_sweeps_have(tmp_path):
+def test_records_hold_their_sweep(tmp_path):
     tuned = {"keys": ["optimizer.lr"], "tried": [[0.1, 0.2]], "seeds": [9]}
     write(tmp_path, [training("padded"), training("single")])
     write_sweep(tmp_path, "one", {"padded": [1, 0], "lost": [0]}, "padded", tuned=tuned)
@@ -98,6 +98,10 @@ def test_the_commit_is_of_the_own_checkout(tmp_path, monkeypatch):
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+    def commit():
+        provenance.cache_clear()
+        return provenance()["commit"], provenance()["dirty"]
+
     source = tmp_path / "packmamba" / "records.py"
     source.parent.mkdir(parents=True)
     source.write_text("old")
@@ -105,19 +109,12 @@ def test_the_commit_is_of_the_own_checkout(tmp_path, monkeypatch):
     git("add", ".")
     git("commit", "-q", "-m", "first")
     monkeypatch.setattr(records_module, "__file__", str(source))
-    for name in ("records.jsonl", "records/a.jsonl", "sweep.json"):
-        written = tmp_path / "experiments" / "q" / name
-        written.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text("{}")
-    assert records_module._checkout() == (git("rev-parse", "HEAD"), False), "what runs write is no change of code"
+    (tmp_path / "records.jsonl").write_text("{}")
+    assert commit() == (git("rev-parse", "HEAD"), False), "what runs write is no change of code"
     source.write_text("new")
-    assert records_module._checkout()[1] is True
+    assert commit()[1] is True
     monkeypatch.setattr(records_module, "__file__", str(tmp_path / "site-packages" / "packmamba" / "records.py"))
-    assert records_module._checkout() == (None, None), "an installed package is not the repository it lies in"
-
-
-def test_a_commit_can_be_named(monkeypatch):
-    provenance.cache_clear()
+    assert commit() == (None, None), "an installed package is not the repository it lies in"
     monkeypatch.setenv("PACKMAMBA_COMMIT", "0123abc-dirty")
-    assert (provenance()["commit"], provenance()["dirty"]) == ("0123abc", True)
+    assert commit() == ("0123abc", True)
     provenance.cache_clear()

@@ -10,17 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 # Registries, imported when a key is validated.
-BACKENDS = "packmamba.ops.backends:BACKENDS"
 BOUNDARIES = "packmamba.training.boundary:BOUNDARIES"
-EVALUATIONS = "packmamba.evaluation.registry:EVALUATIONS"
 LENGTH_DISTRIBUTIONS = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 MIXERS = "packmamba.nn.mixers:MIXERS"
 OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
-SOURCES = "packmamba.data.sources:SOURCES"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
-TASKS = "packmamba.evaluation.tasks:TASKS"
-LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
 """Keys of the section ``model`` that are arguments of a mixer."""
 
@@ -28,10 +22,8 @@ MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
 def key(default: Any, help: str, **limits: Any) -> Any:
     """Declare a key of a configuration dataclass.
 
-    Args:
-        limits: ``low`` and ``high`` (inclusive), ``above`` (exclusive), ``choices`` (names, or ``module:REGISTRY``, imported when
-            the key is validated), ``check`` (a description of valid values, and a predicate). All but ``check`` apply to each
-            element of a list; none applies to null.
+    ``limits`` of a value that is not null: ``low`` and ``high`` (inclusive), ``above`` (exclusive), ``choices`` (names, or
+    ``module:REGISTRY``), which apply to each element of a list; ``check`` (a description of valid values, and a predicate).
     """
     metadata = {"help": help, "limits": limits}
     if isinstance(default, (list, dict)):
@@ -39,48 +31,44 @@ def key(default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def registry(place: str) -> Any:
-    """Import the registry at ``module:NAME``."""
+def _is_logger(name: Any) -> bool:
+    return name in ("csv", "tensorboard", "wandb", "mlflow") or "." in str(name)
+
+
+def registry(place: Any) -> Any:
+    """Import the registry at ``module:NAME``; return other values as they are."""
+    if not isinstance(place, str):
+        return place
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def options(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's arguments that have defaults."""
+    """Return names of a function's arguments with defaults."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
 
 
 @dataclass
 class DataConfig:
-    source: str = key("stdlib", "Where documents come from.", choices=SOURCES)
-    path: Optional[str] = key(
-        None, "Folder, file, or pattern such as a/*.parquet; dataset (huggingface); prefix (megatron)."
-    )
-    unit: Optional[str] = key(
-        None, "Documents of source packages; null: files.", choices=("files", "functions", "mixture")
-    )
+    source: str = key("stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES")
+    path: Optional[str] = key(None, "Folder, file or pattern a/*.parquet; dataset (huggingface); prefix (megatron).")
+    unit: Optional[str] = key(None, "Documents of packages; null: files.", choices=("files", "functions", "mixture"))
     text_key: str = key("text", "Field or column that holds the document (jsonl, parquet, huggingface).")
     subset: Optional[str] = key(None, "Configuration of the dataset (huggingface).")
     split: str = key("train", "Split of the dataset, such as train[:10%] (huggingface).")
     tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json of the tokenizers library.")
     begin_token: Optional[str] = key("<s>", "Token put before every document; null for none.")
     end_token: Optional[str] = key("</s>", "Token put after every document; null for none.")
-    validation_fraction: float = key(
-        0.05, "Fraction of files (text, stdlib) or documents held out.", above=0, high=0.99
-    )
+    validation_fraction: float = key(0.05, "Fraction of files (text) or documents held out.", above=0, high=0.99)
     distribution: str = key("documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS)
     num_documents: int = key(10000, "Number of synthetic documents, or of a task's examples.", low=1)
     vocab_size: int = key(256, "Vocabulary of synthetic documents.", low=1)
-    task: Optional[str] = key(None, "Task of source task.", choices=TASKS)
+    task: Optional[str] = key(None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
     num_proc: Optional[int] = key(None, "Processes that tokenize; null for one per core.", low=1)
-    batching: str = key(
-        "matched",
-        "Draw a step's documents, then arrange them (matched), or fill rows (stream).",
-        choices=("matched", "stream"),
-    )
+    batching: str = key("matched", "Arrange a step's documents, or fill rows (stream).", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
     row_length: Optional[int] = key(1024, "Tokens of a row, padding included; null (single, padded): no limit.", low=1)
     overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
@@ -89,12 +77,8 @@ class DataConfig:
     stagger: bool = key(False, "Begin each stream inside its first document (strategy concat_split, batching stream).")
     shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (batching stream).", low=1)
     tokens_per_step: int = key(4096, "Tokens of an optimizer step; in batching stream, padding included.", low=1)
-    cut_documents: Optional[int] = key(
-        None, "Cut training documents into pieces of this length, each from zero.", low=1
-    )
-    cut_at_steps: bool = key(
-        True, "Cut documents at steps, which then hold exactly tokens_per_step (batching matched)."
-    )
+    cut_documents: Optional[int] = key(None, "Cut training documents into documents of this length.", low=1)
+    cut_at_steps: bool = key(True, "Cut documents so that each step holds exactly tokens_per_step (batching matched).")
     max_tokens_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
     validation_documents: Optional[int] = key(None, "Documents to validate on; null for all held out.", low=1)
     num_workers: int = key(0, "Processes that prepare batches; 0 for none.", low=0)
@@ -162,8 +146,7 @@ class OptimizerConfig:
 class TrainerConfig:
     boundary: str = key(
         "reset",
-        "State at a document's start: zero (reset), the previous document's (leak), its own of the previous batch, where a row's "
-        "end cuts it (carry), or a variant.",
+        "State at a document's start: zero (reset), the previous document's (leak), or its own, of the last batch (carry).",
         choices=BOUNDARIES,
     )
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
@@ -177,17 +160,14 @@ class TrainerConfig:
     log_every: int = key(10, "Steps between logged points.", low=1)
     loggers: list[Any] = key(
         ["csv", "tensorboard"],
-        f"{', '.join(LOGGERS)}, a logger's class path, or {{class_path: ..., init_args: {{...}}}}.",
-        check=(
-            f"some of {', '.join(LOGGERS)}, or class paths",
-            lambda value: all("." in str(n) or n in LOGGERS for n in value),
-        ),
+        "csv, tensorboard, wandb, mlflow, a logger's class path, or {class_path: ..., init_args: {...}}.",
+        check=("csv, tensorboard, wandb, mlflow or class paths", lambda names: all(map(_is_logger, names))),
     )
     callbacks: list[Any] = key([], "Class paths of Lightning callbacks, or {class_path: ..., init_args: {...}}.")
-    leakcheck_every: Optional[int] = key(
-        0, "Steps between leakchecks of a batch; 0: only the first; null: none.", low=0
+    leakcheck_every: Optional[int] = key(0, "Steps between leakchecks; 0: only the first batch; null: none.", low=0)
+    precision: str = key(
+        "32-true", "Lightning's.", choices=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
     )
-    precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
     accelerator: str = key("auto", "Lightning's.", choices=("auto", "cpu", "gpu", "cuda", "mps", "tpu"))
     devices: int = key(1, "Devices of each machine.", low=1)
     num_nodes: int = key(1, "Machines, each started by torchrun or SLURM.", low=1)
@@ -200,7 +180,7 @@ class TrainerConfig:
 
 @dataclass
 class OpsConfig:
-    backend: str = key("auto", "Operators' backend.", choices=BACKENDS)
+    backend: str = key("auto", "Operators' backend.", choices="packmamba.ops.backends:BACKENDS")
 
 
 @dataclass
@@ -208,7 +188,7 @@ class Config:
     name: str = key("train", "Name of the run's folder and of its arm in tables.")
     output: Optional[str] = key(None, "Folder for the run's record; null for the run's own folder.")
     plugins: list[str] = key([], "Python modules to import first; keys may name what they register.")
-    evaluations: list[str] = key([], "Of the trained model.", choices=EVALUATIONS)
+    evaluations: list[str] = key([], "Of the trained model.", choices="packmamba.evaluation.registry:EVALUATIONS")
     evaluation_options: dict[str, Any] = key({}, "Their parameters, such as evaluation_options.mqar.num_pairs=4.")
     evaluation_examples: int = key(200, "Examples of each task among the evaluations.", low=1)
     seed: int = key(0, "Seed of initial weights and of the order of documents.", low=0, high=2**32 - 1)

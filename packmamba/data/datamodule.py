@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from packmamba.config import Config, ConfigError, DataConfig, TrainerConfig, import_plugins, validate
-from packmamba.config.load import choices_of
+from packmamba.config import Config, ConfigError, DataConfig, TrainerConfig, import_plugins, registry, validate
 from packmamba.data.batch import PackedBatch, Rows, StepBatch
 from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
 from packmamba.data.token_store import Corpora, evaluation_documents, load_corpora
@@ -61,7 +60,7 @@ class PackedDataModule(lightning.LightningDataModule):
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
         """Build the data module of a configured run."""
-        boundary = choices_of("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
+        boundary = registry("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
         data = cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
         data.max_steps = config.trainer.max_steps
         return data

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from packmamba.config import CONFIGS, Config, ConfigError, load_config, to_dict
-from packmamba.config.load import OLD_KEYS
 from packmamba.data.packing import STRATEGIES
 from packmamba.training.sweep import load_sweep
 
@@ -76,7 +75,9 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
         ("lr=3", "'lr' .*did you mean 'optimizer.lr'"),
         ("trainr.max_steps=3", "'trainr' .*did you mean 'trainer'"),
         ("data.row_lenght=3", "'data.row_lenght' .*did you mean 'data.row_length'"),
-        ("experiment=runs/mine", "^experiment: .*rename it to output"),
+        ("experiment=runs/mine", "'experiment' .*rename it to output"),
+        ("data.mode=stream", "'data.mode' .*rename it to data.batching"),
+        ("data.slots_per_batch=9", "'data.slots_per_batch' .*rename it to data.max_tokens_per_batch"),
         ("max_steps", "expected key=value"),
         ("=3", "expected key=value"),
         ("data.path=[a", "expected key=value"),
@@ -87,21 +88,6 @@ def test_a_wrong_key_is_named(override, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(None, [override])
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("old", OLD_KEYS)
-def test_a_removed_key_is_ignored_only_where_it_changed_nothing(tmp_path, old):
-    """Configurations that older versions wrote beside a run hold every key."""
-    section, _, name = old.rpartition(".")
-    file = tmp_path / "configuration.yaml"
-    for value, allowed in ((OLD_KEYS[old][0], True), ("another", False)):
-        line = f"{name}: {'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
-        file.write_text(f"{section}: {{{line}}}\n" if section else f"{line}\n")
-        if allowed:
-            assert load_config(file) == Config()
-        else:
-            with pytest.raises(ConfigError, match=f"^{old}: "):
-                load_config(file)
 
 
 def test_plugins_are_imported_before_names_are_checked(tmp_path, monkeypatch):
