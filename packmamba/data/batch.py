@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -109,70 +108,54 @@ class Rows:
     def of(cls, corpus: Corpus, document: Integers, start: Integers, end: Integers, plan: PackingPlan) -> Rows:
         """Resolve a plan of parts of documents: tokens ``start`` of a ``document`` on, whose last target is before ``end``."""
         part = plan.document
-        return cls(
-            corpus, document[part], start[part] + plan.start, plan.length, plan.start, end[part], plan.row_offsets, plan.slots
-        )  # fmt: skip
+        start = start[part] + plan.start
+        return cls(corpus, document[part], start, plan.length, plan.start, end[part], plan.row_offsets, plan.slots)
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def count(self, groups: list[Integers]) -> tuple[int, int, int, int, int]:
         """Return StepBatch's numbers of these batches of row numbers: targets, tokens, slots, and pieces and tokens behind."""
-        rows = np.concatenate(groups)
-        first, last = self.row_offsets[rows], self.row_offsets[rows + 1]
-        before = self._counts_before
-        targets, tokens = (before[:, last] - before[:, first]).sum(axis=1).tolist()
-        slots = sum(len(group) * int(self.slots[group].max()) for group in groups)
-        alone = int(self.length[first[first < last]].sum())
-        return targets, tokens, slots, int((last - first - 1).clip(0).sum()), tokens - alone
+        of_rows = [np.arange(*self.row_offsets[row : row + 2]) for rows in groups for row in rows]
+        pieces, behind = np.concatenate(of_rows), np.concatenate([row[1:] for row in of_rows])
+        slots = sum(len(rows) * int(self.slots[rows].max()) for rows in groups)
+        tokens, tokens_behind = int(self.length[pieces].sum()), int(self.length[behind].sum())
+        return self._targets(pieces), tokens, slots, len(behind), tokens_behind
 
-    @cached_property
-    def _counts_before(self) -> Integers:
-        """(2, P + 1): targets and tokens of all pieces before each."""
-        before = np.zeros((2, self.length.size + 1), np.int64)
-        np.cumsum([self._targets(), self.length], axis=1, out=before[:, 1:])
-        return before
+    def _targets(self, pieces: Integers) -> int:
+        """Count the targets of these pieces, given by number."""
+        document, start, length = self.document[pieces], self.start[pieces], self.length[pieces]
+        if not self._has_answers:
+            return int(length.sum() - np.count_nonzero(start + length == self.end[pieces]))
+        each = zip(document.tolist(), start.tolist(), length.tolist())
+        return sum(np.count_nonzero(self.corpus.answers(d)[begin : begin + n] >= 0) for d, begin, n in each)
 
-    def _targets(self) -> Integers:
-        """Count the targets of each piece (P,)."""
-        own = getattr(self.corpus, "targets", None)
-        if own is None:
-            return self.length - (self.start + self.length == self.end)
-        begins = self.corpus.offsets[self.document] + self.start
-        own = own.view(np.ndarray)  # slicing a memmap object costs several times as much
-        pieces = zip(begins.tolist(), self.length.tolist())
-        return np.array([np.count_nonzero(own[begin : begin + length] >= 0) for begin, length in pieces])
+    @property
+    def _has_answers(self) -> bool:
+        return getattr(self.corpus, "targets", None) is not None
 
     def batch(self, rows: Integers, turn: int = 0) -> PackedBatch:
         """Return the tokens, targets and layout of these rows, given by number."""
-        row_length = int(self.slots[rows].max())
-        tokens = np.zeros((len(rows), row_length), np.int64)
-        targets = np.zeros_like(tokens)
-        loss_mask = np.zeros(tokens.shape, bool)
+        tokens = np.zeros((len(rows), int(self.slots[rows].max())), np.int64)
+        targets, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
         lengths, offsets = [], []
-        own_targets = getattr(self.corpus, "targets", None) is not None
         for b, row in enumerate(rows):
-            pieces = slice(self.row_offsets[row], self.row_offsets[row + 1])
+            pieces = slice(*self.row_offsets[row : row + 2])
             lengths.append(self.length[pieces].tolist())
             offsets.append(self.offset[pieces].tolist())
+            places = zip(self.document[pieces].tolist(), self.start[pieces].tolist(), self.end[pieces].tolist())
             slot = 0
-            each = zip(
-                self.document[pieces].tolist(), self.start[pieces].tolist(), lengths[-1], self.end[pieces].tolist()
-            )
-            for document, start, length, end in each:
+            for (document, start, end), length in zip(places, lengths[-1]):
+                here = slice(slot, slot + length)
                 # One token more than the piece holds, if the document goes on: the target of its last.
                 source = self.corpus.document(document)[start : min(start + length + 1, end)]
-                tokens[b, slot : slot + length] = source[:length]
-                answers = self.corpus.answers(document) if own_targets else None
-                if answers is None:
+                tokens[b, here] = source[:length]
+                if self._has_answers:
+                    answers = self.corpus.answers(document)[start : start + length]
+                    targets[b, here], loss_mask[b, here] = np.maximum(answers, 0), answers >= 0
+                else:
                     targets[b, slot : slot + source.size - 1] = source[1:]
                     loss_mask[b, slot : slot + source.size - 1] = True
-                else:
-                    here = answers[start : start + length]
-                    targets[b, slot : slot + length] = np.maximum(here, 0)
-                    loss_mask[b, slot : slot + length] = here >= 0
                 slot += length
-        layout = SequenceLayout.from_lengths(lengths, row_length=row_length, offsets=offsets)
-        return PackedBatch(
-            torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(loss_mask), layout, turn
-        )
+        layout = SequenceLayout.from_lengths(lengths, row_length=tokens.shape[1], offsets=offsets)
+        return PackedBatch(*map(torch.from_numpy, (tokens, targets, loss_mask)), layout, turn)

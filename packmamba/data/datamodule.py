@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,8 @@ from packmamba.data.token_store import Corpora, evaluation_documents, load_corpo
 
 
 class PackedDataModule(lightning.LightningDataModule):
-    """Pack documents into rows, sized, seeded and resumable.
-
-    Training gives one StepBatch per optimizer step. Validation and testing give PackedBatches of whole documents, each from zero
-    state, the same for every arm; and, where the trained module's boundary scheme leaks or carries, a second loader with the same
-    documents arranged as in training.
+    """Train on one StepBatch per optimizer step; validate and test on PackedBatches of whole documents, each from zero state,
+    and, where the boundary scheme leaks or carries, in a second loader on the same documents arranged as in training.
 
     Args:
         config: the section ``data``; None: defaults.
@@ -50,9 +47,7 @@ class PackedDataModule(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         self.config = validate(Config(data=replace(config or DataConfig(), **keys))).data
-        self.seed = seed
-        self.plugins = list(plugins)
-        self.progress = progress
+        self.seed, self.plugins, self.progress = seed, list(plugins), progress
         self._boundary = boundary
         self.max_steps: int | None = None  # of a loader without a Trainer
         self._corpora: Corpora | None = None
@@ -90,9 +85,7 @@ class PackedDataModule(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise ConfigError where a run would resume with other documents than it began with."""
         if state_dict["corpus_hash"] != self.corpora.corpus_hash:
-            raise ConfigError(
-                "data: expected the documents that this run began with, got others; remove its folder, or set runs_dir"
-            )
+            raise ConfigError("data: expected the documents that this run began with, got others; remove its folder")
 
     def setup(self, stage: str | None = None) -> None:
         ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
@@ -109,14 +102,11 @@ class PackedDataModule(lightning.LightningDataModule):
     def _evaluations(self, world_size: int, rank: int) -> list[EvaluationDataset]:
         data, corpus = self.config, self.corpora.validation
         if corpus.num_documents == 0:
-            raise ConfigError(
-                f"data.validation_fraction: expected to hold out a document, got {data.validation_fraction}"
-            )
+            raise ConfigError("data.validation_fraction: expected to hold out a document, got none; raise it")
         documents = evaluation_documents(corpus, data)
         row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
-        alone = replace(
-            data, strategy="best_fit_decreasing", row_length=row_length, overlong="error", streams=1, stagger=False
-        )
+        whole = {"row_length": row_length, "overlong": "error", "streams": 1, "stagger": False}
+        alone = replace(data, strategy="best_fit_decreasing", **whole)
         rows = arrange(corpus, Pieces.of(corpus, documents), alone)
         groups = micro_batches(rows, np.arange(len(rows)), alone)
         evaluations = [EvaluationDataset(rows, groups[rank::world_size], -(-len(groups) // world_size))]
@@ -127,8 +117,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return evaluations
 
     def train_dataloader(self) -> DataLoader:
-        """Return the steps from the Trainer's current one on; an epoch is ``max_steps``, or with ``max_epochs`` a pass over all
-        documents."""
+        """Load the steps from the Trainer's current one on; an epoch is ``max_steps``, or all documents with ``max_epochs``."""
         trainer = self.trainer
         if trainer is None:
             return self._loader(self.steps, StepSampler(lambda: 0, self.max_steps or self.steps.schedule.epoch_steps()))
@@ -138,7 +127,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return self._loader(self.steps, StepSampler(lambda: trainer.global_step * accumulated, epoch, last))
 
     def val_dataloader(self) -> list[DataLoader]:
-        return [self._loader(each, StepSampler(lambda: 0, len(each))) for each in self.evaluations]
+        return [self._loader(each, StepSampler(lambda: 0, each.num_batches)) for each in self.evaluations]
 
     test_dataloader = val_dataloader
 
@@ -147,16 +136,10 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def _loader(self, dataset: Dataset, sampler: StepSampler) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=sampler,
-            num_workers=self.config.num_workers,
-            pin_memory=on_gpu,
-            # Its own generator: a loader that is made again on resuming must not move the global one.
-            generator=torch.Generator(),
-            worker_init_fn=partial(start_worker, self.plugins),
-        )
+        options = {"num_workers": self.config.num_workers, "worker_init_fn": partial(start_worker, self.plugins)}
+        # Its own generator: a loader that is made again on resuming must not move the global one.
+        options |= {"pin_memory": on_gpu, "generator": torch.Generator()}
+        return DataLoader(dataset, batch_size=None, sampler=sampler, **options)
 
 
 class StepDataset(Dataset):
@@ -176,19 +159,19 @@ class StepDataset(Dataset):
         return StepBatch(batches, targets, tokens, slots + -len(groups) % ranks, *behind)
 
 
+@dataclass
 class EvaluationDataset(Dataset):
-    """Batches of whole documents (item i: a PackedBatch). Every rank has as many, since ranks with shards communicate in each."""
+    """Item i is a PackedBatch of a rank's rows ``groups[i]``; every rank has ``num_batches``, the last perhaps empty."""
 
-    def __init__(self, rows: Rows, groups: list[np.ndarray], batches: int) -> None:
-        self.rows = rows
-        self.groups = groups
-        self.batches = batches
+    rows: Rows
+    groups: list[np.ndarray]
+    num_batches: int
 
     def __getitem__(self, index: int) -> PackedBatch:
         return self.rows.batch(self.groups[index]) if index < len(self.groups) else PackedBatch.empty()
 
     def __len__(self) -> int:
-        return self.batches
+        return self.num_batches
 
 
 class StepSampler(DistributedSampler):
@@ -198,25 +181,19 @@ class StepSampler(DistributedSampler):
     """
 
     def __init__(self, first: Callable[[], int], length: int, last: int | None = None) -> None:
-        self.first = first
-        self.length = length
-        self.last = last
+        self.first, self.length, self.last = first, length, last
 
     def __iter__(self) -> Iterator[int]:
         first = self.first()
-        last = first + self.length
-        return iter(range(first, last if self.last is None else min(last, self.last)))
+        end = first + self.length
+        return iter(range(first, end if self.last is None else min(end, self.last)))
 
     def __len__(self) -> int:
         return self.length
 
 
-SECONDS_TO_A_STEP_S_END = 20
-"""After so long a loader worker obeys SIGTERM."""
-
-
 def start_worker(plugins: list[str], worker: int) -> None:
-    # A signal to the whole process group leaves workers their work for as long as the training process needs to end its step.
+    # A signal to the whole process group leaves workers 20 seconds, for the training process to end its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_TO_A_STEP_S_END))
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(20))
     import_plugins(plugins)  # a worker that is not forked has imported nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,9 +32,7 @@ class Pieces:
 
     @staticmethod
     def joined(several: list[Pieces]) -> Pieces:
-        return Pieces(
-            *(np.concatenate([getattr(p, name) for p in several]) for name in ("document", "start", "length"))
-        )
+        return Pieces(*map(np.concatenate, zip(*((one.document, one.start, one.length) for one in several))))
 
     def __getitem__(self, which: slice | Integers) -> Pieces:
         return Pieces(self.document[which], self.start[which], self.length[which])
@@ -46,9 +45,8 @@ class Pieces:
         if longest is None:
             return self
         of, part = enumerate_parts(-(-self.length // longest))
-        return Pieces(
-            self.document[of], self.start[of] + part * longest, np.minimum(self.length[of] - part * longest, longest)
-        )
+        skipped = part * longest
+        return Pieces(self.document[of], self.start[of] + skipped, np.minimum(self.length[of] - skipped, longest))
 
     def between(self, first: int, last: int) -> Pieces:
         """Return the pieces that hold tokens ``first`` to ``last`` of all, in order; the outermost are cut."""
@@ -65,12 +63,8 @@ class Pieces:
         cuts = np.zeros(len(self), np.int64)
         cuts[: len(shares)] = shares * self.length[: len(shares)]
         heads = np.flatnonzero(cuts)
-        return Pieces.joined(
-            [
-                Pieces(self.document, self.start + cuts, self.length - cuts),
-                Pieces(self.document[heads], self.start[heads], cuts[heads]),
-            ]
-        )
+        tails = Pieces(self.document, self.start + cuts, self.length - cuts)
+        return Pieces.joined([tails, Pieces(self.document[heads], self.start[heads], cuts[heads])])
 
 
 def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
@@ -108,12 +102,9 @@ def micro_batches(
     Every row of a batch is as long as its longest, so rows that are never padded are batches of their own. Carrying, a batch is
     one row of each of a rank's streams, unless streams take turns.
     """
-    rows_per_batch = None
-    if not STRATEGIES[data.strategy].pads:
-        rows_per_batch = 1
-    elif carry and not data.takes_turns:
-        rows_per_batch = data.streams // world_size
-    if rows_per_batch is not None:
+    pads = STRATEGIES[data.strategy].pads
+    if not pads or (carry and not data.takes_turns):
+        rows_per_batch = data.streams // world_size if pads else 1
         return np.split(numbers, range(rows_per_batch, len(numbers), rows_per_batch))
     edges, first, longest = [], 0, 0
     for i, slots in enumerate(rows.slots[numbers].tolist()):
@@ -131,7 +122,7 @@ class Window(NamedTuple):
     """
 
     edges: list[int]
-    pieces: Pieces | None = None
+    pieces: Pieces
     rows: Rows | None = None
     numbers: Integers | None = None
 
@@ -169,39 +160,33 @@ class Schedule:
         if data.row_length is not None and longest > data.row_length and not splits:
             raise ConfigError(
                 f"data.row_length: expected at least {longest}, the tokens of the longest document, got {data.row_length}; raise "
-                "it, or set data.overlong to pieces or truncate"
+                "it, or set data.overlong to split or truncate"
             )
         self.exact = data.batching == "matched" and data.cut_at_steps
-        self.budget = min(data.tokens_per_step, int(self.corpus.lengths.sum(dtype=np.int64)))
+        self.tokens = int(self.corpus.lengths.sum(dtype=np.int64))
+        self.budget = min(data.tokens_per_step, self.tokens)
+        self.windows_per_epoch = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
         self._first_steps, self._first_tokens = [0], [0]  # of each window
         self._cached: tuple[int, Window] | None = None
 
     def step(self, step: int) -> tuple[Rows, list[Integers]]:
         """Return the rows of a step, and their numbers batch by batch, of all ranks."""
         if self.exact:
-            budget = self.budget
-            rows = arrange(self.corpus, self._tokens(step * budget, (step + 1) * budget), self.data)
-            return rows, micro_batches(rows, np.arange(len(rows)), self.data, self.carry, self.world_size)
-        while self._first_steps[-1] <= step:
-            steps = len(self._window(len(self._first_steps) - 1).edges) - 1
-            self._first_steps.append(self._first_steps[-1] + steps)
-        number = bisect.bisect_right(self._first_steps, step) - 1
-        window = self._window(number)
-        first, last = window.edges[step - self._first_steps[number] :][:2]
-        if window.pieces is not None:
-            rows = arrange(self.corpus, window.pieces[first:last], self.data)
+            rows = arrange(self.corpus, self._tokens(step * self.budget, (step + 1) * self.budget), self.data)
             numbers = np.arange(len(rows))
         else:
-            assert window.rows is not None and window.numbers is not None
-            rows, numbers = window.rows, window.numbers[first:last]
+            number = _locate(step, self._first_steps, lambda number: len(self._window(number).edges) - 1)
+            edges, pieces, planned, order = self._window(number)
+            first, last = edges[step - self._first_steps[number] :][:2]
+            rows = planned or arrange(self.corpus, pieces[first:last], self.data)
+            numbers = np.arange(len(rows)) if order is None else order[first:last]
         return rows, micro_batches(rows, numbers, self.data, self.carry, self.world_size)
 
     def epoch_steps(self) -> int:
         """Count the steps in which all documents come once, in the first epoch."""
         if self.exact:
-            return -(-int(self.corpus.lengths.sum(dtype=np.int64)) // self.budget)
-        windows = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
-        return sum(len(self._window(number).edges) - 1 for number in range(windows))
+            return -(-self.tokens // self.budget)
+        return sum(len(self._window(number).edges) - 1 for number in range(self.windows_per_epoch))
 
     def turn(self, numbers: Integers) -> int:
         """Return which of its rank's batches of a round a batch is, given its rows; 0 unless streams take turns."""
@@ -213,25 +198,21 @@ class Schedule:
         """Return the pieces that hold these tokens of all windows, in order."""
         found = []
         while first < last:
-            while self._first_tokens[-1] <= first:
-                _, documents = self._documents(len(self._first_tokens) - 1)
-                tokens = int(self.corpus.lengths[documents].sum(dtype=np.int64))
-                self._first_tokens.append(self._first_tokens[-1] + tokens)
-            number = bisect.bisect_right(self._first_tokens, first) - 1
+            number = _locate(
+                first, self._first_tokens, lambda n: int(self.corpus.lengths[self._documents(n)[1]].sum(dtype=np.int64))
+            )
             begin, end = self._first_tokens[number : number + 2]
-            pieces = self._window(number).pieces
-            assert pieces is not None
-            found.append(pieces.between(first - begin, min(last, end) - begin))
+            found.append(self._window(number).pieces.between(first - begin, min(last, end) - begin))
             first = end
         return Pieces.joined(found)
 
-    def _documents(self, number: int) -> tuple[list[int], slice]:
+    def _documents(self, number: int) -> tuple[list[int], Integers]:
         """Return a window's seed and its documents."""
-        per_epoch = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
-        epoch, place = divmod(number, per_epoch)
-        part = int(np.random.default_rng([self.seed, epoch]).permutation(per_epoch)[place])
+        epoch, place = divmod(number, self.windows_per_epoch)
+        part = int(np.random.default_rng([self.seed, epoch]).permutation(self.windows_per_epoch)[place])
         first = part * WINDOW_DOCUMENTS
-        return [self.seed, epoch, part], slice(first, min(first + WINDOW_DOCUMENTS, self.corpus.num_documents))
+        documents = np.arange(first, min(first + WINDOW_DOCUMENTS, self.corpus.num_documents))
+        return [self.seed, epoch, part], documents
 
     def _window(self, number: int) -> Window:
         if self._cached is None or self._cached[0] != number:
@@ -241,8 +222,7 @@ class Schedule:
     def _plan_window(self, number: int) -> Window:
         data, (seed, documents) = self.data, self._documents(number)
         rng = np.random.default_rng(seed)
-        shuffled = rng.permutation(np.arange(documents.start, documents.stop))
-        pieces = Pieces.of(self.corpus, shuffled).cut(data.cut_documents)
+        pieces = Pieces.of(self.corpus, rng.permutation(documents)).cut(data.cut_documents)
         if data.cut_documents is not None:
             pieces = pieces[rng.permutation(len(pieces))]  # else steps would be full of one long document
         if data.batching == "matched":
@@ -255,7 +235,14 @@ class Schedule:
         if data.shuffle_steps is not None:
             blocks = np.split(numbers, edges[: -1 : data.shuffle_steps][1:])
             numbers = np.concatenate([rng.permutation(block) for block in blocks])
-        return Window(edges, rows=rows, numbers=numbers)
+        return Window(edges, pieces, rows, numbers)
+
+
+def _locate(place: int, firsts: list[int], size: Callable[[int], int]) -> int:
+    """Return the window that holds a place, extending ``firsts``, the first place of each window."""
+    while firsts[-1] <= place:
+        firsts.append(firsts[-1] + size(len(firsts) - 1))
+    return bisect.bisect_right(firsts, place) - 1
 
 
 def _edges(sizes: Integers, budget: int) -> list[int]:

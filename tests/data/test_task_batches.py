@@ -26,7 +26,7 @@ def make_config(folder, *overrides):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "split"])
+@pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "concat_split"])
 def test_every_answer_is_a_target_once_under_every_strategy(tmp_path, strategy):
     config = make_config(tmp_path, f"data.strategy={strategy}", "data.tokens_per_step=100000")
     data = PackedDataModule.from_config(config, progress=False)
