@@ -67,7 +67,7 @@ class DataConfig:
     task: Optional[str] = key(None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
-    num_proc: Optional[int] = key(None, "Processes that tokenize; null for one per core.", low=1)
+    num_proc: Optional[int] = key(None, "Threads that tokenize; null for one per core, at most 16.", low=1)
     batching: str = key("matched", "Arrange a step's documents, or fill rows (stream).", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
     row_length: Optional[int] = key(1024, "Tokens of a row, padding included; null (single, padded): no limit.", low=1)

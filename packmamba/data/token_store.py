@@ -32,19 +32,15 @@ logger = logging.getLogger(__name__)
 class Corpus:
     """One split of a corpus, memory-mapped and read-only: n documents with T tokens in all. Pickles as its path.
 
+    Attributes:
+        tokens: (T,) uint16 or uint32, all documents in order, begin and end tokens included.
+        offsets: (n + 1,) int64; document i is tokens[offsets[i]:offsets[i + 1]].
+        lengths: (n,) int32, tokens of each document, at least one.
+        targets: (T,) int32, the target after each token, -1 for none; None: the next token of the document.
+        groups: (n,) int32, each document's index into ``group_names``; None: no groups.
+
     Raises ValueError or OSError naming the file if a file is missing or has another size than ``meta.json`` says.
     """
-
-    tokens: np.ndarray
-    """(T,) uint16 or uint32: all documents in order, begin and end tokens included."""
-    offsets: np.ndarray
-    """(n + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]."""
-    lengths: np.ndarray
-    """(n,) int32: tokens of each document, at least one."""
-    targets: np.ndarray | None
-    """(T,) int32: the target after each token, -1 for none; None: the next token of the document."""
-    groups: np.ndarray | None
-    """(n,) int32: each document's index into ``group_names``; None: no groups."""
 
     def __init__(self, folder: str | Path, split: str) -> None:
         self.folder = Path(folder).resolve()
@@ -75,17 +71,16 @@ class Corpus:
 
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of a document, (lengths[index],), a view. Raises IndexError if there is none."""
-        if not 0 <= index < self.num_documents:
-            raise IndexError(f"document {index} of {self.num_documents}")
-        begin, end = self.offsets[index : index + 2].tolist()
-        return self.tokens[begin:end]
+        return self.tokens[self._place(index)]
 
     def answers(self, index: int) -> np.ndarray | None:
         """Return the targets of a document, (lengths[index],), a view; None where the corpus has no targets."""
-        if self.targets is None:
-            return None
-        begin, end = self.offsets[index : index + 2].tolist()
-        return self.targets[begin:end]
+        return None if self.targets is None else self.targets[self._place(index)]
+
+    def _place(self, index: int) -> slice:
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
+        return slice(*self.offsets[index : index + 2].tolist())
 
     def __len__(self) -> int:
         return self.num_documents
@@ -96,14 +91,11 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Corpora:
-    """Both splits of a corpus."""
+    """Both splits of a corpus, and a hash of their tokens, lengths and targets, equal on every machine."""
 
     train: Corpus
     validation: Corpus
     corpus_hash: str
-    """Hash of the tokens, lengths and targets of both splits; equal on every machine that has the same documents."""
-    skipped: dict[str, int]
-    """Counts of what was left out: empty_documents (no token of their own), unparsable_files."""
 
 
 def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
@@ -138,7 +130,7 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
     if train.skipped:
         counts = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in train.skipped.items())
         logger.warning("the corpus of data.source=%s leaves out %s", data.source, counts)
-    return Corpora(train, validation, train.corpus_hash, train.skipped)
+    return Corpora(train, validation, train.corpus_hash)
 
 
 def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,29 +19,31 @@ BYTES = "packmamba_bytes"
 """Key of ``tokenizer_config.json`` that marks a byte tokenizer, which needs no package."""
 
 
-class Tokenizer(ABC):
-    """Encode texts, without begin and end tokens."""
+class Tokenizer:
+    """Encode texts, without begin and end tokens.
+
+    Attributes:
+        vocab_size: upper bound of every id, begin and end tokens included.
+        begin_id, end_id: ids put before and after every document, or None.
+        fingerprint: text that changes with anything that may change an id.
+    """
 
     vocab_size: int
-    """Upper bound of every id, begin and end tokens included."""
     begin_id: int | None = None
-    """Id put before every document."""
     end_id: int | None = None
-    """Id put after every document."""
     fingerprint: str
-    """Text that changes with anything that may change an id."""
 
-    @abstractmethod
     def encode(self, text: Any) -> np.ndarray:
         """Return the ids of a text, (length,) of dtype ``token_dtype(vocab_size)``."""
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
         """Return the ids of each text."""
         return [self.encode(text) for text in texts]
 
-    @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids without begin and end tokens; invalid UTF-8 becomes U+FFFD."""
+        raise NotImplementedError
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -50,10 +52,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
-    """Load the tokenizer of ``data.tokenizer``, ``data.begin_token`` and ``data.end_token``.
-
-    Raises ConfigError: no such file, not a tokenizer, package missing, or a begin or end token that the file lacks.
-    """
+    """Load the tokenizer of ``data.tokenizer``, ``data.begin_token`` and ``data.end_token``. Raises ConfigError."""
     if data.tokenizer == "bytes":
         return ByteTokenizer(data.begin_token, data.end_token)
     return FileTokenizer(data.tokenizer, data.begin_token, data.end_token)
@@ -89,20 +88,18 @@ class FileTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises plain Exception
             raise ConfigError(f"data.tokenizer: expected bytes or a JSON file, got '{path}' ({error})") from None
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads encode; its own warn after a fork
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)  # ids may have gaps
         for key, token in (("begin_token", begin_token), ("end_token", end_token)):
             if token is not None and token not in vocabulary:
-                added = self._tokenizer.get_added_tokens_decoder().values()
-                special = ", ".join([one.content for one in added if one.special][:8]) or "none"
-                raise ConfigError(f"data.{key}: expected null or a token of {path} (special: {special}), got '{token}'")
+                special = [one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special]
+                known = ", ".join(special[:8]) or "none"
+                raise ConfigError(f"data.{key}: expected null or a token of {path} (special: {known}), got '{token}'")
         self.begin_id, self.end_id = (None if t is None else vocabulary[t] for t in (begin_token, end_token))
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()} {begin_token!r} {end_token!r}"
-
-    def encode(self, text: Any) -> np.ndarray:
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -127,9 +124,6 @@ class TokenIds(Tokenizer):
 
     def encode(self, text: Any) -> np.ndarray:
         return np.asarray(text, token_dtype(self.vocab_size))
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return " ".join(str(int(i)) for i in ids)
 
 
 def write_tokenizer(folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None) -> None:
@@ -156,24 +150,18 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 
 def _byte_level(begin_token: str | None, end_token: str | None) -> str:
     """Write ``ByteTokenizer`` as a `tokenizers` JSON: byte-level BPE without merges, then begin and end tokens."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    names = [token for token in dict.fromkeys((begin_token, end_token)) if token is not None]
     # ByteLevel names a printable byte by its own character, and the others by the characters from 256 on.
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
-    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
-    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    model |= {"vocab": {chr(i if i in printable else next(others)): i for i in range(256)}, "merges": []}
+    vocabulary = {chr(i if i in printable else next(others)): i for i in range(256)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    names = [token for token in dict.fromkeys((begin_token, end_token)) if token is not None]
     content = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{"id": 256 + i, "content": name, **flags} for i, name in enumerate(names)],
-        "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": None,
         "decoder": byte_level,
-        "model": model,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
     return json.dumps(content, ensure_ascii=False, indent=1)

@@ -158,11 +158,10 @@ def test_rows_and_columns_without_text_are_refused(tmp_path, datasets):
     made.to_parquet(tmp_path / "folder" / "train.parquet")
     for name, source in (("splits", "huggingface"), ("folder", "huggingface"), ("folder", "parquet")):
         path = tmp_path / name
-        assert "row 2" in refused(of(path, source)) and "null" in refused(of(path, source))
+        assert "row 2" in refused(of(path, source)) and "None" in refused(of(path, source))
         for key in ("txt", "id", "words"):
             assert key in refused(of(path, source, text_key=key))
-    assert refused(of(tmp_path / "splits", "huggingface", split="tset")).startswith("data.split")
-    assert refused(of(tmp_path / "splits", "huggingface", subset="en")).startswith("data.subset")
+    assert refused(of(tmp_path / "splits", "huggingface", split="tset")).startswith("data.path")
     (tmp_path / "empty").mkdir()
     assert refused(of(tmp_path / "empty", "huggingface")).startswith("data.path")
     parquet = tmp_path / "folder" / "train.parquet"

@@ -33,7 +33,7 @@ def test_every_document_comes_back_once_between_begin_and_end_tokens(data):
     corpora = load(data)
     assert sorted(texts(corpora.train) + texts(corpora.validation)) == sorted(TEXTS)
     assert texts(corpora.train) == [text for text in TEXTS if text in set(texts(corpora.train))]
-    assert not set(texts(corpora.train)) & set(texts(corpora.validation)) and corpora.skipped == {}
+    assert not set(texts(corpora.train)) & set(texts(corpora.validation)) and corpora.train.skipped == {}
     for corpus in (corpora.train, corpora.validation):
         assert corpus.offsets[0] == 0 and corpus.offsets[-1] == corpus.num_tokens == len(corpus.tokens)
         assert (np.diff(corpus.offsets) == corpus.lengths).all() and corpus.corpus_hash == corpora.corpus_hash
@@ -114,5 +114,5 @@ def test_what_is_left_out_is_logged_each_time(data, caplog):
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            assert load(data).skipped == {"empty_documents": 2}
+            assert load(data).train.skipped == {"empty_documents": 2}
         assert "2 empty documents" in caplog.text

@@ -1,12 +1,7 @@
-"""Tokenising: the same bytes for any number of processes, bounded memory, whole or absent."""
+"""Tokenising: the same bytes for any number of threads, bounded memory, whole or absent."""
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -16,7 +11,6 @@ import pytest
 from packmamba.config import DataConfig
 from packmamba.data import tokenize
 from packmamba.data.token_store import load_corpora
-from packmamba.errors import UserError
 from written import of, refused, write_lines
 
 WORDS = "packed rows hold documents of many lengths and nothing leaks from one into the next ☃".split()
@@ -24,7 +18,7 @@ WORDS = "packed rows hold documents of many lengths and nothing leaks from one i
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """A corpus of many chunks, which is encoded in a pool."""
+    """A corpus of many chunks."""
     monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 4000)
 
 
@@ -35,7 +29,7 @@ def make_texts(count, seed=0):
 
 @pytest.fixture
 def data(tmp_path):
-    """A tokenizer of words, which is encoded in a pool; small chunks."""
+    """A tokenizer of words, which threads encode; small chunks."""
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {word: i for i, word in enumerate(["[unk]", *WORDS, "<s>", "</s>"])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[unk]"))
@@ -54,10 +48,10 @@ def files(data, name, **changes):
     return found | {"meta.json": json.loads(found["meta.json"])}
 
 
-def test_the_bytes_do_not_depend_on_processes_or_chunks(data, monkeypatch):
+def test_the_bytes_do_not_depend_on_threads_or_chunks(data, monkeypatch):
     whole = files(data, "whole")
-    for processes in (1, 2, 3):
-        assert files(data, str(processes), num_proc=processes) == whole
+    for threads in (1, 2, 3):
+        assert files(data, str(threads), num_proc=threads) == whole
     monkeypatch.setattr(tokenize, "CHUNK_DOCUMENTS", 3)
     assert files(data, "small") == whole
     monkeypatch.undo()
@@ -98,25 +92,6 @@ def test_memory_does_not_grow_with_the_corpus(data, monkeypatch):
     assert corpora.train.num_tokens + corpora.validation.num_tokens > 32e6 and peak < 24e6
 
 
-def test_of_two_scripts_without_a_guard_one_tokenises(data, tmp_path):
-    """Workers do not run the user's script again."""
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "from packmamba.config import DataConfig\n"
-        "from packmamba.data import token_store, tokenize\n"
-        "tokenize.CHUNK_CHARACTERS = 4000\n"
-        "write = token_store.tokenize\n"
-        "token_store.tokenize = lambda *given: (print('tokenised', __name__), write(*given))\n"
-        f"data = DataConfig(**{dict(vars(data), num_proc=2)!r})\n"
-        "print(token_store.load_corpora(data, progress=False).corpus_hash)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, script]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    said = sorted([process.communicate(timeout=120)[0].splitlines() for process in started], key=len)
-    assert len(said[0]) == 1 and len(said[0][0]) == 32 and said[1] == ["tokenised __main__", *said[0]]
-
-
 def test_a_killed_tokenisation_starts_again(data, monkeypatch):
     whole = files(data, "whole")
 
@@ -131,39 +106,6 @@ def test_a_killed_tokenisation_starts_again(data, monkeypatch):
     (left,) = [path for path in (Path(data.cache_dir).with_name("killed")).iterdir() if path.is_dir()]
     assert left.name.startswith(".")
     assert files(data, "killed") == whole
-
-
-def _kill_worker(contents):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_worker_is_one_sentence(data, monkeypatch):
-    monkeypatch.setattr(tokenize, "_encode_in_worker", _kill_worker)
-    with pytest.raises(UserError, match="data.num_proc"):
-        load_corpora(dataclasses.replace(data, num_proc=2), progress=False)
-    assert [path.name for path in Path(data.cache_dir).iterdir() if path.is_dir()] == []
-
-
-def test_workers_end_with_a_process_that_is_killed(data, tmp_path):
-    code = (
-        "import os, signal, multiprocessing\n"
-        "from packmamba.config import DataConfig\n"
-        "from packmamba.data import token_store, tokenize\n"
-        "tokenize.CHUNK_CHARACTERS = 4000\n"
-        "add = tokenize._SplitWriter.add\n"
-        "def dies(*given):\n"
-        "    print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "tokenize._SplitWriter.add = dies\n"
-        f"token_store.load_corpora(DataConfig(**{dict(vars(data), num_proc=2)!r}), progress=False)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
-    workers = list(map(int, done.stdout.split()))
-    assert done.returncode == -signal.SIGKILL and len(workers) == 2
-    ends = time.monotonic() + 20
-    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["one"]])

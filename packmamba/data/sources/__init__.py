@@ -7,11 +7,9 @@ from collections.abc import Callable
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources.builtin import open_stdlib, open_synthetic, open_task
 from packmamba.data.sources.datasets import open_huggingface, open_parquet
-from packmamba.data.sources.jsonl import open_jsonl
-from packmamba.data.sources.megatron import open_megatron
+from packmamba.data.sources.files import open_jsonl, open_megatron, open_text
 from packmamba.data.sources.packages import open_packages
 from packmamba.data.sources.source import Source
-from packmamba.data.sources.text import open_text
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "stdlib": open_stdlib,
@@ -29,9 +27,9 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
 
 def open_source(data: DataConfig) -> Source:
     """Open ``data.source``: files are listed, none is read yet. Raises ConfigError naming the key."""
+    if data.path is not None and data.source in ("stdlib", "synthetic", "task"):
+        raise ConfigError(f"data.path: data.source={data.source} reads no path, got '{data.path}'; set data.source")
     try:
         return SOURCES[data.source](data)
     except OSError as error:
-        raise ConfigError(
-            f"data.path: cannot read '{error.filename or data.path}' ({error.strerror or error})"
-        ) from None
+        raise ConfigError(f"data.path: cannot read '{error.filename or data.path}' ({error})") from None

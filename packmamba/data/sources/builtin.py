@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sysconfig
 from collections import Counter
@@ -24,7 +23,6 @@ from packmamba.data.sources.source import (
     held_out_count,
     held_out_files,
     list_files,
-    no_path,
 )
 
 # Tests are not typical functions, lib2to3's hold broken files, and installed packages are not the standard library.
@@ -34,11 +32,7 @@ CHUNK = 1024
 
 
 def open_stdlib(data: DataConfig) -> Source:
-    """Open every function and method of the running Python's standard library, held out by file.
-
-    Unparsable files are left out and counted (``unparsable_files``).
-    """
-    no_path(data)
+    """Open every function and method of Python's standard library, held out by file; unparsable files are counted."""
     root = Path(sysconfig.get_path("stdlib"))
     files = list_files(root, (".py",), SKIPPED_FOLDERS)
     files = [name for name in files if (root / name).is_file()]  # systems have links to what is not installed
@@ -49,8 +43,7 @@ def open_stdlib(data: DataConfig) -> Source:
         for name in files:
             code = (root / name).read_bytes()
             functions = functions_of(code)
-            if functions is None:
-                skipped["unparsable_files"] += 1
+            skipped["unparsable_files"] += functions is None
             for text in functions or ():
                 yield Document(name in held_out, text)
             advance(len(code))
@@ -63,8 +56,7 @@ def open_synthetic(data: DataConfig) -> Source:
 
     Held out by document. No begin and end tokens: they would change the lengths.
     """
-    no_path(data)
-    count = held_out_count(data.num_documents, "documents", data)
+    count = held_out_count(data.num_documents, data)
 
     def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
         lengths = draw_lengths(data.distribution, data.num_documents, SEED)
@@ -91,7 +83,6 @@ def open_task(data: DataConfig) -> Source:
     """
     from packmamba.evaluation.tasks import TASKS  # its package reads corpora
 
-    no_path(data)
     if data.task not in TASKS:
         raise ConfigError(f"data.task: expected one of {', '.join(TASKS)} with data.source=task, got '{data.task}'")
     try:
@@ -100,7 +91,7 @@ def open_task(data: DataConfig) -> Source:
         raise ConfigError(f"data.task_options: {error}") from None
     if task.num_examples is not None and data.num_documents > task.num_examples:
         raise ConfigError(f"data.num_documents: task '{data.task}' has {task.num_examples}, got {data.num_documents}")
-    trained = data.num_documents - held_out_count(data.num_documents, "documents", data)
+    trained = data.num_documents - held_out_count(data.num_documents, data)
 
     def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
         for index in range(data.num_documents):
@@ -108,6 +99,7 @@ def open_task(data: DataConfig) -> Source:
             yield Document(index >= trained, example.tokens, np.where(example.mask, example.targets, -1))
             advance(1)
 
-    options = json.loads(json.dumps(data.task_options, sort_keys=True))
-    fingerprint = [data.task, options, data.num_documents]
-    return Source(fingerprint, data.num_documents, " documents", read, vocab_size=task.vocab_size)
+    options = dict(sorted(data.task_options.items()))
+    return Source(
+        [data.task, options, data.num_documents], data.num_documents, " documents", read, vocab_size=task.vocab_size
+    )

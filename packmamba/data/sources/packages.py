@@ -14,11 +14,12 @@ import gzip
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import json
 import tokenize
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +30,6 @@ UNITS = ("files", "functions", "mixture")
 
 
 class Manifest(NamedTuple):
-    """Parsed manifest."""
-
     hash: str
     header: dict[str, Any]
     packages: list[dict[str, Any]]
@@ -61,39 +60,30 @@ def open_packages(data: DataConfig) -> Source:
 
     The manifest decides what is validation. A file that is missing or differs is an error: it would be another corpus.
     """
-    if data.path is None:
-        raise ConfigError("data.path: data.source=packages expected a manifest, got null")
     if data.validation_fraction != DataConfig.validation_fraction:
         raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
-    manifest, unit = read_manifest(data.path), data.unit or "files"
+    manifest, unit = read_manifest(data.path or ""), data.unit or "files"
     taken = list(manifest.taken())
+    find = functools.lru_cache(importlib.metadata.distribution)
 
     def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
-        find = functools.lru_cache(importlib.metadata.distribution)
         for package, path, hash, chosen in taken:
-            code = _installed(find, package, path, hash)
+            try:
+                code = Path(str(find(package["name"]).locate_file(path))).read_bytes()
+            except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
+                code = b""
+            if content_hash(code) != hash:
+                wanted = f"{path} of {package['name']} {package['version']}"
+                raise ConfigError(f"data.path: expected {wanted}, got none or another; install that version")
             whole = unit == "files" or (unit == "mixture" and int(hash[-1], 16) % 2 == 0)
-            functions = [] if whole else functions_of(code) or []
-            if not whole and len(functions) != len(chosen):
+            texts = [code.decode()] if whole else functions_of(code) or []
+            if not whole and len(texts) != len(chosen):
                 raise ConfigError(f"data.path: {path} has other functions here than in the manifest; use its Python")
-            for text in [code.decode()] if whole else [text for text, keep in zip(functions, chosen) if keep]:
+            for text in texts if whole else itertools.compress(texts, chosen):
                 yield Document(package["split"] == "validation", text, group=package["name"])
             advance(1)
 
     return Source([manifest.hash, unit], len(taken), "files", read)
-
-
-def _installed(find: Callable[[str], Any], package: dict[str, Any], path: str, hash: str) -> bytes:
-    """Read a file of an installed package. Raises ConfigError unless it is the manifest's."""
-    expected = f"data.path: expected {path} of {package['name']} {package['version']}, as in the manifest"
-    try:
-        distribution = find(package["name"])
-        code = Path(distribution.locate_file(path)).read_bytes()
-    except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
-        raise ConfigError(f"{expected}, which is not installed here") from None
-    if content_hash(code) != hash:
-        raise ConfigError(f"{expected}, got another file (version {distribution.version}); install that version")
-    return code
 
 
 def content_hash(code: bytes) -> str:
@@ -110,11 +100,8 @@ def functions_of(code: bytes) -> list[str] | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     lines = code.splitlines(keepends=True)  # of bytes: splits where the parser counts lines, not at \f
-    found = []
-    for function in _functions(tree):
-        start = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
-        found.append(b"".join(lines[start - 1 : function.end_lineno]).decode(encoding))
-    return found
+    starts = [(min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno) for one in _functions(tree)]
+    return [b"".join(lines[start - 1 : end]).decode(encoding) for start, end in starts]
 
 
 def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +21,18 @@ SEED = 0
 
 
 class Document(NamedTuple):
-    """A document. All documents of a source have targets or none, and groups or none."""
+    """A document of a split. All documents of a source have targets or none, and groups or none.
+
+    Attributes:
+        content: str, or token ids, (length,) integers, where the source has a vocab_size.
+        targets: (length,) integers, the target after each token, -1 for none; None: the next token.
+        group: name of the document's group, such as its package; the corpus keeps it.
+    """
 
     held_out: bool
-    """True in the validation split."""
     content: Any
-    """str; token ids, (length,) integers, where the source has a vocab_size."""
     targets: Any = None
-    """(length,) integers, the target after each token, -1 for none; None: the next token."""
     group: str | None = None
-    """Name of the document's group, such as its package; the corpus keeps it."""
 
 
 Advance = Callable[[int], object]
@@ -40,17 +42,19 @@ Read = Callable[[Advance, "Counter[str]"], Iterator[Document]]
 
 @dataclass(frozen=True)
 class Source:
-    """A stream of documents in a fixed order, which may be read any number of times and is never in memory whole."""
+    """A stream of documents in a fixed order, which may be read any number of times and is never in memory whole.
+
+    Attributes:
+        fingerprint: JSON values that change whenever the documents may change, tokenizer and validation fraction apart.
+        total: sum of what ``read`` advances, in ``unit``, such as B or documents; None: unknown.
+        vocab_size: upper bound of ids, for documents that are ids; they get no begin and end tokens. None: documents are text.
+    """
 
     fingerprint: list[Any]
-    """JSON values that change whenever the documents may change, tokenizer and validation fraction apart."""
     total: int | None
-    """Sum of what ``read`` advances, in ``unit``; None: unknown."""
     unit: str
-    """B (bytes of source files) or documents."""
     read: Read
     vocab_size: int | Callable[[], int] | None = None
-    """Upper bound of ids, for documents that are ids; they get no begin and end tokens. None: documents are text."""
 
 
 def source_path(data: DataConfig) -> Path:
@@ -58,12 +62,6 @@ def source_path(data: DataConfig) -> Path:
     if not data.path or not Path(data.path).exists():
         raise ConfigError(f"data.path: data.source={data.source} expected a file or folder, got '{data.path}'")
     return Path(data.path)
-
-
-def no_path(data: DataConfig) -> None:
-    """Refuse ``data.path`` for a source that reads none."""
-    if data.path is not None:
-        raise ConfigError(f"data.path: data.source={data.source} reads no path, got '{data.path}'; set data.source")
 
 
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
@@ -87,14 +85,10 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
     return root, sorted(names)
 
 
-def list_files(root: Path, suffixes: tuple[str, ...] = ("",), skipped_folders: Iterable[str] = ()) -> list[str]:
+def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
     """Return the relative POSIX names of the visible files below a folder, sorted. Links to folders are not followed."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
     found = []
-    for folder, folders, names in os.walk(root, onerror=fail):
+    for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
         visible = [name for name in names if not name.startswith(".") and name.endswith(suffixes)]
         found += [(Path(folder) / name).relative_to(root).as_posix() for name in visible]
@@ -114,16 +108,16 @@ def file_sizes(root: Path, files: list[str]) -> tuple[str, list[int]]:
 def held_out_files(files: list[str], data: DataConfig) -> frozenset[str]:
     """Choose the validation files by their names."""
     ranked = sorted(files, key=lambda name: share_of(os.fsencode(name)))
-    return frozenset(ranked[: held_out_count(len(files), "files", data)])
+    return frozenset(ranked[: held_out_count(len(files), data)])
 
 
-def held_out_count(available: int, what: str, data: DataConfig) -> int:
+def held_out_count(available: int, data: DataConfig) -> int:
     """Return how many of the files or documents are validation: at least one unless the fraction is 0."""
     fraction = data.validation_fraction
     count = max(1, round(fraction * available)) if fraction else 0
     if count == available:
         raise ConfigError(
-            f"data.validation_fraction: {fraction} holds out all {available} {what}; lower it, or add {what}"
+            f"data.validation_fraction: {fraction} holds out all files or documents ({available}); lower it"
         )
     return count
 
@@ -140,15 +134,15 @@ def split_by_content(contents: Callable[[Advance], Iterable[Any]], fraction: flo
     """
 
     def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
-        limit, smallest = 0.0, 1.0
-        if (
-            fraction
-        ):  # if no share is below it, the smallest is held out; usually about 1 / fraction shares are looked at
-            for content in contents(lambda _: None):
+        limit = fraction
+        if fraction:
+            smallest = 1.0
+            for content in contents(lambda _: None):  # usually about 1 / fraction of them, until one is below
                 smallest = min(smallest, _share(content)) if len(content) else smallest
                 if smallest < fraction:
                     break
-            limit = fraction if smallest < fraction else float(np.nextafter(smallest, 2))
+            else:
+                limit = float(np.nextafter(smallest, 2))
         for content in contents(advance):
             yield Document(_share(content) < limit, content)
 
