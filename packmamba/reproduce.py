@@ -1,47 +1,33 @@
-"""Experiments by name: benches, reports, and the steps that make an experiment's records from nothing.
-
-``experiments/<question>/`` holds YAML files, ``bench.py`` (``BENCHES``), ``report.py`` (``KINDS``), ``reproduce.py`` (``STEPS``,
-``HEADLINES``), records, tables and figures.
-"""
+"""Experiments by name: their benches and reports, and the steps that make their records from nothing."""
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import importlib
 import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import OmegaConf
 
 from packmamba.config import import_plugins, read_yaml, resolve, suggest
 from packmamba.config.load import read_layers
 from packmamba.errors import ConfigError
 from packmamba.records import check_writable, read_records
 
-DONE = "done.json"
-"""The steps that ``reproduce`` has finished in a folder."""
+DONE = "done.json"  # the steps that ``reproduce`` has finished in a folder
 
 
 class Bench(NamedTuple):
-    """A measurement: the dataclass of its keys, and ``run(config, records_path, progress)``, which appends records."""
+    """A measurement: its keys (a dataclass, or once loaded their values), and ``run(config, records_path, progress)``."""
 
-    config: type
-    run: Callable[[Any, Path, bool], None]
-
-
-class LoadedBench(NamedTuple):
-    question: str
-    name: str
-    run: Callable[[Any, Path, bool], None]
     config: Any
-    output: Path
+    run: Callable[[Any, Path, bool], None]
+    name: str = ""
+    output: Path = Path()
 
 
 class Step(NamedTuple):
@@ -89,11 +75,11 @@ def find(name: str) -> Path:
     return known[name]
 
 
-def module(name: str, part: str) -> ModuleType | None:
+def module(name: str, part: str) -> Any:
     """Import ``experiments.<name>.<part>``; None if there is no such file."""
-    root = str(find(name).parents[1])
-    sys.path += {root}.difference(sys.path)
-    return importlib.import_module(f"experiments.{name}.{part}") if (find(name) / f"{part}.py").is_file() else None
+    folder = find(name)
+    sys.path += {str(folder.parents[1])}.difference(sys.path)
+    return importlib.import_module(f"experiments.{name}.{part}") if (folder / f"{part}.py").is_file() else None
 
 
 def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -106,27 +92,21 @@ def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, An
     return {kind: one for report in reports if report is not None for kind, one in report.KINDS.items()}
 
 
-def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> LoadedBench:
+def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
     """Load the bench ``<question>``, ``<question>/<name>`` or of a YAML file. Raises ConfigError naming the key."""
     path = Path(what)
     if path.suffix not in (".yaml", ".yml"):
         question, _, name = str(what).partition("/")
         path = find(question) / f"{name or question}.yaml"
-        if not path.is_file():
-            benches = [file.stem for file in path.parent.glob("*.yaml") if "bench" in read_yaml(file)]
-            raise ConfigError(f"expected a bench of {question}, got '{path.stem}'{suggest(path.stem, benches)}")
     layers = read_layers(path, overrides, "bench")
     taken = {key: layer.pop(key) for layer, _ in layers for key in ("bench", "output", "plugins") if key in layer}
+    import_plugins(taken.get("plugins", ()))
     question, _, name = str(taken["bench"]).rpartition("/")
-    question, plugins = question or path.resolve().parent.name, list(taken.get("plugins") or [])
-    import_plugins(plugins)
-    known = getattr(module(question, "bench"), "BENCHES", {})
+    known = getattr(module(question or path.resolve().parent.name, "bench"), "BENCHES", {})
     if name not in known:
         raise ConfigError(f"bench: expected one of {', '.join(known)}, got '{name}' in {path}")
-    keys = {field.name for field in dataclasses.fields(known[name].config)}
-    own = {key: value for key, value in {"experiment": question, "plugins": plugins}.items() if key in keys}
-    config = resolve(known[name].config, [(OmegaConf.create(own), ""), *layers])
-    return LoadedBench(question, name, known[name].run, config, Path(taken.get("output") or f"runs/{name}"))
+    output = Path(taken.get("output") or f"runs/{name}")
+    return known[name]._replace(config=resolve(known[name].config, layers), name=name, output=output)
 
 
 def run_bench(what: str | Path, overrides: Iterable[str] = ()) -> Path:
@@ -152,14 +132,7 @@ def missing(step: Step, is_bench: bool, small: bool) -> str:
 
 
 def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
-    """Make the records of an experiment, or of one step such as ``tasks/answers``, and compare its headline numbers.
-
-    Args:
-        overrides: ``scale=small``, ``output=FOLDER``, and keys of the steps. The same command again continues.
-
-    Raises:
-        ConfigError: naming the key, or what this machine lacks for every step.
-    """
+    """Make records of an experiment, or a step such as ``tasks/answers``, and compare headline numbers; continue if begun."""
     from packmamba.report.html import write_report
     from packmamba.training.sweep import load_sweep, run_sweep
 
@@ -178,9 +151,8 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
     output.mkdir(parents=True, exist_ok=True)
     done = finished(output) or [f"{question}/"]
     for number, step in enumerate(steps, start=1):
-        given = [*step.overrides, *(step.small if small else ()), *keys]
-        title, path = " ".join([f"{question}/{step.file}", *given]), folder / step.file
-        is_bench = "bench" in read_yaml(path)
+        given, path = [*step.overrides, *(step.small if small else ()), *keys], folder / step.file
+        title, is_bench = " ".join([f"{question}/{step.file}", *given]), "bench" in read_yaml(path)
         lacking = missing(step, is_bench, small)
         state = ": done before" if title in done else f": left out, as it needs {lacking}" if lacking else ""
         print(f"[{number}/{len(steps)}] {title}{state}", flush=True)
@@ -190,34 +162,33 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
             done.append(title)
             (output / DONE).write_text(json.dumps(done, indent=1))
     if len(done) == 1:
-        raise ConfigError(f"{what}: expected what one of the steps needs, got a machine that lacks it, see above")
+        raise ConfigError(f"{what}: expected a machine with what one of the steps above needs")
     print(f"Report: {write_report(output, kinds_of(folder, read_records(output)))}\n")
     lines = ["| headline | the paper | committed | now | now / committed |", "|---|---|---|---|---|"]
     for headline in declared.HEADLINES:
         then, now = number_of(headline, folder, False), number_of(headline, output, small)
         ratio = f"{now[0] / then[0]:.2f}" if then and now and then[0] and not small else "-"
-        lines.append(f"| {headline.name} | {headline.paper or '-'} | {_shown(then)} | {_shown(now)} | {ratio} |")
+        shown = f"{headline.paper or '-'} | {_shown(then)} | {_shown(now)} | {ratio}"
+        lines.append(f"| {headline.name} | {shown} |")
     (output / "headlines.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
 def number_of(headline: Headline, folder: Path, small: bool) -> list[float]:
     """Read a headline's number, with its interval if it has one, from a folder's tables; [] if there is none."""
-
-    def rows(wanted: Mapping[str, Any]) -> list[dict[str, str]]:
-        values = {key: f"{value:.8g}" if isinstance(value, float) else str(value) for key, value in wanted.items()}
-        return [row for row in table if values.items() <= row.items()]
-
     names = [headline.table, headline.alone, *([f"{headline.alone}-*"] if small and headline.small else [])]
     columns = [headline.column, f"{headline.column}_low", f"{headline.column}_high"]
+    wanted = {key: str(value) for key, value in {**headline.row, **(headline.small if small else {})}.items()}
     for path in [path for name in names if name for path in sorted((folder / "tables").glob(f"{name}.csv"))]:
         table = list(csv.DictReader(path.open()))
-        for row in rows({**headline.row, **(headline.small if small else {})}):
-            found = [float(row[column]) for column in columns if row.get(column)]
-            if headline.over is None or not found:
-                return found
-            for over in rows({**headline.over, **({"run": row["run"]} if "run" in row else {})}):  # times of one run
-                return [found[0] / float(over[headline.column])] if over[headline.column] else []
+        for row in [row for row in table if wanted.items() <= row.items()]:
+            numbers = [float(row[column]) for column in columns if row.get(column)]
+            if headline.over is None or not numbers:
+                return numbers
+            over = headline.over.items() | ({("run", row["run"])} if "run" in row else set())  # times of one run
+            return [
+                numbers[0] / float(other[columns[0]]) for other in table if over <= other.items() if other[columns[0]]
+            ][:1]
     return []
 
 

@@ -25,7 +25,7 @@ class Arm:
 
 @dataclass
 class Config:
-    experiment: str = ""
+    experiment: str = "toy"
     answer: int = key(42, "The answer.", low=1)
     arms: dict[str, Arm] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ def test_every_folder_is_an_experiment():
 def test_a_bench_by_name_or_file(toy, tmp_path):
     for what in ("toy", "toy/toy", toy / "toy.yaml"):
         bench = reproduce.load_bench(what, ["arms=[b]", "answer=7", "output=mine"])
-        assert (bench.question, bench.name, str(bench.output)) == ("toy", "toy", "mine")
+        assert (bench.name, str(bench.output)) == ("toy", "mine")
         assert (bench.config.experiment, bench.config.answer, [*bench.config.arms]) == ("toy", 7, ["b"])
     reproduce.run_bench("toy", [f"output={tmp_path}/mine"])
     assert [record["metrics"]["answer"] for record in read_records(tmp_path / "mine")] == [43, 86]
@@ -77,7 +77,7 @@ def test_a_bench_by_name_or_file(toy, tmp_path):
     ("what", "overrides", "message"),
     [
         ("tony", [], "did you mean 'toy'"),
-        ("toy/small", [], "expected a bench of toy, got 'small'"),
+        ("toy/small", [], "toy/small.yaml: expected a YAML file"),
         ("toy", ["answer=0"], "^answer: expected at least 1"),
         ("toy", ["arms=[c]"], "^arms: expected some of a, b"),
         ("toy", ["bench=toy/other"], "^bench: expected one of toy"),

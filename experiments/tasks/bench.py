@@ -23,7 +23,7 @@ from packmamba.reproduce import Bench
 
 @dataclass
 class AnswersConfig:
-    experiment: str = ""
+    experiment: str = "tasks"
     runs: Optional[str] = key(None, "Folder of the trained runs; null: runs/ in the output folder.")
     questions: dict[str, Any] = key(
         {}, "For each trained arm: task, options (its parameters), varied (one more parameter) and its values."
