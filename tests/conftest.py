@@ -32,6 +32,17 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in set(skipped)]
 
 
+@pytest.fixture(autouse=True)
+def no_process_group(monkeypatch):
+    """Leave later tests neither a process group of this process nor its environment variables, whose port is in use."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def fresh_compiler():
     """Reset torch.compile's caches and counters."""
