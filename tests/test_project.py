@@ -22,8 +22,8 @@ def test_environment_has_the_dependencies_of_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     conda = OmegaConf.to_container(OmegaConf.load(ROOT / "environment.yml"))["dependencies"]
     (pip,) = (entry["pip"] for entry in conda if isinstance(entry, dict))
-    assert sorted(pip) == sorted([*project["dependencies"], "-e ."])
-    assert f"python{project['requires-python']}" in conda
+    train = project["optional-dependencies"]["train"]
+    assert sorted(pip) == sorted([*project["dependencies"], *train, "-e ."])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
