@@ -56,10 +56,7 @@ class SequenceLayout:
 
     @classmethod
     def from_lengths(
-        cls,
-        lengths: Sequence[Sequence[int]],
-        row_length: int,
-        offsets: Sequence[Sequence[int]] | None = None,
+        cls, lengths: Sequence[Sequence[int]], row_length: int, offsets: Sequence[Sequence[int]] | None = None
     ) -> SequenceLayout:
         """Build from rows of document lengths, in order from the left; the rest of a row is padding.
 
@@ -78,14 +75,10 @@ class SequenceLayout:
         _check_slots(len(rows), row_length)
         for b, row in enumerate(rows):
             if sum(row) > row_length:
-                raise ValueError(
-                    f"lengths[{b}]: documents of {sum(row)} tokens do not fit a row of row_length={row_length}"
-                )
+                raise ValueError(f"lengths[{b}]: documents of {sum(row)} tokens do not fit row_length={row_length}")
         places = [[0] * len(row) for row in rows] if offsets is None else _integers(offsets, "offsets", minimum=0)
         if list(map(len, places)) != list(map(len, rows)):
-            raise ValueError(
-                f"offsets: expected one for each length, {list(map(len, rows))}, got {list(map(len, places))}"
-            )
+            raise ValueError("offsets: expected as many as lengths in each row, got others")
         counts = torch.tensor([len(row) for row in rows])
         flat = torch.tensor([n for row in rows for n in row], dtype=torch.int64)
         # A document's start in its row is the sum of the lengths before it there.
@@ -119,9 +112,8 @@ class SequenceLayout:
         """
         pos = _index_matrix(position_indices, "position_indices")
         previous = torch.cat([torch.full_like(pos[:, :1], -1), pos[:, :-1]], dim=1)
-        first = torch.zeros_like(pos, dtype=torch.bool)
-        first[:, 0] = True
-        starts_here = (pos == 0) | (first & (pos > 0))
+        starts_here = pos == 0
+        starts_here[:, 0] |= pos[:, 0] > 0
         _check_padding(pos, "position_indices")
         _check_all(
             (pos == -1) | starts_here | (pos == previous + 1),
@@ -148,12 +140,10 @@ class SequenceLayout:
         starts_here[:, 1:] &= idx[:, 1:] != idx[:, :-1]
         for b in range(idx.shape[0]):
             ids = idx[b][starts_here[b]]
-            if ids.unique().numel() != ids.numel():
-                values, counts = ids.unique(return_counts=True)
+            values, counts = ids.unique(return_counts=True)
+            if (counts > 1).any():
                 again = int(values[counts > 1][0])
-                raise ValueError(
-                    f"seq_idx[{b}]: expected the slots of an id side by side, got id {again} again after another"
-                )
+                raise ValueError(f"seq_idx[{b}]: expected the slots of an id side by side, got id {again} again")
         return cls._from_starts(idx, starts_here, offsets_from_values=False)
 
     @classmethod
@@ -177,20 +167,15 @@ class SequenceLayout:
             raise ValueError(f"cu_seqlens: expected shape (S + 1,) with S at least 1, got {tuple(cu.shape)}")
         slots = rows * row_length
         if cu[0] != 0 or cu[-1] != slots:
-            raise ValueError(
-                f"cu_seqlens: expected to run from 0 to rows * row_length = {slots} (it knows no padding), "
-                f"got {int(cu[0])} to {int(cu[-1])}"
-            )
-        steps = cu.diff()
-        if (steps <= 0).any():
-            s = int((steps <= 0).nonzero()[0])
+            got = f"{int(cu[0])} to {int(cu[-1])}"
+            raise ValueError(f"cu_seqlens: expected to run from 0 to rows * row_length = {slots}, got {got}")
+        if (cu.diff() <= 0).any():
+            s = int((cu.diff() <= 0).nonzero()[0])
             raise ValueError(f"cu_seqlens: expected to increase strictly, got {int(cu[s])} then {int(cu[s + 1])}")
         missing = ~torch.isin(torch.arange(rows) * row_length, cu)
         if missing.any():
             b = int(missing.nonzero()[0])
-            raise ValueError(
-                f"cu_seqlens: expected row {b} to start with a document, at slot {b * row_length}, got none there"
-            )
+            raise ValueError(f"cu_seqlens: expected row {b} to start with a document, got none at {b * row_length}")
         return cls._checked((rows, row_length), cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
 
     @classmethod
@@ -288,10 +273,7 @@ class SequenceLayout:
     def cu_seqlens(self) -> Tensor:
         """(S + 1,) int32. Raises ValueError if any row is padded: cumulative lengths cannot say so."""
         if self.num_tokens != self.num_slots:
-            raise ValueError(
-                f"cu_seqlens: expected rows without padding, got {self.num_slots - self.num_tokens} padded slots "
-                f"in shape {self.shape}"
-            )
+            raise ValueError(f"cu_seqlens: expected no padding, got {self.num_slots - self.num_tokens} padded slots")
         return torch.cat([self.starts, self.ends[-1:]])
 
     def flow(self) -> SequenceLayout:
@@ -330,10 +312,8 @@ class SequenceLayout:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return (
-            f"SequenceLayout(shape={self.shape}, num_documents={self.num_documents}, num_tokens={self.num_tokens}, "
-            f"device='{self.device}')"
-        )
+        documents, tokens = self.num_documents, self.num_tokens
+        return f"SequenceLayout(shape={self.shape}, documents={documents}, tokens={tokens}, device='{self.device}')"
 
 
 def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[list[int]]:
@@ -373,9 +353,7 @@ def _index_matrix(tensor: Tensor, name: str) -> Tensor:
 
 def _check_slots(rows: int, row_length: int) -> None:
     if rows * row_length > _MAX_SLOTS:
-        raise ValueError(
-            f"row_length: {rows} rows of {row_length} slots exceed 2**31 - 1 slots, which int32 cannot count"
-        )
+        raise ValueError(f"row_length: expected at most 2**31 - 1 slots, got {rows} rows of {row_length}")
 
 
 def _check_padding(values: Tensor, name: str) -> None:

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from packmamba.layout import SequenceLayout
 from packmamba.nn import PackedMamba
-from packmamba.ops.checks import check_is_tensor
-
-_PARTS = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj")
+from packmamba.ops.checks import accumulation_dtype, check_is_tensor
 
 
 class Mamba(PackedMamba):
@@ -23,15 +21,8 @@ class Mamba(PackedMamba):
 
     ``forward`` takes boundaries besides. Runs on our kernels, on a CPU too.
 
-    Args:
-        d_model: width of input and output.
-        d_state: N, states per channel.
-        d_conv: W, taps of the convolution, 2 to 4.
-        expand: D = expand * d_model channels inside.
-        dt_rank: rank of the projection to delta; "auto" is ceil(d_model / 16).
-        dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least dt_init_floor.
+    Args (others as of PackedMamba):
         dt_init, dt_scale: delta's projection starts "random" or "constant", at most dt_scale / sqrt(dt_rank).
-        conv_bias, bias: whether convolution and projections have biases.
         use_fast_path: taken and without effect; there is one path.
         layer_idx: which states of ``inference_params`` are this layer's.
         device, dtype: of the parameters; A_log and D are float32.
@@ -62,15 +53,12 @@ class Mamba(PackedMamba):
         if dt_init not in ("random", "constant"):
             raise ValueError(f"dt_init: expected 'random' or 'constant', got {dt_init!r}")
         with torch.device(device if device is not None else torch.get_default_device()):
-            super().__init__(
-                d_model, d_state, d_conv, expand, dt_rank, dt_min, dt_max, dt_init_floor, bias, conv_bias,
-            )  # fmt: skip
+            super().__init__(d_model, d_state, d_conv, expand, dt_rank, dt_min, dt_max, dt_init_floor, bias, conv_bias)
         self.expand, self.use_fast_path, self.layer_idx = expand, use_fast_path, layer_idx
         self.activation, self.act = "silu", nn.SiLU()  # some code reads them
         with torch.no_grad():
-            most = self.dt_rank**-0.5 * dt_scale
             if dt_init == "constant":
-                self.dt_proj.weight.fill_(most)
+                self.dt_proj.weight.fill_(self.dt_rank**-0.5 * dt_scale)
             else:
                 self.dt_proj.weight.mul_(dt_scale)
         self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]
@@ -100,9 +88,6 @@ class Mamba(PackedMamba):
         Raises:
             TypeError, ValueError: boundaries that are none, that disagree, or beside inference_params.
         """
-        check_is_tensor(hidden_states, "hidden_states")
-        if hidden_states.dim() != 3:
-            raise ValueError(f"hidden_states: expected shape (B, L, {self.d_model}), got {tuple(hidden_states.shape)}")
         given = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens, "position_indices": position_indices, "layout": layout}
         given = {name: value for name, value in given.items() if value is not None}
         if inference_params is None:
@@ -124,13 +109,10 @@ class Mamba(PackedMamba):
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step one token a row: (B, 1, d_model), states (B, D, W) and (B, D, N), updated in place; return output and states."""
-        if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
-            raise ValueError(
-                f"hidden_states: expected one token a row, (B, 1, {self.d_model}), got {tuple(hidden_states.shape)}"
-            )
+        if hidden_states.shape[1] != 1:
+            raise ValueError(f"hidden_states: expected one token a row, got {hidden_states.shape[1]}")
         xz = self.in_proj(hidden_states)
-        wide = torch.float64 if xz.dtype == torch.float64 else torch.float32
-        state = (conv_state[..., 1:].to(xz.dtype).contiguous(), ssm_state.to(wide).contiguous())
+        state = (conv_state[..., 1:].to(xz.dtype).contiguous(), ssm_state.to(accumulation_dtype(xz.dtype)).contiguous())
         mixed, final = self._mix(xz, None, None, state, True)
         assert final is not None
         with torch.no_grad():
@@ -148,23 +130,16 @@ class Mamba(PackedMamba):
             ssm.new_zeros(batch_size, self.d_inner, self.d_state, dtype=dtype),
         )
 
-    def _get_states_from_cache(
-        self, inference_params: Any, batch_size: int, initialize_states: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def _get_states_from_cache(self, inference_params: Any, batch_size: int) -> tuple[Tensor, Tensor]:
         if self.layer_idx is None:
             raise ValueError("layer_idx: expected a number, since inference_params holds states by layer, got None")
         kept = inference_params.key_value_memory_dict
         if self.layer_idx not in kept:
             kept[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
-        states = kept[self.layer_idx]
-        if states[0].shape[0] != batch_size:
-            raise ValueError(
-                f"hidden_states: expected {states[0].shape[0]} rows, whose states inference_params holds, got {batch_size}"
-            )
-        if initialize_states:
-            for state in states:
-                state.zero_()
-        return states
+        rows = kept[self.layer_idx][0].shape[0]
+        if rows != batch_size:
+            raise ValueError(f"hidden_states: expected {rows} rows, as inference_params holds, got {batch_size}")
+        return kept[self.layer_idx]
 
 
 def replace(model: nn.Module) -> nn.Module:
@@ -194,21 +169,17 @@ def replace(model: nn.Module) -> nn.Module:
 
 def _of(layer: Any) -> Mamba:
     """Build our layer with the given layer's parameters."""
-    kind = type(layer).__name__
-    if kind != "Mamba" or any(not hasattr(layer, part) for part in _PARTS):
-        raise ValueError(f"model: expected layers of mamba_ssm's class Mamba (Mamba-1) alone, got {kind}")
+    if type(layer).__name__ != "Mamba":
+        raise ValueError(f"model: expected layers of class Mamba (Mamba-1) alone, got {type(layer).__name__}")
     if getattr(layer, "activation", "silu") not in ("silu", "swish"):
         raise ValueError(f"model: expected the activation silu, got {layer.activation!r}")
     expected = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
-    inner, width = layer.conv1d.weight.shape[0], layer.d_model
-    if inner % width:
-        raise ValueError(f"model: expected d_inner a multiple of d_model, got {inner} and {width}")
     with torch.device("meta"):
         ours = Mamba(
-            d_model=width,
+            d_model=layer.d_model,
             d_state=layer.A_log.shape[1],
             d_conv=layer.conv1d.weight.shape[-1],
-            expand=inner // width,
+            expand=layer.conv1d.weight.shape[0] // layer.d_model,
             dt_rank=layer.dt_proj.weight.shape[1],
             conv_bias=layer.conv1d.bias is not None,
             bias=layer.in_proj.bias is not None,
@@ -226,15 +197,12 @@ def _of(layer: Any) -> Mamba:
 
 def _layout(hidden: Tensor, given: dict[str, Any]) -> SequenceLayout | None:
     """Convert boundary arguments to a layout on the device of ``hidden``; None if there are none."""
-    found: SequenceLayout | None = None
-    for name, value in given.items():
-        layout = _converted(name, value, hidden)
-        if found is not None and not (
-            torch.equal(found.starts, layout.starts) and torch.equal(found.ends, layout.ends)
-        ):
+    layouts = {name: _converted(name, value, hidden) for name, value in given.items()}
+    first = next(iter(layouts.values()), None)
+    for name, layout in layouts.items():
+        if not (torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)):  # type: ignore
             raise ValueError(f"{name}: expected the documents that {next(iter(given))} has, got others")
-        found = found if found is not None else layout
-    return found
+    return first
 
 
 def _converted(name: str, value: Any, hidden: Tensor) -> SequenceLayout:

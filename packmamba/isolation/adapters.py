@@ -97,17 +97,15 @@ def _adapt_mamba_lm(model: MambaLM, vocab_size: int | None) -> CheckedModel:
         layout = SequenceLayout.from_lengths([[n] for n in own.sum(1).tolist()], row_length=rows.shape[1])
         return model(rows, layout=layout.to(rows.device))
 
-    vocab = vocab_size or model.lm_head.weight.shape[0]
-    return CheckedModel(
-        [DocumentInput("packed", call)], [_padded(padded, "right")], call, None, [model], vocab, "layout"
-    )
+    inputs, vocab = [DocumentInput("packed", call)], vocab_size or model.lm_head.weight.shape[0]
+    return CheckedModel(inputs, [_padded(padded, "right")], call, None, [model], vocab, "layout")
 
 
 def _adapt_model(model: nn.Module, boundaries: str, vocab_size: int | None) -> CheckedModel:
     names = tuple(boundaries.split("+")) if isinstance(boundaries, str) else ()
     if not names or not set(names) <= set(ARGUMENTS) or ("attention_mask" in names and len(names) > 1):
         raise ValueError(
-            f"boundaries: expected {', '.join(ARGUMENTS[:3])} (or several joined by +) or attention_mask, got {boundaries!r}"
+            f"boundaries: expected {', '.join(ARGUMENTS)} (the first three joined by +), got {boundaries!r}"
         )
     known, open_ended = _parameters(model)
     config = getattr(model, "config", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,7 +90,7 @@ class Documents:
         if len(ids) < 2:
             raise ValueError(f"vocab_size: expected two ids without a meaning of their own, got {len(ids)}")
         self.lengths = list(lengths)
-        self.spans = probes.spans(lengths)
+        self.spans = [(end - n, end) for end, n in zip(itertools.accumulate(lengths), lengths)]
         self._ids = ids.to(model.device)
         drawn = torch.randint(len(ids), (sum(lengths),), generator=torch.Generator().manual_seed(1))
         self._drawn = drawn.to(model.device)
@@ -101,27 +102,21 @@ class Documents:
         drawn[slot] = (drawn[slot] + max(1, len(self._ids) // 2)) % len(self._ids)
         return self._ids[drawn]
 
-    def flooded(self, number: int) -> Tensor:
-        """Replace all other documents by this one's first token, which competes with it most."""
-        begin, end = self.spans[number]
-        tokens = self.tokens[begin].repeat(len(self.tokens))
-        tokens[begin:end] = self.tokens[begin:end]
-        return tokens
-
-    def all_but(self, number: int) -> Tensor:
-        """Mark the other documents' slots, (L,)."""
-        marks = torch.ones(len(self.tokens), dtype=torch.bool, device=self.tokens.device)
-        marks[slice(*self.spans[number])] = False
-        return marks
+    def inside(self, number: int) -> Tensor:
+        """Mark a document's slots, (L,)."""
+        slots = torch.arange(len(self.tokens), device=self.tokens.device)
+        return (slots >= self.spans[number][0]) & (slots < self.spans[number][1])
 
     def probes(self, documents: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """List changed tokens, and the slots that must not change: a last token, a first token, then all around each document."""
-        last, first = self.spans[0][1] - 1, self.spans[-1][0]
-        count = len(self.lengths)
+        """List changed tokens, and the slots that must not change: a last token, a first token, then all around each document.
+
+        All around is the document's own first token, which competes with it most.
+        """
+        last, first, around = self.spans[0][1] - 1, self.spans[-1][0], [self.inside(number) for number in documents]
         return [
-            (self.changed(last), self.all_but(0)),
-            (self.changed(first), self.all_but(count - 1)),
-            *((self.flooded(number), ~self.all_but(number)) for number in documents),
+            (self.changed(last), ~self.inside(0)),
+            (self.changed(first), ~self.inside(len(self.lengths) - 1)),
+            *((torch.where(own, self.tokens, self.tokens[own][0]), own) for own in around),
         ]
 
 
@@ -151,7 +146,7 @@ def check(model: CheckedModel, way: DocumentInput, lengths: Sequence[int], mode:
             if model.unmarked is not None and mode.ignored is not False:
                 unmarked = logits_of(model.unmarked, documents.tokens, documents.lengths)
                 mode.ignored = not moved(base, unmarked).any()
-    looked_at = [documents.spans[number] for number in sorted({(len(lengths) - 1) // 2, len(lengths) - 1})]
+    looked_at = [documents.inside(number) for number in sorted({(len(lengths) - 1) // 2, len(lengths) - 1})]
     crossed = probes.crossing_gradients(way, documents.tokens, documents.lengths, looked_at)
     if crossed is not None:
         mode.isolated_backward = mode.isolated_backward is not False and not crossed
@@ -164,19 +159,20 @@ def check(model: CheckedModel, way: DocumentInput, lengths: Sequence[int], mode:
     mode.largest = max(mode.largest, largest)
     small = crossed is False and largest <= ROUNDING[dtype] * scale
     if small and probes.routes(way, documents.tokens, documents.lengths):
-        mode.rounding, mode.after, mode.before, mode.endless = True, 0, 0, False
+        mode.rounding, mode.after, mode.endless = True, 0, False
         mode.isolated_forward = mode.isolated_forward is not False
         return
     mode.isolated_forward = False
     if mode.module is None and watched is not None:
-        mode.module = probes.first_module(way, model.modules, documents.tokens, tokens, documents.lengths, watched)
+        pair = (documents.tokens, tokens)
+        mode.module = probes.first_module(way, model.modules, pair, documents.lengths, watched)
 
 
 def _forward(
     way: DocumentInput, documents: Documents, base: Tensor, mode: ModeResult, rounding: float
 ) -> tuple[Tensor, Tensor | None, float] | None:
     """Return the first probe that changes another document, and the largest change of all; None if none does."""
-    last, first = documents.spans[0][1] - 1, documents.spans[-1][0]
+    last = documents.spans[0][1] - 1
     failed: list[tuple[Tensor, Tensor | None]] = []
     largest = noise = 0.0
     for number, (tokens, watched) in enumerate(documents.probes(range(len(documents.lengths)))):
@@ -202,8 +198,6 @@ def _forward(
         places = slots.nonzero()
         if number == 0 and (after := int(places.max()) - last) > mode.after:
             mode.after, mode.endless = after, int(places.max()) == len(tokens) - 1
-        if number == 1:
-            mode.before = max(mode.before, first - int(places.min()))
     return (*failed[0], largest) if failed else None
 
 

@@ -62,9 +62,7 @@ def logits_of(call: Callable[..., Tensor], tokens: Tensor, lengths: Sequence[int
     reseed()
     logits = call(tokens[None], lengths)
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise TypeError(
-            f"logits: expected a floating-point tensor, got {getattr(logits, 'dtype', type(logits).__name__)}"
-        )
+        raise TypeError(f"logits: expected floating-point numbers, got {getattr(logits, 'dtype', type(logits))}")
     if logits.dim() != 3 or logits.shape[:2] != (1, len(tokens)):
         raise ValueError(f"logits: expected shape (1, {len(tokens)}, vocabulary), got {tuple(logits.shape)}")
     return logits[0]
@@ -135,9 +133,9 @@ def routes(way: DocumentInput, tokens: Tensor, lengths: Sequence[int]) -> bool:
 
 
 def crossing_gradients(
-    way: DocumentInput, tokens: Tensor, lengths: Sequence[int], documents: Sequence[tuple[int, int]]
+    way: DocumentInput, tokens: Tensor, lengths: Sequence[int], documents: Sequence[Tensor]
 ) -> bool | None:
-    """Return whether the loss of any of ``documents`` (spans of slots) has a gradient outside it; None: there is no gradient.
+    """Return whether the loss of any of ``documents`` (marks of slots) has a gradient outside it; None: there is no gradient.
 
     The loss is a random linear form of the document's logits. A NaN gradient counts as one.
     """
@@ -155,11 +153,9 @@ def crossing_gradients(
             return None
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED)).to(logits)
         crossed, reached = False, False
-        for begin, end in documents:
-            part = logits[begin:end]
-            loss = torch.where(part.isfinite(), part * weights[begin:end], 0.0).sum()
-            inside = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-            inside[begin:end] = True
+        for inside in documents:
+            part = logits[inside]
+            loss = torch.where(part.isfinite(), part * weights[inside], 0.0).sum()
             own = way.place(inside, lengths)
             for gradient in torch.autograd.grad(loss, entries, retain_graph=True, allow_unused=True):
                 marks = None if gradient is None else by_slot(gradient != 0, *own.shape)
@@ -170,47 +166,35 @@ def crossing_gradients(
 
 
 def first_module(
-    way: DocumentInput,
-    modules: Sequence[nn.Module],
-    base: Tensor,
-    changed: Tensor,
-    lengths: Sequence[int],
-    watched: Tensor,
+    way: DocumentInput, modules: Sequence[nn.Module], pair: Sequence[Tensor], lengths: Sequence[int], watched: Tensor
 ) -> str | None:
-    """Name the first module whose output changes at watched slots while its input does not.
+    """Name the first module whose output differs between two rows of tokens at watched slots while its input does not.
 
     Where a module's input changes first, code of the module that calls it changed it.
     """
-    before: dict[Any, list[Tensor]] = {}
-    callers: list[str] = []
     marks = way.place(watched, lengths)
-
-    def compare(key: Any, caller: str, tensors: list[Tensor]) -> None:
-        for one, other in zip(before.get(key, []), tensors) if not callers else ():
+    with torch.no_grad(), eager():
+        before, after = [_events(modules, lambda t=tokens: logits_of(way.call, t, lengths)) for tokens in pair]
+    for key, (caller, tensors) in after.items():
+        for one, other in zip(before[key][1] if key in before else [], tensors):
             if one.shape == other.shape and (slots := by_slot(moved(one, other), *marks.shape)) is not None:
                 if (slots & marks).any():
-                    callers.append(caller)
-                    return
-
-    with torch.no_grad(), eager():
-        with _events(modules, lambda key, caller, tensors: before.setdefault(key, [t.clone() for t in tensors])):
-            logits_of(way.call, base, lengths)
-        with _events(modules, compare):
-            logits_of(way.call, changed, lengths)
-    return callers[0] if callers else None
+                    return caller
+    return None
 
 
-@contextmanager
-def _events(modules: Sequence[nn.Module], see: Callable[[Any, str, list[Tensor]], Any]) -> Iterator[None]:
-    """Call see(key, computing module, tensors) for the inputs and outputs of every module, in the order of computation."""
+def _events(modules: Sequence[nn.Module], run: Callable[[], Any]) -> dict[Any, tuple[str, list[Tensor]]]:
+    """Record (computing module, tensors) of the inputs and outputs of every module, in the order of computation."""
     named = {id(m): (name, m) for root in modules for name, m in root.named_modules()}
     titles = {i: f"{name} ({type(m).__name__})" if name else type(m).__name__ for i, (name, m) in named.items()}
     stack: list[str] = []
     counts: dict[Any, int] = {}
+    events: dict[Any, tuple[str, list[Tensor]]] = {}
 
     def event(kind: str, module: nn.Module, caller: str, values: Any) -> None:
         nth = counts[kind, id(module)] = counts.get((kind, id(module)), 0) + 1
-        see((kind, id(module), nth), caller, [v for v in tree_leaves(values) if isinstance(v, Tensor)])
+        tensors = [v.clone() for v in tree_leaves(values) if isinstance(v, Tensor)]
+        events[kind, id(module), nth] = caller, tensors
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if stack:  # tokens themselves are meant to change
@@ -218,19 +202,13 @@ def _events(modules: Sequence[nn.Module], see: Callable[[Any, str, list[Tensor]]
         stack.append(titles[id(module)])
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
-        title = stack.pop()
-        event("out", module, title, dict(result) if hasattr(result, "keys") else result)
+        event("out", module, stack.pop(), dict(result) if hasattr(result, "keys") else result)
 
     handles = [m.register_forward_pre_hook(enter, with_kwargs=True, prepend=True) for _, m in named.values()]
     handles += [m.register_forward_hook(leave) for _, m in named.values()]
     try:
-        yield
+        run()
     finally:
         for handle in handles:
             handle.remove()
-
-
-def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return each document's (begin, end)."""
-    ends = np.cumsum(lengths).tolist()
-    return [(end - n, end) for end, n in zip(ends, lengths)]
+    return events

@@ -17,7 +17,6 @@ class ModeResult:
         same_as_alone: packed logits equal those of each document alone within the tolerance; None: not compared.
         largest: largest change of another document's logits.
         after: tokens behind a document that its changed last token reaches; ``endless``: up to the end of the row.
-        before: tokens of earlier documents that a document's changed first token reaches.
         module: the first module whose output another document changes.
         difference: largest relative difference between a document packed and alone.
         rounding: other documents change logits by rounding alone: no gradient connects them.
@@ -33,7 +32,6 @@ class ModeResult:
     largest: float = 0.0
     after: int = 0
     endless: bool = False
-    before: int = 0
     module: str | None = None
     difference: float | None = None
     rounding: bool = False
@@ -51,7 +49,7 @@ class ModeResult:
             return
         changed = "no bit of a document's logits"
         if not self.isolated_forward:
-            reach = f", {self.after} tokens behind it and {self.before} before" if self.after or self.before else ""
+            reach = f", {self.after} tokens behind it" if self.after else ""
             changed = f"a document's logits, by up to {self.largest:.2g}{reach}"
         elif self.rounding:
             changed = f"a document's logits by rounding alone ({self.largest:.1g}), without a gradient"

@@ -23,8 +23,7 @@ class Block(nn.Module):
     """``residual + mixer(norm(residual))``, the residual stream in float32 or wider.
 
     Args:
-        mixer: the block's, see ``packmamba.nn.mixers``.
-        norm_epsilon: RMSNorm's epsilon.
+        mixer: see ``packmamba.nn.mixers``.
         recompute: whether the backward recomputes the whole mixer from its input (activation checkpointing).
     """
 
@@ -64,9 +63,7 @@ class _AddNorm(torch.autograd.Function):
         residual = residual + mixed
         scale = torch.rsqrt(residual.square().mean(-1, keepdim=True) + epsilon)
         normed = residual * scale
-        if (
-            normed.dtype != mixed.dtype
-        ):  # PyTorch 2.11 compiles a `to` of the same dtype into an output without a gradient
+        if normed.dtype != mixed.dtype:  # a `to` of the same dtype compiles into an output without a gradient (2.11)
             normed = normed.to(mixed.dtype)
         ctx.save_for_backward(normed, scale)
         return residual, normed

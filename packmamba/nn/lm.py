@@ -29,11 +29,9 @@ class MambaLM(nn.Module):
     """A stack of blocks between an embedding and a head (Mamba, arXiv 2312.00752).
 
     Args:
-        vocab_size: rows of the embedding and of the head.
-        d_model: width of the residual stream.
-        n_layer: blocks.
+        vocab_size, d_model, n_layer: rows of the embedding, width of the residual stream, blocks.
         tie_embeddings: the head shares the embedding's weight.
-        norm_epsilon: RMSNorm's epsilon.
+        norm_epsilon: RMSNorm's.
         recompute: activations that the backward recomputes instead of saving: "none"; "inner", the convolution's output and delta
             (as mamba-ssm does; compiled kernels only); "block", all but each block's input (activation checkpointing).
         mixer: sequence mixer of the blocks, a name in ``packmamba.nn.mixers.MIXERS``.
@@ -90,12 +88,7 @@ class MambaLM(nn.Module):
             ValueError: a configuration that is not ours, or weights that do not fit it, naming the first that differs.
         """
         arguments, weights = read_pretrained(directory)
-        try:
-            model = cls(**(arguments | overrides))
-        except TypeError as error:
-            if str(error).partition(":")[0] in arguments.keys() - overrides.keys():
-                raise ValueError(f"{directory}: config.json: {error}") from None
-            raise
+        model = cls(**(arguments | overrides))
         load_weights(model, weights, directory)
         return model
 
@@ -145,9 +138,6 @@ class MambaLM(nn.Module):
         layers = self.backbone.layers
         if states is not None and len(states) != len(layers):
             raise ValueError(f"states: expected one per layer, {len(layers)}, got {len(states)}")
-        for name, given in (("layout", layout), ("conv_layout", conv_layout), ("ssm_layout", ssm_layout)):
-            if given is not None:
-                check_layout(given, tokens, "tokens", name)
         layout = check_layout(layout, tokens, "tokens")
         layouts = tuple(layout if given is None else given for given in (conv_layout, ssm_layout))
         try:
@@ -156,8 +146,9 @@ class MambaLM(nn.Module):
             ids = f"{int(tokens.min())} to {int(tokens.max())}"
             raise ValueError(f"tokens: expected ids from 0 to {len(self.lm_head.weight) - 1}, got {ids}") from None
         residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
-        norm_f = self.backbone.norm_f
-        residual, normed = self._start(residual, embedded.new_zeros(()).to(self._dtype(tokens.device)), norm_f.eps)
+        norm_f, kind = self.backbone.norm_f, tokens.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else norm_f.weight.dtype
+        residual, normed = self._start(residual, embedded.new_zeros(()).to(dtype), norm_f.eps)
         final_states = []
         for i, layer in enumerate(layers):
             state = None if states is None else states[i]
@@ -168,28 +159,18 @@ class MambaLM(nn.Module):
         return (result, final_states) if return_states else result
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile block by block what lies between operators and matrix products: one compilation serves all blocks and layouts.
-
-        ``options`` are torch.compile's."""
+        """Compile block by block by torch.compile with ``options``: one compilation serves all blocks and layouts."""
         for layer in self.backbone.layers:
             layer.compile(**options)
         self._start = torch.compile(add_norm, **options)
 
-    def _dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of matrix products."""
-        if torch.is_autocast_enabled(device.type):
-            return torch.get_autocast_dtype(device.type)
-        return self.backbone.norm_f.weight.dtype
-
     def start_states(self, documents: int) -> list[State]:
         """Return the initial states of this many documents."""
-        layers: Any = self.backbone.layers
-        return [layer.mixer.start_state(documents) for layer in layers]
+        return [layer.mixer.start_state(documents) for layer in self.backbone.layers]  # type: ignore
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Return optimizer groups: matrices decay; biases, norms, and parameters that mixers exempt do not."""
-        decayed: list[nn.Parameter] = []
-        exempt: list[nn.Parameter] = []
+        decayed, exempt = [], []
         names = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)
         for name, parameter in self.named_parameters():
             # By name: copies and shards of a parameter lose its _no_weight_decay.

@@ -1,9 +1,7 @@
 """Cross-entropy of a linear head without the logits of all tokens. Shapes: T tokens, V vocabulary.
 
-The gradient of a sum of losses needs nothing but the logits' softmax, so each chunk of tokens leaves its share of both
-gradients in the forward, and its logits are gone before the next chunk's are made (as in Liger-Kernel's fused linear
-cross-entropy). PyTorch has had an operator of this kind since 2.13 (``F.linear_cross_entropy`` with options), without losses
-per token beside their sum, which evaluation needs, and without float32 sums of the weight's gradient below a float32 weight.
+Each chunk of tokens leaves its share of both gradients in the forward (as in Liger-Kernel). PyTorch's own since 2.13 has no
+losses per token, and no float32 sums of the weight's gradient beside narrower activations.
 """
 
 from __future__ import annotations

@@ -26,17 +26,13 @@ def read_pretrained(directory: str | Path) -> tuple[dict[str, Any], dict[str, Te
     if not path.is_file():
         raise FileNotFoundError(f"directory: expected a checkpoint's folder with config.json, got '{folder}'")
     published = _read_json(path)
-    translate = _from_hugging_face if "hidden_size" in published else _from_state_spaces
-    arguments = translate(published, path)
-    weights = {
-        name.replace("backbone.embeddings.", "backbone.embedding."): tensor
-        for name, tensor in _read_weights(folder).items()
-    }
+    arguments = (_from_hugging_face if "hidden_size" in published else _from_state_spaces)(published, path)
+    weights = {name.replace(".embeddings.", ".embedding."): tensor for name, tensor in _read_weights(folder).items()}
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
     # state-spaces pad the embedding to a multiple that vocab_size does not tell.
-    multiple = _integer(published, "pad_vocab_size_multiple", path, default=8)
+    multiple = published.get("pad_vocab_size_multiple", 8)
     if embedding.shape[0] == math.ceil(arguments["vocab_size"] / multiple) * multiple:
         arguments["vocab_size"] = embedding.shape[0]
     if arguments["tie_embeddings"] and not torch.equal(weights.setdefault("lm_head.weight", embedding), embedding):
@@ -89,10 +85,7 @@ def _write_hugging_face(folder: Path, config: dict[str, Any], weights: dict[str,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
-    named = {
-        name.replace("backbone.embedding.", "backbone.embeddings."): tensor.contiguous()
-        for name, tensor in weights.items()
-    }
+    named = {name.replace("backbone.embedding.", "backbone.embeddings."): t.contiguous() for name, t in weights.items()}
     if tied:
         del named["lm_head.weight"]  # one tensor under two names is no safetensors file
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
@@ -125,18 +118,14 @@ def _layer(mixer: str) -> str:
     return getattr(MIXERS[mixer], "PUBLISHED", {}).get("state_spaces", mixer)
 
 
-def _mixer(name: Any, mixers: dict[str, str], key: str) -> str:
-    if name not in mixers:
-        raise ValueError(f"{key}: expected {' or '.join(map(repr, mixers))}, got {name!r}")
-    return mixers[name]
-
-
 def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
     if not {"d_model", "n_layer"} <= published.keys():
         raise ValueError(f"{path}: expected d_model and n_layer, or Hugging Face's hidden_size, got neither")
     options = dict(published.get("ssm_cfg") or {})
-    layers = {_layer(name): name for name in MIXERS}
-    mixer = _mixer(options.pop("layer", FIRST_LAYER), layers, f"{path}: ssm_cfg.layer")
+    layers, layer = {_layer(name): name for name in MIXERS}, options.pop("layer", FIRST_LAYER)
+    if layer not in layers:
+        raise ValueError(f"{path}: ssm_cfg.layer: expected {' or '.join(map(repr, layers))}, got {layer!r}")
+    mixer = layers[layer]
     for key in getattr(MIXERS[mixer], "WITHOUT_EFFECT", ()):
         options.pop(key, None)
     for key in ("attn_layer_idx", "d_intermediate"):
@@ -144,16 +133,14 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {key}: expected none (Mamba blocks only), got {published[key]!r}")
     if not published.get("rms_norm", True):
         raise ValueError(f"{path}: rms_norm: expected true, got false")
-    unknown = options.keys() - (
-        inspect.signature(MIXERS[mixer]).parameters.keys() - {"d_model", "recompute", "backend"}
-    )
-    if unknown:
+    known = inspect.signature(MIXERS[mixer]).parameters.keys() - {"d_model", "recompute", "backend"}
+    if unknown := options.keys() - known:
         raise ValueError(f"{path}: ssm_cfg: unknown keys {', '.join(sorted(unknown))}")
     return options | {
         "mixer": mixer,
-        "vocab_size": _integer(published, "vocab_size", path, default=50277),
-        "d_model": _integer(published, "d_model", path),
-        "n_layer": _integer(published, "n_layer", path),
+        "vocab_size": published.get("vocab_size", 50277),
+        "d_model": published["d_model"],
+        "n_layer": published["n_layer"],
         "tie_embeddings": published.get("tie_embeddings", True),
         "norm_epsilon": published.get("norm_epsilon", 1e-5),
     }
@@ -161,16 +148,14 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
     types = {mixer.PUBLISHED["hugging_face"]: name for name, mixer in MIXERS.items() if hasattr(mixer, "PUBLISHED")}
-    mixer = _mixer(published.get("model_type"), types, f"{path}: model_type")
-    try:
-        options = MIXERS[mixer].from_hugging_face(published)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return options | {
+    if published.get("model_type") not in types:
+        raise ValueError(f"{path}: model_type: expected {' or '.join(types)}, got {published.get('model_type')!r}")
+    mixer = types[published["model_type"]]
+    return MIXERS[mixer].from_hugging_face(published) | {
         "mixer": mixer,
-        "vocab_size": _integer(published, "vocab_size", path, default=50280),
-        "d_model": _integer(published, "hidden_size", path),
-        "n_layer": _integer(published, "num_hidden_layers", path, default=32),
+        "vocab_size": published.get("vocab_size", 50280),
+        "d_model": published["hidden_size"],
+        "n_layer": published.get("num_hidden_layers", 32),
         "tie_embeddings": published.get("tie_word_embeddings", True),
         "norm_epsilon": published.get("layer_norm_epsilon", 1e-5),
     }
@@ -178,19 +163,9 @@ def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, got {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
-
-
-def _integer(published: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
-    value = published.get(key, default)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{path}: {key}: expected an integer of at least 1, got {value!r}")
-    return value
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -200,13 +175,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             return _read_file(folder / name)
         if index.is_file():
             shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            missing = [shard for shard in shards if not (folder / shard).is_file()]
-            if missing:
-                raise FileNotFoundError(f"{index}: expected '{missing[0]}' beside it, got no such file")
             return {key: tensor for shard in shards for key, tensor in _read_file(folder / shard).items()}
-    raise FileNotFoundError(
-        f"directory: expected {' or '.join(WEIGHT_FILES)} (or its index) in '{folder}', got neither"
-    )
+    raise FileNotFoundError(f"directory: expected {' or '.join(WEIGHT_FILES)} in '{folder}', got neither")
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -214,5 +184,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # Each format has errors of its own.
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # each format has errors of its own
         raise ValueError(f"{path}: expected a file of weights, got one that is broken or something else") from error

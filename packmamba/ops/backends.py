@@ -39,14 +39,7 @@ class Backend:
     @property
     def missing(self) -> list[str]:
         """List its packages that are not installed."""
-        return [name for name in self.packages if not _is_installed(name)]
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # a parent package is missing; a module without a spec stands in its place
-        return package in sys.modules
+        return [name for name in self.packages if name not in sys.modules and importlib.util.find_spec(name) is None]
 
 
 BACKENDS = {
@@ -61,11 +54,7 @@ BACKENDS = {
     "cpu": Backend(COMPILED, device="cpu", kernels="cpu"),
     "cuda": Backend(COMPILED, device="cuda", kernels="cuda"),
     "mamba_ssm": Backend(
-        {
-            "conv1d_pack": "packmamba.ops.mamba_ssm:conv1d_pack",
-            "ssm_pack": "packmamba.ops.mamba_ssm:ssm_pack",
-            "inner_pack": "packmamba.ops.mamba_ssm:inner_pack",
-        },
+        {name: f"packmamba.ops.mamba_ssm:{name}" for name in COMPILED},
         device="cuda",
         packages=("mamba_ssm", "causal_conv1d"),
     ),

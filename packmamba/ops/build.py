@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from packmamba.errors import COMMAND
-from packmamba.errors import KernelError as KernelError
+from packmamba.errors import COMMAND, KernelError
 
 KINDS = ("cpu", "cuda")
 BUILD_COMMAND = f"{COMMAND} kernels build"
@@ -87,14 +86,12 @@ def kernel_folder() -> Path:
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "cpu").is_dir():
             return folder
-    raise KernelError(f"kernel sources are missing: expected {package / 'kernels'} or {package.parent / 'kernels'}")
+    raise KernelError(f"kernel sources are missing: expected {package.parent / 'kernels'}")
 
 
 def describe(kind: str) -> Build:
     """Return how ``kind`` would be built here. Raises KernelError if it cannot be."""
-    if kind not in KINDS:
-        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    return _describe_cpu() if kind == "cpu" else _describe_cuda()
+    return {"cpu": _describe_cpu, "cuda": _describe_cuda}[kind]()
 
 
 def build(kind: str) -> Path:
@@ -112,15 +109,12 @@ def build(kind: str) -> Path:
             if not recipe.built:
                 _compile(recipe)
     except OSError as error:
-        raise KernelError(
-            f"'{kind}' kernels cannot be cached in {cache_folder()} ({error}); set PACKMAMBA_CACHE to a writable folder"
-        ) from error
+        raise KernelError(f"{error}: set PACKMAMBA_CACHE to a writable folder") from error
     return recipe.path
 
 
 _loaded: dict[str, Path | KernelError] = {}
 _loading = threading.Lock()
-_warned: dict[str, KernelError] = {}
 
 
 def load(kind: str) -> Path:
@@ -129,10 +123,16 @@ def load(kind: str) -> Path:
     Raises:
         KernelError: as ``build``, or the library does not load. The first outcome stays.
     """
-    if kind not in _loaded:
-        with _loading:
-            if kind not in _loaded:
-                _loaded[kind] = _load(kind)
+    with _loading:
+        if kind not in _loaded:
+            try:
+                path = build(kind)
+                torch.ops.load_library(path)
+                _loaded[kind] = path
+            except KernelError as error:
+                _loaded[kind] = error
+            except OSError as error:
+                _loaded[kind] = KernelError(f"'{kind}' kernels do not load: {error}")
     outcome = _loaded[kind]
     if isinstance(outcome, KernelError):
         raise outcome
@@ -146,25 +146,12 @@ def operator(kind: str, name: str) -> Callable[..., Any]:
     return getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
 
 
-def _load(kind: str) -> Path | KernelError:
-    try:
-        path = build(kind)
-        torch.ops.load_library(path)
-    except KernelError as error:
-        return error
-    except OSError as error:
-        return KernelError(f"'{kind}' kernels do not load: {error}")
-    return path
-
-
 def ready(kind: str) -> bool:
-    """Return whether ``load`` succeeds; warn the first time in a process that it does not."""
+    """Return whether ``load`` succeeds; warn that it does not."""
     try:
         load(kind)
     except KernelError as error:
-        if _warned.get(kind) is not error:
-            _warned[kind] = error
-            warnings.warn(f"the slower reference runs instead of compiled kernels: {error}", stacklevel=2)
+        warnings.warn(f"the slower reference runs instead of compiled kernels: {error}", stacklevel=2)
         return False
     return True
 
@@ -175,26 +162,22 @@ ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def info() -> list[dict[str, Any]]:
     """List ``kind, compiler, target, path, built`` of each kind, and ``problem``: None, or why it cannot be built here."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind in KINDS:
-        row: dict[str, Any] = dict.fromkeys(("compiler", "target", "path", "problem")) | {"kind": kind, "built": False}
+        rows.append(dict.fromkeys(("compiler", "target", "path", "problem")) | {"kind": kind, "built": False})
         try:
-            recipe = describe(kind)
-            row |= {"compiler": f"{recipe.compiler} ({recipe.version})", "target": recipe.target}
-            row |= {"path": str(recipe.path), "built": recipe.built}
+            of = describe(kind)
+            compiler = f"{of.compiler} ({of.version})"
+            rows[-1] |= {"compiler": compiler, "target": of.target, "path": str(of.path), "built": of.built}
         except KernelError as error:
-            row["problem"] = str(error)
-        rows.append(row)
+            rows[-1]["problem"] = str(error)
     return rows
 
 
 def _describe_cpu() -> Build:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
-        raise KernelError(
-            "no C++ compiler: install g++ (Debian and Ubuntu: apt install g++; conda: conda install gxx) or name one "
-            f"in CXX, then run `{BUILD_COMMAND}`"
-        )
+        raise KernelError(f"no C++ compiler: install g++ (conda: gxx) or name one in CXX, then run `{BUILD_COMMAND}`")
     # A choice at compile time needs no dispatch at run time; the key holds what the choice was.
     march = f"-march={os.environ.get('PACKMAMBA_MARCH') or 'native'}"
     flags = ["-std=c++17", "-O3", march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -207,7 +190,7 @@ def _describe_cpu() -> Build:
     sets = {"__AVX512F__": "AVX-512", "__AVX2__": "AVX2", "__ARM_NEON": "NEON"}
     target = next((name for macro, name in sets.items() if f"#define {macro} " in macros), "baseline")
     version = _output(compiler, "--version").splitlines()[0]
-    return _finish("cpu", ".cpp", compiler, version, target, flags, link_flags, "\n".join(sorted(macros.splitlines())))
+    return _finish("cpu", compiler, version, target, flags, link_flags, "\n".join(sorted(macros.splitlines())))
 
 
 def _describe_cuda() -> Build:
@@ -228,19 +211,13 @@ def _describe_cuda() -> Build:
         link_flags.insert(1, f"-L{runtime}")
     version = _output(compiler, "--version").splitlines()[-1]
     target = ", ".join(f"sm_{architecture}" for architecture in architectures)
-    return _finish("cuda", ".cu", compiler, version, target, flags, link_flags)
+    return _finish("cuda", compiler, version, target, flags, link_flags)
 
 
 def _finish(
-    kind: str,
-    suffix: str,
-    compiler: str,
-    version: str,
-    target: str,
-    flags: list[str],
-    link_flags: list[str],
-    identity: str = "",
+    kind: str, compiler: str, version: str, target: str, flags: list, link_flags: list, identity: str = ""
 ) -> Build:
+    suffix = {"cpu": ".cpp", "cuda": ".cu"}[kind]
     files = sorted(path for part in ("common", kind) for path in (kernel_folder() / part).glob("*") if path.is_file())
     sources = tuple(path for path in files if path.parent.name == kind and path.suffix == suffix)
     headers = tuple(path for path in files if path.suffix in (".h", ".cuh"))
@@ -261,19 +238,14 @@ def _cuda_architectures() -> list[str]:
     if named := os.environ.get("PACKMAMBA_CUDA_ARCHS"):
         parts = {part.strip().replace(".", "") for part in named.split(",")}
         if wrong := sorted(part for part in parts if not part.isdecimal() or int(part) < OLDEST_ARCHITECTURE):
-            raise KernelError(
-                f"PACKMAMBA_CUDA_ARCHS: expected compute capabilities from 8.0 up, such as 80,90, got {wrong[0]!r}"
-            )
+            raise KernelError(f"PACKMAMBA_CUDA_ARCHS: expected compute capabilities from 80 up, got {wrong[0]!r}")
         return sorted(parts, key=int)
     if not torch.cuda.is_available():
         raise KernelError("no CUDA device to build for; name architectures in PACKMAMBA_CUDA_ARCHS, such as 80,90")
     devices = (torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
     architectures = sorted({10 * major + minor for major, minor in devices})
     if architectures[-1] < OLDEST_ARCHITECTURE:
-        raise KernelError(
-            "this GPU is too old: the CUDA kernels need compute capability 8.0 (A100) or newer, it has "
-            f"{architectures[-1] / 10}; backend 'reference' runs on it"
-        )
+        raise KernelError(f"GPU: expected compute capability 8.0 (A100) or newer, got {architectures[-1] / 10}")
     return [str(architecture) for architecture in architectures if architecture >= OLDEST_ARCHITECTURE]
 
 
@@ -281,10 +253,8 @@ def _compile(recipe: Build) -> None:
     print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: up to a minute or two", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=recipe.path.parent) as scratch:
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in recipe.sources]
-        commands = [
-            [recipe.compiler, *recipe.flags, "-c", str(source), "-o", made]
-            for source, made in zip(recipe.sources, objects)
-        ]
+        compiler = [recipe.compiler, *recipe.flags, "-c"]
+        commands = [[*compiler, str(source), "-o", made] for source, made in zip(recipe.sources, objects)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(functools.partial(_run, recipe.kind), commands))
         library = Path(scratch) / recipe.path.name

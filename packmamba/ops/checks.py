@@ -8,7 +8,6 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MOST_ROWS_LAYOUTS = 16
 _rows_layouts: dict[tuple, SequenceLayout] = {}
 
 
@@ -47,14 +46,11 @@ def check_tensor(
         return
     check_is_tensor(tensor, name)
     if tensor.shape != shape:
-        raise ValueError(
-            f"{name}: expected shape {tuple(shape)} to go with {like_name} {tuple(like.shape)}, got {tuple(tensor.shape)}"
-        )
+        given = f"{like_name} {tuple(like.shape)}"
+        raise ValueError(f"{name}: expected shape {tuple(shape)} to go with {given}, got {tuple(tensor.shape)}")
     if tensor.dtype not in dtypes:
-        expected = " or ".join(dict.fromkeys(_name(dtype) for dtype in dtypes))
-        raise TypeError(
-            f"{name}: expected {expected} beside {_name(like.dtype)} {like_name}, got {_name(tensor.dtype)}"
-        )
+        expected = f"{' or '.join(dict.fromkeys(map(_name, dtypes)))} beside {_name(like.dtype)} {like_name}"
+        raise TypeError(f"{name}: expected {expected}, got {_name(tensor.dtype)}")
     if tensor.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {tensor.device}")
     _check_channel_stride(tensor, name)
@@ -70,9 +66,7 @@ def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, na
     if layout.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)} like {like_name}, got {layout.shape}")
     if layout.device != like.device:
-        raise ValueError(
-            f"{name}: expected device {like.device} like {like_name}, got {layout.device}; use {name}.to()"
-        )
+        raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {layout.device}")
     return layout
 
 
@@ -91,7 +85,7 @@ def check_size(name: str, size: object, most: int) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
     if size > most:
-        raise ValueError(f"{name}: expected at most {most}, got {size if size < 2**63 else 'more than 2**63'}")
+        raise ValueError(f"{name}: expected at most {most}, got {size:.4g}")
 
 
 def is_tracing() -> bool:
@@ -111,7 +105,7 @@ def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
     key = (rows, row_length, like.device, stream)
     layout = _rows_layouts.get(key)
     if layout is None:
-        if len(_rows_layouts) == MOST_ROWS_LAYOUTS:
+        if len(_rows_layouts) == 16:
             _rows_layouts.clear()
         with torch.inference_mode(False):  # an inference tensor could not be kept for a backward
             layout = _rows_layouts[key] = SequenceLayout.from_rows(rows, row_length, like.device)
@@ -120,10 +114,7 @@ def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
 
 def _check_channel_stride(tensor: Tensor, name: str) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(
-            f"{name}: expected unit stride along its last dimension (channels), got stride {tensor.stride(-1)}; "
-            "use .contiguous()"
-        )
+        raise ValueError(f"{name}: expected unit channel stride, got stride {tensor.stride(-1)}; use .contiguous()")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
+from packmamba.ops import checks
 from packmamba.ops.backends import choose
-from packmamba.ops.checks import (
-    accumulation_dtype,
-    check_activations,
-    check_flag,
-    check_is_tensor,
-    check_layout,
-    check_tensor,
-)
+from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
 
@@ -59,8 +53,8 @@ def conv1d_pack(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came, before any work.
     """
-    check_activations(x, "x")
-    layout = check_layout(layout, x, "x")
+    checks.check_activations(x, "x")
+    layout = checks.check_layout(layout, x, "x")
     a = ConvArguments(x, weight, bias, initial_state, layout, activation, return_final_state)
     a.check()
     y, final_state = choose(backend, x.device, "conv1d_pack")(a)
@@ -87,20 +81,20 @@ class ConvArguments(NamedTuple):
         """Check the other arguments against x and the layout."""
         x, weight, bias, initial_state, layout, activation, return_final_state = self
         channels = x.shape[2]
-        check_is_tensor(weight, "weight")
+        checks.check_is_tensor(weight, "weight")
         if weight.dim() != 2 or not 2 <= weight.shape[1] <= 4:
             raise ValueError(f"weight: expected shape ({channels}, W) with W from 2 to 4, got {tuple(weight.shape)}")
         width = weight.shape[1]
         dtypes = (x.dtype, torch.float32)
-        check_tensor(weight, "weight", (channels, width), dtypes, x, "x")
+        checks.check_tensor(weight, "weight", (channels, width), dtypes, x, "x")
         if bias is not None:
-            check_tensor(bias, "bias", (channels,), dtypes, x, "x")
+            checks.check_tensor(bias, "bias", (channels,), dtypes, x, "x")
         if initial_state is not None:
             shape = (layout.num_documents, channels, width - 1)
-            check_tensor(initial_state, "initial_state", shape, dtypes, x, "x")
+            checks.check_tensor(initial_state, "initial_state", shape, dtypes, x, "x")
         if activation is not None and not (isinstance(activation, str) and activation == "silu"):
             raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
-        check_flag("return_final_state", return_final_state)
+        checks.check_flag("return_final_state", return_final_state)
 
 
 def _forward(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:

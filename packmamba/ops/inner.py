@@ -15,15 +15,9 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
+from packmamba.ops import checks
 from packmamba.ops.backends import choose
-from packmamba.ops.checks import (
-    ACTIVATION_DTYPES,
-    accumulation_dtype,
-    check_activations,
-    check_is_tensor,
-    check_layout,
-    check_tensor,
-)
+from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.custom_op import KERNELS, dense, empty_grad_like, register
 from packmamba.ops.scan import allocate_scan
 
@@ -74,9 +68,9 @@ def inner_pack(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    check_activations(xz, "xz")
-    conv_layout = check_layout(conv_layout, xz, "xz", "conv_layout")
-    ssm_layout = check_layout(ssm_layout, xz, "xz", "ssm_layout")
+    checks.check_activations(xz, "xz")
+    conv_layout = checks.check_layout(conv_layout, xz, "xz", "conv_layout")
+    ssm_layout = checks.check_layout(ssm_layout, xz, "xz", "ssm_layout")
     a = InnerArguments(
         xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_state, ssm_state, None, None, None,
         conv_layout, ssm_layout, return_state, recompute,
@@ -133,19 +127,19 @@ class InnerArguments(NamedTuple):
             ("dt_weight", self.dt_weight, "R) with R at least 1", range(1, 2**31)),
             ("A", self.A, "N) with N from 1 to 256", range(1, 257)),
         ):
-            check_is_tensor(matrix, name)
+            checks.check_is_tensor(matrix, name)
             if matrix.dim() != 2 or matrix.shape[1] not in most:
                 raise ValueError(f"{name}: expected shape ({channels}, {expected}, got {tuple(matrix.shape)}")
             sizes.append(matrix.shape[1])
         width, rank, states = sizes
-        check_is_tensor(out_weight, "out_weight")
+        checks.check_is_tensor(out_weight, "out_weight")
         near, wide = (xz.dtype, torch.float32), (accumulation_dtype(xz.dtype),)
         for name, shape, dtypes in (
             ("conv_weight", (channels, width), near),
             ("conv_bias", (channels,), near),
-            ("x_weight", (rank + 2 * states, channels), ACTIVATION_DTYPES),
-            ("dt_weight", (channels, rank), ACTIVATION_DTYPES),
-            ("out_weight", (*out_weight.shape[:1], channels), ACTIVATION_DTYPES),
+            ("x_weight", (rank + 2 * states, channels), checks.ACTIVATION_DTYPES),
+            ("dt_weight", (channels, rank), checks.ACTIVATION_DTYPES),
+            ("out_weight", (*out_weight.shape[:1], channels), checks.ACTIVATION_DTYPES),
             ("A", (channels, states), wide),
             ("D", (channels,), wide),
             ("delta_bias", (channels,), wide),
@@ -154,7 +148,7 @@ class InnerArguments(NamedTuple):
         ):
             tensor = getattr(self, name)
             if tensor is not None or name not in ("conv_bias", "conv_state", "ssm_state"):
-                check_tensor(tensor, name, shape, dtypes, xz, "xz")
+                checks.check_tensor(tensor, name, shape, dtypes, xz, "xz")
 
 
 def compiled(a: InnerArguments) -> tuple[Tensor, ...]:

@@ -37,10 +37,8 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
 def _real(layout: SequenceLayout) -> Tensor:
     """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds more than one document."""
     if layout.packed:
-        raise ValueError(
-            "layout: backend 'mamba_ssm' takes one document per row (its kernels would leak state from one to the "
-            f"next), got {layout.num_documents} documents in {layout.shape[0]} rows; use layout.flow() to leak on purpose"
-        )
+        got = f"{layout.num_documents} documents in {layout.shape[0]} rows; use layout.flow() to leak on purpose"
+        raise ValueError(f"layout: backend 'mamba_ssm' takes one document per row, got {got}")
     return (layout.documents >= 0)[..., None]
 
 
@@ -81,15 +79,12 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.conv1d_pack`` by causal-conv1d, without states."""
     x, weight, bias, initial_state, layout, activation, return_final_state = a
     if initial_state is not None or return_final_state:
-        raise ValueError(
-            "initial_state, return_final_state: the convolution of backend 'mamba_ssm' has no states, expected None and False"
-        )
+        raise ValueError("initial_state, return_final_state: backend 'mamba_ssm' expected None and False")
     real = _real(layout)
     convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")
     x = torch.where(real, x, 0) if layout.num_tokens < layout.num_slots else x
-    y = convolve(
-        x.transpose(1, 2), weight.to(x.dtype), None if bias is None else bias.to(x.dtype), activation=activation
-    )
+    bias = None if bias is None else bias.to(x.dtype)
+    y = convolve(x.transpose(1, 2), weight.to(x.dtype), bias, activation=activation)
     y = _OwnStrides.apply(y.transpose(1, 2)) if y.shape[2] == 1 else y.transpose(1, 2)
     return torch.where(real, y, 0), None
 

@@ -210,26 +210,12 @@ def composed(a: InnerArguments, conv1d_pack: Callable, ssm_pack: Callable) -> tu
     """Compute ``ops.inner_pack`` by implementations of the two operators."""
     x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
     x, z = a.xz.chunk(2, dim=-1)
-    x, conv_final = conv1d_pack(
-        ConvArguments(x, a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, "silu", a.return_state)
-    )
+    conv = ConvArguments(x, a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, "silu", a.return_state)
+    x, conv_final = conv1d_pack(conv)
     delta, B, C = a.parts(F.linear(x, x_weight))
-    y, ssm_final = ssm_pack(
-        ScanArguments(
-            x,
-            F.linear(delta, dt_weight),
-            a.A,
-            B,
-            C,
-            a.D,
-            z,
-            a.delta_bias,
-            a.ssm_state,
-            a.ssm_layout,
-            True,
-            a.return_state,
-        )
-    )
+    delta = F.linear(delta, dt_weight)
+    scan = ScanArguments(x, delta, a.A, B, C, a.D, z, a.delta_bias, a.ssm_state, a.ssm_layout, True, a.return_state)
+    y, ssm_final = ssm_pack(scan)
     return F.linear(y, out_weight), conv_final, ssm_final
 
 

@@ -10,15 +10,9 @@ from torch import Tensor
 
 from packmamba.errors import KernelError
 from packmamba.layout import SequenceLayout
+from packmamba.ops import checks
 from packmamba.ops.backends import choose
-from packmamba.ops.checks import (
-    accumulation_dtype,
-    check_activations,
-    check_flag,
-    check_is_tensor,
-    check_layout,
-    check_tensor,
-)
+from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
 
@@ -71,8 +65,8 @@ def ssm_pack(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came, before any work.
     """
-    check_activations(u, "u")
-    layout = check_layout(layout, u, "u")
+    checks.check_activations(u, "u")
+    layout = checks.check_layout(layout, u, "u")
     a = ScanArguments(u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state)
     a.check()
     y, final_state = choose(backend, u.device, "ssm_pack")(a)
@@ -99,25 +93,25 @@ class ScanArguments(NamedTuple):
         """Check the other arguments against u and the layout."""
         u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = self
         rows, row_length, channels = shape = u.shape
-        check_is_tensor(A, "A")
+        checks.check_is_tensor(A, "A")
         if A.dim() != 2 or not 1 <= A.shape[1] <= 256:
             raise ValueError(f"A: expected shape ({channels}, N) with N from 1 to 256, got {tuple(A.shape)}")
         states = A.shape[1]
         near, wide = (u.dtype,), (accumulation_dtype(u.dtype),)
-        check_tensor(A, "A", (channels, states), wide, u, "u")
-        check_tensor(delta, "delta", shape, near, u, "u", True)
+        checks.check_tensor(A, "A", (channels, states), wide, u, "u")
+        checks.check_tensor(delta, "delta", shape, near, u, "u", True)
         for name, tensor in (("B", B), ("C", C)):
-            check_tensor(tensor, name, (rows, row_length, states), near, u, "u", True)
+            checks.check_tensor(tensor, name, (rows, row_length, states), near, u, "u", True)
         if z is not None:
-            check_tensor(z, "z", shape, near, u, "u", True)
+            checks.check_tensor(z, "z", shape, near, u, "u", True)
         if D is not None:
-            check_tensor(D, "D", (channels,), wide, u, "u")
+            checks.check_tensor(D, "D", (channels,), wide, u, "u")
         if delta_bias is not None:
-            check_tensor(delta_bias, "delta_bias", (channels,), wide, u, "u")
+            checks.check_tensor(delta_bias, "delta_bias", (channels,), wide, u, "u")
         if initial_state is not None:
-            check_tensor(initial_state, "initial_state", (layout.num_documents, channels, states), wide, u, "u")
-        check_flag("delta_softplus", delta_softplus)
-        check_flag("return_final_state", return_final_state)
+            checks.check_tensor(initial_state, "initial_state", (layout.num_documents, channels, states), wide, u, "u")
+        checks.check_flag("delta_softplus", delta_softplus)
+        checks.check_flag("return_final_state", return_final_state)
 
 
 def _forward(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
@@ -192,11 +186,8 @@ def _check_backward_fits(device: torch.device) -> None:
     properties = torch.cuda.get_device_properties(device)
     room = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
     if room < BACKWARD_SHARED_BYTES:
-        raise KernelError(
-            f"the scan's gradients of bfloat16 activations with 16 states need {BACKWARD_SHARED_BYTES >> 10} KiB of shared "
-            f"memory a block, this GPU has {room >> 10}; take float16 or float32 activations, or backend 'mamba_ssm' or "
-            "'reference'"
-        )
+        needed = f"need {BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block, this GPU has {room >> 10}"
+        raise KernelError(f"gradients of bfloat16 activations {needed}; take float16 or float32 activations")
 
 
 def _even(tensor: Tensor) -> bool:

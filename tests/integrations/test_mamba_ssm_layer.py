@@ -159,41 +159,20 @@ def test_boundaries_follow_memory_that_others_write_to_and_inference_mode():
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("name", "arguments"),
     [
-        ({"seq_idx": LAYOUT.seq_idx[:1]}, r"seq_idx: expected shape \(2, 12\) like hidden_states, got \(1, 12\)"),
-        ({"seq_idx": LAYOUT.seq_idx.float()}, "seq_idx: expected an integer tensor"),
-        ({"seq_idx": [1]}, "seq_idx: expected a tensor"),
-        ({"cu_seqlens": LAYOUT.cu_seqlens[:-1]}, "cu_seqlens: expected to run from 0 to"),
-        ({"position_indices": LAYOUT.position_indices + 1}, "position_indices"),
-        (
-            {"position_indices": torch.arange(3, 15).expand(2, 12)},
-            r"position_indices\[0, 0\]: expected 0 where a row starts, got 3",
-        ),
-        (
-            {"seq_idx": LAYOUT.seq_idx, "layout": LAYOUT.flow()},
-            "layout: expected the documents that seq_idx has, got others",
-        ),
-        ({"seq_idx": LAYOUT.seq_idx, "inference_params": 1}, "inference_params: expected none beside seq_idx"),
-        ({"inference_params": SimpleNamespace(key_value_memory_dict={})}, "layer_idx: expected a number"),
+        ("seq_idx", {"seq_idx": LAYOUT.seq_idx[:1]}),
+        ("seq_idx", {"seq_idx": [1]}),
+        ("cu_seqlens", {"cu_seqlens": LAYOUT.cu_seqlens[:-1]}),
+        ("position_indices", {"position_indices": torch.arange(3, 15).expand(2, 12)}),
+        ("layout", {"seq_idx": LAYOUT.seq_idx, "layout": LAYOUT.flow()}),
+        ("inference_params", {"seq_idx": LAYOUT.seq_idx, "inference_params": 1}),
+        ("layer_idx", {"inference_params": SimpleNamespace(key_value_memory_dict={})}),
     ],
 )
-def test_refuses_in_one_sentence(arguments, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_arguments(name, arguments):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}"):
         both()[1](hidden(), **arguments)
-
-
-def test_refuses_what_is_no_token_and_no_layer():
-    ours = Ours(8, layer_idx=0).double()
-    with pytest.raises(ValueError, match="expected one token a row"):
-        ours.step(hidden().detach(), *ours.allocate_inference_cache(2, 0))
-    kept = SimpleNamespace(seqlen_offset=1, key_value_memory_dict={0: ours.allocate_inference_cache(3, 0)})
-    with pytest.raises(ValueError, match="hidden_states: expected 3 rows, .* got 2"):
-        ours(hidden()[:, :1], inference_params=kept)
-    with pytest.raises(ValueError, match="dt_init: expected 'random' or 'constant', got 'zero'"):
-        Ours(8, dt_init="zero")
-    with pytest.raises(ValueError, match="hidden_states: expected shape"):
-        ours(hidden()[0])
 
 
 class Block(nn.Module):
@@ -242,12 +221,10 @@ def test_what_cannot_be_exchanged_is_refused_before_any_work():
         pass
 
     model = MambaLMHeadModel([Theirs(8), Mamba2(8)])
-    with pytest.raises(ValueError, match=r"class Mamba \(Mamba-1\) alone, got Mamba2"):
+    with pytest.raises(ValueError, match="^model: .*Mamba2"):
         replace(model)
     assert type(model.layers[0].mixer) is Theirs
-    with pytest.raises(ValueError, match="expected layers of mamba_ssm's class Mamba, got MambaLM without any"):
+    with pytest.raises(ValueError, match="^model: .*MambaLM"):
         replace(MambaLM(23, 8, 1))
-    with pytest.raises(TypeError, match="model: expected a module, got str"):
-        replace("my/model")
-    with pytest.raises(ValueError, match="d_conv: expected 2, 3 or 4, got 5"):
+    with pytest.raises(ValueError, match="^d_conv"):
         replace(MambaLMHeadModel([Theirs(8, d_conv=5)]))

@@ -13,7 +13,6 @@ from hugging_face import (  # noqa: E402
     FAMILIES,
     ROWS,
     VOCAB,
-    alone,
     arguments,
     both,
     check_same,
@@ -61,27 +60,6 @@ def test_compiled_is_eager(family):
             assert error(gradient, wanted[name]) < 1e-5, name
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[-2], graphs
-
-
-@pytest.mark.extras
-@every_family
-def test_lora_on_the_projections(family):
-    """Its result is that of the weights with the adapters merged in, document by document."""
-    peft = pytest.importorskip("peft")
-    model, packed = both(family)
-    targets = ["in_proj", "x_proj", "dt_proj"]
-    adapted = peft.get_peft_model(packed, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
-    tokens = random_tokens()
-    given = {"attention_mask": MASK, "position_ids": POSITION}
-    logits = adapted(tokens, **given).logits
-    logits.sum().backward()
-    learned = {name: p.grad for name, p in adapted.named_parameters() if p.requires_grad}
-    assert len(learned) == 2 * len(targets) * 2 and all(bool(grad.any()) for grad in learned.values())
-    merged = copy.deepcopy(adapted).merge_and_unload()
-    model.load_state_dict(merged.state_dict())
-    for single, (b, a, e) in alone(model, tokens, ROWS):
-        assert error(logits[b, a:e], single[0]) < 1e-5
-    assert error(merged(tokens, **given).logits, logits) < 1e-5
 
 
 def documents():

@@ -80,28 +80,14 @@ class Experts(nn.Module):
         return out.view_as(x)
 
 
-class Jitter(nn.Module):
-    """Random numbers in training that are no dropout's, as routers have."""
-
-    def forward(self, x):
-        return x * torch.empty_like(x).uniform_(0.9, 1.1) * random.random() if self.training else x
-
-
 TIGHT = {
     "each document by itself": lambda: Toy(by_document(mean_so_far)),
     "bidirectional": lambda: Toy(by_document(lambda x: x + x.mean(1, keepdim=True))),
     "dropout": lambda: Toy(by_document(mean_so_far), nn.Dropout(0.3)),
-    "jitter": lambda: Toy(by_document(mean_so_far), Jitter()),
     "experts": lambda: Toy(by_document(mean_so_far), Experts()),
     "tied embeddings": lambda: tied(Toy(by_document(mean_so_far))),
     "nothing along the row": lambda: Toy(lambda x, lengths: x),
-    "minus infinity for some ids": lambda: Masked(by_document(mean_so_far)),
 }
-
-
-class Masked(Toy):
-    def forward(self, input_ids, position_ids=None):
-        return super().forward(input_ids, position_ids).logits.masked_fill(torch.arange(VOCAB) < 3, -torch.inf)
 
 
 def tied(toy):
@@ -175,39 +161,11 @@ def test_a_small_move_without_a_gradient_is_rounding_only_where_tokens_are_route
     assert leakcheck(Toy(behind(lambda x: 0.01 * x.cumsum(1).detach()), Experts())).leaks
 
 
-def test_a_model_with_a_table_of_positions():
-    class Positions(Toy):
-        def __init__(self):
-            super().__init__(by_document(mean_so_far))
-            self.places = nn.Embedding(200, VOCAB)
-
-        def forward(self, input_ids, position_ids=None):
-            if position_ids is None:
-                position_ids = torch.arange(input_ids.shape[1])[None]
-            return super().forward(input_ids, position_ids).logits + self.places(position_ids)
-
-    assert leakcheck(Positions()).ok
-
-
-def test_hashed_tokens_leak():
-    """An n-gram's embedding, whose tokens are in two documents."""
-
-    class Bigrams(Toy):
-        def forward(self, input_ids, position_ids=None):
-            logits = super().forward(input_ids, position_ids).logits
-            pairs = (input_ids * 7 + F.pad(input_ids, (1, 0))[:, :-1]) % VOCAB
-            return logits + self.head(self.embedding(pairs))
-
-    result = leakcheck(Bigrams(by_document(mean_so_far)))
-    assert (result.isolated_forward, result.isolated_backward, result.reach) == (False, True, 1)
-
-
 def test_how_far_and_where():
     result = leakcheck(LEAKS["a state"][0]())
     assert result.reach == result.modes["evaluation"].after == 129 and result.modes["evaluation"].endless
     result = leakcheck(LEAKS["a convolution"][0]())
     assert result.reach == 3 and not result.modes["evaluation"].endless
-    assert leakcheck(LEAKS["a later document"][0]()).modes["evaluation"].before > 0
 
     class Stack(nn.Module):
         """Layers that are tight, then one whose convolution is a module that leaks, as Hugging Face's slow path has it."""
@@ -354,18 +312,3 @@ def test_callables():
 def test_arguments(arguments, name):
     with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
         leakcheck(*arguments)
-
-
-def test_an_error_of_the_model_itself_is_the_model_s():
-    def broken(tokens, lengths):
-        raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        leakcheck(broken)
-
-    class Broken(Toy):
-        def forward(self, input_ids, position_ids=None):
-            raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        leakcheck(Broken(mean_so_far))

@@ -51,13 +51,6 @@ def test_packed_equals_each_document_alone(config, given):
     assert_close(results, gradients(alone_loss / targets, model, states or ()))
 
 
-def test_no_layout_means_each_row_is_a_document():
-    model, tokens = build(), random_tokens()
-    expected = model(tokens, layout=SequenceLayout.from_rows(*tokens.shape))
-    assert torch.equal(model(tokens), expected)
-    assert torch.equal(model(tokens.int()), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_document_s_last_token_changes_no_bit_of_another(dtype):
     model, tokens = build(dtype=dtype), random_tokens()
@@ -135,7 +128,7 @@ def carried(model, earlier, finals, later):
     ]
 
 
-def run_whole_and_cut(model, tokens, begun, cut, detach=False):
+def run_whole_and_cut(model, tokens, begun, cut):
     """(logits, final states) of LAYOUT in one call, and in two calls of the columns before and after ``cut``."""
     continues = LAYOUT.continues[:, None, None]
     fresh = model.start_states(LAYOUT.num_documents)
@@ -145,8 +138,7 @@ def run_whole_and_cut(model, tokens, begun, cut, detach=False):
     before, after = (d[d >= 0].unique().long() for d in (LAYOUT.documents[:, :cut], LAYOUT.documents[:, cut:]))
     states = [(conv[before], scan[before]) for conv, scan in states]
     logits, finals = model(tokens[:, :cut], layout=first, states=states, return_states=True)
-    passed = [tuple(state.detach() for state in pair) for pair in finals] if detach else finals
-    states = carried(model, first, passed, second)
+    states = carried(model, first, finals, second)
     rest, ends = model(tokens[:, cut:], layout=second, states=states, return_states=True)
     ends = [
         tuple(w.detach().index_copy(0, before, f).index_copy(0, after, e) for w, f, e in zip(*pairs))
@@ -171,17 +163,6 @@ def test_documents_cut_anywhere_with_their_states_are_the_whole(config, cut):
     assert_close(cut_up, whole)
 
 
-def test_detaching_the_carried_states_changes_only_the_gradient():
-    model, tokens = build(), random_tokens()
-    begun = random_states(model, LAYOUT.num_documents)
-    (whole, _), (cut_up, _) = run_whole_and_cut(model, tokens, begun, cut=4, detach=True)
-    real = LAYOUT.documents >= 0
-    assert error(cut_up[real], whole[real]) <= EXACT
-    expected = gradients(summed_loss(whole, tokens, LAYOUT), model)["backbone.layers.0.mixer.A_log"]
-    truncated = gradients(summed_loss(cut_up, tokens, LAYOUT), model)["backbone.layers.0.mixer.A_log"]
-    assert error(truncated, expected) > 1e-4
-
-
 FLOW = LAYOUT.flow()
 VARIANTS = {
     "reset": (LAYOUT, LAYOUT),
@@ -203,20 +184,6 @@ def test_leaks_in_one_operator_in_both_and_in_none_all_differ():
             for other in views[:i]:
                 apart = error(one, other)
                 assert apart <= EXACT if first_of_row else apart > 1e-5
-
-
-@every_config
-def test_leak_is_each_row_run_as_one_document(config):
-    model, tokens = build(**config), random_tokens()
-    states = random_states(model, FLOW.num_documents)
-    for given in (None, states):
-        logits, finals = model(tokens, layout=FLOW, states=given, return_states=True)
-        for i, row in enumerate(FLOW.rows.tolist()):
-            length = int(FLOW.lengths[i])
-            start = None if given is None else [(conv[i : i + 1], scan[i : i + 1]) for conv, scan in given]
-            alone, ends = model(tokens[row : row + 1, :length], states=start, return_states=True)
-            assert error(logits[row, :length], alone[0]) <= EXACT
-            assert all(error(f[i : i + 1], e) <= EXACT for f, e in zip(flat(finals), flat(ends)))
 
 
 @every_config
@@ -252,13 +219,6 @@ def test_the_mixer_is_its_operators_each_with_its_own_layout(config, variant):
         grads = torch.autograd.grad(sum(o.square().sum() for o in outputs), inputs, retain_graph=True)
         results.append(dict(enumerate((*outputs, *grads))))
     assert_close(*results)
-
-
-def test_states_of_another_layout_are_refused_under_flow():
-    model, tokens = build(dtype=torch.float32), random_tokens()
-    states = random_states(model, LAYOUT.num_documents)
-    with pytest.raises(ValueError, match=r"^conv_state: expected shape \(3, 16, 3\).*got \(6, 16, 3\)"):
-        model(tokens, layout=FLOW, states=states)
 
 
 def test_the_learned_initial_state_starts_every_document():

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from hugging_face import plain_torch  # noqa: F401
 from models import LAYOUT, build, error, gradients, random_tokens, slots, summed_loss
@@ -71,22 +71,6 @@ def test_logits_and_gradients_are_hugging_face_s(tmp_path, config, files):
     assert results.keys() == expected.keys()
     for name, value in expected.items():
         assert value.any() and error(results[name], value) < 5e-5, name
-
-
-def test_older_names_and_keys_of_hugging_face(tmp_path):
-    """The first conversions kept state-spaces' name of the embedding, and its configuration's keys beside new ones."""
-    theirs = hugging_face_model(vocab_size=37)
-    save_hugging_face(theirs, tmp_path, "safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["tie_word_embeddings"]
-    config |= {"d_model": 16, "d_inner": 32, "n_layer": 2, "intermediate_size": 32, "pad_vocab_size_multiple": 8}
-    config |= {"ssm_cfg": {}, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
-    save_file(weights, tmp_path / "model.safetensors")
-    tokens = random_tokens()
-    assert error(MambaLM.from_pretrained(tmp_path)(tokens), theirs(tokens).logits) < 1e-5
 
 
 STATE_SPACES = {  # the keys of mamba-130m's config.json, and those that mamba-ssm 2 added
@@ -154,12 +138,6 @@ def test_a_saved_model_is_loaded_as_it_was(tmp_path, config):
     assert published.keys() == STATE_SPACES.keys() | {"tie_embeddings"} | only_ours, "mamba-ssm refuses other keys"
 
 
-def test_overrides_reach_the_model(tmp_path):
-    save_state_spaces(tmp_path, state_spaces_weights())
-    with pytest.raises(ValueError, match="^backend: expected one of .*, got 'triton'"):
-        MambaLM.from_pretrained(tmp_path, backend="triton")
-
-
 A_LOG = "backbone.layers.1.mixer.A_log"
 
 
@@ -196,19 +174,17 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refuses_in_one_sentence(tmp_path, name):
+def test_errors_name_the_file_and_the_key(tmp_path, name):
     save_state_spaces(tmp_path, state_spaces_weights())
     spoil, kind, message = REFUSALS[name]
     spoil(tmp_path)
-    with pytest.raises(kind, match=message) as caught:
+    with pytest.raises(kind, match=message):
         MambaLM.from_pretrained(str(tmp_path))
-    assert type(caught.value) is kind and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_transformers_loads_what_is_saved_in_its_format(tmp_path, tied, dtype):
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = MambaLM(vocab_size=50, d_model=24, n_layer=2, d_state=8, expand=3, tie_embeddings=tied, norm_epsilon=1e-6)
     model.to(dtype).save_pretrained(tmp_path, format="huggingface")
@@ -224,8 +200,8 @@ def test_transformers_loads_what_is_saved_in_its_format(tmp_path, tied, dtype):
 
 def test_what_hugging_face_s_format_cannot_hold_is_refused(tmp_path):
     model = MambaLM(vocab_size=50, d_model=8, n_layer=1, learned_initial_state=True)
-    with pytest.raises(ValueError, match="learned_initial_state: Hugging Face's format has no learned initial states"):
+    with pytest.raises(ValueError, match="^learned_initial_state: "):
         model.save_pretrained(tmp_path / "new", format="huggingface")
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match="format: expected state_spaces or huggingface, got 'onnx'"):
+    with pytest.raises(ValueError, match="^format: "):
         model.save_pretrained(tmp_path, format="onnx")

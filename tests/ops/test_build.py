@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from packmamba.ops import build
 from packmamba.ops.custom_op import OUTPUTS
-from packmamba.ops.scan import _cuda_forward as ssm_forward
 from processes import ROOT, fork, statuses
 
 FORWARD = """
@@ -49,7 +47,7 @@ def small_kernels(tmp_path, monkeypatch):
     return tmp_path / "kernels"
 
 
-def test_the_key_covers_sources_headers_flags_compiler_and_instruction_set(small_kernels, monkeypatch):
+def test_the_key_covers_sources_headers_and_flags(small_kernels, monkeypatch):
     keys = [build.describe("cpu").key]
 
     def changed():
@@ -64,12 +62,6 @@ def test_the_key_covers_sources_headers_flags_compiler_and_instruction_set(small
     assert changed()
     monkeypatch.setenv("PACKMAMBA_SANITIZE", "undefined")
     assert changed()
-    output = build._output
-    monkeypatch.setattr(build, "_output", lambda *c: output(*c) + ("#define __OTHER_CPU__ 1\n" if "-dM" in c else ""))
-    assert changed()
-    monkeypatch.setattr(build, "_output", lambda *c: "another compiler\n")
-    assert changed()
-    monkeypatch.undo()
 
 
 def build_small(kernels):
@@ -100,12 +92,6 @@ def test_a_failed_compilation_shows_the_compilers_words(small_kernels):
     assert not list((small_kernels.parent / "cache").glob("*.so"))
 
 
-def test_an_unwritable_cache_names_the_variable(small_kernels, monkeypatch):
-    monkeypatch.setenv("PACKMAMBA_CACHE", "/proc/nowhere")
-    with pytest.raises(build.KernelError, match="PACKMAMBA_CACHE"):
-        build.build("cpu")
-
-
 def test_without_a_compiler_an_explicit_backend_raises_and_one_warning_names_the_fix(tmp_path):
     """In one process: what was refused is warned of all the same, and the reference runs."""
     explicit = FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")
@@ -126,52 +112,18 @@ print("ran")"""
     assert "install g++" in warned and build.BUILD_COMMAND in warned
 
 
-@pytest.fixture
-def nvcc(tmp_path, monkeypatch):
-    """One that only says which it is."""
-    found = tmp_path / "toolkit" / "bin" / "nvcc"
-    found.parent.mkdir(parents=True)
-    found.write_text("#!/bin/sh\necho release 13.0\n")
-    found.chmod(0o755)
-    monkeypatch.setenv("PACKMAMBA_NVCC", str(found))
-    monkeypatch.delenv("PACKMAMBA_CUDA_ARCHS", raising=False)
-    return found
-
-
-def pretend_gpus(monkeypatch, *capabilities):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
-
-
-def refusal():
-    with pytest.raises(build.KernelError) as caught:
-        build.describe("cuda")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_without_nvcc_one_sentence_names_the_wheels(monkeypatch):
-    for name in ("PACKMAMBA_NVCC", "CUDA_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(sys, "path", [])
-    assert refusal() == f"no nvcc: pip install 'packmamba[cuda]', then run `{build.BUILD_COMMAND}`"
-
-
-def test_a_gpu_that_is_too_old_is_told_so(nvcc, monkeypatch):
-    pretend_gpus(monkeypatch, (7, 5))
-    assert "too old" in refusal() and "8.0 (A100) or newer, it has 7.5" in refusal()
-
-
-def test_without_a_gpu_architectures_must_be_named(nvcc, monkeypatch):
-    pretend_gpus(monkeypatch)
-    assert "PACKMAMBA_CUDA_ARCHS" in refusal()
-    for wrong in ("sm_90", "75", "8.0,,9.0"):
-        monkeypatch.setenv("PACKMAMBA_CUDA_ARCHS", wrong)
-        assert "PACKMAMBA_CUDA_ARCHS: expected compute capabilities from 8.0 up" in refusal()
+def test_architectures_may_be_named_without_a_gpu(tmp_path, monkeypatch):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho release 13.0\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PACKMAMBA_NVCC", str(nvcc))
     monkeypatch.setenv("PACKMAMBA_CUDA_ARCHS", "10.0, 8.0")
     assert build.describe("cuda").target == "sm_80, sm_100"
+    for wrong in ("sm_90", "75"):
+        monkeypatch.setenv("PACKMAMBA_CUDA_ARCHS", wrong)
+        with pytest.raises(build.KernelError, match="PACKMAMBA_CUDA_ARCHS"):
+            build.describe("cuda")
 
 
 @pytest.mark.gpu
@@ -189,13 +141,3 @@ def test_cuda_kernels_take_what_the_cpu_s_kernels_take():
         assert cuda[: len(cpu)] == cpu
         schedule = ["schedule", "cut_above", "cut_length", "window", "stream"]
         assert [argument for argument, _, _ in cuda[len(cpu) :]] == schedule
-
-
-def test_a_gpu_without_room_for_the_scans_gradients_is_told_so(monkeypatch):
-    properties = types.SimpleNamespace(shared_memory_per_block_optin=99 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    u, B = torch.zeros(1, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 16, dtype=torch.bfloat16)
-    A, kept = torch.zeros(16, 16), torch.zeros(1)
-    starts, ends = torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    with pytest.raises(build.KernelError, match="need 109 KiB of shared memory a block, this GPU has 99; take float16"):
-        ssm_forward(u, u, A, B, B, None, None, None, True, starts, ends, None, u.clone(), None, kept)

@@ -3,9 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from operators import AWKWARD, SPECIFICATIONS, random_case
 from packmamba import MambaLM, PackedMamba, SequenceLayout, ops
@@ -110,15 +107,6 @@ def test_compiled_through_autograd_equals_eager(operator):
             assert torch.equal(got[name], value), name
 
 
-def test_the_kernels_may_be_loaded_first_while_compiling(monkeypatch):
-    monkeypatch.setattr(build, "_loaded", {})
-    torch._dynamo.reset()
-    case = random_case("conv1d_pack", AWKWARD["splits"], torch.float32, states=False)
-    fast = torch.compile(ops.conv1d_pack, backend="eager", fullgraph=True)
-    y = fast(case.tensors["x"], case.tensors["weight"], layout=case.layout)
-    assert torch.equal(y, ops.conv1d_pack(case.tensors["x"], case.tensors["weight"], layout=case.layout))
-
-
 @both
 def test_derivatives_that_kernels_lack_are_refused(operator):
     """Never a gradient that is silently zero."""
@@ -136,58 +124,6 @@ def test_derivatives_that_kernels_lack_are_refused(operator):
         torch.autograd.grad(kept.square().sum() + first.sum(), first)
     with pytest.raises(RuntimeError, match=f"{operator}: compiled kernels have no forward-mode derivatives"):
         torch.func.jvp(lambda x: call(x, *(t.detach() for t in others)), (first.detach(),), (first.detach(),))
-
-
-@both
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(operator, use_reentrant):
-    case = random_case(operator, AWKWARD["splits"], torch.float32, states=False)
-    names = list(case.tensors)
-
-    def call(*tensors):
-        return getattr(ops, operator)(**dict(zip(names, tensors)), **case.options, layout=case.layout, backend="cpu")
-
-    expected = case.run("cpu")
-    tensors = [case.tensors[name].detach().requires_grad_() for name in names]
-    y = checkpoint(call, *tensors, use_reentrant=use_reentrant)
-    y.backward(case.grad_y)
-    for name, tensor in zip(names, tensors):
-        assert torch.equal(tensor.grad, expected[f"grad {name}"]), name
-
-
-@both
-def test_gradients_of_the_final_state_alone_and_of_expanded_outputs(operator):
-    case = random_case(operator, AWKWARD["splits"], torch.float32)
-    tensors = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
-    reference = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
-    for backend, leaves in (("cpu", tensors), ("reference", reference)):
-        y, final = getattr(ops, operator)(**leaves, **case.options, layout=case.layout, backend=backend)
-        final.sum().backward(retain_graph=True)
-        y.sum().backward()
-    for name in tensors:
-        torch.testing.assert_close(tensors[name].grad, reference[name].grad, rtol=1e-4, atol=1e-4)
-
-
-@both
-def test_whoever_looks_at_operators_sees_this_one(operator):
-    """An eager call goes around the dispatcher, but not where a mode or a tensor of another type wants to know of it."""
-    case = random_case(operator, AWKWARD["splits"], torch.float32, states=False)
-    seen = []
-
-    class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **kwargs or {})
-
-    expected = case.run("cpu")
-    with Log():
-        found = case.run("cpu")
-    assert f"packmamba.{operator}.default" in seen and f"packmamba.{operator}_backward.default" in seen
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    with FakeTensorMode() as mode:
-        fake = {name: mode.from_tensor(tensor) for name, tensor in case.tensors.items()}
-        y = getattr(ops, operator)(**fake, **case.options, backend="cpu")
-    assert isinstance(y, FakeTensor) and y.shape == expected["y"].shape
 
 
 def test_a_call_without_a_layout_may_follow_one_in_inference_mode():

@@ -29,8 +29,7 @@ LAYOUTS = AWKWARD | {"long": LONG}
 SMALL = SequenceLayout.from_lengths([[1, 5], [2, 3], []], row_length=6, offsets=[[5, 0], [0, 0], []])
 both = pytest.mark.parametrize("operator", OPERATORS)
 backend_and_dtype = pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [on(b, d, id=f"{b}-{str(d).removeprefix('torch.')}") for b in BACKENDS for d in dtypes_of(b)],
+    ("backend", "dtype"), [on(b, d, id=f"{b}-{str(d).removeprefix('torch.')}") for b in BACKENDS for d in dtypes_of(b)]
 )
 
 

@@ -23,11 +23,8 @@ def patch(model: Model) -> Model:
 
     Its forward then takes packed rows: ``position_ids`` (B, L) that start again at 0, ``seq_idx`` (B, L) or ``cu_seq_lens_q``
     (S + 1,), any of them together if they agree, and ``attention_mask`` (B, L) with padding on either side. A document has the
-    logits and gradients that it has alone. Everything else stays: weights and their names, ``generate``, checkpoints, training
-    with gradient checkpointing, torch.compile and adapters. A model inside ``model`` (that an adapter wraps, say) is patched
-    too; patching twice changes nothing.
-
-    Labels are the caller's: at a document's first token they are -100, as DataCollatorWithFlattening makes them.
+    logits and gradients that it has alone; labels at its first token count as -100. Weights and their names stay. A model inside
+    ``model`` (that an adapter wraps, say) is patched too.
 
     Raises:
         TypeError: neither model is inside.
@@ -44,9 +41,6 @@ def patch(model: Model) -> Model:
     try:
         from packmamba.integrations.transformers import models
     except ImportError as error:
-        raise ValueError(
-            f"transformers {transformers.__version__}: its Mamba looks different from the one that packing was written for "
-            f"({KNOWN}): {error}"
-        ) from error
+        raise ValueError(f"transformers {transformers.__version__} is unlike {KNOWN}: {error}") from error
     models.exchange(model)
     return model

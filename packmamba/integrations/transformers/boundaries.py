@@ -57,11 +57,8 @@ def find(
     for name, value in given.items():
         found = BOUNDARIES[name](name, value, real, first)
         if source and not torch.equal(found, starts):
-            b, t = (int(i) for i in (found != starts).nonzero()[0])
-            has, lacks = (name, source) if found[b, t] else (source, name)
-            raise ValueError(
-                f"{name}: expected the documents of {source}, but at [{b}, {t}] one starts in {has} and none in {lacks}"
-            )
+            place = (found != starts).nonzero()[0].tolist()
+            raise ValueError(f"{name}: expected the documents of {source}, got others at {place}")
         starts, source = found, name
     packed = bool((starts.sum(1) > 1).any())
     if not packed and not padded:
@@ -87,7 +84,9 @@ def _check(name: str, wrong: Tensor, expected: str, values: Tensor) -> None:
 
 
 def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
-    mask = _matrix("attention_mask", attention_mask, shape, ", or boundaries as position_ids, seq_idx or cu_seq_lens_q")
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask: expected a tensor, got {type(attention_mask).__name__}")
+    mask = _matrix("attention_mask", attention_mask.cpu(), shape)
     expected = "0 (padding) or 1 (documents are marked by position_ids, seq_idx or cu_seq_lens_q)"
     _check("attention_mask", (mask != 0) & (mask != 1), expected, mask)
     real = mask.bool()
@@ -98,7 +97,7 @@ def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _position_ids(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
-    position = _matrix(name, value, tuple(real.shape), integer=True)
+    position = _matrix(name, _integers(name, value), real.shape)
     _check(name, first & (position != 0), "0 at a row's first token", position)
     goes_on = position == position.roll(1, dims=1) + 1
     _check(name, real & (position != 0) & ~goes_on, "0 (a document starts) or one more than before", position)
@@ -106,21 +105,18 @@ def _position_ids(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tens
 
 
 def _seq_idx(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
-    idx = _matrix(name, value, tuple(real.shape), integer=True)
+    idx = _matrix(name, _integers(name, value), real.shape)
     _check(name, real & (idx < 0), "at least 0 (attention_mask marks padding)", idx)
     starts = real & (first | (idx != idx.roll(1, dims=1)))
     for b in range(len(idx)):
         ids, counts = idx[b][starts[b]].unique(return_counts=True)
         if (counts > 1).any():
-            again = int(ids[counts > 1][0])
-            raise ValueError(f"{name}[{b}]: expected an id's tokens side by side, got id {again} again after another")
+            raise ValueError(f"{name}[{b}]: expected an id's tokens side by side, got {int(ids[counts > 1][0])} again")
     return starts
 
 
 def _cu_seq_lens(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
-    if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
-        raise TypeError(f"{name}: expected an integer tensor, got {_kind(value)}")
-    cu, slots = value.to("cpu", torch.int64), real.numel()
+    cu, slots = _integers(name, value), real.numel()
     if cu.dim() != 1 or cu.numel() < 2:
         raise ValueError(f"{name}: expected shape (S + 1,) for S documents, got {tuple(cu.shape)}")
     if not real.all():
@@ -131,8 +127,7 @@ def _cu_seq_lens(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tenso
     starts[cu[cu < slots]] = True  # a document without tokens starts where the next one does
     starts = starts.view(real.shape)
     if not starts[:, 0].all():
-        b = int((~starts[:, 0]).nonzero()[0])
-        raise ValueError(f"{name}: expected row {b} to start with a document, at {b * real.shape[1]}, got none there")
+        raise ValueError(f"{name}: expected each row to start with a document, got {cu.tolist()!s:.60}")
     return starts
 
 
@@ -145,15 +140,13 @@ BOUNDARIES: dict[str, Callable[[str, Tensor, Tensor, Tensor], Tensor]] = {
 """Boundary arguments: (name, value, real tokens, first ones) -> (B, L) bool, true where a document starts."""
 
 
-def _matrix(name: str, value: Tensor, shape: tuple[int, ...], hint: str = "", integer: bool = False) -> Tensor:
-    if not isinstance(value, Tensor) or (integer and value.dtype not in INTEGERS):
-        raise TypeError(f"{name}: expected {'an integer' if integer else 'a'} tensor, got {_kind(value)}")
+def _integers(name: str, value: Tensor) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
+        raise TypeError(f"{name}: expected an integer tensor, got {getattr(value, 'dtype', type(value).__name__)}")
+    return value.to("cpu", torch.int64)
+
+
+def _matrix(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
     if value.shape != shape:
-        raise ValueError(
-            f"{name}: expected shape (B, L) = {tuple(shape)} like the tokens{hint}, got {tuple(value.shape)}"
-        )
-    return value.to("cpu", torch.int64) if integer else value.cpu()
-
-
-def _kind(value: object) -> str:
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name}: expected shape (B, L) = {tuple(shape)} like the tokens, got {tuple(value.shape)}")
+    return value

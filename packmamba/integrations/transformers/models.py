@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from packmamba.integrations.transformers.mixer import mix
 MIXER_PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
 NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "kwargs"}
-OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids")
+OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids", "position_id")
 """Other libraries' names of boundary arguments, which transformers would ignore silently."""
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
@@ -36,9 +35,7 @@ def check_supported(module: Any) -> None:
     """Check that a model, backbone or mixer is as known and computable by our kernels; raise ValueError naming the difference."""
     name = type(module).__name__
     if "forward" in vars(module):
-        raise ValueError(
-            f"{name}: expected its own forward, got one that something has wrapped; patch the model before that"
-        )
+        raise ValueError(f"{name}: expected its own forward, got one that something has wrapped; patch before that")
     takes = list(inspect.signature(type(module).forward).parameters)
     cache = cache_names(type(module).forward)[0]
     if not name.endswith("Mixer"):
@@ -66,21 +63,7 @@ def check_supported(module: Any) -> None:
 
 
 def _different(name: str, what: str) -> ValueError:
-    return ValueError(
-        f"transformers {transformers.__version__}: {name} looks different from the one that packing was written for "
-        f"({KNOWN}): {what}"
-    )
-
-
-@functools.cache
-def _near(name: str) -> list[str]:
-    return difflib.get_close_matches(name, BOUNDARIES, cutoff=0.8)
-
-
-@torch.compiler.assume_constant_result  # its cache is none that torch.compile may look through
-def _misspelt(name: str) -> bool:
-    """Return whether a name resembles a boundary argument's; Flash Attention's ``cu_seq_lens_k`` is one."""
-    return name not in (*BOUNDARIES, "cu_seq_lens_k") and bool(_near(name))
+    return ValueError(f"transformers {transformers.__version__}: {name} is not that of {KNOWN}: {what}")
 
 
 def _cache(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
@@ -96,7 +79,7 @@ def _arrange(kwargs: dict[str, Any], caches: tuple[str, ...]) -> dict[str, Any]:
     ``caches`` are the names of ``cache_names``.
     """
     for name, value in kwargs.items():
-        if value is not None and (name in OTHER_NAMES or _misspelt(name)):
+        if value is not None and name in OTHER_NAMES:
             raise TypeError(f"{name}: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got {name}")
     kwargs = dict(kwargs)
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
@@ -114,10 +97,8 @@ def _arrange(kwargs: dict[str, Any], caches: tuple[str, ...]) -> dict[str, Any]:
     if packing is None or packing.last is not None:
         return kwargs
     if packing.packed and (use_cache or cache is not None):
-        what = "use_cache: expected False or None" if use_cache else f"{caches[0]}: expected None"
-        raise ValueError(
-            f"{what} beside rows of several documents, whose states one cache cannot hold; got {use_cache or 'one'}"
-        )
+        what = "use_cache: expected False" if use_cache else f"{caches[0]}: expected None"
+        raise ValueError(f"{what} beside rows of several documents, whose states one cache cannot hold")
     if use_cache or cache is not None:
         kwargs["attention_mask"] = mask
     else:
@@ -139,15 +120,9 @@ def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
 def _check_continues(given: dict[str, Tensor]) -> None:
     position = given.pop("position_ids", None)
     if given:
-        raise ValueError(f"{next(iter(given))}: expected none beside a cache that holds states, since rows go on there")
-    if position is None:
-        return
-    if not isinstance(position, Tensor):
-        raise TypeError(f"position_ids: expected an integer tensor, got {type(position).__name__}")
-    if (position == 0).any() or (position.diff(dim=-1) != 1).any():
-        raise ValueError(
-            "position_ids: expected to rise by one, from above 0, beside a cache that holds states, since rows go on there"
-        )
+        raise ValueError(f"{next(iter(given))}: expected none beside a cache that holds states")
+    if position is not None and ((position == 0).any() or (position.diff(dim=-1) != 1).any()):
+        raise ValueError("position_ids: expected to rise by one, from above 0, beside a cache that holds states")
 
 
 def _packs(original: Any) -> Callable:
@@ -159,23 +134,18 @@ def _packs(original: Any) -> Callable:
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(names, args))
-        for name, axes in (("input_ids", "(B, L)"), ("inputs_embeds", "(B, L, hidden_size)")):
+        for name, axes in (("input_ids", 2), ("inputs_embeds", 3)):
             tokens = kwargs.get(name)
-            if isinstance(tokens, Tensor) and (tokens.dim() != axes.count(",") + 1 or 0 in tokens.shape):
-                raise ValueError(f"{name}: expected shape {axes} with at least one slot, got {tuple(tokens.shape)}")
+            if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
+                raise ValueError(f"{name}: expected {axes} axes and at least one slot, got {tuple(tokens.shape)}")
         arranged = isinstance(kwargs.get("attention_mask"), Packing)  # by the model around this one
-        if not arranged and any(
-            value is not None and (name in ASKS or _misspelt(name)) for name, value in kwargs.items()
-        ):
+        if not arranged and any(value is not None and name in ASKS for name, value in kwargs.items()):
             kwargs = _arrange(kwargs, caches)
         return original.forward(self, **kwargs)
 
     # What Trainer reads to know which columns of a data set the model takes.
-    boundaries = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in BOUNDARIES
-        if name != "cu_seq_lens_k"
-    ]
+    extra = ("position_ids", "seq_idx", "cu_seq_lens_q")
+    boundaries = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra]
     forward.__signature__ = signature.replace(parameters=[*named, *boundaries, others])  # type: ignore[attr-defined]
     return forward
 
@@ -218,40 +188,21 @@ def _made(original: Any) -> Callable:
     return init
 
 
-class MambaMixer(modeling_mamba.MambaMixer):
-    forward = _mixes(modeling_mamba.MambaMixer)
-
-
-class MambaModel(modeling_mamba.MambaModel):
-    forward = _packs(modeling_mamba.MambaModel)
-
-
-class MambaForCausalLM(modeling_mamba.MambaForCausalLM):
-    __init__ = _made(modeling_mamba.MambaForCausalLM)
-    forward = _packs(modeling_mamba.MambaForCausalLM)
-    prepare_inputs_for_generation = _generates(modeling_mamba.MambaForCausalLM)
-
-
-class FalconMambaMixer(modeling_falcon_mamba.FalconMambaMixer):
-    forward = _mixes(modeling_falcon_mamba.FalconMambaMixer)
-
-
-class FalconMambaModel(modeling_falcon_mamba.FalconMambaModel):
-    forward = _packs(modeling_falcon_mamba.FalconMambaModel)
-
-
-class FalconMambaForCausalLM(modeling_falcon_mamba.FalconMambaForCausalLM):
-    __init__ = _made(modeling_falcon_mamba.FalconMambaForCausalLM)
-    forward = _packs(modeling_falcon_mamba.FalconMambaForCausalLM)
-    prepare_inputs_for_generation = _generates(modeling_falcon_mamba.FalconMambaForCausalLM)
-
-
-CLASSES = {
-    ours.__base__: ours
-    for ours in (MambaForCausalLM, MambaModel, MambaMixer, FalconMambaForCausalLM, FalconMambaModel, FalconMambaMixer)
-}
-
+CLASSES: dict[type, type] = {}
+"""Our subclass of each of transformers' classes; attributes of this module under their names, as pickle wants them."""
 MIXERS = (modeling_mamba.MambaMixer, modeling_falcon_mamba.FalconMambaMixer)
+
+
+def _subclass(original: type, **methods: Callable) -> None:
+    ours = type(original.__name__, (original,), {"__module__": __name__, **methods})
+    CLASSES[original] = globals()[original.__name__] = ours
+
+
+for module, family in ((modeling_mamba, "Mamba"), (modeling_falcon_mamba, "FalconMamba")):
+    mixer, backbone, whole = (getattr(module, f"{family}{part}") for part in ("Mixer", "Model", "ForCausalLM"))
+    _subclass(mixer, forward=_mixes(mixer))
+    _subclass(backbone, forward=_packs(backbone))
+    _subclass(whole, __init__=_made(whole), forward=_packs(whole), prepare_inputs_for_generation=_generates(whole))
 
 
 def exchange(model: torch.nn.Module) -> None:
@@ -262,9 +213,7 @@ def exchange(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, MIXERS) and type(module) not in (*CLASSES, *CLASSES.values()):
-            raise ValueError(
-                f"model: expected mixers of transformers' own class, got {type(module).__name__}, which is derived from it"
-            )
+            raise ValueError(f"model: expected mixers of transformers' own class, got {type(module).__name__}")
     theirs = [module for module in model.modules() if type(module) in CLASSES]
     for module in theirs:
         check_supported(module)

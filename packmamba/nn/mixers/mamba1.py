@@ -66,10 +66,8 @@ class PackedMamba(nn.Module):
         if dt_rank != "auto":
             check_size("dt_rank", dt_rank, 2**20)
         if not 0 < dt_min <= dt_max < math.inf or not 0 <= dt_init_floor <= 1:
-            given = f"{dt_min}, {dt_max} and {dt_init_floor}"
-            raise ValueError(
-                f"dt_min, dt_max, dt_init_floor: expected 0 < dt_min <= dt_max and a floor in [0, 1], got {given}"
-            )
+            given = (dt_min, dt_max, dt_init_floor)
+            raise ValueError(f"dt_min, dt_max, dt_init_floor: expected 0 < dt_min <= dt_max, got {given}")
         if backend not in (None, *ops.BACKENDS):
             raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
@@ -122,13 +120,10 @@ class PackedMamba(nn.Module):
         dtype = self.in_proj.weight.dtype
         if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
             raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
-        for name, given in (("layout", layout), ("conv_layout", conv_layout), ("ssm_layout", ssm_layout)):
-            if given is not None:
-                check_layout(given, hidden, "hidden", name)
-        if conv_layout is None:
-            conv_layout = layout
-        if ssm_layout is None:
-            ssm_layout = layout
+        if layout is not None:
+            check_layout(layout, hidden, "hidden")
+        conv_layout = layout if conv_layout is None else conv_layout
+        ssm_layout = layout if ssm_layout is None else ssm_layout
         mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
         return (mixed, state) if return_state else mixed
 
