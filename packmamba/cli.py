@@ -123,8 +123,8 @@ def evaluate(words: list[str]) -> None:
     (folder,), overrides = split(words, "the folder of a run or checkpoint", 1, 1)
     from omegaconf import OmegaConf
 
-    from packmamba.evaluation.load import load_model, read_config, weights_id
-    from packmamba.evaluation.registry import EVALUATIONS, EvalContext, default_max_slots
+    from packmamba.evaluation.load import load_model, read_config
+    from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
     from packmamba.evaluation.registry import evaluate as run
     from packmamba.records import append_record, check_writable, has_records, make_record, read_records, write_items
     from packmamba.report.html import format_table
@@ -150,13 +150,14 @@ def evaluate(words: list[str]) -> None:
             max_slots,
             dict(config.options.get(name, {})),
         )
-        contexts[name] = EvalContext(*own, trainer=trainer, losses=model.losses)
-        EVALUATIONS[name].check(contexts[name], len(model.model.lm_head.weight))
+        contexts[name] = EvalContext(*own, trainer=trainer)
+        check(name, contexts[name], len(model.model.lm_head.weight))
+    weights = float(sum(parameter.double().sum() for parameter in model.model.parameters()))  # tells models apart
     records = []
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
-            asked = {"name": name, "max_slots": max_slots, "dtype": config.dtype, "weights": weights_id(model.model)}
+            asked = {"name": name, "max_slots": max_slots, "dtype": config.dtype, "weights": weights}
             if context := contexts.get(name):
                 asked |= {"examples": config.examples, "seed": config.seed, "options": context.options}
                 asked["data"] = {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}

@@ -127,6 +127,8 @@ def model(_: Path) -> dict[str, object]:
 
 
 def tasks(_: Path) -> dict[str, object]:
+    if not IS_OLD:
+        importlib.import_module("experiments.tasks.contradiction")  # adds its task
     results: dict[str, object] = {}
     for name, task in TASKS.items():
         examples = [task().example(seed, index) for seed in (0, 1) for index in range(10 if name != "next_line" else 1)]

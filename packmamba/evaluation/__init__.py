@@ -1,6 +1,5 @@
 """Evaluation: likelihood scoring, generation, language-modelling metrics and synthetic tasks."""
 
-from packmamba.evaluation import language_modeling, synthetic  # they fill EVALUATIONS
 from packmamba.evaluation.generation import generate
 from packmamba.evaluation.scoring import Score, score
 

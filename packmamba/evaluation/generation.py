@@ -36,7 +36,7 @@ def generate(
         top_p: draw among the most likely tokens whose probabilities reach this sum.
         stop_token: ends a prompt's continuation.
         seed: of the draws; each prompt's draws depend on the seed and its index alone.
-        max_slots: slots of a pass over the prompts, which bound the memory.
+        max_slots: slots of a pass over the prompts.
         stop: ends a continuation after new tokens for which it is true.
 
     Raises:
@@ -47,7 +47,12 @@ def generate(
         if not text:
             raise ValueError(f"prompts[{i}]: expected at least one token, got none")
     check_ids([] if stop_token is None else [stop_token], "stop_token", model)
-    check_sampling(max_new_tokens, temperature, top_p)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature: expected at least 0 and finite, got {temperature}")
+    if not 0 < top_p <= 1 or (temperature == 0 and top_p < 1):
+        raise ValueError(f"top_p: expected above 0 and at most 1 (1 with temperature=0), got {top_p}")
     if not texts:
         return []
     last: dict[int, Tensor] = {}
@@ -82,18 +87,6 @@ def generate(
                     out, states = model(tokens, layout=layout, states=states, return_states=True, return_hidden=True)
                 hidden = out[0]
     return new
-
-
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    """Raise ValueError naming the argument that is out of range or has no effect."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature: expected at least 0 and finite, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p: expected above 0 and at most 1, got {top_p}")
-    if temperature == 0 and top_p < 1:
-        raise ValueError(f"top_p: expected 1 with temperature=0, got {top_p}; set a temperature above 0")
 
 
 def _sample(model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:

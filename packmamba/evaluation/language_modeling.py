@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +18,14 @@ from torch import Tensor
 
 from packmamba.config import ConfigError
 from packmamba.data.token_store import Corpus, evaluation_documents, load_corpora
-from packmamba.data.tokenizer import Tokenizer
-from packmamba.evaluation.packed_forward import Reader, log_probabilities, read_documents, to_device
-from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, Evaluation
-from packmamba.evaluation.training_layout import TrainingLayoutReader
+from packmamba.evaluation.load import EvalContext, EvalResult
+from packmamba.evaluation.packed_forward import (
+    Reader,
+    TrainingLayoutReader,
+    log_probabilities,
+    read_documents,
+    to_device,
+)
 from packmamba.nn import MambaLM
 
 Losses = list[NDArray[np.float64]]
@@ -32,11 +36,7 @@ def token_losses(
 ) -> Losses:
     """Return for each document of n tokens the (n - 1,) losses of tokens 1 to n - 1, each given all tokens before it.
 
-    Args:
-        model: on any device, in any dtype.
-        documents: token ids; a document of one token has no losses.
-        max_slots: slots of a pass, which bound the memory.
-        reader: reads these documents otherwise than each from a zero state.
+    ``reader`` reads these documents otherwise than each from a zero state.
     """
     collected: list[tuple[int, Tensor, Any]] = []
     order: list[tuple[int, int]] = []  # document and length of each piece
@@ -60,14 +60,6 @@ def token_losses(
     for (i, size), end in zip(order, np.cumsum([size for _, size in order])):
         parts[i].append(values[end - size : end])
     return [np.concatenate(some) for some in parts]
-
-
-def _cached_losses(model: MambaLM, documents: dict[int, Any], context: EvalContext) -> Losses:
-    """Return ``token_losses`` of documents by number, computing those that no evaluation has read so far."""
-    missing = [n for n, document in documents.items() if len(context.losses.get(n, ())) < len(document) - 1]
-    if missing:
-        context.losses.update(zip(missing, token_losses(model, [documents[n] for n in missing], context.max_slots)))
-    return [context.losses.get(n, np.zeros(0))[: len(document) - 1] for n, document in documents.items()]
 
 
 def sums_between(edges: Sequence[int], losses: NDArray[np.float64]) -> list[float]:
@@ -106,7 +98,6 @@ class Validation(NamedTuple):
 
 
 OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
-    "perplexity": {},
     "positions": {"window": (None, 2), "most": (64, 2)},
     "long_context": {"window": (None, 2), "most": (64, 2), "context": (0, 0), "documents": (1, 1), "groups": (1, 1)},
     "remembrance": {"length": (None, 4)},
@@ -120,9 +111,10 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     Raises:
         ConfigError: an option is wrong, or the documents are too short or have more token ids than the model.
     """
-    context.check_options(name, OPTIONS[name])
-    options = {}
-    for option, (default, minimum) in OPTIONS[name].items():
+    known, options = OPTIONS.get(name, {}), {}
+    for option in context.options.keys() - known:
+        raise ConfigError(f"{context.key}.{name}: expected options of {', '.join(known) or 'none'}, got '{option}'")
+    for option, (default, minimum) in known.items():
         value = context.options.get(option, (context.data.row_length or 1024) if default is None else default)
         if type(value) is not int or value < minimum:
             key = f"{context.key}.{name}.{option}"
@@ -144,54 +136,43 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
 def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate loss, bits per byte and loss by position; the loss as trained too."""
     texts = validation("perplexity", context, len(model.lm_head.weight))
-    losses = _cached_losses(model, dict(zip(texts.numbers, texts.documents)), context)
-    items: list[dict[str, Any]] = [
-        {
-            "document": texts.numbers[i],
-            "targets": len(some),
-            "nats": float(some.sum()),
-            "bytes": _bytes(texts.documents[i], texts.corpus, context.tokenizer),
-            "octaves": sums_between(_octaves(some), some),
-            **texts.group(i),
-        }
-        for i, some in enumerate(losses)
-    ]
+    losses = {"": token_losses(model, texts.documents, context.max_slots)}
     boundary = context.boundary()
     if boundary.as_trained:
         rows = TrainingLayoutReader(texts.documents, context.data, boundary)
-        trained = token_losses(model, texts.documents, reader=functools.partial(rows.read, model))
-        for item, some in zip(items, trained):
-            item |= {"nats_as_trained": float(some.sum()), "octaves_as_trained": sums_between(_octaves(some), some)}
-    targets = [item["targets"] for item in items]
+        losses["_as_trained"] = token_losses(model, texts.documents, reader=functools.partial(rows.read, model))
+    targets = [len(some) for some in losses[""]]
+    edges = [2**i for i in range(max(targets).bit_length() + 1)]
+    items: list[dict[str, Any]] = []
+    for i, document in enumerate(texts.documents):
+        size = _bytes(document, texts.corpus, context.tokenizer)
+        items.append({"document": texts.numbers[i], "targets": targets[i], "bytes": size, **texts.group(i)})
+        for suffix, some in losses.items():
+            sums = sums_between(edges, some[i])
+            items[-1] |= {"nats" + suffix: float(some[i].sum()), "octaves" + suffix: sums}
     sizes = [item["bytes"] for item in items]
-    nats = sum(item["nats"] for item in items)
+    nats = {suffix: sum(item["nats" + suffix] for item in items) for suffix in losses}
     metrics = {
-        "loss": nats / sum(targets),
-        "bits_per_byte": nats / math.log(2) / sum(sizes) if all(sizes) else float("nan"),
+        "loss": nats[""] / sum(targets),
+        "bits_per_byte": nats[""] / math.log(2) / sum(sizes) if all(sizes) else float("nan"),
         "targets": sum(targets),
         "documents": len(items),
     }
     if boundary.as_trained:
-        metrics["loss_as_trained"] = sum(item["nats_as_trained"] for item in items) / sum(targets)
-    edges = [2**i for i in range(max(targets).bit_length() + 1)]
+        metrics["loss_as_trained"] = nats["_as_trained"] / sum(targets)
     curves = {"by_position": means_between(edges, [item["octaves"] for item in items], targets)}
     if texts.corpus.groups is not None:
-        names = {"nats": "octaves"} | ({"nats_as_trained": "octaves_as_trained"} if boundary.as_trained else {})
         buckets = [
             {"start": start, "targets": min(2 * start - 1, item["targets"]) - start + 1, "group": item["group"]}
-            | {name: item[sums][i] for name, sums in names.items()}
+            | {"nats" + suffix: item["octaves" + suffix][i] for suffix in losses}
             for item in items
             for i, start in enumerate(edges[: len(item["octaves"])])
         ]
-        curves["by_group"] = _by_group(buckets, "start", ("targets", *names))
+        curves["by_group"] = _by_group(buckets, "start", ["targets", *("nats" + suffix for suffix in losses)])
     return EvalResult(metrics, curves, items, texts.corpus.corpus_hash)
 
 
-def _octaves(losses: np.ndarray) -> list[int]:
-    return [2**i for i in range(len(losses).bit_length() + 1)]
-
-
-def _bytes(document: np.ndarray, corpus: Corpus, tokenizer: Tokenizer | None) -> int:
+def _bytes(document: np.ndarray, corpus: Corpus, tokenizer: Any) -> int:
     """Return the bytes of a document's text without begin and end tokens; 0 if its ids have no text."""
     if tokenizer is None:
         return 0
@@ -216,7 +197,7 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
     texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
     edges = sorted({0, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))})
-    losses = _cached_losses(model, {n: d[: edges[-1]] for n, d in zip(texts.numbers, texts.documents)}, context)
+    losses = token_losses(model, [document[: edges[-1]] for document in texts.documents], context.max_slots)
     items: list[dict[str, Any]] = [
         {"document": texts.numbers[i], "targets": len(some), "sums": sums_between(edges, some), **texts.group(i)}
         for i, some in enumerate(losses)
@@ -227,60 +208,47 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
 
 
 def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate the context gain at 2, 4, ... ``most`` windows that ``documents`` documents of ``groups`` groups reach."""
+    """Evaluate the context gain at k = 2, 4, ... ``most`` windows that ``documents`` documents of ``groups`` groups reach.
+
+    The gain is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) * window - ``context``,
+    minus their mean loss read from the document's start. With context = window, the gain is what states carry beyond one row
+    of training; it begins at 4 windows.
+    """
     texts = validation("long_context", context, len(model.lm_head.weight))
-    window, most, least = (texts.options[key] for key in ("window", "most", "documents"))
-    group = [n if texts.corpus.groups is None else int(texts.corpus.groups[n]) for n in texts.numbers]
-    reached: list[int] = []
-    while (k := 2 ** (len(reached) + 1)) <= most:
-        groups = [g for g, document in zip(group, texts.documents) if len(document) >= k * window]
-        if len(groups) < least or len(set(groups)) < texts.options["groups"]:
+    window, most, before, least, least_groups = texts.options.values()
+    group = [texts.group(i).get("group", number) for i, number in enumerate(texts.numbers)]
+    places: list[tuple[int, int, int]] = []  # document, k, first token
+    k, end = 2, 0
+    while k <= most:
+        reach = [i for i, document in enumerate(texts.documents) if len(document) >= k * window]
+        if len(reach) < least or len({group[i] for i in reach}) < least_groups:
             break
-        reached.append(k)
-    end = max(reached, default=0) * window
-    whole = _cached_losses(model, {n: d[:end] for n, d in zip(texts.numbers, texts.documents)}, context)
-    gains = context_gains(model, texts.documents, window, reached, context.max_slots, texts.options["context"], whole)
-    entries, items = [], []
-    for k in sorted({k for some in gains for k in some}):
-        reach = [i for i, some in enumerate(gains) if k in some]
-        items += [{"document": texts.numbers[i], "windows": k, "gain": gains[i][k][0], **texts.group(i)} for i in reach]
-        gain, loss = (float(np.mean([gains[i][k][part] for i in reach])) for part in (0, 1))
-        counts = {"documents": len(reach), "groups": len({group[i] for i in reach})}
-        entries.append({"windows": k, "gain": gain, "loss": loss, **counts})
-    curves = {"context_gain": entries}
+        first, end = (k - 1) * window, k * window
+        places += [(i, k, first) for i in reach if first > before]
+        k *= 2
+    whole = token_losses(model, [document[:end] for document in texts.documents], context.max_slots)
+    cut = [texts.documents[i][first - before : first + window] for i, _, first in places]
+    entries, items = {}, []
+    for (i, k, first), some in zip(places, token_losses(model, cut, context.max_slots)):
+        full = float(whole[i][first : first + window - 1].mean())
+        entries.setdefault(k, []).append((i, float(some[before:].mean()) - full, full))
+        items.append({"document": texts.numbers[i], "windows": k, "gain": entries[k][-1][1], **texts.group(i)})
+    curves: dict[str, Any] = {
+        "context_gain": [
+            {
+                "windows": k,
+                "gain": float(np.mean([gain for _, gain, _ in some])),
+                "loss": float(np.mean([loss for *_, loss in some])),
+                "documents": len(some),
+                "groups": len({group[i] for i, *_ in some}),
+            }
+            for k, some in entries.items()
+        ]
+    }
     if texts.corpus.groups is not None:
         curves["by_group"] = _by_group(items, "windows", ("gain",))
-    metrics = {f"gain_{entry['windows']}": entry["gain"] for entry in entries}
+    metrics = {f"gain_{entry['windows']}": entry["gain"] for entry in curves["context_gain"]}
     return EvalResult(metrics | {"documents": float(len(group))}, curves, items, texts.corpus.corpus_hash)
-
-
-def context_gains(
-    model: MambaLM,
-    documents: Sequence[Any],
-    window: int,
-    reached: Sequence[int],
-    max_slots: int,
-    context: int,
-    whole: Losses,
-) -> list[dict[int, tuple[float, float]]]:
-    """Return for each document, by number of windows k, the context gain and the loss with the whole context.
-
-    The gain is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) * window - context,
-    minus their mean loss read from the document's start (``whole``). With context = window, the gain is what states
-    carry beyond one row of training; it begins at 4 windows.
-    """
-    gains: list[dict[int, tuple[float, float]]] = [{} for _ in documents]
-    places = [
-        (i, k, (k - 1) * window)
-        for k in reached
-        for i, document in enumerate(documents)
-        if len(document) >= k * window and (k - 1) * window > context
-    ]
-    cut = [documents[i][first - context : first + window] for i, _, first in places]
-    for (i, k, first), some in zip(places, token_losses(model, cut, max_slots)):
-        full = float(whole[i][first : first + window - 1].mean())
-        gains[i][k] = (float(some[context:].mean()) - full, full)
-    return gains
 
 
 def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
@@ -322,6 +290,6 @@ def _last_distributions(model: MambaLM, documents: Sequence[Any], max_slots: int
     return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
 
 
-for _function in (perplexity, positions, long_context, remembrance):
-    _check = functools.partial(validation, _function.__name__)
-    EVALUATIONS[_function.__name__] = Evaluation(_function, _check)
+EVALUATIONS: dict[str, Callable[[MambaLM, EvalContext], EvalResult]] = {
+    function.__name__: function for function in (perplexity, positions, long_context, remembrance)
+}

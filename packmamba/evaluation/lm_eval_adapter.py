@@ -28,9 +28,6 @@ class PackMambaLM(TemplateLM):
         batch_size, max_batch_size: accepted and not used: packing fills passes.
         device: None: of a folder, a GPU if there is one; of a MambaLM, where it is.
         dtype: of the weights, such as "bfloat16"; None: the checkpoint's.
-
-    Raises:
-        ValueError: naming the argument.
     """
 
     def __init__(
@@ -44,24 +41,21 @@ class PackMambaLM(TemplateLM):
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(pretrained, MambaLM):
-            if tokenizer is None:
-                raise ValueError("tokenizer: expected one beside a MambaLM, got None")
-            model = pretrained
-        else:
-            model = MambaLM.from_pretrained(pretrained)
+        if not isinstance(pretrained, MambaLM):
+            tokenizer = pretrained if tokenizer is None else tokenizer
+            pretrained = MambaLM.from_pretrained(pretrained)
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = model.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype).eval()
-        self.tokenizer: Any = pretrained if tokenizer is None else tokenizer
-        if isinstance(self.tokenizer, (str, Path)):
+        if isinstance(tokenizer, (str, Path)):
             from transformers import AutoTokenizer
 
             try:
-                self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+                tokenizer = AutoTokenizer.from_pretrained(tokenizer)
             except (OSError, ValueError) as error:
-                raise ValueError(f"tokenizer: transformers loads none from {self.tokenizer} ({error})") from None
-        if self.tokenizer.eos_token_id is None:
-            raise ValueError("tokenizer: expected one with an end-of-text token (eos_token_id), got None")
+                raise ValueError(f"tokenizer: transformers loads none from {tokenizer} ({error})") from None
+        if getattr(tokenizer, "eos_token_id", None) is None:
+            raise ValueError(f"tokenizer: expected one with an end-of-text token (eos_token_id), got {tokenizer!r:.60}")
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        self.model, self.tokenizer = pretrained.to(device=device, dtype=dtype).eval(), tokenizer
         self.max_slots = int(max_slots)
 
     @property

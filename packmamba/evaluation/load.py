@@ -1,15 +1,15 @@
-"""Load a model from a run's or a checkpoint's folder, with its configuration and tokenizer."""
+"""Load a model with its configuration and tokenizer; the context and the result of its evaluations."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from packmamba.config import CONFIGURATION, Config, ConfigError, load_config
+from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, TrainerConfig, load_config, registry
+from packmamba.config.schema import BOUNDARIES
 from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from packmamba.nn import MambaLM
 
@@ -18,15 +18,9 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass
 class LoadedModel:
-    """A model and how its texts are tokenized.
+    """A model in evaluation mode, and how its texts are tokenized.
 
-    Attributes:
-        model: on its device, in evaluation mode.
-        config: the run's; of any other checkpoint the defaults, with the checkpoint's tokenizer.
-        tokenizer: None if the model's token ids have no text.
-        folder: that it was loaded from.
-        trained: whether ``config`` is that of the model's training.
-        losses: token losses by document number, shared by evaluations.
+    ``config`` is the run's if ``trained``; of any other checkpoint the defaults. Without a tokenizer its ids have no text.
     """
 
     model: MambaLM
@@ -34,7 +28,6 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     folder: Path
     trained: bool
-    losses: dict[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -85,7 +78,38 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
     return LoadedModel(model, config, tokenizer, folder, (folder / CONFIGURATION).is_file())
 
 
-def weights_id(model: MambaLM) -> str:
-    """Return a hash that tells weights apart."""
-    sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()]).tolist()
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+@dataclass
+class EvalContext:
+    """Everything that an evaluation uses besides the model.
+
+    Attributes:
+        data: source of the documents of evaluations on text, and the rows of evaluations as trained.
+        tokenizer: of the model; None if its ids have no text.
+        examples: number of a task's examples; ``seed``: of their draws (training runs use smaller seeds).
+        max_slots: slots of a pass.
+        options: of the evaluation, such as a task's parameters; ``key``: their configuration key, for errors.
+        trainer: the model's training. A boundary scheme under which something crosses is evaluated as trained too.
+    """
+
+    data: DataConfig
+    tokenizer: Tokenizer | None
+    examples: int = 200
+    seed: int = 1_000_000
+    max_slots: int = 16384
+    options: dict[str, Any] = field(default_factory=dict)
+    key: str = "options"
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def boundary(self) -> Any:
+        """Return the boundary scheme of the model's training, without states."""
+        return registry(BOUNDARIES)[self.trainer.boundary](**self.trainer.boundary_options)
+
+
+@dataclass
+class EvalResult:
+    """Metrics by name (``<name>_as_trained`` under the training's boundary scheme), curves by name, one item per example."""
+
+    metrics: dict[str, float]
+    curves: dict[str, list[dict[str, float]]]
+    items: list[dict[str, Any]]
+    corpus_hash: str

@@ -1,6 +1,7 @@
-"""Forward passes over many documents in one batch shape, so that results do not depend on the other documents in the batch.
+"""Packed forward passes over documents: each from a zero state, or in rows as in training.
 
-Packing isolates documents, but a matrix product of another size may sum in another order.
+Passes have one batch shape, so that results do not depend on the other documents: packing isolates them, but a matrix product
+of another size may sum in another order.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from packmamba.config import DataConfig
+from packmamba.data.packing import STRATEGIES
+from packmamba.data.schedule import arrange_as_trained
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
@@ -38,13 +43,9 @@ GPU_LOGITS = 1 << 25
 
 @dataclass
 class Segment:
-    """A document or a piece of one.
+    """A document or a piece of one, of at least one token, from the initial state ``start`` (None for zero).
 
-    Attributes:
-        tokens: at least one id.
-        done: called with the hidden activations (n, d_model) and the final state (or None); returns segments that follow.
-        start: the initial state; None for zero.
-        keep: whether ``done`` needs the final state.
+    ``done`` gets the hidden activations (n, d_model) and, if ``keep``, the final state; it returns the segments that follow.
     """
 
     tokens: Any
@@ -56,8 +57,10 @@ class Segment:
 def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> Iterator[int]:
     """Compute all segments and those that follow from them; yield the number of tokens in each pass.
 
-    Segments with an initial state go first, so that few states are held; then the longest that fit.
+    Segments with an initial state go first, so that few states are held; then the longest that fit. Raises ValueError.
     """
+    if max_slots < 1:
+        raise ValueError(f"max_slots: expected at least 1, got {max_slots}")
     waiting = sorted(segments, key=lambda segment: len(segment.tokens))
     lengths = [len(segment.tokens) for segment in waiting]
     following: list[Segment] = []
@@ -196,6 +199,38 @@ class InitialStates(Sequence):
                 for part, held in zip(parts, pool[layer])
             ]
         return tuple(parts)
+
+
+class TrainingLayoutReader:
+    """Documents in rows of a run's packing strategy, read under its boundary scheme (which belongs to this reader alone).
+
+    Where training refuses or truncates documents longer than a row, rows are as long as the longest document.
+    """
+
+    def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
+        ids, lengths = [np.asarray(document) for document in documents], np.array([len(d) for d in documents])
+        corpus: Any = SimpleNamespace(document=ids.__getitem__, lengths=lengths, targets=None)
+        splits = data.overlong == "split" or STRATEGIES[data.strategy].splits_documents
+        if not splits and data.row_length is not None:
+            data = replace(data, row_length=max(data.row_length, int(lengths.max())))
+        self.boundary = boundary
+        self.plan, self.batches = arrange_as_trained(corpus, np.arange(len(ids)), data, boundary.continues)
+
+    def read(self, model: MambaLM, visit: Visit) -> Iterator[int]:
+        """Read all documents batch by batch; yield the number of tokens of each batch."""
+        device, plan = next(model.parameters()).device, self.plan
+        self.boundary.reset()
+        for rows in self.batches:
+            batch = plan.batch(rows).to(device)
+            with torch.inference_mode():
+                hidden = self.boundary.hidden(model, batch)
+            for row, activations in zip(rows, hidden):
+                slot = 0
+                for piece in range(plan.row_offsets[row], plan.row_offsets[row + 1]):
+                    end = slot + int(plan.length[piece])
+                    visit(int(plan.document[piece]), int(plan.start[piece]), activations[slot:end])
+                    slot = end
+            yield batch.layout.num_tokens
 
 
 def head_rows(vocab_size: int, on_gpu: bool) -> int:

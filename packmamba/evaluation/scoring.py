@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from packmamba.evaluation.packed_forward import (
 )
 from packmamba.nn import MambaLM
 
-Request = tuple[tuple[int, ...], tuple[int, ...]]
+Ids = tuple[int, ...]
 
 
 class Score(NamedTuple):
@@ -35,7 +36,6 @@ def score(
     max_slots: int = 16384,
     begin_token: int | None = None,
     progress: bool | None = None,
-    share_contexts: bool = True,
 ) -> list[Score]:
     """Score continuations given their contexts; the bits of a score depend on neither the order nor the other requests.
 
@@ -48,103 +48,80 @@ def score(
         max_slots: slots of a pass, which bound the memory.
         begin_token: replaces an empty context.
         progress: whether to show a bar; None: if standard error is a terminal.
-        share_contexts: False computes a context again for each continuation.
 
     Raises:
         TypeError, ValueError: naming the request, for an empty continuation, an empty context without ``begin_token``, or an id
             outside of the vocabulary.
     """
-    if max_slots < 1:
-        raise ValueError(f"max_slots: expected at least 1, got {max_slots}")
-    begin = () if begin_token is None else (begin_token,)
-    checked: list[Request] = []
+    begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
+    by_context: dict[
+        Ids, dict[Ids, list[tuple[Tensor, Tensor]]]
+    ] = {}  # log-probabilities, and whether they are the largest
+    checked: list[tuple[Ids, Ids]] = []
     for i, (context, continuation) in enumerate(requests):
-        context = check_ids(context, f"requests[{i}]: context", model) or check_ids(begin, "begin_token", model)
-        checked.append((context, check_ids(continuation, f"requests[{i}]: continuation", model)))
-        if not context:
-            raise ValueError(f"requests[{i}]: context: expected at least one token without begin_token, got none")
-        if not continuation:
-            raise ValueError(f"requests[{i}]: continuation: expected at least one token, got none")
-    by_context: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for context, continuation in dict.fromkeys(checked):
-        by_context.setdefault(context, []).append(continuation)
-    scorer = _Scorer(model, max_slots)
-    segments, total = [], 0
-    for context, continuations in by_context.items():
-        for group in [continuations] if share_contexts else [[continuation] for continuation in continuations]:
-            segments.append(scorer.segment(context, group))
-            total += len(context) + sum(map(len, group))
-    disable = None if progress is None else not progress
-    with tqdm(total=total, desc="scores", unit="token", unit_scale=True, disable=disable) as bar:
-        for tokens in packed_forward(model, segments, max_slots):
-            scorer.finish_pass()
-            bar.update(tokens)
-    return [scorer.scores[request] for request in checked]
+        context = check_ids(context, f"requests[{i}]: context", model) or begin
+        continuation = check_ids(continuation, f"requests[{i}]: continuation", model)
+        if not context or not continuation:
+            name = "continuation" if context else "context"
+            raise ValueError(f"requests[{i}]: {name}: expected at least one token, got none")
+        checked.append((context, continuation))
+        by_context.setdefault(context, {})[continuation] = []
+    collected: list[tuple[list[tuple[Tensor, Tensor]], Tensor, Ids]] = []  # of a pass: activations and targets
 
+    def visit(context: Ids, continuations: list[Ids], offset: int, first: int, hidden: Tensor) -> None:
+        """Collect the activations at positions p, which predict token p - offset of each continuation."""
+        start = max(offset, first)
+        for c in continuations:
+            end = min(first + len(hidden), offset + len(c))
+            if end > start:
+                wanted = c[start - offset : end - offset]
+                collected.append((by_context[context][c], hidden[start - first : end - first], wanted))
 
-class _Scorer:
-    """Collects the activations that predict continuations; the logits of a pass are computed together."""
-
-    def __init__(self, model: MambaLM, max_slots: int) -> None:
-        self.model = model
-        self.max_slots = max_slots
-        self.scores: dict[Request, Score] = {}
-        self.parts: dict[Request, list[tuple[Tensor, Tensor]]] = {}
-        self.collected: list[tuple[Request, Tensor, tuple[int, ...]]] = []  # of this pass: activations and targets
-
-    def segment(self, context: tuple[int, ...], continuations: list[tuple[int, ...]]) -> Segment:
+    def segment(context: Ids, continuations: list[Ids]) -> Segment:
+        offset = len(context) - 1
         if len(continuations) == 1:
-            return self._document(context + continuations[0][:-1], context, continuations, len(context) - 1)
+            tokens = context + continuations[0][:-1]
+            return document_segment(tokens, max_slots, partial(visit, context, continuations, offset))
 
         def branch(final: DocumentState | None) -> list[Segment]:
-            return [self._document(c[:-1], context, [c], -1, final) for c in continuations if len(c) > 1]
+            longer = [c for c in continuations if len(c) > 1]
+            return [document_segment(c[:-1], max_slots, partial(visit, context, [c], -1), final) for c in longer]
 
-        branches = branch if max(map(len, continuations)) > 1 else None
-        return self._document(context, context, continuations, len(context) - 1, finish=branches)
+        finish = branch if max(map(len, continuations)) > 1 else None
+        return document_segment(context, max_slots, partial(visit, context, continuations, offset), finish=finish)
 
-    def _document(
-        self,
-        tokens: Sequence[int],
-        context: tuple[int, ...],
-        continuations: list[tuple[int, ...]],
-        offset: int,
-        start: DocumentState | None = None,
-        finish: Callable[[DocumentState | None], list[Segment]] | None = None,
-    ) -> Segment:
-        """Read tokens of which position p predicts token p - offset of each continuation."""
-
-        def visit(first: int, hidden: Tensor) -> None:
-            begin = max(offset, first)
-            for c in continuations:
-                end = min(first + len(hidden), offset + len(c))
-                if end > begin:
-                    activations = hidden[begin - first : end - first]
-                    self.collected.append(((context, c), activations, c[begin - offset : end - offset]))
-
-        return document_segment(tokens, self.max_slots, visit, start, finish)
-
-    def finish_pass(self) -> None:
-        if not self.collected:
-            return
-        hidden = torch.cat([part for _, part, _ in self.collected])
-        targets = torch.tensor([token for _, _, wanted in self.collected for token in wanted], device=hidden.device)
-        values, greedy = [], []
-        for rows, log_p in log_probabilities(self.model, hidden):
-            values.append(log_p.gather(1, targets[rows, None]).squeeze(1))
-            greedy.append(log_p.argmax(dim=1) == targets[rows])
-        sizes = [len(wanted) for _, _, wanted in self.collected]
-        split = zip(torch.cat(values).double().cpu().split(sizes), torch.cat(greedy).cpu().split(sizes))
-        for (request, _, _), part in zip(self.collected, split):
-            parts = self.parts.setdefault(request, [])
-            parts.append(part)
-            if sum(len(value) for value, _ in parts) == len(request[1]):
-                total = sum(torch.cat([value for value, _ in parts]).tolist())
-                self.scores[request] = Score(total, all(bool(right.all()) for _, right in parts))
-                del self.parts[request]
-        self.collected = []
+    segments = [segment(context, list(continuations)) for context, continuations in by_context.items()]
+    total = sum(len(context) + sum(map(len, continuations)) for context, continuations in by_context.items())
+    disable = None if progress is None else not progress
+    with tqdm(total=total, desc="scores", unit="token", unit_scale=True, disable=disable) as bar:
+        for count in packed_forward(model, segments, max_slots):
+            _compute_logits(model, collected)
+            bar.update(count)
+    scores = []
+    for context, continuation in checked:
+        values, greedy = zip(*by_context[context][continuation])
+        scores.append(Score(sum(torch.cat(values).tolist()), bool(torch.cat(greedy).all())))
+    return scores
 
 
-def check_ids(tokens: Iterable[int], name: str, model: MambaLM) -> tuple[int, ...]:
+def _compute_logits(model: MambaLM, collected: list[tuple[list[tuple[Tensor, Tensor]], Tensor, Ids]]) -> None:
+    """Append each part's log-probabilities to its list; the logits of a pass are computed together."""
+    if not collected:
+        return
+    hidden = torch.cat([part for _, part, _ in collected])
+    targets = torch.tensor([token for _, _, wanted in collected for token in wanted], device=hidden.device)
+    values, greedy = [], []
+    for rows, log_p in log_probabilities(model, hidden):
+        values.append(log_p.gather(1, targets[rows, None]).squeeze(1))
+        greedy.append(log_p.argmax(dim=1) == targets[rows])
+    sizes = [len(wanted) for _, _, wanted in collected]
+    split = zip(torch.cat(values).double().cpu().split(sizes), torch.cat(greedy).cpu().split(sizes))
+    for (parts, _, _), part in zip(collected, split):
+        parts.append(part)
+    collected.clear()
+
+
+def check_ids(tokens: Iterable[int], name: str, model: MambaLM) -> Ids:
     """Return token ids as integers. Raises TypeError or ValueError naming the argument."""
     try:
         ids = tuple(map(operator.index, tokens))

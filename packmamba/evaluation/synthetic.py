@@ -8,28 +8,25 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from packmamba.config import ConfigError, DataConfig, options
+from packmamba.config import ConfigError, options
 from packmamba.data.token_store import load_corpora
 from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer
-from packmamba.evaluation.packed_forward import Reader, log_probabilities, read_documents
-from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, Evaluation
+from packmamba.evaluation.load import EvalContext, EvalResult
+from packmamba.evaluation.packed_forward import Reader, TrainingLayoutReader, log_probabilities, read_documents
 from packmamba.evaluation.scoring import score
 from packmamba.evaluation.tasks import TASKS, Example
 from packmamba.evaluation.tasks.base import make_example
-from packmamba.evaluation.tasks.contradiction import INTRUDING
-from packmamba.evaluation.training_layout import TrainingLayoutReader
 from packmamba.nn import MambaLM
 
 Items = list[dict[str, Any]]
-AS_TRAINED = "_as_trained"
+Curves = dict[str, list[dict[str, float]]]
 VALIDATION = "validation"
 """Value of a task's option ``documents`` that stands for the validation documents."""
 
@@ -78,14 +75,8 @@ def answer(
     scores = iter(score(model, choices, max_slots, progress=False))
     items = []
     for example, ids, losses in zip(examples, predicted, nats):
-        right = int((ids == example.targets[example.mask]).sum())
-        item: dict[str, Any] = {
-            "length": len(example.tokens),
-            "load": example.load,
-            "answers": len(ids),
-            "right": right,
-        }
-        item["nats"] = float(losses.sum())
+        item: dict[str, Any] = {"length": len(example.tokens), "load": example.load, "answers": len(ids)}
+        item |= {"right": int((ids == example.targets[example.mask]).sum()), "nats": float(losses.sum())}
         if example.answer is not None and not reader:
             values = np.array([next(scores).log_likelihood for _ in example.choices])
             sizes = example.notes.get("bytes") or [len(choice) for choice in example.choices]
@@ -95,73 +86,66 @@ def answer(
     return items, predicted
 
 
-def accuracy(items: Items) -> tuple[dict[str, float], dict[str, list[dict[str, float]]]]:
-    """Return metrics (NaN where no item has choices) and tables ``by_length`` and ``by_load`` in buckets [1, 2), [2, 4), ..."""
-    sums = torch.zeros(2, 32, 3, dtype=torch.float64)  # length or load, bucket, (answers, right, nats)
-    for item in items:
-        for axis, key in enumerate(("length", "load")):
-            values = torch.tensor([item["answers"], item["right"], item["nats"]], dtype=torch.float64)
-            sums[axis, item[key].bit_length() - 1] += values
-    count, right, nats = sums[0].sum(dim=0).tolist()
-    chosen = [item for item in items if "choice" in item]
-    size = sum(item["bytes"] for item in chosen)
-    shares = {key: [item[key] == item["answer"] for item in chosen] or [math.nan] for key in ("choice", "by_bytes")}
-    metrics = {
-        "accuracy": right / count,
-        "nats": nats / count,
-        "answers": count,
-        "choice_accuracy": sum(shares["choice"]) / len(shares["choice"]),
-        "choice_accuracy_by_bytes": sum(shares["by_bytes"]) / len(shares["by_bytes"]),
-        "bits_per_byte": nats / math.log(2) / size if size else math.nan,
-    }
-    tables = [
-        [
-            {"start": 2**i, "end": 2 ** (i + 1), "answers": count, "accuracy": right / count, "nats": nats / count}
-            for i, (count, right, nats) in enumerate(axis.tolist())
-            if count
+def summarize(items: Items) -> tuple[dict[str, float], Curves]:
+    """Return metrics and tables ``by_length`` and ``by_load`` in buckets [1, 2), [2, 4), ...; as trained too where items are."""
+    suffixes = [suffix for suffix in ("", "_as_trained") if "right" + suffix in items[0]]
+    names = ["answers", *(name + suffix for suffix in suffixes for name in ("right", "nats"))]
+
+    def means(sums: Tensor) -> dict[str, float]:
+        of = dict(zip(names, sums.tolist()))
+        both = {"accuracy" + suffix: of["right" + suffix] / of["answers"] for suffix in suffixes}
+        both |= {"nats" + suffix: of["nats" + suffix] / of["answers"] for suffix in suffixes}
+        return {"answers": of["answers"]} | both
+
+    curves: Curves = {}
+    for key in ("load", "length"):
+        sums = torch.zeros(32, len(names), dtype=torch.float64)
+        for item in items:
+            sums[item[key].bit_length() - 1] += torch.tensor([item[name] for name in names], dtype=torch.float64)
+        curves["by_" + key] = [
+            {"start": 2**i, "end": 2 ** (i + 1), **means(bucket)} for i, bucket in enumerate(sums) if bucket[0]
         ]
-        for axis in sums
-    ]
-    return metrics, {"by_length": tables[0], "by_load": tables[1]}
+    metrics = means(total := sums.sum(dim=0))
+    if chosen := [item for item in items if "choice" in item]:
+        for name, key in (("choice_accuracy", "choice"), ("choice_accuracy_by_bytes", "by_bytes")):
+            metrics[name] = sum(item[key] == item["answer"] for item in chosen) / len(chosen)
+        metrics["bits_per_byte"] = float(total[2]) / math.log(2) / sum(item["bytes"] for item in chosen)
+    return metrics, curves
 
 
 def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate accuracy and loss of a task's answers; of multiple choice the choices' accuracy too."""
-    task = check_task(name, context, len(model.lm_head.weight))
+    task = make_task(name, context, len(model.lm_head.weight))
     count = min(context.examples, task.num_examples or context.examples)
     numbers = [i * (task.num_examples or count) // count for i in range(count)]  # evenly spaced over a finite task
     examples = [task.example(context.seed, number) for number in numbers]
     if getattr(task, "of_bytes", False) and not isinstance(context.tokenizer, (ByteTokenizer, type(None))):
         examples = [tokenize(example, context.tokenizer) for example in examples]
-    boundary, documents = context.boundary(), [example.tokens for example in examples]
-    rows = TrainingLayoutReader(documents, context.data, boundary)
+    boundary = context.boundary()
+    rows = TrainingLayoutReader([example.tokens for example in examples], context.data, boundary)
+    annotate = getattr(task, "annotate", lambda *_: {})
     items, predicted = answer(model, examples, context.max_slots)
-    add_intrusions = functools.partial(_add_intrusions, task, examples, _neighbours(rows, documents, context))
-    if hasattr(task, "reads"):
-        add_intrusions(items, predicted)
+    further = annotate(examples, predicted, rows)
     if boundary.as_trained:
         trained, predicted = answer(model, examples, context.max_slots, functools.partial(rows.read, model))
-        if hasattr(task, "reads"):
-            add_intrusions(trained, predicted)
-            if rows.leaks_between_whole_documents:
-                _add_best(task, examples, rows, trained)
-        same = ("length", "load", "answers", "reads_intruding")
         for item, other in zip(items, trained):
-            item |= {key + AS_TRAINED: value for key, value in other.items() if key not in same}
+            item |= {f"{key}_as_trained": other[key] for key in ("right", "nats")}
+        further |= {f"{key}_as_trained": value for key, value in annotate(examples, predicted, rows).items()}
     metrics, curves = summarize(items)
     corpus = f"task {name} {sorted(context.options.items())} seed {context.seed}"
     if context.options.get("documents") == VALIDATION:
         corpus += f" of {load_corpora(context.data).corpus_hash}"
     items = [{"index": number} | item for number, item in zip(numbers, items)]
-    return EvalResult(metrics | {"chance": task.chance, "examples": len(examples)}, curves, items, corpus)
+    return EvalResult(metrics | further | {"chance": task.chance, "examples": count}, curves, items, corpus)
 
 
-def check_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
-    """Return the task with its parameters. Raises ConfigError if they are wrong or the model's vocabulary is too small."""
-    known, parameters = options(TASKS[name]), dict(context.options)
-    context.check_options(name, known)
-    texts = None
-    if "documents" in known and parameters.get("documents") is not None:
+def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
+    """Return the task with its parameters; None for one of validation documents while the vocabulary size is unknown.
+
+    Raises ConfigError if parameters are wrong or the model's vocabulary is too small.
+    """
+    known, parameters, texts = options(TASKS[name]), dict(context.options), None
+    if parameters.get("documents") is not None and "documents" in known:
         if (given := parameters.pop("documents")) != VALIDATION:
             key = f"{context.key}.{name}.documents"
             raise ConfigError(f"{key}: expected '{VALIDATION}', or null for the standard library, got {given!r:.60}")
@@ -171,9 +155,9 @@ def check_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
         groups = range(len(corpus)) if corpus.groups is None else corpus.groups
         texts = tuple((str(group), tokenizer.decode(corpus.document(i))) for i, group in enumerate(groups))
     try:
-        task = _make_task(TASKS[name], json.dumps(parameters), texts)
+        task = _construct(TASKS[name], json.dumps(parameters), texts)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{context.key}.{name}: {error}") from None
+        raise ConfigError(f"{context.key}.{name}: {error}; options are {', '.join(known) or 'none'}") from None
     if vocab_size is not None and task.vocab_size > vocab_size:
         fewer = f"; {context.key}.{name}.vocab_size sets it" * ("vocab_size" in known)
         raise ConfigError(f"{name}: needs a vocabulary of {task.vocab_size}, the model has {vocab_size}{fewer}")
@@ -181,7 +165,7 @@ def check_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def _make_task(make: Any, parameters: str, documents: tuple[tuple[str, str], ...] | None) -> Any:
+def _construct(make: Any, parameters: str, documents: tuple[tuple[str, str], ...] | None) -> Any:
     return make(**json.loads(parameters), **({} if documents is None else {"documents": documents}))
 
 
@@ -194,77 +178,3 @@ def tokenize(example: Example, tokenizer: Any) -> Example:
     notes = example.notes | ({"bytes": [len(choice) for choice in example.choices]} if choices else {})
     tokens = [*prompt, *right[:-1]]
     return make_example(tokens, answers, example.load, choices=choices, answer=example.answer, notes=notes)
-
-
-def summarize(items: Items) -> tuple[dict[str, float], dict[str, list[dict[str, float]]]]:
-    """Return metrics and curves of items, as trained too where the items are."""
-    metrics, curves = accuracy(items)
-    if f"right{AS_TRAINED}" in items[0]:
-        trained = [item | {key: item[key + AS_TRAINED] for key in ("right", "nats")} for item in items]
-        other_metrics, other_curves = accuracy(trained)
-        metrics |= {f"{key}{AS_TRAINED}": other_metrics[key] for key in ("accuracy", "nats")}
-        for key, points in curves.items():
-            for point, other in zip(points, other_curves[key]):
-                point |= {f"{name}{AS_TRAINED}": other[name] for name in ("accuracy", "nats")}
-    total = {key: sum(item.get(key, 0) for item in items) for key in ("answers", "reads_intruding")}
-    for suffix in ("", AS_TRAINED):
-        for key in ("right_intruding", "intrusions", "best", "best_intruding"):
-            per = total["answers" if key == "best" else "reads_intruding"]
-            if key + suffix in items[0] and per:
-                metrics[key.replace("right", "accuracy") + suffix] = sum(item[key + suffix] for item in items) / per
-    if "reads_intruding" in items[0]:
-        metrics["reads_intruding"] = total["reads_intruding"]
-    return {key: value for key, value in metrics.items() if not math.isnan(value)}, curves
-
-
-def _neighbours(rows: TrainingLayoutReader, documents: list[np.ndarray], context: EvalContext) -> TrainingLayoutReader:
-    """Return the rows that give documents their predecessors: the training's, or greedy ones if those hold one document each."""
-    if any(before is not None for before in rows.before):
-        return rows
-    row_length = context.data.row_length or DataConfig.row_length
-    data = replace(context.data, strategy="greedy", streams=1, row_length=row_length)
-    return TrainingLayoutReader(documents, data, context.boundary())
-
-
-def _kinds(task: Any, examples: Sequence[Example], rows: TrainingLayoutReader, i: int) -> tuple[np.ndarray, np.ndarray]:
-    before = rows.before[i]
-    kinds, left = task.reads(examples[i], None if before is None else examples[before])
-    return kinds == INTRUDING, left
-
-
-def _add_intrusions(
-    task: Any, examples: Sequence[Example], rows: TrainingLayoutReader, items: Items, predicted: list[np.ndarray]
-) -> None:
-    """Count reads of keys that only the predecessor wrote, right answers to them, and answers of the predecessor's value."""
-    for i, (item, example) in enumerate(zip(items, examples)):
-        chosen, left = _kinds(task, examples, rows, i)
-        item["reads_intruding"] = int(chosen.sum())
-        item["right_intruding"] = int((predicted[i] == example.targets[example.mask])[chosen].sum())
-        item["intrusions"] = int((predicted[i] == left)[chosen].sum())
-
-
-def _add_best(task: Any, examples: Sequence[Example], rows: TrainingLayoutReader, items: Items) -> None:
-    """Count the right answers of the best reader of whole rows."""
-    for row in rows.rows():
-        for i, best in zip(row, task.best([examples[n] for n in row])):
-            right = best == examples[i].targets[examples[i].mask]
-            chosen, _ = _kinds(task, examples, rows, i)
-            items[i] |= {"best": int(right.sum()), "best_intruding": int(right[chosen].sum())}
-
-
-class _TaskEvaluations(Mapping[str, Evaluation]):
-    """An evaluation for each of ``TASKS``, a plugin's among them."""
-
-    def __getitem__(self, name: str) -> Evaluation:
-        if name not in TASKS:
-            raise KeyError(name)
-        return Evaluation(functools.partial(evaluate_task, name), functools.partial(check_task, name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(TASKS)
-
-    def __len__(self) -> int:
-        return len(TASKS)
-
-
-EVALUATIONS.maps.append(_TaskEvaluations())  # type: ignore[arg-type]  # never written to

@@ -487,7 +487,7 @@ def evaluate_model(
     config: Config, model: MambaLM, tokenizer: Tokenizer | None
 ) -> tuple[Numbers, dict[str, EvalResult]]:
     """Run the configured evaluations; return numbers by ``<evaluation>.<metric>``, null where not finite, and the results."""
-    shared: dict[str, Any] = {"tokenizer": tokenizer, "max_slots": default_max_slots(model), "losses": {}}
+    shared: dict[str, Any] = {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}
     results = {name: evaluate(name, model, evaluation_context(config, name, **shared)) for name in config.evaluations}
     metrics = {
         f"{name}.{metric}": value for name, result in results.items() for metric, value in result.metrics.items()

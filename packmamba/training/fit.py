@@ -29,8 +29,8 @@ from packmamba.config import CONFIGURATION, Config, ConfigError, to_dict
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import load_tokenizer, write_tokenizer
+from packmamba.evaluation import registry as evaluation
 from packmamba.evaluation.load import load_model
-from packmamba.evaluation.registry import EVALUATIONS
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name
@@ -113,7 +113,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
         module = PackedLitModule.from_config(config, data.vocab_size)
         for name in config.evaluations:
             context = callbacks.evaluation_context(config, name)
-            EVALUATIONS[name].check(context, len(module.model.lm_head.weight))
+            evaluation.check(name, context, len(module.model.lm_head.weight))
         if start is not None:
             metrics.started_from = load_start(config, module.model, start)
         if trainer.is_global_zero:
@@ -160,7 +160,7 @@ def check_run(config: Config) -> None:
     """Check, before documents are read, what only the parts of a run know. Raises ConfigError naming the key."""
     BOUNDARIES[config.trainer.boundary](**config.trainer.boundary_options)
     for name in config.evaluations:
-        EVALUATIONS[name].check(callbacks.evaluation_context(config, name), None)
+        evaluation.check(name, callbacks.evaluation_context(config, name))
 
 
 def check_accelerator(config: Config) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.evaluation.language_modeling import token_losses
-from packmamba.evaluation.training_layout import TrainingLayoutReader
+from packmamba.evaluation.packed_forward import TrainingLayoutReader
 from packmamba.training.boundary import BOUNDARIES, Carry, Reset, flatten_states
 from packmamba.training.lit_module import PackedLitModule
 from runs import tiny_config

@@ -59,21 +59,16 @@ def within(rng: np.random.Generator, span: tuple[int, int]) -> int:
     return int(rng.integers(span[0], span[1] + 1))
 
 
-def require(holds: bool, name: str, expected: str, value: Any) -> None:
-    """Raise ValueError naming the argument unless ``holds``."""
-    if not holds:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
-
-
 def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
     """Return the minimum and maximum. Raises ValueError naming the argument."""
-    low, high = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
-    valid = all(type(n) is int for n in (low, high)) and minimum <= low <= high
-    require(valid, name, f"an integer of at least {minimum}, or a minimum and a maximum", value)
+    low, high = value if isinstance(value, (tuple, list)) else (value, value)
+    require(
+        isinstance(low, int) and minimum <= low <= high, name, f"at least {minimum}, or a minimum and maximum", value
+    )
     return low, high
 
 
-def integer(name: str, value: int, minimum: int) -> int:
-    """Return the value. Raises ValueError naming the argument."""
-    require(type(value) is int and value >= minimum, name, f"an integer of at least {minimum}", value)
-    return value
+def require(holds: bool, name: str, expected: str, value: Any) -> None:
+    """Raise ValueError naming the argument unless ``holds``."""
+    if not holds:
+        raise ValueError(f"{name}: expected {expected}, got {value!r:.60}")

@@ -1,10 +1,10 @@
-"""Recall: multi-query associative recall, induction heads, fuzzy and noisy in-context recall."""
+"""Recall and copying of random symbols, and parity as a negative control."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, require, span, within
+from packmamba.evaluation.tasks.base import Example, Span, draw, make_example, require, span, within
 
 
 class MultiQueryRecall:
@@ -27,9 +27,9 @@ class MultiQueryRecall:
     ) -> None:
         self.pairs = span("num_pairs", num_pairs, 1)
         self.length = span("length", length, 4 * self.pairs[1])
-        self.vocab_size = integer("vocab_size", vocab_size, 2 * self.pairs[1])
-        require(0 < power_a <= 10, "power_a", "a number above 0 and at most 10", power_a)
-        self.power_a = float(power_a)
+        require(vocab_size >= 2 * self.pairs[1], "vocab_size", f"at least {2 * self.pairs[1]}", vocab_size)
+        require(power_a > 0, "power_a", "a number above 0", power_a)
+        self.vocab_size, self.power_a = vocab_size, float(power_a)
         self.chance = 1 / (vocab_size - vocab_size // 2)
 
     def example(self, seed: int, index: int) -> Example:
@@ -49,18 +49,15 @@ class MultiQueryRecall:
 class Induction:
     """Induction heads (Mamba, arXiv 2312.00752): a second mark at the document's end asks for the first one's successor.
 
-    Published setting: length 256 in training, tested to 2**20; vocabulary 16.
-
-    Args:
-        length: tokens of a document, both marks included.
-        vocab_size: ordinary tokens, and the largest id, the mark.
+    ``length`` counts both marks; the largest id is the mark. Published setting: length 256 in training, tested to 2**20;
+    vocabulary 16.
     """
 
     num_examples = None
 
     def __init__(self, length: Span = (128, 256), vocab_size: int = 16) -> None:
         self.length = span("length", length, 3)
-        self.vocab_size = integer("vocab_size", vocab_size, 3)
+        self.vocab_size = vocab_size
         self.chance = 1 / (vocab_size - 1)
 
     def example(self, seed: int, index: int) -> Example:
@@ -73,36 +70,30 @@ class Induction:
 
 
 class FuzzyRecall:
-    """Fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of several tokens.
+    """Fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to ``motif`` tokens.
 
     Pairs are drawn with replacement; a key seen before asks for its value. Each document has its own motifs; a key's first
-    token belongs to no other key of the document. Published setting: vocabulary 16, motifs up to 3, length 128.
-
-    Args:
-        length: tokens of a document.
-        vocab_size: half are tokens of keys, half of values.
-        motif: maximum tokens of a key and of a value.
-        num_keys: keys of a document, at most the tokens of keys.
+    token belongs to no other key of the document. Half of the ids are tokens of keys, at least ``num_keys``, half of values.
+    Published setting: vocabulary 16, motifs up to 3, length 128.
     """
 
     num_examples = None
 
     def __init__(self, length: Span = (64, 128), vocab_size: int = 16, motif: int = 3, num_keys: int = 8) -> None:
-        self.motif = integer("motif", motif, 1)
         self.length = span("length", length, 4 * motif)
-        self.vocab_size = integer("vocab_size", vocab_size, 4)
-        half = vocab_size // 2
-        self.num_keys = integer("num_keys", num_keys, 1)
-        require(num_keys <= half, "num_keys", f"at most the {half} tokens of keys", num_keys)
-        self.chance = 1 / (vocab_size - half)
+        require(1 <= num_keys <= vocab_size // 2, "num_keys", f"at most the {vocab_size // 2} tokens of keys", num_keys)
+        self.vocab_size, self.motif, self.num_keys = vocab_size, motif, num_keys
+        self.chance = 1 / (vocab_size - vocab_size // 2)
 
     def example(self, seed: int, index: int) -> Example:
         rng = draw("fuzzy_recall", seed, index)
         length, half = within(rng, self.length), self.vocab_size // 2
-        pairs = [
-            ([int(first), *self._draw_motif(rng, 0, half)[1:]], self._draw_motif(rng, half, self.vocab_size))
-            for first in rng.choice(half, self.num_keys, replace=False)
-        ]
+
+        def motif(low: int, high: int) -> list[int]:
+            return rng.integers(low, high, int(rng.integers(1, self.motif + 1))).tolist()
+
+        first_tokens = rng.choice(half, self.num_keys, replace=False)
+        pairs = [([int(first), *motif(0, half)[1:]], motif(half, self.vocab_size)) for first in first_tokens]
         tokens: list[int] = []
         answers: dict[int, int] = {}
         seen: set[int] = set()
@@ -116,29 +107,20 @@ class FuzzyRecall:
             seen.add(which)
         return make_example(tokens, answers, load=len(seen))
 
-    def _draw_motif(self, rng: np.random.Generator, low: int, high: int) -> list[int]:
-        return rng.integers(low, high, int(rng.integers(1, self.motif + 1))).tolist()
-
 
 class NoisyRecall:
     """Noisy in-context recall (MAD, arXiv 2403.17844): pairs of key and value among noise; a key seen before asks for its value.
 
-    Each document has its own value for each key. Published setting: vocabulary 32, noise 0.2, length 128.
-
-    Args:
-        length: tokens of a document.
-        vocab_size: a quarter are keys, a quarter values, half noise.
-        noise: probability of a noise token in place of a pair.
+    Each document has its own value for each key. A quarter of the ids are keys, a quarter values, half noise, which takes a
+    pair's place with probability ``noise``. Published setting: vocabulary 32, noise 0.2, length 128.
     """
 
     num_examples = None
 
     def __init__(self, length: Span = (64, 128), vocab_size: int = 32, noise: float = 0.2) -> None:
         self.length = span("length", length, 4)
-        self.vocab_size = integer("vocab_size", vocab_size, 8)
         require(0 <= noise < 1, "noise", "at least 0 and below 1", noise)
-        self.noise = noise
-        self.keys = vocab_size // 4
+        self.vocab_size, self.noise, self.keys = vocab_size, noise, vocab_size // 4
         self.chance = 1 / self.keys
 
     def example(self, seed: int, index: int) -> Example:
@@ -158,3 +140,45 @@ class NoisyRecall:
             seen.add(key)
             tokens += [key, int(value_of[key])]
         return make_example(tokens, answers, load=len(seen))
+
+
+class SelectiveCopying:
+    """Selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844): repeat ``num_data`` tokens among noise in order.
+
+    ``length`` counts the tokens before the markers that ask for them; the two largest ids are noise and marker.
+    Published settings: Mamba 16 data tokens in 4096, alphabet 16; MAD 16 in 256, vocabulary 16.
+    """
+
+    num_examples = None
+
+    def __init__(self, num_data: Span = 16, length: Span = (128, 256), vocab_size: int = 16) -> None:
+        self.data = span("num_data", num_data, 1)
+        self.length = span("length", length, self.data[1])
+        require(vocab_size >= 4, "vocab_size", "at least 4", vocab_size)
+        self.vocab_size = vocab_size
+        self.chance = 1 / (vocab_size - 2)
+
+    def example(self, seed: int, index: int) -> Example:
+        rng = draw("selective_copying", seed, index)
+        count, length = within(rng, self.data), within(rng, self.length)
+        noise, marker = self.vocab_size - 2, self.vocab_size - 1
+        data = rng.integers(0, noise, count)
+        tokens = np.full(length + count, noise)
+        tokens[np.sort(rng.choice(length, count, replace=False))] = data
+        tokens[length:] = marker
+        return make_example(tokens, {length + i: int(value) for i, value in enumerate(data)}, load=count)
+
+
+class Parity:
+    """Parity of ``length`` bits, which Mamba's positive eigenvalues cannot learn (arXiv 2411.12537)."""
+
+    vocab_size, chance, num_examples = 3, 0.5, None
+    QUESTION = 2
+
+    def __init__(self, length: Span = (8, 40)) -> None:
+        self.length = span("length", length, 1)
+
+    def example(self, seed: int, index: int) -> Example:
+        rng = draw("parity", seed, index)
+        bits = rng.integers(0, 2, within(rng, self.length))
+        return make_example([*bits, self.QUESTION], {len(bits): int(bits.sum() % 2)}, load=len(bits))

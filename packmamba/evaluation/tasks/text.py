@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, require, span, within
+from packmamba.evaluation.tasks.base import Example, Span, draw, make_example, require, span, within
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+Documents = Iterable[str | tuple[str, str]] | None
+"""Texts, or pairs (package, text); None: the standard library's modules."""
 
 
 @functools.cache
@@ -24,16 +26,12 @@ def standard_library() -> tuple[tuple[str, str], ...]:
     return tuple(zip(packages, (path.read_text(encoding="utf-8", errors="replace") for path in paths)))
 
 
-def check_documents(documents: Iterable[str | tuple[str, str]] | None) -> list[tuple[str, str]]:
-    """Return (package, text) of each document; a text alone is a package of its own. Raises ValueError naming the argument."""
+def with_packages(documents: Documents) -> list[tuple[str, str]]:
+    """Return (package, text) of each document; a text alone is a package of its own."""
     if documents is None:
         return list(standard_library())
     require(not isinstance(documents, str), "documents", "a sequence of texts", documents)
-    pairs = [(str(i), item) if isinstance(item, str) else tuple(item) for i, item in enumerate(documents)]
-    require(
-        bool(pairs) and all(len(pair) == 2 for pair in pairs), "documents", "texts, or pairs (package, text)", pairs
-    )
-    return pairs  # type: ignore[return-value]
+    return [(str(i), item) if isinstance(item, str) else item for i, item in enumerate(documents)]
 
 
 class Passkey:
@@ -46,13 +44,10 @@ class Passkey:
         depth: position of the key's line as a share of the length; None: one of 0.1, 0.5, 0.9.
         digits: digits of a key.
         others: other keys in the document.
-        documents: texts, or pairs (package, text), that the code is taken from; None: the standard library's modules.
+        documents: sources of the code.
     """
 
-    vocab_size = 256
-    of_bytes = True
-    chance = 0.1
-    num_examples = None
+    vocab_size, of_bytes, chance, num_examples = 256, True, 0.1, None
     DEPTHS = (0.1, 0.5, 0.9)
 
     def __init__(
@@ -61,14 +56,12 @@ class Passkey:
         depth: float | None = None,
         digits: int = 5,
         others: int = 2,
-        documents: Iterable[str | tuple[str, str]] | None = None,
+        documents: Documents = None,
     ) -> None:
-        self.digits = integer("digits", digits, 1)
-        self.others = integer("others", others, 0)
+        self.digits, self.others, self.depth = digits, others, depth
         self.length = span("length", length, (32 + digits) * (others + 2))
         require(depth is None or 0 <= depth <= 1, "depth", "0 to 1 or None", depth)
-        self.depth = depth
-        self.code = b"\n".join(text.encode() for _, text in check_documents(documents))
+        self.code = b"\n".join(text.encode() for _, text in with_packages(documents))
         needed = 2 * self.length[1]
         require(len(self.code) >= needed, "documents", f"at least {needed} bytes of text", len(self.code))
 
@@ -109,11 +102,10 @@ class NextLine:
         context: maximum bytes before the line.
         num_choices: lines to choose from.
         per_package: maximum items of one package.
-        documents: texts, or pairs (package, text); None: the standard library's modules.
+        documents: sources of the code.
     """
 
-    vocab_size = 256
-    of_bytes = True
+    vocab_size, of_bytes = 256, True
     DRAWS_PER_ITEM = 8
     MIN_LINE = 12
     """Bytes of a line's text: shorter ones (``else:``) make no question."""
@@ -121,25 +113,19 @@ class NextLine:
     """UTF-8 continuation bytes, which begin no context."""
 
     def __init__(
-        self,
-        context: int = 2048,
-        num_choices: int = 4,
-        per_package: int = 20,
-        documents: Iterable[str | tuple[str, str]] | None = None,
+        self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None
     ) -> None:
-        self.context = integer("context", context, 1)
-        self.num_choices = integer("num_choices", num_choices, 2)
-        self.per_package = integer("per_package", per_package, 1)
+        self.context, self.num_choices, self.per_package = context, num_choices, per_package
         self.chance = 1 / num_choices
         packages: dict[str, list[bytes]] = {}
-        for package, text in check_documents(documents):
+        for package, text in with_packages(documents):
             packages.setdefault(package, []).append(text.encode())
         self.items: list[tuple[bytes, bytes, list[bytes]]] = []
         for number, package in enumerate(sorted(packages)):
             self.items += self._make_items(packages[package], draw("next_line", 0, number))
         self.num_examples = len(self.items)
         expected = f"files in which a line has {num_choices - 1} others like it"
-        require(bool(self.items), "documents", expected, None)
+        require(bool(self.items), "documents", expected, documents)
 
     def example(self, seed: int, index: int) -> Example:
         """Return item ``index`` (modulo their number) with its choices in an order drawn from the seed."""
@@ -167,14 +153,14 @@ class NextLine:
             context = b"".join(lines[:place])[-self.context :].lstrip(self.INSIDE_CHARACTER)
             if right in context or any(item[1] == right and item[0] == context for item in items):
                 continue
-            stripped, indentation, size = right.strip(), _indentation(right), _size_class(len(right))
+            indentation, size = _indentation(right), _size_class(len(right))
             alike = {
                 line
                 for line in lines
                 if _size_class(len(line)) == size  # few are: the costlier conditions come after it
                 and line.startswith(indentation)
                 and _indentation(line) == indentation
-                and line.strip() != stripped
+                and line.strip() != right.strip()
                 and line not in context
             }
             if len(alike) >= self.num_choices - 1:
