@@ -63,8 +63,8 @@ class Workload:
         return [(context, ids(self.continuation)) for context in contexts for _ in range(self.continuations)]
 
 
-def packed(model: MambaLM, max_slots: int, share: bool) -> Method:
-    return lambda requests: score(model, requests, max_slots, progress=False, share_contexts=share)
+def packed(model: MambaLM, max_slots: int) -> Method:
+    return lambda requests: score(model, requests, max_slots, progress=False)
 
 
 def padded(model: MambaLM, batch: int) -> Method:
@@ -164,7 +164,7 @@ class ScoringConfig:
     workloads: dict[str, Any] = key(
         {}, "Name -> contexts, context, continuations, continuation: numbers and median lengths."
     )
-    arms: dict[str, Any] = key({}, "Name -> method (packed, padded or hf), share or batch, slow.")
+    arms: dict[str, Any] = key({}, "Name -> method (packed, padded or hf), batch, slow.")
     max_slots: int = key(16384, "Slots of a packed pass.", low=1)
     prompts: list[int] = key([1, 16, 256], "How many prompts generate together.")
     prompt_length: int = key(512, "Tokens of a prompt, the median.", low=1)

@@ -122,7 +122,11 @@ def scoring_legend(records: Sequence[Record]) -> dict[str, str]:
         config = record["config"]
         made[arm] = {
             "packed": "all requests in passes of max_slots slots; a context is computed "
-            + ("once, its state is where its continuations start" if config.get("share") else "for each continuation"),
+            + (
+                "once, its state is where its continuations start"
+                if config.get("share", True)
+                else "for each continuation"
+            ),
             "padded": f"our kernels on batches of {config.get('batch')}, longest first, padded to the batch's longest",
             "hf": f"lm-evaluation-harness' class hf on transformers' Mamba with "
             f"{'no' if config.get('slow') else 'the fast'} kernels, batches of {config.get('batch')}",

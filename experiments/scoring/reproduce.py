@@ -12,5 +12,5 @@ def _rate(workload: str, arm: str) -> Headline:
 HEADLINES = [
     _rate(workload, arm)
     for workload in ("short-context", "long-context")
-    for arm in ("packed", "packed-unshared", "padded-8", "padded-64", "hf-64")
+    for arm in ("packed", "padded-8", "padded-64", "hf-64")
 ]

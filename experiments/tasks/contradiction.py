@@ -1,4 +1,4 @@
-"""The task contradiction (a plugin): recall of what a key holds in this document, while others gave the same keys other values."""
+"""The task contradiction, a plugin: recall of what a key holds in this document, while others give it other values."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from packmamba.evaluation.packed_forward import (
     Reader,
     TrainingLayoutReader,
     log_probabilities,
+    predict_targets,
     read_documents,
-    to_device,
 )
 from packmamba.nn import MambaLM
 
@@ -38,28 +38,13 @@ def token_losses(
 
     ``reader`` reads these documents otherwise than each from a zero state.
     """
-    collected: list[tuple[int, Tensor, Any]] = []
-    order: list[tuple[int, int]] = []  # document and length of each piece
-    losses: list[Tensor] = [torch.zeros(0, dtype=torch.float64)]  # on the model's device until the end
 
-    def visit(i: int, first: int, hidden: Tensor) -> None:
-        targets = documents[i][first + 1 : first + 1 + len(hidden)]
-        collected.append((i, hidden[: len(targets)], targets))
-        order.append((i, len(targets)))
+    def targets(i: int, start: int, end: int) -> tuple[slice, Any]:
+        wanted = documents[i][start + 1 : end + 1]
+        return slice(len(wanted)), wanted
 
-    inputs = [document[:-1] for document in documents]
-    for _ in reader(visit) if reader else read_documents(model, inputs, max_slots, visit):
-        hidden = torch.cat([part for _, part, _ in collected])
-        targets = np.concatenate([np.asarray(some, np.int64) for _, _, some in collected])
-        wanted = to_device(torch.from_numpy(targets), hidden.device)
-        for rows, log_p in log_probabilities(model, hidden):
-            losses.append(-log_p.gather(1, wanted[rows, None]).squeeze(1).double())
-        collected.clear()
-    values = torch.cat([part.to(losses[-1].device) for part in losses]).cpu().numpy()
-    parts: list[list[NDArray[np.float64]]] = [[np.zeros(0)] for _ in documents]
-    for (i, size), end in zip(order, np.cumsum([size for _, size in order])):
-        parts[i].append(values[end - size : end])
-    return [np.concatenate(some) for some in parts]
+    reader = reader or functools.partial(read_documents, model, [document[:-1] for document in documents], max_slots)
+    return [losses for losses, _ in predict_targets(model, reader, targets, len(documents))]
 
 
 def sums_between(edges: Sequence[int], losses: NDArray[np.float64]) -> list[float]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
@@ -43,70 +44,62 @@ GPU_LOGITS = 1 << 25
 
 @dataclass
 class Segment:
-    """A document or a piece of one, of at least one token, from the initial state ``start`` (None for zero).
+    """A document's tokens from ``first`` on, after the state ``start`` (None for zero); what a pass leaves follows exactly.
 
-    ``done`` gets the hidden activations (n, d_model) and, if ``keep``, the final state; it returns the segments that follow.
+    ``visit`` gets each piece's first position and activations; ``finish`` gets the final state and returns further segments.
     """
 
     tokens: Any
-    done: Callable[[Tensor, DocumentState | None], list[Segment]]
+    visit: Callable[[int, Tensor], None]
     start: DocumentState | None = None
-    keep: bool = False
+    finish: Callable[[DocumentState], list[Segment]] | None = None
+    first: int = 0
+
+    def length(self, max_slots: int) -> int:
+        return min(max_slots, len(self.tokens) - self.first)
+
+    def keeps(self, max_slots: int) -> bool:
+        """True if the final state of the next pass is used."""
+        return self.finish is not None or len(self.tokens) - self.first > max_slots
 
 
-def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> Iterator[int]:
+def packed_forward(
+    model: MambaLM, segments: list[Segment], max_slots: int, progress: bool | None = None
+) -> Iterator[int]:
     """Compute all segments and those that follow from them; yield the number of tokens in each pass.
 
     Segments with an initial state go first, so that few states are held; then the longest that fit. Raises ValueError.
     """
     if max_slots < 1:
         raise ValueError(f"max_slots: expected at least 1, got {max_slots}")
-    waiting = sorted(segments, key=lambda segment: len(segment.tokens))
-    lengths = [len(segment.tokens) for segment in waiting]
+    waiting = sorted(segments, key=lambda segment: segment.length(max_slots))
+    lengths = [segment.length(max_slots) for segment in waiting]
     following: list[Segment] = []
     max_states = max(1, max_slots // SLOTS_PER_STATE)
-    while waiting or following:
-        chosen: list[Segment] = []
-        rest: list[Segment] = []
-        free, kept = max_slots, 0
-        for segment in following:
-            fits = len(segment.tokens) <= free and kept + segment.keep <= max_states
-            (chosen if fits else rest).append(segment)
-            free -= fits * len(segment.tokens)
-            kept += fits * segment.keep
-        following = rest
-        while waiting and not following and (place := bisect.bisect_right(lengths, free)):
-            if waiting[place - 1].keep and kept == max_states:
-                break
-            chosen.append(waiting.pop(place - 1))
-            free -= lengths.pop(place - 1)
-            kept += chosen[-1].keep
-        following += _one_pass(model, chosen, max_slots)
-        yield max_slots - free
-
-
-def document_segment(
-    tokens: Any,
-    max_slots: int,
-    visit: Callable[[int, Tensor], None],
-    start: DocumentState | None = None,
-    finish: Callable[[DocumentState | None], list[Segment]] | None = None,
-    first: int = 0,
-) -> Segment:
-    """Return the segment of a document's pass from token ``first`` on; further passes follow from it with exact states.
-
-    ``visit`` gets each piece's first position and activations; ``finish`` gets the final state and returns further segments.
-    """
-    end = min(first + max_slots, len(tokens))
-    whole = end == len(tokens)
-
-    def done(hidden: Tensor, final: DocumentState | None) -> list[Segment]:
-        visit(first, hidden)
-        if not whole:
-            return [document_segment(tokens, max_slots, visit, final, finish, end)]
-        return finish(final) if finish else []
-
-    return Segment(np.asarray(tokens[first:end], np.int64), done, start, keep=not whole or finish is not None)
+    total = sum(len(segment.tokens) for segment in segments)
+    disable = None if progress is None else not progress
+    with tqdm(total=total, desc="reads", unit="token", unit_scale=True, disable=disable, leave=False) as bar:
+        while waiting or following:
+            chosen: list[Segment] = []
+            rest: list[Segment] = []
+            free, kept = max_slots, 0
+            for segment in following:
+                length, keeps = segment.length(max_slots), segment.keeps(max_slots)
+                fits = length <= free and kept + keeps <= max_states
+                (chosen if fits else rest).append(segment)
+                free -= fits * length
+                kept += fits * keeps
+            following = rest
+            while waiting and not following and (place := bisect.bisect_right(lengths, free)):
+                keeps = waiting[place - 1].keeps(max_slots)
+                if keeps and kept == max_states:
+                    break
+                chosen.append(waiting.pop(place - 1))
+                free -= lengths.pop(place - 1)
+                kept += keeps
+            following += _one_pass(model, chosen, max_slots)
+            bar.update(max_slots - free)
+            yield max_slots - free
 
 
 def read_documents(
@@ -114,39 +107,32 @@ def read_documents(
     documents: Sequence[Any],
     max_slots: int,
     visit: Visit,
-    finals: dict[int, DocumentState | None] | None = None,
+    finals: dict[int, DocumentState] | None = None,
 ) -> Iterator[int]:
     """Read each document from a zero state; yield the number of tokens in each pass, after ``visit`` got all pieces in it.
 
     ``finals``, where given, is filled with the documents' final states.
     """
 
-    def segment(i: int) -> Segment:
-        def store(final: DocumentState | None) -> list[Segment]:
-            if finals is not None:
-                finals[i] = final
-            return []
+    def store(i: int, final: DocumentState) -> list[Segment]:
+        finals[i] = final  # type: ignore[index]
+        return []
 
-        finish = None if finals is None else store
-        return document_segment(documents[i], max_slots, functools.partial(visit, i), finish=finish)
-
-    segments = [segment(i) for i in range(len(documents)) if len(documents[i])]
-    total = sum(map(len, documents))
-    with tqdm(total=total, desc="reads", unit="token", unit_scale=True, disable=None, leave=False) as bar:
-        for tokens in packed_forward(model, segments, max_slots):
-            bar.update(tokens)
-            yield tokens
+    finishes = [None if finals is None else functools.partial(store, i) for i in range(len(documents))]
+    segments = [Segment(d, functools.partial(visit, i), None, finishes[i]) for i, d in enumerate(documents) if len(d)]
+    yield from packed_forward(model, segments, max_slots)
 
 
 def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> list[Segment]:
     device = next(model.parameters()).device
-    lengths = [len(segment.tokens) for segment in segments]
+    lengths = [segment.length(max_slots) for segment in segments]
     layout = to_device(SequenceLayout.from_lengths([lengths], row_length=max_slots), device)
     tokens = torch.zeros(1, max_slots, dtype=torch.int64)
-    tokens[0, : sum(lengths)] = torch.from_numpy(np.concatenate([np.asarray(s.tokens, np.int64) for s in segments]))
+    ids = [np.asarray(s.tokens[s.first : s.first + length], np.int64) for s, length in zip(segments, lengths)]
+    tokens[0, : sum(lengths)] = torch.from_numpy(np.concatenate(ids))
     starts = [segment.start for segment in segments]
     states = None if all(start is None for start in starts) else InitialStates(model, starts)
-    kept = [number for number, segment in enumerate(segments) if segment.keep]
+    kept = [number for number, segment in enumerate(segments) if segment.keeps(max_slots)]
     pool: States = []
     with torch.inference_mode():
         out = model(
@@ -156,12 +142,15 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> list[S
         if kept:
             index = to_device(torch.tensor(kept), device)
             pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
-    pool_index = {number: row for row, number in enumerate(kept)}
     following, begin = [], 0
     for number, (segment, length) in enumerate(zip(segments, lengths)):
-        final = (pool, pool_index[number]) if segment.keep else None
-        following += segment.done(hidden[0, begin : begin + length], final)
+        segment.visit(segment.first, hidden[0, begin : begin + length])
         begin += length
+        if segment.first + length < len(segment.tokens):
+            final = (pool, kept.index(number))
+            following.append(replace(segment, start=final, first=segment.first + length))
+        elif segment.finish:
+            following += segment.finish((pool, kept.index(number)))
     return following
 
 
@@ -253,3 +242,44 @@ def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, T
             rows[: len(part)] = part
             logits = torch.nn.functional.linear(rows, weight)[: len(part)]
             yield slice(first, first + len(part)), torch.log_softmax(logits.to(wide), dim=-1)
+
+
+def predictions(model: MambaLM, parts: Sequence[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
+    """Return the (T,) float64 log-probabilities of targets and the (T,) most likely ids, given (activations, targets) parts."""
+    hidden = torch.cat([part for part, _ in parts])
+    wanted = np.concatenate([np.asarray(targets, np.int64) for _, targets in parts])
+    targets = to_device(torch.from_numpy(wanted), hidden.device)
+    values, best = [hidden.new_zeros(0, dtype=torch.float64)], [targets[:0]]
+    for rows, log_p in log_probabilities(model, hidden):
+        values.append(log_p.gather(1, targets[rows, None]).squeeze(1).double())
+        best.append(log_p.argmax(dim=1))
+    return torch.cat(values), torch.cat(best)
+
+
+def predict_targets(
+    model: MambaLM, reader: Reader, targets: Callable[[int, int, int], tuple[Any, Any]], count: int
+) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
+    """Return each of ``count`` documents' losses in nats and most likely ids.
+
+    ``targets`` gives of a document's positions [start, end) those that count (an index of activations) and the ids after them.
+    """
+    collected: list[tuple[Tensor, Any]] = []
+    order: list[tuple[int, int]] = []  # document and targets of each piece
+    results: list[tuple[Tensor, Tensor]] = []  # on the model's device until the end
+
+    def visit(i: int, first: int, hidden: Tensor) -> None:
+        places, wanted = targets(i, first, first + len(hidden))
+        collected.append((hidden[places], wanted))
+        order.append((i, len(wanted)))
+
+    for _ in reader(visit):
+        results.append(predictions(model, collected))
+        collected.clear()
+    values, best = (
+        (torch.cat(parts).cpu().numpy() for parts in zip(*results)) if results else (np.zeros(0), np.zeros(0))
+    )
+    pieces: list[list[slice]] = [[] for _ in range(count)]
+    for (i, size), end in zip(order, np.cumsum([size for _, size in order])):
+        pieces[i].append(slice(end - size, end))
+    gather = lambda array, own: np.concatenate([array[:0], *(array[piece] for piece in own)])  # noqa: E731
+    return [(-gather(values, own), gather(best, own)) for own in pieces]

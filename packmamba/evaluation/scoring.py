@@ -7,17 +7,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from packmamba.evaluation.packed_forward import (
-    DocumentState,
-    Segment,
-    document_segment,
-    log_probabilities,
-    packed_forward,
-)
+from packmamba.evaluation.packed_forward import DocumentState, Segment, packed_forward, predictions
 from packmamba.nn import MambaLM
 
 Ids = tuple[int, ...]
@@ -54,9 +48,7 @@ def score(
             outside of the vocabulary.
     """
     begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
-    by_context: dict[
-        Ids, dict[Ids, list[tuple[Tensor, Tensor]]]
-    ] = {}  # log-probabilities, and whether they are the largest
+    by_context: dict[Ids, dict[Ids, list[tuple[Tensor, Tensor]]]] = {}  # log-probabilities of targets, and if they lead
     checked: list[tuple[Ids, Ids]] = []
     for i, (context, continuation) in enumerate(requests):
         context = check_ids(context, f"requests[{i}]: context", model) or begin
@@ -66,7 +58,8 @@ def score(
             raise ValueError(f"requests[{i}]: {name}: expected at least one token, got none")
         checked.append((context, continuation))
         by_context.setdefault(context, {})[continuation] = []
-    collected: list[tuple[list[tuple[Tensor, Tensor]], Tensor, Ids]] = []  # of a pass: activations and targets
+    collected: list[tuple[Tensor, Ids]] = []  # of a pass: activations and targets
+    owners: list[list[tuple[Tensor, Tensor]]] = []
 
     def visit(context: Ids, continuations: list[Ids], offset: int, first: int, hidden: Tensor) -> None:
         """Collect the activations at positions p, which predict token p - offset of each continuation."""
@@ -74,51 +67,35 @@ def score(
         for c in continuations:
             end = min(first + len(hidden), offset + len(c))
             if end > start:
-                wanted = c[start - offset : end - offset]
-                collected.append((by_context[context][c], hidden[start - first : end - first], wanted))
+                collected.append((hidden[start - first : end - first], c[start - offset : end - offset]))
+                owners.append(by_context[context][c])
 
     def segment(context: Ids, continuations: list[Ids]) -> Segment:
-        offset = len(context) - 1
+        read = partial(visit, context, continuations, len(context) - 1)
         if len(continuations) == 1:
-            tokens = context + continuations[0][:-1]
-            return document_segment(tokens, max_slots, partial(visit, context, continuations, offset))
+            return Segment(context + continuations[0][:-1], read)
+        longer = [c for c in continuations if len(c) > 1]
 
-        def branch(final: DocumentState | None) -> list[Segment]:
-            longer = [c for c in continuations if len(c) > 1]
-            return [document_segment(c[:-1], max_slots, partial(visit, context, [c], -1), final) for c in longer]
+        def branch(final: DocumentState) -> list[Segment]:
+            return [Segment(c[:-1], partial(visit, context, [c], -1), final) for c in longer]
 
-        finish = branch if max(map(len, continuations)) > 1 else None
-        return document_segment(context, max_slots, partial(visit, context, continuations, offset), finish=finish)
+        return Segment(context, read, finish=branch if longer else None)
 
     segments = [segment(context, list(continuations)) for context, continuations in by_context.items()]
-    total = sum(len(context) + sum(map(len, continuations)) for context, continuations in by_context.items())
-    disable = None if progress is None else not progress
-    with tqdm(total=total, desc="scores", unit="token", unit_scale=True, disable=disable) as bar:
-        for count in packed_forward(model, segments, max_slots):
-            _compute_logits(model, collected)
-            bar.update(count)
+    for _ in packed_forward(model, segments, max_slots, progress):
+        if collected:
+            values, best = (part.cpu() for part in predictions(model, collected))
+            begins = np.cumsum([0, *(len(wanted) for _, wanted in collected)]).tolist()
+            for parts, (_, wanted), first in zip(owners, collected, begins):
+                own = slice(first, first + len(wanted))
+                parts.append((values[own], best[own] == torch.tensor(wanted)))
+            collected.clear()
+            owners.clear()
     scores = []
     for context, continuation in checked:
-        values, greedy = zip(*by_context[context][continuation])
-        scores.append(Score(sum(torch.cat(values).tolist()), bool(torch.cat(greedy).all())))
+        values, leads = (torch.cat(parts) for parts in zip(*by_context[context][continuation]))
+        scores.append(Score(sum(values.tolist()), bool(leads.all())))
     return scores
-
-
-def _compute_logits(model: MambaLM, collected: list[tuple[list[tuple[Tensor, Tensor]], Tensor, Ids]]) -> None:
-    """Append each part's log-probabilities to its list; the logits of a pass are computed together."""
-    if not collected:
-        return
-    hidden = torch.cat([part for _, part, _ in collected])
-    targets = torch.tensor([token for _, _, wanted in collected for token in wanted], device=hidden.device)
-    values, greedy = [], []
-    for rows, log_p in log_probabilities(model, hidden):
-        values.append(log_p.gather(1, targets[rows, None]).squeeze(1))
-        greedy.append(log_p.argmax(dim=1) == targets[rows])
-    sizes = [len(wanted) for _, _, wanted in collected]
-    split = zip(torch.cat(values).double().cpu().split(sizes), torch.cat(greedy).cpu().split(sizes))
-    for (parts, _, _), part in zip(collected, split):
-        parts.append(part)
-    collected.clear()
 
 
 def check_ids(tokens: Iterable[int], name: str, model: MambaLM) -> Ids:

@@ -19,7 +19,7 @@ from packmamba.config import ConfigError, options
 from packmamba.data.token_store import load_corpora
 from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer
 from packmamba.evaluation.load import EvalContext, EvalResult
-from packmamba.evaluation.packed_forward import Reader, TrainingLayoutReader, log_probabilities, read_documents
+from packmamba.evaluation.packed_forward import Reader, TrainingLayoutReader, predict_targets, read_documents
 from packmamba.evaluation.scoring import score
 from packmamba.evaluation.tasks import TASKS, Example
 from packmamba.evaluation.tasks.base import make_example
@@ -31,59 +31,34 @@ VALIDATION = "validation"
 """Value of a task's option ``documents`` that stands for the validation documents."""
 
 
-def predict(
-    model: MambaLM, examples: Sequence[Example], max_slots: int = 16384, reader: Reader | None = None
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return for each example of k targets the most likely ids (k,) and the targets' losses (k,) in nats.
-
-    Examples are read from zero states, or by ``reader``. Their order and company change no bit.
-    """
-    predicted: list[list[int]] = [[] for _ in examples]
-    nats: list[list[float]] = [[] for _ in examples]
-    owners: list[int] = []
-    collected: list[tuple[Tensor, np.ndarray]] = []
-
-    def visit(i: int, first: int, hidden: Tensor) -> None:
-        places = np.flatnonzero(examples[i].mask[first : first + len(hidden)])
-        if len(places):
-            collected.append((hidden[torch.from_numpy(places).to(hidden.device)], examples[i].targets[first + places]))
-            owners.extend([i] * len(places))
-
-    for _ in reader(visit) if reader else read_documents(model, [e.tokens for e in examples], max_slots, visit):
-        if collected:
-            hidden = torch.cat([part for part, _ in collected])
-            targets = torch.from_numpy(np.concatenate([some for _, some in collected])).to(hidden.device)
-            for rows, log_p in log_probabilities(model, hidden):
-                losses = -log_p.gather(1, targets[rows, None]).squeeze(1)
-                for i, best, loss in zip(owners[rows], log_p.argmax(dim=1).tolist(), losses.double().tolist()):
-                    predicted[i].append(best)
-                    nats[i].append(loss)
-            collected.clear()
-            owners.clear()
-    return [np.array(ids, dtype=np.int64) for ids in predicted], [np.array(losses) for losses in nats]
-
-
 def answer(
     model: MambaLM, examples: Sequence[Example], max_slots: int = 16384, reader: Reader | None = None
 ) -> tuple[Items, list[np.ndarray]]:
-    """Return plain numbers for each example, and its most likely ids; arguments as ``predict``.
+    """Return plain numbers for each example, and its most likely ids (k,) after its k questions.
 
-    Multiple choice is scored from zero states alone.
+    Examples are read from zero states, or by ``reader``; multiple choice is scored from zero states alone. Their order and
+    company change no bit.
     """
-    predicted, nats = predict(model, examples, max_slots, reader)
+
+    def targets(i: int, start: int, end: int) -> tuple[Any, np.ndarray]:
+        places = np.flatnonzero(examples[i].mask[start:end])
+        return torch.from_numpy(places).to(model.lm_head.weight.device), examples[i].targets[start + places]
+
     choices = [] if reader else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
     scores = iter(score(model, choices, max_slots, progress=False))
+    alone = functools.partial(read_documents, model, [example.tokens for example in examples], max_slots)
+    predicted = predict_targets(model, reader or alone, targets, len(examples))
     items = []
-    for example, ids, losses in zip(examples, predicted, nats):
-        item: dict[str, Any] = {"length": len(example.tokens), "load": example.load, "answers": len(ids)}
-        item |= {"right": int((ids == example.targets[example.mask]).sum()), "nats": float(losses.sum())}
+    for example, (losses, best) in zip(examples, predicted):
+        item: dict[str, Any] = {"length": len(example.tokens), "load": example.load, "answers": len(best)}
+        item |= {"right": int((best == example.targets[example.mask]).sum()), "nats": float(losses.sum())}
         if example.answer is not None and not reader:
             values = np.array([next(scores).log_likelihood for _ in example.choices])
             sizes = example.notes.get("bytes") or [len(choice) for choice in example.choices]
             item |= {"choice": int(values.argmax()), "by_bytes": int((values / np.array(sizes)).argmax())}
             item |= {"answer": example.answer, "bytes": sizes[example.answer]}
         items.append(item)
-    return items, predicted
+    return items, [best for _, best in predicted]
 
 
 def summarize(items: Items) -> tuple[dict[str, float], Curves]:

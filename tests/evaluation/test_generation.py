@@ -86,7 +86,7 @@ def test_greedy_equals_transformers(tmp_path, device, monkeypatch):
         ([[40]], {}, r"prompts\[0\]"),
         ([[1]], {"temperature": -1.0}, "temperature"),
         ([[1]], {"top_p": 0.0}, "top_p"),
-        ([[1]], {"top_p": 0.9}, "top_p: expected 1 with temperature=0"),
+        ([[1]], {"top_p": 0.9}, "top_p"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
         ([[1]], {"stop_token": 40}, "stop_token"),
     ],

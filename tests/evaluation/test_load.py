@@ -13,7 +13,7 @@ from packmamba.config import ConfigError
 from packmamba.evaluation import registry
 from packmamba.evaluation.load import load_model, read_config
 from packmamba.evaluation.tasks import TASKS
-from packmamba.evaluation.tasks.copying import Parity
+from packmamba.evaluation.tasks.recall import Parity
 from packmamba.records import read_records
 from packmamba.training.fit import fit
 from packmamba.training.run_id import run_folder

@@ -289,7 +289,7 @@ SCORING = [
     ),
     "workloads.short-context={contexts: 6, context: 12, continuations: 4, continuation: 3}",
     "workloads.long-context={contexts: 4, context: 80, continuations: 1, continuation: 3}",
-    *("prompts=[1,3]", "prompt_length=16", "new_tokens=3", "rounds=2", "arms=[packed,packed-unshared,padded-8]"),
+    *("prompts=[1,3]", "prompt_length=16", "new_tokens=3", "rounds=2", "arms=[packed,padded-8]"),
 ]
 
 
@@ -297,7 +297,7 @@ def test_scoring(tmp_path):
     scoring.run(load_bench("scoring", SCORING).config, tmp_path / "records.jsonl", progress=False)
     records = read_records(tmp_path)
     scores = [record for record in records if record["kind"] == "scoring"]
-    assert [record["arm"] for record in scores] == ["packed", "packed-unshared", "padded-8"] * 2
+    assert [record["arm"] for record in scores] == ["packed", "padded-8"] * 2
     assert all(record["metrics"]["mean_difference"] < 1e-5 for record in scores)
     assert {"scoring-short-context", "scoring-long-context", "generation"} <= scoring_tables(records)
 
