@@ -152,7 +152,9 @@ def evaluate(words: list[str]) -> None:
         )
         contexts[name] = EvalContext(*own, trainer=trainer)
         check(name, contexts[name], len(model.model.lm_head.weight))
-    weights = float(sum(parameter.double().sum() for parameter in model.model.parameters()))  # tells models apart
+    weights = float(
+        sum(parameter.detach().double().sum() for parameter in model.model.parameters())
+    )  # tells models apart
     records = []
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):

@@ -31,16 +31,13 @@ def generate(
 
     Args:
         prompts: token ids, at least one each.
-        max_new_tokens: maximum tokens added to a prompt.
         temperature: 0 takes the most likely token; otherwise logits are divided by it and a token is drawn.
         top_p: draw among the most likely tokens whose probabilities reach this sum.
-        stop_token: ends a prompt's continuation.
-        seed: of the draws; each prompt's draws depend on the seed and its index alone.
+        seed: each prompt's draws depend on the seed and its index alone.
         max_slots: slots of a pass over the prompts.
         stop: ends a continuation after new tokens for which it is true.
 
-    Raises:
-        TypeError, ValueError: naming the argument.
+    Raises TypeError or ValueError naming the argument.
     """
     texts = [check_ids(prompt, f"prompts[{i}]", model) for i, prompt in enumerate(prompts)]
     for i, text in enumerate(texts):

@@ -23,7 +23,7 @@ from packmamba.evaluation.packed_forward import (
     Reader,
     TrainingLayoutReader,
     log_probabilities,
-    predict_targets,
+    predict_documents,
     read_documents,
 )
 from packmamba.nn import MambaLM
@@ -44,7 +44,7 @@ def token_losses(
         return slice(len(wanted)), wanted
 
     reader = reader or functools.partial(read_documents, model, [document[:-1] for document in documents], max_slots)
-    return [losses for losses, _ in predict_targets(model, reader, targets, len(documents))]
+    return [losses for losses, _ in predict_documents(model, reader, targets, len(documents))]
 
 
 def sums_between(edges: Sequence[int], losses: NDArray[np.float64]) -> list[float]:

@@ -68,10 +68,6 @@ class PackMambaLM(TemplateLM):
         begin = getattr(self.tokenizer, "bos_token_id", None)
         return self.eot_token_id if begin is None else begin
 
-    @property
-    def tokenizer_name(self) -> str:
-        return str(getattr(self.tokenizer, "name_or_path", type(self.tokenizer).__name__)).replace("/", "__")
-
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         begin = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None and begin and string.startswith(begin):

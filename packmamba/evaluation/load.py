@@ -51,19 +51,12 @@ def read_config(folder: str | Path) -> Config:
 
 
 def load_model(folder: str | Path, device: str = "auto", dtype: str | None = None) -> LoadedModel:
-    """Load a run's folder, or a checkpoint's in state-spaces' or Hugging Face's format.
+    """Load a run's folder, or a checkpoint's in state-spaces' or Hugging Face's format. Raises ConfigError.
 
-    Args:
-        device: such as cpu or cuda:0; auto: a GPU if there is one.
-        dtype: of the weights, one of ``DTYPES``; None: the checkpoint's.
-
-    Raises:
-        ConfigError: the folder holds no model, or the device or dtype is unknown.
+    ``device`` is such as cpu or cuda:0 (auto: a GPU if there is one), ``dtype`` one of ``DTYPES`` (None: the checkpoint's).
     """
     folder = Path(folder)
     config = read_config(folder)
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)} or null, got '{dtype}'")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -44,7 +44,7 @@ GPU_LOGITS = 1 << 25
 
 @dataclass
 class Segment:
-    """A document's tokens from ``first`` on, after the state ``start`` (None for zero); what a pass leaves follows exactly.
+    """A document's tokens from ``first`` on, read from the state ``start`` (None for zero) in as many passes as they need.
 
     ``visit`` gets each piece's first position and activations; ``finish`` gets the final state and returns further segments.
     """
@@ -244,42 +244,43 @@ def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, T
             yield slice(first, first + len(part)), torch.log_softmax(logits.to(wide), dim=-1)
 
 
-def predictions(model: MambaLM, parts: Sequence[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
-    """Return the (T,) float64 log-probabilities of targets and the (T,) most likely ids, given (activations, targets) parts."""
-    hidden = torch.cat([part for part, _ in parts])
-    wanted = np.concatenate([np.asarray(targets, np.int64) for _, targets in parts])
-    targets = to_device(torch.from_numpy(wanted), hidden.device)
-    values, best = [hidden.new_zeros(0, dtype=torch.float64)], [targets[:0]]
-    for rows, log_p in log_probabilities(model, hidden):
-        values.append(log_p.gather(1, targets[rows, None]).squeeze(1).double())
-        best.append(log_p.argmax(dim=1))
-    return torch.cat(values), torch.cat(best)
+Predictions = list[tuple[Tensor, Tensor]]
+"""For each piece of a document the float64 log-probabilities of its targets, and the most likely ids, on the model's device."""
 
 
-def predict_targets(
+def predict(model: MambaLM, passes: Iterator[int], collected: list[tuple[Predictions, Tensor, Any]]) -> None:
+    """After each pass append to the predictions of what it collected: (predictions, activations, targets)."""
+    for _ in passes:
+        if not collected:
+            continue
+        owners, hidden, wanted = zip(*collected)
+        hidden, sizes = torch.cat(hidden), list(map(len, wanted))
+        ids = np.concatenate([np.asarray(some, np.int64) for some in wanted])
+        targets = to_device(torch.from_numpy(ids), hidden.device)
+        values, best = [hidden.new_zeros(0, dtype=torch.float64)], [targets[:0]]
+        for rows, log_p in log_probabilities(model, hidden):
+            values.append(log_p.gather(1, targets[rows, None]).squeeze(1).double())
+            best.append(log_p.argmax(dim=1))
+        for owner, *part in zip(owners, torch.cat(values).split(sizes), torch.cat(best).split(sizes)):
+            owner.append(tuple(part))
+        collected.clear()
+
+
+def predict_documents(
     model: MambaLM, reader: Reader, targets: Callable[[int, int, int], tuple[Any, Any]], count: int
 ) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
     """Return each of ``count`` documents' losses in nats and most likely ids.
 
     ``targets`` gives of a document's positions [start, end) those that count (an index of activations) and the ids after them.
     """
-    collected: list[tuple[Tensor, Any]] = []
-    order: list[tuple[int, int]] = []  # document and targets of each piece
-    results: list[tuple[Tensor, Tensor]] = []  # on the model's device until the end
+    empty = (torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
+    results: list[Predictions] = [[] for _ in range(count)]
+    collected: list[tuple[Predictions, Tensor, Any]] = []
 
     def visit(i: int, first: int, hidden: Tensor) -> None:
         places, wanted = targets(i, first, first + len(hidden))
-        collected.append((hidden[places], wanted))
-        order.append((i, len(wanted)))
+        collected.append((results[i], hidden[places], wanted))
 
-    for _ in reader(visit):
-        results.append(predictions(model, collected))
-        collected.clear()
-    values, best = (
-        (torch.cat(parts).cpu().numpy() for parts in zip(*results)) if results else (np.zeros(0), np.zeros(0))
-    )
-    pieces: list[list[slice]] = [[] for _ in range(count)]
-    for (i, size), end in zip(order, np.cumsum([size for _, size in order])):
-        pieces[i].append(slice(end - size, end))
-    gather = lambda array, own: np.concatenate([array[:0], *(array[piece] for piece in own)])  # noqa: E731
-    return [(-gather(values, own), gather(best, own)) for own in pieces]
+    predict(model, reader(visit), collected)
+    both = [[torch.cat(parts).cpu().numpy() for parts in zip(*(some or [empty]))] for some in results]
+    return [(-values, best) for values, best in both]

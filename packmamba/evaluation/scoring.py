@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from packmamba.evaluation.packed_forward import DocumentState, Segment, packed_forward, predictions
+from packmamba.evaluation.packed_forward import DocumentState, Predictions, Segment, packed_forward, predict
 from packmamba.nn import MambaLM
 
 Ids = tuple[int, ...]
@@ -48,7 +47,7 @@ def score(
             outside of the vocabulary.
     """
     begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
-    by_context: dict[Ids, dict[Ids, list[tuple[Tensor, Tensor]]]] = {}  # log-probabilities of targets, and if they lead
+    by_context: dict[Ids, dict[Ids, Predictions]] = {}
     checked: list[tuple[Ids, Ids]] = []
     for i, (context, continuation) in enumerate(requests):
         context = check_ids(context, f"requests[{i}]: context", model) or begin
@@ -58,8 +57,7 @@ def score(
             raise ValueError(f"requests[{i}]: {name}: expected at least one token, got none")
         checked.append((context, continuation))
         by_context.setdefault(context, {})[continuation] = []
-    collected: list[tuple[Tensor, Ids]] = []  # of a pass: activations and targets
-    owners: list[list[tuple[Tensor, Tensor]]] = []
+    collected: list[tuple[Predictions, Tensor, Ids]] = []  # of a pass
 
     def visit(context: Ids, continuations: list[Ids], offset: int, first: int, hidden: Tensor) -> None:
         """Collect the activations at positions p, which predict token p - offset of each continuation."""
@@ -67,8 +65,8 @@ def score(
         for c in continuations:
             end = min(first + len(hidden), offset + len(c))
             if end > start:
-                collected.append((hidden[start - first : end - first], c[start - offset : end - offset]))
-                owners.append(by_context[context][c])
+                part = hidden[start - first : end - first]
+                collected.append((by_context[context][c], part, c[start - offset : end - offset]))
 
     def segment(context: Ids, continuations: list[Ids]) -> Segment:
         read = partial(visit, context, continuations, len(context) - 1)
@@ -82,19 +80,11 @@ def score(
         return Segment(context, read, finish=branch if longer else None)
 
     segments = [segment(context, list(continuations)) for context, continuations in by_context.items()]
-    for _ in packed_forward(model, segments, max_slots, progress):
-        if collected:
-            values, best = (part.cpu() for part in predictions(model, collected))
-            begins = np.cumsum([0, *(len(wanted) for _, wanted in collected)]).tolist()
-            for parts, (_, wanted), first in zip(owners, collected, begins):
-                own = slice(first, first + len(wanted))
-                parts.append((values[own], best[own] == torch.tensor(wanted)))
-            collected.clear()
-            owners.clear()
+    predict(model, packed_forward(model, segments, max_slots, progress), collected)
     scores = []
     for context, continuation in checked:
-        values, leads = (torch.cat(parts) for parts in zip(*by_context[context][continuation]))
-        scores.append(Score(sum(values.tolist()), bool(leads.all())))
+        values, best = (torch.cat(parts).tolist() for parts in zip(*by_context[context][continuation]))
+        scores.append(Score(sum(values), best == list(continuation)))
     return scores
 
 

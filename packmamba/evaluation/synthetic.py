@@ -19,7 +19,7 @@ from packmamba.config import ConfigError, options
 from packmamba.data.token_store import load_corpora
 from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer
 from packmamba.evaluation.load import EvalContext, EvalResult
-from packmamba.evaluation.packed_forward import Reader, TrainingLayoutReader, predict_targets, read_documents
+from packmamba.evaluation.packed_forward import Reader, TrainingLayoutReader, predict_documents, read_documents
 from packmamba.evaluation.scoring import score
 from packmamba.evaluation.tasks import TASKS, Example
 from packmamba.evaluation.tasks.base import make_example
@@ -47,7 +47,7 @@ def answer(
     choices = [] if reader else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
     scores = iter(score(model, choices, max_slots, progress=False))
     alone = functools.partial(read_documents, model, [example.tokens for example in examples], max_slots)
-    predicted = predict_targets(model, reader or alone, targets, len(examples))
+    predicted = predict_documents(model, reader or alone, targets, len(examples))
     items = []
     for example, (losses, best) in zip(examples, predicted):
         item: dict[str, Any] = {"length": len(example.tokens), "load": example.load, "answers": len(best)}
