@@ -36,15 +36,6 @@ def run(config):
     return run_folder(config)
 
 
-def test_a_run_is_a_model(run, config):
-    loaded = load_model(run, "cpu")
-    assert loaded.trained and loaded.config == config and loaded.name == "tiny"
-    assert loaded.tokenizer.vocab_size == 258
-    checkpoint = torch.load(run / "checkpoints" / "step=3.ckpt", weights_only=False)["state_dict"]
-    for name, tensor in MambaLM.from_pretrained(run).state_dict().items():
-        assert torch.equal(tensor, checkpoint[f"model.{name}"])
-
-
 def test_eval_repeats_the_numbers_of_the_record(run, config, tmp_path, monkeypatch):
     command = ["eval", str(run), *SAME, f"output={tmp_path}"]
     assert cli.main(command) == 0
@@ -57,7 +48,6 @@ def test_eval_repeats_the_numbers_of_the_record(run, config, tmp_path, monkeypat
         assert own == {f"{name}.{key}": value for key, value in record["metrics"].items()}
     metrics = records["perplexity"]["metrics"]
     assert metrics["loss"] == pytest.approx(training["metrics"]["val_loss"], abs=1e-5)
-    assert records["perplexity"]["corpus_hash"] == training["corpus_hash"]
     # One byte a token, and a begin and an end token around each document.
     items = [json.loads(line) for line in (run / "evaluation" / "items" / "perplexity.jsonl").read_text().splitlines()]
     assert [item["bytes"] for item in items] == [item["targets"] - 1 for item in items]
@@ -98,7 +88,6 @@ def test_a_plugin_s_task_is_an_evaluation(tmp_path, monkeypatch):
         (["evaluations=[mqar]"], "mqar: needs a vocabulary of 8192, the model has 256"),
         (["evaluations=[long_context]", "data.row_length=30"], "long_context"),
         (["evaluations=[parity]", "evaluation_options.parity.size=3"], "evaluation_options.parity"),
-        (["evaluations=[parity]", "evaluation_options.parity.length=0"], "evaluation_options.parity: length"),
     ],
 )
 def test_an_evaluation_is_checked_before_training(tmp_path, asked, match):
@@ -140,6 +129,5 @@ def test_folders_without_a_model(tmp_path, run):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="has not ended"):
         read_config(tmp_path)
-    for options in ({"dtype": "float8"}, {"device": "abacus"}):
-        with pytest.raises(ConfigError, match=next(iter(options))):
-            load_model(run, **options)
+    with pytest.raises(ConfigError, match="device"):
+        load_model(run, "abacus")

@@ -69,8 +69,6 @@ def test_an_example_is_a_pure_function(name):
         assert max(example.tokens.max(), example.targets.max()) < task.vocab_size
     assert len({example.tokens.tobytes() for example in examples}) > 25
     assert len({len(example.tokens) for example in examples}) > 3, "lengths vary, so that packing matters"
-    if not task.num_examples:
-        assert any(not np.array_equal(task.example(1, i).tokens, e.tokens) for i, e in enumerate(examples))
 
 
 @pytest.mark.parametrize("name", sorted(SOLVERS))
