@@ -145,7 +145,7 @@ def write_sweep(
     """Write a sweep's entry of ``sweep.json``, its seeds by arm and its baseline; entries of other sweeps stay.
 
     ``more``: ``tuned`` (``keys``, the values ``tried`` of each, ``seeds`` that chose), ``steps`` (by arm, of the runs in its
-    tables), ``table`` (``metrics``, ``columns``, ``paired``), ``apart`` (compared with the baseline in any case).
+    tables), ``table`` (``metrics``, ``columns``), ``apart`` (compared with the baseline in any case).
     """
     path = Path(folder) / SWEEPS
     entry = {"arms": {arm: sorted(seeds) for arm, seeds in arms.items()}, "baseline": baseline, "tuned": None}

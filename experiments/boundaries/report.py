@@ -15,7 +15,7 @@ from experiments.common import make_columns
 from packmamba.records import METRICS
 from packmamba.report.aggregate import Record, Seeds, frame, interval
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.report.kinds import Kind
+from packmamba.report.html import Kind
 from packmamba.report.statistics import DRAWS, Resampled, bootstrap, difference_by_group, holm, within
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
@@ -33,20 +33,6 @@ LEAKS = {
     "leak_scan": "leak, scan",
     "state_passing_within_row": "foreign heads",
 }
-EXPLAINED = {
-    "zero": "a piece that goes on with a document starts from zero",
-    "noise": "from noise with the mean and variance of the states that rows leave",
-    "foreign": "from the state that another stream left in the same step as its own did",
-    "own": "from the state that its document's last piece left",
-    "own scan": "from that state in the scan, from zero in the convolution",
-    "whole": "documents in rows of 65,536 tokens, not cut at T",
-    "shuffled": "the pool's rows in random order, all from zero",
-    "rows": "documents end to end in shuffled rows, all from zero",
-    "leak": "the same rows; states run on from document to document inside a row",
-    "foreign heads": "the same rows; a document behind another starts from a third one's state",
-    "learned": "the same rows; documents start from a learned state",
-}
-"""What arms do, whose names begin so."""
 RATE = 2e-3
 """Learning rate of all runs that name none."""
 TUNING = 100
@@ -667,15 +653,10 @@ def _cell(one: Resampled | None, digits: int = 4) -> Cell:
     return Cell(f"{mean} {bounds}", (one.mean, one.low, one.high, one.seeds))
 
 
-def explained(records: Sequence[Record]) -> dict[str, str]:
-    names = {arm.name for arm in arms(records)}
-    return {name: what for name, what in EXPLAINED.items() if any(each.startswith(name) for each in names)}
-
-
 def texts(records: Sequence[Record]) -> str:
     """What documents are, and whether tokens mark them."""
     data = records[0]["config"]["data"]
     return (data.get("unit") or data["source"]) + ("" if data.get("begin_token") else "-unmarked")
 
 
-KINDS = {"training": Kind(starts_tables, figures, texts, METRICS["training"], explained)}
+KINDS = {"training": Kind(starts_tables, figures, texts, METRICS["training"])}

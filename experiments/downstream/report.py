@@ -9,7 +9,7 @@ from math import nan
 from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
-from packmamba.report.kinds import KINDS as LIBRARY
+from packmamba.report.html import KINDS as LIBRARY
 from packmamba.report.statistics import equivalence, holm, within
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
@@ -57,7 +57,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         | {name: equivalence(values, MARGIN) for name, values in pairs.items() if name in COMPARED}
     )
     # No loss is below zero, so a rate beyond the end of the grid lowers an arm's by all of it at most.
-    gains = {arm.name: arm[f"{task}.nats"].mean() if arm.at_an_end else 0.0 for arm in arms}
+    gains = {arm.name: arm[f"{task}.nats"].mean() if _at_an_end(arm) else 0.0 for arm in arms}
     for arm in arms:
         accuracy, nats = arm[f"{task}.accuracy"], arm[f"{task}.nats"]
         found = aggregate.interval(pairs[arm.name]) if arm.name in pairs else None
@@ -71,7 +71,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         "Examples that training did not see, each document from zero state. Differences are paired by seed, with 95 % intervals "
         "by Student's t. Every step of every arm has the same examples; only answers bear targets."
     ]
-    if any(arm.at_an_end for arm in arms):
+    if any(_at_an_end(arm) for arm in arms):
         table.notes.append(
             "Where an arm's best learning rate is the least or the greatest that was tried, a better one may lie beyond. It "
             "lowers the arm's loss to zero at most: an answer that this could turn is open."
@@ -93,9 +93,16 @@ def _within(found: aggregate.Interval | None, gain: float, padded_gain: float) -
     return said if within(turned, MARGIN) == said else "open"
 
 
+def _at_an_end(arm: Arm) -> bool:
+    """Return True where the learning rate is the least or greatest that was tried."""
+    tried = [values for each in arm.sweep.get("tried", ()) for values in each.values()]
+    rate = arm.runs.iloc[0].get("config.optimizer.lr")
+    return any(rate in (min(values), max(values)) for values in tried if rate in values)
+
+
 def _rate(arm: Arm) -> Cell:
     rate = number(arm.runs.iloc[0].get("config.optimizer.lr"), "g")
-    return Cell(f"{rate.text}, an end", rate.values) if arm.at_an_end else rate
+    return Cell(f"{rate.text}, an end", rate.values) if _at_an_end(arm) else rate
 
 
 def _interval(found: aggregate.Interval | None) -> Cell:

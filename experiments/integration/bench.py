@@ -11,6 +11,7 @@ import itertools
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -329,7 +330,7 @@ def draw_documents(distribution: str, count: int, seed: int) -> Documents:
     """Pieces of the standard library's functions, one after the other as bytes, of drawn lengths."""
     lengths = draw_lengths(distribution, count, seed).tolist()
     source = open_stdlib(DataConfig(source="stdlib"))
-    functions = source.read(lambda size: None)
+    functions = source.read(lambda size: None, Counter())
     text = itertools.chain.from_iterable(document.content.encode() for document in functions)
     return [list(itertools.islice(text, length)) for length in lengths]
 

@@ -10,7 +10,7 @@ from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish
-from packmamba.report.kinds import Kind
+from packmamba.report.html import Kind
 from packmamba.report.tables import Cell, Table, gibibytes, number, percent, word
 
 BATCHES = {"padded": "padded", "grouped": "sorted by length, padded", "flattened": "flattened"}
@@ -102,15 +102,6 @@ def figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "integration", "Real tokens per second of whole optimizer steps in Hugging Face's Trainer.")]
 
 
-def legend(records: Sequence[Record]) -> dict[str, str]:
-    """What each arm does."""
-    return {
-        arm: f"batches {BATCHES[r['config']['batches']]}; kernels: {KERNELS[r['config']['kernels']]}"
-        + ("; documents leak into the next" if r["config"]["leaks"] else "")
-        for arm, r in _latest(records).items()
-    }
-
-
 KINDS = {
     "integration": Kind(
         tables,
@@ -120,6 +111,5 @@ KINDS = {
             "real_tokens_per_second", "real_tokens_per_second_spread", "seconds_per_step", "slots_per_second",
             "padding_fraction", "tokens_per_step", "peak_memory_bytes", "first_loss", "last_loss", "difference",
         ),
-        arms=legend,
     )
 }  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
-from packmamba.report.kinds import Kind
+from packmamba.report.html import Kind
 from packmamba.report.tables import Cell, Column, Table, number, word
 
 METRICS = (

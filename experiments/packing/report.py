@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.report.kinds import Kind
+from packmamba.report.html import Kind
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
@@ -23,16 +23,6 @@ PAPER_PADDING = {
     "the paper, local greedy": Cell("0.41 %", (0.0041,)),
 }
 DEFAULT_BUFFER = 4096
-_STRATEGIES = {
-    "single": "each document in a row of its own length",
-    "padded": "each document in a row of its own, filled up",
-    "next_fit": "documents in received order; a row is closed when the next document does not fit",
-    "greedy": "documents of one buffer, the longest first, each into the fullest row that holds it",
-    "first_fit": "documents in received order, each into the first row that holds it",
-    "best_fit_decreasing": "all documents, the longest first, each into the fullest row that holds it",
-    "spfhp": "as best_fit, planned on the counts of equal lengths",
-    "concat_split": "every row filled; documents are cut at its end",
-}
 _STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8"},
     "padded": {"color": "#E69F00"},
@@ -171,12 +161,6 @@ def packing_label(records: Sequence[Record]) -> str:
     return f"{config['distribution']}-{config['num_documents']}"
 
 
-def packing_legend(records: Sequence[Record]) -> dict[str, str]:
-    """What each strategy does."""
-    present = {record["config"]["strategy"] for record in aggregate.of_kind(records, "packing")}
-    return {name: what for name, what in _STRATEGIES.items() if name in present}
-
-
 def _plans(records: Sequence[Record]) -> pd.DataFrame:
     """The latest record of every plan and seed, strategies in their order, with the columns ``row_length``, ``buffer``,
     ``per_million`` (seconds) and ``label``."""
@@ -186,7 +170,7 @@ def _plans(records: Sequence[Record]) -> pd.DataFrame:
     plans["row_length"], plans["buffer"] = plans["config.row_length"], plans["config.buffer"]
     plans["per_million"] = 1e6 * plans["planning_seconds"] / plans["num_documents"]
     plans = plans.drop_duplicates(["config.strategy", "row_length", "buffer", "seed"], keep="last")
-    order = {name: i for i, name in enumerate(_STRATEGIES)}
+    order = {name: i for i, name in enumerate(_STYLES)}
     plans = plans.sort_values(["buffer", "seed"], kind="stable").sort_values(
         "config.strategy", key=lambda names: names.map(order).fillna(len(order)), kind="stable"
     )
@@ -227,4 +211,4 @@ def _bars(plans: pd.DataFrame) -> str:
 
 # config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
 _METRICS = ("padding_fraction", "planning_seconds", "num_rows", "num_documents")
-KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label, _METRICS, packing_legend)}
+KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label, _METRICS)}

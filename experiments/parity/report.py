@@ -16,8 +16,8 @@ from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.figures import Figure, axes, finish, legend_below
-from packmamba.report.kinds import KINDS as LIBRARY
-from packmamba.report.kinds import Kind
+from packmamba.report.html import KINDS as LIBRARY
+from packmamba.report.html import Kind
 from packmamba.report.statistics import (
     bootstrap,
     difference_by_group,
@@ -329,7 +329,6 @@ def _calibration(reset: Arm, control: Arm) -> Table:
 
 MOST_PLACES = 6
 """As many have columns of their own."""
-SINGLE = {"single": "one document at a time", "single-mamba-ssm": "one document at a time, with mamba-ssm's kernels"}
 GRADIENT_METRICS = ("relative_difference", "largest_of_a_tensor", "loss_difference")
 
 
@@ -375,12 +374,6 @@ def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Tabl
     return table
 
 
-def gradient_legend(records: Sequence[Record]) -> dict[str, str]:
-    """Of arms that no run here trains: the others are explained with their runs."""
-    compared, trained = ({r["arm"] for r in aggregate.of_kind(records, kind)} for kind in ("gradients", "training"))
-    return {arm: what for arm, what in SINGLE.items() if arm in compared - trained}
-
-
 def speed_tables(records: Sequence[Record]) -> list[Table]:
     """How many steps of each arm take as long as one of padded; ``records`` are of one corpus."""
     timed = aggregate.timed_arms(records)
@@ -410,5 +403,5 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
 KINDS = {
     "training": replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit),
     "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
-    "gradients": Kind(gradient_tables, label=unit, metrics=GRADIENT_METRICS, arms=gradient_legend),
+    "gradients": Kind(gradient_tables, label=unit, metrics=GRADIENT_METRICS),
 }

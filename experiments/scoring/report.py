@@ -8,7 +8,7 @@ from typing import Any
 from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
-from packmamba.report.kinds import Kind
+from packmamba.report.html import Kind
 from packmamba.report.tables import Table, gibibytes, number, word
 
 METHODS = {"packed": "packed passes", "padded": "padded batches, same kernels", "hf": "lm-eval's class hf"}
@@ -115,25 +115,6 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
     return [table] if table.rows else []
 
 
-def scoring_legend(records: Sequence[Record]) -> dict[str, str]:
-    """What each arm does."""
-    made = {}
-    for arm, record in _latest(records, "scoring").items():
-        config = record["config"]
-        made[arm] = {
-            "packed": "all requests in passes of max_slots slots; a context is computed "
-            + (
-                "once, its state is where its continuations start"
-                if config.get("share", True)
-                else "for each continuation"
-            ),
-            "padded": f"our kernels on batches of {config.get('batch')}, longest first, padded to the batch's longest",
-            "hf": f"lm-evaluation-harness' class hf on transformers' Mamba with "
-            f"{'no' if config.get('slow') else 'the fast'} kernels, batches of {config.get('batch')}",
-        }[config["method"]]
-    return made
-
-
 SCORING = (
     "seconds", "seconds_spread", "requests", "requests_per_second", "peak_memory_bytes", "largest_difference",
     "mean_difference", "greedy_flips", "choice_flips",
@@ -155,7 +136,6 @@ KINDS = {
         scoring_tables,
         label=lambda records: aggregate.of_kind(records, "scoring")[0]["config"]["workload"],
         metrics=SCORING,
-        arms=scoring_legend,
     ),
     "generation": Kind(generation_tables, metrics=GENERATION),
 }

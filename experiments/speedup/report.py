@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from experiments.common import make_columns, records_of
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.figures import INK, MUTED, Figure, axes, finish, legend_below, name_bars, style_of
-from packmamba.report.kinds import Kind
+from packmamba.report.html import Kind
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
 OURS, PEER = "packmamba", "mamba-ssm"
@@ -58,21 +58,6 @@ class Arm(NamedTuple):
     def __str__(self) -> str:
         return self.label if self.layers == OURS else f"{self.layers}-{self.label}"
 
-    @property
-    def description(self) -> str:
-        """What it does, for a page's legend."""
-        whose = "our layers" if self.layers == OURS else f"{self.layers} as its users run it"
-        rows = {
-            "single": "one document at a time",
-            "padded": f"each document in a row of its own, filled up to {self.row_length or 'the longest of its batch'}",
-        }.get(self.strategy, f"documents packed into rows of {self.row_length} by {self.strategy}")
-        return (
-            f"{whose}; {rows}"
-            + ", batches of documents of similar length" * self.sorted_by_length
-            + "; state and convolution run on from one document into the next" * self.leaks
-            + "; forward and backward replayed as one CUDA graph" * self.graphs
-        )
-
 
 TODAY = Arm("single", layers=PEER)
 Arms = dict[Arm, Record]
@@ -88,12 +73,6 @@ def speedup_tables(records: Sequence[Record]) -> list[Table]:
     tables = [_headline(bare, steps, idle)] if bare else []
     models = [*bare, *(model for model in steps if model not in bare)]
     return [*tables, *(_arms(model, bare.get(model, {}), steps.get(model, {})) for model in models), *_positions(bare)]
-
-
-def speedup_legend(records: Sequence[Record]) -> dict[str, str]:
-    """What each arm does."""
-    arms = [Arm.of(record) for kind in ("speedup", "breakdown") for record in records_of(records, kind)]
-    return {str(arm): arm.description for arm in arms}
 
 
 def speedup_figures(records: Sequence[Record]) -> list[Figure]:
@@ -404,10 +383,6 @@ def _breakdowns(records: Sequence[Record]) -> list[tuple[str, str, Arm, Record]]
     ]  # fmt: skip
 
 
-PARALLEL = {
-    "ddp": "every GPU holds the whole model; gradients are summed once a step",
-    "fsdp2": "every GPU holds a share of each weight and gathers the others when it needs them",
-}
 _AXES = {"row_length": "row length (tokens)", "mean_length": "mean document length (tokens)"}
 
 
@@ -561,7 +536,6 @@ KINDS = {
             "seconds_per_batch", "seconds_spread", "real_tokens_per_batch", "real_tokens_per_second", "slots_per_second",
             "padding_fraction", "model_flops_utilisation", "peak_memory_bytes", "position_bytes", "loss_error", "leak_error",
         ),
-        arms=speedup_legend,
     ),
     # Seconds of one call by family of kernels; their sum is seconds.
     "breakdown": Kind(breakdown_tables, metrics=(*FAMILIES, "seconds")),
@@ -580,6 +554,5 @@ KINDS = {
             "seconds_per_step", "seconds_spread", "real_tokens_per_second", "slots_per_second", "peak_memory_bytes",
             "loss_error",
         ),
-        arms=lambda records: PARALLEL,
     ),
 }  # fmt: skip

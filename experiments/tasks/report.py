@@ -12,7 +12,7 @@ from experiments.common import make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Interval, Record, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.report.kinds import Kind
+from packmamba.report.html import Kind
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 SEED = "#0072B2"
@@ -231,25 +231,13 @@ def wilson(right: float, answers: float) -> tuple[float, float]:
     return centre - half, centre + half
 
 
-def legend(records: Sequence[Record]) -> dict[str, str]:
-    """What each trained model learned from."""
-    return {
-        "induction": "documents of induction, 16 to 256 tokens long",
-        "mqar": "documents of mqar, 1 to 4 pairs in 16 to 64 tokens",
-        "parity": "documents of parity, 1 to 40 bits long",
-        "packed-reset": "documents of contradiction in rows, nothing crosses a boundary",
-        "packed-leak": "documents of contradiction in rows, convolution and state run on from one into the next",
-    }
-
-
 KINDS = {
-    "training": Kind(learned_tables, leak_figures, label=_task, arms=legend),
+    "training": Kind(learned_tables, leak_figures, label=_task),
     "answers": Kind(
         answers_tables,
         answers_figures,
         label=lambda records: _task(records, "answers"),
         metrics=("chance",),
-        arms=legend,
     ),
     "untrained": Kind(untrained_tables, metrics=("accuracy", "answers", "chance", "most_frequent")),
 }

@@ -1,4 +1,4 @@
-"""From records to arms: a data frame, runs by arm and seed, paired differences, speeds. All numbers of tables and figures."""
+"""Arms of records: a data frame, runs by arm and seed, the baseline, paired differences and speeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,14 +36,6 @@ NOT_SETTINGS = {
 
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
-
-
-def by_corpus(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Group records by corpus hash, sorted; only records of one corpus are compared."""
-    groups: dict[str, list[Record]] = {}
-    for record in sorted(records, key=lambda record: record["corpus_hash"]):
-        groups.setdefault(record["corpus_hash"], []).append(record)
-    return groups
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -99,19 +91,6 @@ def interval(values: pd.Series) -> Interval | None:
     return Interval(values.mean(), values.mean() - half, values.mean() + half, len(values))
 
 
-def unpaired(ours: pd.Series, theirs: pd.Series) -> Interval | None:
-    """Return the difference of two means over unmatched seeds, with its 95 % interval by Welch's t."""
-    ours, theirs = ours.dropna(), theirs.dropna()
-    if ours.empty or theirs.empty:
-        return None
-    mean, half, n = ours.mean() - theirs.mean(), math.nan, min(len(ours), len(theirs))
-    if n > 1:
-        a, b = ours.var() / len(ours), theirs.var() / len(theirs)
-        freedom = (a + b) ** 2 / (a**2 / (len(ours) - 1) + b**2 / (len(theirs) - 1)) if a + b else 1.0
-        half = stdtrit(freedom, 0.975) * math.sqrt(a + b)
-    return Interval(mean, mean - half, mean + half, n)
-
-
 def parts_of(name: str) -> tuple[str, str]:
     """Split an arm's name into its title and the point of a sweep's grid, which begins at the first ``key=``."""
     title, *point = re.split(r" (?=[^ =]+=)", name, maxsplit=1)
@@ -131,6 +110,10 @@ class Arm:
     name: str
     variant: tuple[tuple[str, Any], ...]
     runs: pd.DataFrame
+
+    def __getitem__(self, metric: str) -> pd.Series:
+        """Return a metric by seed; NaN where it is null or missing."""
+        return self.runs[metric] if metric in self.runs else pd.Series(math.nan, self.runs.index)
 
     @property
     def scheme(self) -> str:
@@ -153,9 +136,10 @@ class Arm:
         settings = ", ".join(f"{key}={value}" for key, value in self.variant)
         return f"{self.name} ({settings})" if settings else self.name
 
-    def __getitem__(self, metric: str) -> pd.Series:
-        """Return a metric by seed; NaN where it is null or missing."""
-        return self.runs[metric] if metric in self.runs else pd.Series(math.nan, self.runs.index)
+    @property
+    def timing(self) -> str | None:
+        """The run that timed the arm interleaved with others; None if its speed is of its own training."""
+        return self.runs["timing"].iloc[0] if "timing" in self.runs else None
 
     @property
     def sweep(self) -> Mapping[str, Any]:
@@ -163,26 +147,15 @@ class Arm:
         entries = self.runs.get("sweep", pd.Series(dtype=object)).dropna()
         return {} if entries.empty else entries.iloc[0]
 
-    @property
-    def at_an_end(self) -> list[str]:
-        """Return tuned keys whose value is the smallest or largest number tried: a better one may lie beyond."""
-        run, ends = self.runs.iloc[0], {}
-        for key, values in (item for tried in self.sweep.get("tried", ()) for item in tried.items()):
-            if run.get(f"config.{key}") in values:
-                numbers = [value for value in values if isinstance(value, (int, float))]
-                ends[key] = len(numbers) > 1 and run[f"config.{key}"] in (min(numbers), max(numbers))
-        return [key for key, is_end in ends.items() if is_end]
-
     def points(self, curve: str) -> pd.DataFrame:
-        """Return the curve's points with a finite loss, of all seeds, with a column ``seed``."""
+        """Return the points of a curve of all seeds, with a column ``seed``."""
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
-        points = pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
-        return points if points.empty else points[points["loss"].notna()]
+        return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
 
 
 def training_arms(records: Iterable[Record]) -> list[Arm]:
     """Return all trained arms, in the order of tables."""
-    runs = frame([record for record in records if after_asked_steps(record)], "training")
+    runs = frame(records, "training")
     if runs.empty:
         return []
     settings = [key for key in runs if key.startswith("config.") and key not in NOT_SETTINGS]
@@ -196,24 +169,52 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     return _in_order(arms)
 
 
-def after_asked_steps(record: Record) -> bool:
-    """Return False for a training run of another number of steps than its sweep asks for."""
-    steps = record.get("sweep", {}).get("steps")
-    return not steps or record["kind"] != "training" or record["config"]["trainer"]["max_steps"] in steps
-
-
 def timed_arms(records: Iterable[Record]) -> list[Arm]:
-    """Return all arms with timed steps, the latest timing first; only arms of one ``config["run"]`` were timed together."""
-    runs = frame(records, "throughput")
+    """Return all arms with timed steps, the latest timing first; only arms of one ``timing`` were timed together.
+
+    ``speedup`` is real tokens per second over those of the baseline timed with the arm, of an arm without training over single.
+    """
+    records = list(records)
+    runs, trained = frame(records, "throughput"), training_arms(records)
     if runs.empty:
         return []
-    timing = runs["config.run"].map(str)
-    arms = [
-        Arm(name, (("run", run),), group.tail(1).set_index("seed"))
-        for (name, run), group in runs.groupby(["arm", timing])
-    ]
-    ended = runs.groupby(timing)["time"].max()
-    return sorted(_in_order(arms), key=lambda arm: ended[dict(arm.variant)["run"]], reverse=True)
+    runs["timing"] = runs["config.run"].map(str)
+    groups = runs.groupby(["arm", "timing"])
+    arms = [Arm(name, (("run", run),), group.tail(1).set_index("seed")) for (name, run), group in groups]
+    ended, timed = runs.groupby("timing")["time"].max(), []
+    for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
+        names = {baseline_of(one, trained).name for one in trained if one.name == arm.name}
+        peers = [peer for peer in arms if peer.setting == arm.setting]
+        base = [peer for peer in peers if peer.name in names] or [peer for peer in peers if peer.scheme == "single"]
+        rate = base[0]["real_tokens_per_second"].iloc[0] if base else math.nan
+        timed.append(replace(arm, runs=arm.runs.assign(speedup=arm.runs["real_tokens_per_second"] / rate)))
+    return timed
+
+
+def with_speeds(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Arm]:
+    """Give arms the speed of the latest of the timings that hold most of them: only arms timed together compare."""
+
+    def matches(arm: Arm, peer: Arm) -> bool:
+        run = peer.runs.iloc[0]
+        return peer.name == arm.name and all(run.get(f"config.{key}") == value for key, value in arm.variant)
+
+    same = [[peer for peer in timed if matches(arm, peer)] for arm in arms]
+    held = Counter(peer.timing for peers in same for peer in peers)
+    names = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing")
+    found = []
+    for arm, peers in zip(arms, same):
+        best = max(peers, key=lambda peer: held[peer.timing], default=None)
+        speeds = {name: best.runs[name].iloc[0] for name in names} if best else {"speedup": math.nan, "timing": None}
+        if baseline_of(arm, arms).name not in {peer.name for peer in timed if peer.timing == speeds["timing"]}:
+            speeds["speedup"] = math.nan
+        found.append(replace(arm, runs=arm.runs.assign(**speeds)))
+    return found
+
+
+def timed_together(arms: Iterable[Arm]) -> str | None:
+    """Return the timing of most arms; None if none was timed."""
+    timings = [arm.timing for arm in arms if arm.timing]
+    return max(timings, key=timings.count, default=None)
 
 
 def _in_order(arms: Sequence[Arm]) -> list[Arm]:
@@ -250,11 +251,6 @@ def seeds_of(arm: Arm, arms: Sequence[Arm], metric: str = "val_loss") -> Seeds:
     return Seeds(finite, diverged, len(expected) - finite - diverged)
 
 
-def absent_arms(arms: Sequence[Arm]) -> dict[str, int]:
-    """Return the sweeps' arms without any run, with their numbers of seeds."""
-    return {name: len(seeds) for arm in arms for name, seeds in arm.sweep.get("absent", {}).items()}
-
-
 def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
     """Return the arm that the arms of this setting are compared with: the sweep's ``baseline``, else by scheme."""
     named, apart = arm.sweep.get("baseline"), arm.sweep.get("apart")
@@ -271,17 +267,9 @@ def versus(arms: Sequence[Arm]) -> str:
 
 
 def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Interval | None:
-    """Return the arm's metric minus its baseline's, paired by seed unless the sweep's table says ``paired: false``."""
+    """Return the arm's metric minus its baseline's, paired by seed; None of the baseline."""
     baseline = baseline_of(arm, arms)
-    if baseline is arm:
-        return None
-    paired = table_spec(arms).get("paired", True)
-    return interval(arm[metric] - baseline[metric]) if paired else unpaired(arm[metric], baseline[metric])
-
-
-def table_spec(arms: Sequence[Arm]) -> Mapping[str, Any]:
-    """Return a sweep's ``table``: ``metrics``, ``columns`` and ``paired``; empty without one."""
-    return next((spec for arm in arms if (spec := arm.sweep.get("table"))), {})
+    return None if baseline is arm else interval(arm[metric] - baseline[metric])
 
 
 def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Interval]]:
@@ -295,99 +283,44 @@ def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int
     return [(start, end, one) for (start, end), values in paired if (one := interval(values))]
 
 
-class Speed(NamedTuple):
-    """Speed of an arm; ``timing``: the run that timed it interleaved with others, None if it is of the arm's own training."""
-
-    real_tokens_per_second: float
-    slots_per_second: float
-    padding_fraction: float
-    speedup: float
-    timing: str | None
-
-
-def timing_of(arm: Arm) -> str:
-    return dict(arm.variant)["run"]
-
-
-def speedup(arm: Arm, timed: Sequence[Arm], trained: Sequence[Arm], or_single: bool = False) -> float:
-    """Return real tokens per second over those of the arm's baseline (``or_single`` else) timed with it; NaN without one."""
-    names = {baseline_of(one, trained).name for one in trained if one.name == arm.name}
-    peers = [peer for peer in timed if peer.setting == arm.setting]
-    others = [peer for peer in peers if peer.name in names]
-    others = others or [peer for peer in peers if or_single and peer.scheme == "single"]
-    rate = "real_tokens_per_second"
-    return arm[rate].mean() / others[0][rate].mean() if others else math.nan
-
-
-def speeds_of(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Speed]:
-    """Return each arm's speed, from the latest of the timings that hold most of these arms: only arms timed together compare."""
-
-    def matches(arm: Arm, peer: Arm) -> bool:
-        run = peer.runs.iloc[0]
-        return peer.name == arm.name and all(run.get(f"config.{key}") == value for key, value in arm.variant)
-
-    same = [[peer for peer in timed if matches(arm, peer)] for arm in arms]
-    held = Counter(timing_of(peer) for peers in same for peer in peers)
-    speeds = []
-    for arm, peers in zip(arms, same):
-        best = max(peers, key=lambda peer: held[timing_of(peer)], default=arm)
-        names = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
-        real, slots, padding = (best[name].mean() for name in names)
-        faster, timing = (speedup(best, timed, arms), timing_of(best)) if peers else (math.nan, None)
-        speeds.append(Speed(real, slots, padding, faster, timing))
-    return speeds
-
-
-def timed_together(speeds: Sequence[Speed]) -> str | None:
-    """Return the timing of most of them; None if none was timed."""
-    return next(iter(Counter(speed.timing for speed in speeds if speed.timing).most_common(1)), (None,))[0]
-
-
-ITEM_MEASURES = {
-    "choice_accuracy": lambda item: (float(item["choice"] == item["answer"]), 1.0),
-    "accuracy": lambda item: (item["right"], item["answers"]),
-    "loss": lambda item: (item["nats"], item["targets"]),
-}
-"""An item's part of a metric that is a mean, and its weight there."""
-
-
 def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
     """Add ``items``, the path of an evaluation's items (in items/ or items.zip), to a folder's evaluation records."""
     archive = Path(folder) / "items.zip"
-    places: list[Any] = [Path(folder) / "items", *([zipfile.Path(archive)] if archive.is_file() else [])]
+    place: Any = zipfile.Path(archive) if archive.is_file() else Path(folder) / "items"
     found = []
     for record in records:
-        config = record["config"]
-        name = f"{(config.get('evaluation') or {}).get('name')}-{config.get('id')}.jsonl"
-        path = next((place / name for place in places if (place / name).is_file()), None)
-        found.append({**record, "items": path} if record["kind"] == "evaluation" and path else record)
+        asked = record["config"].get("evaluation") if record["kind"] == "evaluation" else None
+        path = place / f"{asked['name']}-{record['config'].get('id')}.jsonl" if asked else None
+        found.append({**record, "items": path} if path and path.is_file() else record)
     return found
 
 
 def item_difference(ours: Mapping[int, Any], theirs: Mapping[int, Any], metric: str) -> Resampled | None:
     """Return the difference of two models' metric, paired item by item; None if they cannot be paired.
 
-    Each model is given as files of items by seed. The interval is over seeds and items with several common seeds, else over
-    items.
+    Each model is given as files of items by seed. The interval is over seeds and groups of items with several common seeds, else
+    over groups of items.
     """
-    seeds = sorted(ours.keys() & theirs.keys())
-    pairs = [(ours[seed], theirs[seed]) for seed in seeds]
+    pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     if not pairs and len(ours) == len(theirs) == 1:
-        pairs = [(next(iter(ours.values())), next(iter(theirs.values())))]
+        pairs = [(*ours.values(), *theirs.values())]
     if not pairs or metric not in ITEM_MEASURES:
         return None
-    sums, weights = [], []
-    for pair in pairs:
-        one, other = (_by_group(path, metric) for path in pair)
-        weights += [one["weight"], other["weight"]]
-        sums.append(one["value"] - other["value"])
-    if weights[0].empty or not all(weight.equals(weights[0]) for weight in weights):
+    sides = [[_by_group(path, *ITEM_MEASURES[metric]) for path in pair] for pair in pairs]
+    weights = sides[0][0]["weight"]
+    if weights.empty or not all(side["weight"].equals(weights) for pair in sides for side in pair):
         return None  # the items differ
-    return bootstrap(sums, weights[0]) if len(sums) > 1 else over_items(sums[0], weights[0])
+    sums = [one["value"] - other["value"] for one, other in sides]
+    return bootstrap(sums, weights) if len(sums) > 1 else over_items(sums[0], weights)
 
 
-def _by_group(path: Any, metric: str) -> pd.DataFrame:
-    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    groups = [item.get("group", item.get("document", item.get("index", n))) for n, item in enumerate(items)]
-    values = pd.DataFrame([ITEM_MEASURES[metric](item) for item in items], columns=["value", "weight"], dtype=float)
-    return values.groupby(groups, sort=False).sum()
+ITEM_MEASURES = {"choice_accuracy": ("correct", "one"), "accuracy": ("right", "answers"), "loss": ("nats", "targets")}
+"""An item's part of a metric that is a mean, and its weight there."""
+
+
+def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
+    items = pd.DataFrame([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    items = items.assign(one=1, correct=items["choice"] == items["answer"]) if "choice" in items else items
+    group = next((items[key] for key in ("group", "document", "index") if key in items), items.index)
+    values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)
+    return values.groupby(group, sort=False).sum()

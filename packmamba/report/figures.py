@@ -1,4 +1,4 @@
-"""House style of figures: one colour for each scheme; figures as PNG and PDF, and as PNG for a narrow page."""
+"""Figures in the house style, as PNG and PDF, and as PNG for a narrow page; all records of one corpus."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import io
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Arm, Record
+from packmamba.report.tables import evaluations_of, title
 
 INK, MUTED = "#24292f", "#5c6370"
 # Okabe and Ito's colours, distinct for the colour-blind. Arms that coincide (under reset single, padded and packed
 # must) stay visible as stripes: the later, the thinner.
-_STYLES: dict[str, dict[str, Any]] = {
+STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8", "linewidth": 6.0},
     "padded": {"color": "#E69F00", "linewidth": 3.6},
     "packed-reset": {"color": "#0072B2", "linewidth": 1.6},
@@ -29,29 +36,11 @@ _STYLES: dict[str, dict[str, Any]] = {
     "packed-leak-scan": {"color": "#7A4B9A", "linewidth": 1.8, "linestyle": (0, (4, 1.5))},
     "packed-carry": {"color": "#009E73", "linewidth": 1.8, "linestyle": (0, (7, 1.5, 1, 1.5))},
 }
-_OTHERS = ("#56B4E9", "#882255", "#8C6D1F", "#B2182B", "#1B7837", "#4D4D4D")
-_SETTINGS: Any = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.edgecolor": "#b4b9c1",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e8eb",
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "legend.frameon": False,
-    "lines.markersize": 5,
-    "lines.solid_capstyle": "round",
-}
+OTHERS = ("#56B4E9", "#882255", "#8C6D1F", "#B2182B", "#1B7837", "#4D4D4D")
+DPI = 160
+NARROW = 4.3
+"""Width in inches."""
+_narrow = False
 
 
 @dataclass(frozen=True)
@@ -70,39 +59,26 @@ class Figure:
         return int.from_bytes(self.png[16:20], "big") / DPI
 
 
-DPI = 160
-NARROW = 4.3
-"""Width in inches."""
-_narrow = False
-
-
 @contextlib.contextmanager
 def house_style(narrow: bool = False) -> Iterator[None]:
-    """Draw with this module's fonts, colours and grid; ``narrow``: panels one below the other, for a phone."""
+    """Draw with the fonts, colours and grid of house.mplstyle; ``narrow``: panels one below the other, for a phone."""
     global _narrow
-    before, _narrow = _narrow, narrow
-    try:
-        with plt.rc_context(_SETTINGS):
-            yield
-    finally:
-        _narrow = before
-
-
-def has_style(name: str) -> bool:
-    """Return True for a scheme with a colour and line of its own."""
-    return name in _STYLES
+    _narrow = narrow
+    with plt.style.context(Path(__file__).with_name("house.mplstyle")):
+        yield
+    _narrow = False
 
 
 def style_of(name: str, rank: int = 0) -> dict[str, Any]:
     """Return colour and line of a scheme; of others a colour by rank, dotted where colours repeat."""
-    again = {"linestyle": (0, (1, 1.5))} if rank >= len(_OTHERS) else {}
-    return _STYLES.get(name, {"color": _OTHERS[rank % len(_OTHERS)], "linewidth": 1.8} | again)
+    again = {"linestyle": (0, (1, 1.5 * (rank // len(OTHERS))))} if rank >= len(OTHERS) else {}
+    return STYLES.get(name, {"color": OTHERS[rank % len(OTHERS)], "linewidth": 1.8} | again)
 
 
 def axes(
     panels: int, width: float = 10.0, height: float = 4.2, columns: int | None = None
 ) -> tuple[Canvas, list[Axes]]:
-    """A canvas with panels side by side, at most ``columns`` in a row, or one below the other where it is narrow.
+    """Return a canvas with panels side by side, at most ``columns`` in a row, or one below the other where it is narrow.
 
     Args:
         width: of the canvas, in inches.
@@ -149,6 +125,150 @@ def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
     ax.grid(axis="y", visible=False)
 
 
-def engineering() -> matplotlib.ticker.EngFormatter:
-    """Return a formatter of ticks as 20k and 10M."""
-    return matplotlib.ticker.EngFormatter(sep="")
+class Panel(NamedTuple):
+    """Settings of axes, and by arm a line: a frame of ``mean``, ``low`` and ``high`` by place."""
+
+    settings: dict[str, Any]
+    lines: dict[Arm, pd.DataFrame]
+
+
+def line_figure(name: str, caption: str, arms: Sequence[Arm], panels: Sequence[Panel]) -> list[Figure]:
+    """Draw a line for each arm, its interval as a band, in panels side by side; nothing where no line has two points."""
+    panels = [panel for panel in panels if any(len(line) > 1 for line in panel.lines.values())]
+    if not panels:
+        return []
+    fig, grid = axes(len(panels), width=10.0 if len(panels) > 1 else 6.5)
+    for ax, (settings, lines) in zip(grid, panels):
+        for arm, line in lines.items():
+            style = style_in(arm, arms) | ({"marker": "o"} if len(line) == 1 else {})
+            ax.plot(line.index, line["mean"], label=arm.label, **style)
+            ax.fill_between(line.index, line["low"], line["high"], color=style["color"], alpha=0.15, linewidth=0)
+        ax.set(**settings)
+        ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))  # 20k and 10M
+    legend_below(fig)
+    return [finish(fig, name, caption)]
+
+
+def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
+    """Return the style of an arm's scheme, of further arms of a scheme a colour of their own."""
+    firsts = {one.scheme: one for one in reversed(arms) if one.scheme in STYLES}.values()
+    return (
+        style_of(arm.scheme) if arm in firsts else style_of("", [one for one in arms if one not in firsts].index(arm))
+    )
+
+
+def over_seeds(points: pd.DataFrame, value: str, place: str) -> pd.DataFrame:
+    """Return the mean of a value by place, with its range over seeds."""
+    return points.groupby(place)[value].agg(mean="mean", low="min", high="max")
+
+
+def training_figures(records: Sequence[Record]) -> list[Figure]:
+    """Draw learning curves, differences, speed, loss by position and evaluations during training."""
+    arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
+    drawn = [
+        *_learning_curves(arms),
+        *_differences(arms, "val_loss", "differences", "validation loss, nats per target"),
+    ]
+    drawn += [*_speed_bars(arms), *_loss_by_position(arms)]
+    for name, (main, *_) in evaluations_of(arms).items():
+        metric, what = f"{name}.{main}", f"{name}, {title(main)}"
+        drawn += _differences(arms, metric, f"differences-{name}", what)
+        curves = {arm: points for arm in arms if metric in (points := arm.points("evaluations"))}
+        lines = {arm: over_seeds(points, metric, "step") for arm, points in curves.items()}
+        panel = Panel({"title": f"{name} during the training", "xlabel": "steps", "ylabel": title(main)}, lines)
+        drawn += line_figure(
+            f"evaluations-{name}", f"{what}, during the training. Bands: range of seeds.", arms, [panel]
+        )
+    return drawn
+
+
+def throughput_figures(records: Sequence[Record]) -> list[Figure]:
+    """Draw the latest timing of arms that were not trained; trained ones have it in ``training_figures``."""
+    timed = [] if aggregate.training_arms(records) else aggregate.timed_arms(records)
+    return _speed_bars([Arm(arm.name, (), arm.runs) for arm in timed if arm.timing == timed[0].timing])
+
+
+def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
+    # The time of an arm's own run depends on the machine's other load.
+    timed = all(arm.timing and arm["real_tokens_per_second"].mean() > 0 for arm in arms)
+    by_tokens, by_time = {}, {}
+    for arm in arms:
+        points = arm.points("validation")
+        if points.empty or (points := points[points["step"] > 0]).empty:
+            continue  # the loss before the first step would squeeze the rest into a corner
+        if timed:
+            points = points.assign(seconds=points["real_tokens"] / arm["real_tokens_per_second"].mean())
+        line, places = over_seeds(points, "loss", "step"), points.groupby("step")[["real_tokens", "seconds"]].mean()
+        by_tokens[arm], by_time[arm] = line.set_axis(places["real_tokens"]), line.set_axis(places["seconds"])
+    speed = "at the speed of arms timed in turns" if timed else "of each arm's own run: no comparison"
+    shared = {"ylabel": "validation loss (nats per target)"}
+    panels = [
+        Panel(shared | {"title": "Validation loss against data", "xlabel": "real tokens trained on"}, by_tokens),
+        Panel(shared | {"title": "Validation loss against time", "xlabel": "training time (s)"}, by_time),
+    ]
+    caption = f"Validation loss against real tokens, and against time {speed}. Bands: range of seeds."
+    return line_figure("learning-curves", caption, arms, panels)
+
+
+def _differences(arms: Sequence[Arm], metric: str, name: str, what: str) -> list[Figure]:
+    pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, arms, metric)) and one.n > 1}
+    if not pairs:
+        return []
+    fig, (ax,) = axes(1, height=1.4 + 0.45 * len(pairs))
+    for y, (arm, one) in enumerate(pairs.items()):
+        color = style_in(arm, arms)["color"]
+        dots = (arm[metric] - aggregate.baseline_of(arm, arms)[metric]).dropna()
+        ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
+        ax.errorbar(one.mean, y, xerr=one.high - one.mean, fmt="D", color=color, capsize=4)
+    ax.axvline(0, color=MUTED, linewidth=1)
+    name_bars(ax, [f"{arm.label} - {aggregate.baseline_of(arm, arms).title}" for arm in pairs])
+    ax.set(title="Paired differences", xlabel=what)
+    return [finish(fig, name, f"Paired differences in {what}: each seed (dots), mean and 95 % confidence interval.")]
+
+
+def _speed_bars(arms: Sequence[Arm]) -> list[Figure]:
+    """Draw arms that were timed together, or where none was, training runs."""
+    together = aggregate.timed_together(arms)
+    bars = [arm for arm in arms if arm.timing == together and arm["real_tokens_per_second"].mean() > 0]
+    if not bars:
+        return []
+    fig, (ax,) = axes(1, height=1.3 + 0.5 * len(bars))
+    rates = [[arm[f"{what}_per_second"].mean() for what in ("real_tokens", "slots")] for arm in bars]
+    for y, (arm, (real, slots)) in enumerate(zip(bars, rates)):
+        color, slots = style_in(arm, arms)["color"], np.nanmax([real, slots])
+        ax.barh(y, real, height=0.62, color=color)
+        ax.barh(y, slots - real, left=real, height=0.62, facecolor="white", edgecolor=color, hatch="////")
+        faster = arm["speedup"].mean()
+        ax.text(slots, y, f" {real:,.0f}" + ("" if pd.isna(faster) else f"   {faster:.2f}x"), va="center")
+    name_bars(ax, [arm.label for arm in bars])
+    ax.set_xlim(0, 1.2 * np.nanmax(rates))
+    ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    ax.set(title="Speed: real tokens per second, and slots lost to padding (hatched)", xlabel="slots per second")
+    how = "whole optimizer steps, arms interleaved in one process" if together else "own training runs: no comparison"
+    return [finish(fig, "speed", f"Real tokens per second (solid) and slots of padding (hatched); {how}.")]
+
+
+def _loss_by_position(arms: Sequence[Arm]) -> list[Figure]:
+    """Draw each arm's loss, and beside it the paired differences where there is a baseline."""
+    log = {"xscale": "log", "xlabel": "position in the document (tokens)"}
+    losses, differences = {}, {}
+    for arm in arms:
+        if not (points := arm.points("loss_by_position")).empty:
+            losses[arm] = over_seeds(points, "loss", ["start", "end"])
+            losses[arm].index = [_middle(*place) for place in losses[arm].index]
+        if found := aggregate.difference_by_position(arm, arms):
+            differences[arm] = pd.DataFrame([one for *_, one in found], [_middle(*place) for *place, _ in found])
+    against = f"The same, minus {aggregate.versus(arms)}"
+    panels = [
+        Panel(log | {"title": "Validation loss by position", "ylabel": "loss (nats per target)"}, losses),
+        Panel(log | {"title": against, "ylabel": "difference (nats per target)"}, differences),
+    ]
+    caption = (
+        "Validation loss by the target's position in its document; paired differences with 95 % intervals over seeds."
+    )
+    return line_figure("loss-by-position", caption, arms, panels)
+
+
+def _middle(start: float, end: float) -> float:
+    """Return where positions [start, end) stand on a logarithmic axis; without an end, as if for a doubling."""
+    return ((start + 1) * (end if end < aggregate.OPEN_END else 2 * start)) ** 0.5

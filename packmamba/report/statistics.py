@@ -6,7 +6,7 @@ A difference is one arm's number minus another's with the same seed. Groups are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,13 +40,9 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Resampled:
         weights: (groups,), such as their targets.
     """
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
-    if sums.ndim != 2 or weights.shape != sums.shape[1:]:
-        raise ValueError(f"weights: expected one for each group of sums {sums.shape}, got {weights.shape}")
     seeds, groups = sums.shape
-    if not seeds or not groups or not weights.sum():
-        return Resampled(math.nan, math.nan, math.nan, math.nan, seeds, groups)
-    mean = float(sums.mean(axis=0).sum() / weights.sum())
-    if seeds < 2 or groups < 2:
+    mean = float(sums.mean(axis=0).sum() / weights.sum()) if seeds and weights.sum() else math.nan
+    if seeds < 2 or groups < 2 or math.isnan(mean):
         return Resampled(mean, math.nan, math.nan, math.nan, seeds, groups)
     rng = np.random.default_rng(0)
     of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
@@ -67,13 +63,10 @@ def over_items(sums: Any, weights: Any) -> Resampled:
         sums, weights: (groups,).
     """
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
-    groups, whole = len(sums), weights.sum()
-    if not groups or not whole:
-        return Resampled(math.nan, math.nan, math.nan, math.nan, 1, groups)
-    mean = float(sums.sum() / whole)
+    groups, mean = len(sums), float(sums.sum() / weights.sum())
     if groups < 2:
         return Resampled(mean, math.nan, math.nan, math.nan, 1, groups)
-    error = math.sqrt(groups / (groups - 1) * ((sums - mean * weights) ** 2).sum()) / whole
+    error = math.sqrt(groups / (groups - 1) * ((sums - mean * weights) ** 2).sum()) / weights.sum()
     half = stdtrit(groups - 1, 0.975) * error
     p = 2 * stdtr(groups - 1, -abs(mean) / error) if error else float(mean == 0)
     return Resampled(mean, mean - half, mean + half, float(p), 1, groups)
@@ -85,19 +78,19 @@ def difference_by_group(
     curve: str,
     value: str,
     weight: str,
-    where: Mapping[str, float | Callable[[pd.Series], pd.Series]] | None = None,
+    where: Mapping[str, Any] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return ``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
 
     Points are summed over all keys but the group, of seeds that both arms have. ``where``: values of the points to keep, or
     functions of a column that select them.
     """
-    sides = []
+    sides, where = [], where or {}
     for side in (arm, baseline):
         points = side.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
         rows = [{**point, "seed": seed} for seed, some in points.items() for point in some]
-        table = pd.DataFrame(rows, columns=[*dict.fromkeys(["seed", "group", value, weight, *(where or ())])])
-        for key, wanted in (where or {}).items():
+        table = pd.DataFrame(rows, columns=[*dict.fromkeys(["seed", "group", value, weight, *where])])
+        for key, wanted in where.items():
             table = table[wanted(table[key]) if callable(wanted) else table[key] == wanted]
         sides.append(table.groupby(["seed", "group"])[[value, weight]].sum())
     ours, theirs = (side[value].unstack("group") for side in sides)
@@ -111,14 +104,11 @@ def difference_by_group(
 def equivalence(values: Sequence[float] | pd.Series, margin: float) -> float:
     """Return p of two one-sided t tests (Schuirmann 1987) that a mean of paired differences lies within ± margin."""
     found = pd.Series(values, dtype=float).dropna()
-    n = len(found)
+    n, nearest = len(found), margin - abs(found.mean())
     if n < 2:
         return math.nan
     error = found.std() / math.sqrt(n)
-    nearest = margin - abs(found.mean())
-    if error == 0:
-        return 0.0 if nearest > 0 else 1.0
-    return float(stdtr(n - 1, -nearest / error))
+    return float(stdtr(n - 1, -nearest / error)) if error else float(nearest <= 0)
 
 
 def within(interval: Any, margin: float) -> str:

@@ -1,13 +1,19 @@
-"""Tables: cells for readers and numbers for programs, as data frames that pandas writes as Markdown, CSV, LaTeX and text."""
+"""Tables of arms, timings and evaluations: cells for readers and numbers for programs; all records of one corpus."""
 
 from __future__ import annotations
 
+import functools
 import re
-import textwrap
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pandas as pd
+
+from packmamba.records import LATER_KEYS
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Arm, Record
 
 
 class Cell(NamedTuple):
@@ -36,13 +42,6 @@ class Table:
     rows: list[list[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def values(self) -> pd.DataFrame:
-        """Return the unrounded numbers."""
-        names = [name for column in self.columns for name in column.names]
-        return pd.DataFrame(
-            [[v for cell in row for v in cell.values] for row in self.rows], columns=names, dtype=object
-        )
-
     def texts(self) -> pd.DataFrame:
         """Return the cells as readers see them."""
         titles = [column.title for column in self.columns]
@@ -54,43 +53,34 @@ class Table:
         rows = [[row[i] for i in kept] for row in self.rows]
         return Table(self.name, self.title, [self.columns[i] for i in kept], rows, self.notes)
 
-    def text(self) -> str:
-        """Return the table for a terminal."""
-        shown = self.shown()
-        columns, body = shown.columns, [[cell.text for cell in row] for row in shown.rows]
-        cells = [[*column.title.split(), *(line[i] for line in body)] for i, column in enumerate(columns)]
-        widths = [max(map(len, texts)) for texts in cells]
-        titles = [textwrap.wrap(column.title, width) for column, width in zip(columns, widths)]
-        height = max(map(len, titles))
-        head = zip(*([""] * (height - len(lines)) + lines for lines in titles))
-        lines = [
-            "  ".join(c.rjust(w) if column.numeric else c.ljust(w) for c, w, column in zip(line, widths, columns))
-            for line in (*head, ["-" * width for width in widths], *body)
-        ]
-        return "\n".join([self.title, "", *(line.rstrip() for line in lines), "", *self.notes]) + "\n"
-
 
 def write_table(table: Table, form: str) -> str:
-    """Return the table as Markdown (``md``), CSV (``csv``, unrounded numbers) or LaTeX (``tex``, for booktabs)."""
+    """Return the table as CSV (``csv``: unrounded numbers), Markdown (``md``), LaTeX (``tex``: booktabs) or text (``txt``)."""
     if form == "csv":
-        return table.values().map(_csv_value).to_csv(index=False, lineterminator="\n")
+        names = [name for column in table.columns for name in column.names]
+        values = [[value for cell in row for value in cell.values] for row in table.rows]
+        return (
+            pd.DataFrame(values, columns=names, dtype=object).map(_csv_value).to_csv(index=False, lineterminator="\n")
+        )
     table = table.shown()
     texts = table.texts()
+    if form == "txt":
+        text = texts.set_axis(texts.iloc[:, 0]).iloc[:, 1:].rename_axis(None).to_string() if len(texts) else ""
+        return "\n".join([table.title, "", text, "", *table.notes]) + "\n"
     if form == "md":
         rules = ["---:" if column.numeric else "---" for column in table.columns]
         lines = [list(texts), rules, *texts.map(lambda text: text.replace("|", "\\|")).to_numpy().tolist()]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)]) + "\n"
-    style = texts.set_axis(range(len(table.columns)), axis=1).map(_latex).style.hide(axis="index")
-    latex = style.format_index(lambda i: _latex(table.columns[i].title), axis="columns").to_latex(
-        column_format="".join("r" if column.numeric else "l" for column in table.columns),
-        caption=_latex(table.title),
-        label=f"tab:{table.name}",
-        position_float="centering",
-        hrules=True,
-    )
-    notes = "".join(f"\\par\\footnotesize {_latex(note)}\n" for note in table.notes)
-    return "% needs \\usepackage{booktabs}\n" + latex.replace("\\end{table}", notes + "\\end{table}")
+    style = texts.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
+    form = "".join("r" if column.numeric else "l" for column in table.columns)
+    latex = style.to_latex(column_format=form, label=f"tab:{table.name}", position_float="centering", hrules=True)
+    return re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
+
+
+def _csv_value(value: Any) -> str:
+    # Eight digits: more than anything here is measured to, fewer than the last bits in which machines may differ.
+    return "" if pd.isna(value) else f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
 def word(text: str) -> Cell:
@@ -128,27 +118,241 @@ def mean_sd(values: pd.Series, expected: int = 0) -> Cell:
     return Cell(f"{text} (of {count})" if 0 < count < expected else text, (mean, sd))
 
 
-def _csv_value(value: Any) -> str:
-    # Eight digits: more than anything here is measured to, fewer than the last bits in which machines may differ.
-    return "" if pd.isna(value) else f"{value:.8g}" if isinstance(value, float) else str(value)
+def difference_cell(found: Any, expected: int = 0) -> Cell:
+    """Return mean and interval, and the number of pairs if fewer than expected."""
+    if found is None:
+        return Cell("-", (None,) * 4)
+    # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
+    values = pd.Series(found[:3], dtype=float).dropna()
+    form = "+.4f" if values.abs().max() >= 1e-4 else "+.1e"
+    mean, *bounds = (f"{value:{form}}" for value in values)
+    pairs = f" ({found[3]} pairs)" if 1 < found[3] < expected else ""
+    return Cell(f"{mean} [{', '.join(bounds)}]{pairs}" if bounds else mean, tuple(found))
 
 
-_LATEX = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\ensuremath{<}",
-    ">": r"\ensuremath{>}",
-    "±": r"\ensuremath{\pm}",
+TITLES = {
+    "val_loss": "validation loss",
+    "val_loss_start": "loss, first 32 tokens",
+    "val_loss_as_trained": "loss, evaluated as trained",
+    "real_tokens_per_second": "real tokens/s",
+    "padding_fraction": "padding",
+    "peak_memory_bytes": "peak memory",
+    "seconds_per_step_median": "seconds/step, median",
+    "seconds_per_step_spread": "interquartile range",
 }
+COUNTS = ("chance", "answers", "examples", "documents", "targets", "reads_intruding")
+WHOLE = ("real_tokens", "real_tokens_per_second", "slots_per_second", "rounds", *COUNTS[1:])
+FORMATS: dict[str, Callable[[float], Cell]] = {
+    **dict.fromkeys(WHOLE, functools.partial(number, form=",.0f")),
+    **dict.fromkeys(
+        ("seconds_per_step_median", "seconds_per_step_spread", "chance"), functools.partial(number, form=".4g")
+    ),
+    "padding_fraction": percent,
+    "peak_memory_bytes": gibibytes,
+    "speedup": functools.partial(number, form=".2f", unit="x"),
+}
+"""Metrics that are shown as a mean without standard deviation."""
+MAIN = ("choice_accuracy", "accuracy", "loss")
+"""An evaluation's main metric: the first of these that it has, else its first."""
+DIFFERENCE = ("difference", "difference_low", "difference_high", "pairs")
+PARITY_SEEDS = 5
+"""A claim of parity needs at least this many seeds."""
+
+ArmColumn = tuple[Column, Callable[[Arm], Cell]]
 
 
-def _latex(text: str) -> str:
-    """Escape a text; write numbers with true minus signs and powers of ten, speedups with a multiplication sign."""
-    escaped = "".join(_LATEX.get(character, character) for character in text)
-    powers = re.sub(
-        r"(?<=\d)e([+-])0?(\d+)\b", lambda m: rf"\ensuremath{{\cdot10^{{{m[1].strip('+')}{m[2]}}}}}", escaped
-    )
-    signed = re.sub(r"(?<![\w.}{^])-(?=\d)", r"\\ensuremath{-}", powers)
-    return re.sub(r"(?<=\d)x$", r"\\ensuremath{\\times}", signed)
+def title(metric: str) -> str:
+    """Return a metric's title; ``mqar.accuracy`` is of an evaluation."""
+    return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
+
+
+def arms_table(
+    name: str, heading: str, arms: Sequence[Arm], columns: Sequence[ArmColumn], notes: Sequence[str]
+) -> Table:
+    """Make a table of a row for each arm, whose first column is the arm's name."""
+    columns = [(Column("arm", ("arm",), False), lambda arm: word(arm.label)), *columns]
+    return Table(name, heading, [c for c, _ in columns], [[cell(arm) for _, cell in columns] for arm in arms], [*notes])
+
+
+def seeds_column(arms: Sequence[Arm], metric: str = "val_loss") -> ArmColumn:
+    def cell(arm: Arm) -> Cell:
+        seeds = aggregate.seeds_of(arm, arms, metric)
+        return Cell(str(seeds), (seeds.finite,))
+
+    return Column("seeds", ("seeds",)), cell
+
+
+def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColumn:
+    """Return the column of a metric, or of a configuration key such as ``optimizer.lr``; ``prefix``: not part of the title."""
+    if form := FORMATS.get(metric.rpartition(".")[2]):
+        heading = f"speedup over {aggregate.versus(arms)}" if metric == "speedup" and arms else title(metric)
+        return Column(heading, (metric,)), lambda arm: form(arm[prefix + metric].mean())
+    if metric in LATER_KEYS or any(f"config.{metric}" in arm.runs for arm in arms):
+        setting = lambda arm: word(str(arm.runs.iloc[0].get(f"config.{metric}", LATER_KEYS.get(metric))))  # noqa: E731
+        return Column(metric, (metric,)), setting
+    column = Column(title(metric), (metric, f"{metric}_sd"))
+    return column, lambda arm: mean_sd(arm[prefix + metric], aggregate.seeds_of(arm, arms).expected)
+
+
+def difference_column(
+    metric: str, arms: Sequence[Arm], heading: str = "", names: tuple[str, ...] = DIFFERENCE
+) -> ArmColumn:
+    def cell(arm: Arm) -> Cell:
+        return difference_cell(aggregate.difference(arm, arms, metric), aggregate.seeds_of(arm, arms).expected)
+
+    return Column(f"{heading or f'minus {aggregate.versus(arms)}'} [95% CI]", names), cell
+
+
+def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
+    """Return the evaluations of the arms' runs, and the metrics of each, the main one first."""
+    found: dict[str, list[str]] = {}
+    for metric in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
+        name, _, own = metric.partition(".")
+        if name not in ("config", "curves"):
+            found.setdefault(name, []).append(own)
+    return {name: main_first(metrics) for name, metrics in found.items()}
+
+
+def main_first(metrics: Sequence[str]) -> list[str]:
+    """Sort an evaluation's metrics: the main one, the others as ``loss_2`` before ``loss_16``, counts."""
+    main = next((metric for metric in MAIN if metric in metrics), "")
+    return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
+
+
+def training_tables(records: Sequence[Record]) -> list[Table]:
+    """Make the tables of quality and speed, of paired differences, of differences by position, and of each evaluation."""
+    arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
+    if not arms:
+        return []
+    spec = next((table for arm in arms if (table := arm.sweep.get("table"))), {})
+    metrics, further, evaluations = spec.get("metrics") or ["val_loss"], spec.get("columns"), evaluations_of(arms)
+    if further is None:
+        further = ["real_tokens", "val_loss_start", "val_loss_as_trained", "real_tokens_per_second", "padding_fraction"]
+        further += ["speedup", "peak_memory_bytes", *(f"{name}.{main}" for name, (main, *_) in evaluations.items())]
+        further = [metric for metric in further if any(arm[metric].notna().any() for arm in arms)]
+    columns = [seeds_column(arms)]
+    for metric in metrics:
+        columns += [metric_column(metric, arms), difference_column(metric, arms, names=_names(f"{metric}_difference"))]
+    columns += [metric_column(metric, arms) for metric in further]
+    whole = arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, _notes(arms))
+    both = ("val_loss", "val_loss_start")
+    columns = [(Column("minus", ("baseline",), False), lambda arm: word(aggregate.baseline_of(arm, arms).label))]
+    columns += [difference_column(metric, arms, title(metric), _names(metric)) for metric in both]
+    differing = [arm for arm in arms if any((one := aggregate.difference(arm, arms, m)) and one.n > 1 for m in both)]
+    note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
+    heading = "Paired differences over seeds, in nats per target"
+    tables = [whole, arms_table("differences", heading, differing, columns, [note]), _positions(arms)]
+    for name, own in evaluations.items():
+        main = f"{name}.{own[0]}"
+        asked = [arm for arm in arms if arm[main].notna().any()]
+        if asked:
+            first, *others = (metric_column(metric, asked, f"{name}.") for metric in own)
+            columns = [seeds_column(asked, main), first, difference_column(main, asked), *others]
+            tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", asked, columns, []))
+    return [table for table in tables if table.rows]
+
+
+def _names(metric: str) -> tuple[str, ...]:
+    return metric, f"{metric}_low", f"{metric}_high", f"{metric}_pairs" if metric.endswith("_difference") else "pairs"
+
+
+def _notes(arms: Sequence[Arm]) -> list[str]:
+    notes = ["Losses are nats per real target, of documents one at a time from zero state in every arm."]
+    if others := ", ".join(
+        arm.label for arm in arms if arm.timing is None or arm.timing != aggregate.timed_together(arms)
+    ):
+        notes.append(f"Speed is no comparison where arms were not timed together: {others}.")
+    fewest = min(len(arm.runs) for arm in arms)
+    if fewest < PARITY_SEEDS and len(arms) > 1:
+        notes.append(f"{fewest} seeds: claims of parity need at least {PARITY_SEEDS}.")
+    if absent := {name for arm in arms for name in arm.sweep.get("absent", ())}:
+        notes.append(f"Without any run: {', '.join(sorted(absent))}.")
+    return notes
+
+
+def _positions(arms: Sequence[Arm]) -> Table:
+    columns = [Column("arm", ("arm",), False), Column("from token", ("start",)), Column("to token", ("end",))]
+    columns.append(Column(f"minus {aggregate.versus(arms)} [95% CI]", DIFFERENCE))
+    table = Table("loss-by-position", "Loss by position in the document, in nats per target", columns)
+    excluding = 0
+    for arm in arms:
+        for start, end, one in aggregate.difference_by_position(arm, arms):
+            if one.n > 1:
+                last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
+                cell = difference_cell(one, aggregate.seeds_of(arm, arms).expected)
+                table.rows.append([word(arm.label), number(start, ",.0f"), last, cell])
+                excluding += one.low > 0 or one.high < 0
+    table.notes = [
+        f"Paired over seeds. {excluding} of {len(table.rows)} intervals exclude zero; one in twenty would by chance."
+    ]
+    return table
+
+
+def throughput_tables(records: Sequence[Record]) -> list[Table]:
+    """Make the table of interleaved timings."""
+    timed = aggregate.timed_arms(records)
+    if not timed:
+        return []
+    metrics = "rounds seconds_per_step_median seconds_per_step_spread real_tokens_per_second slots_per_second "
+    metrics += "padding_fraction speedup"
+    columns = [metric_column(metric, []) for metric in metrics.split()]
+    columns.append((Column("run", ("run",)), lambda arm: Cell(arm.timing[:8], (arm.timing,))))
+    heading = "Time of optimizer steps, arms interleaved in one process"
+    notes = ["Only arms of one run compare. Speedup: real tokens per second over those of the run's arm with 1.00x."]
+    return [arms_table("throughput", heading, [replace(arm, variant=()) for arm in timed], columns, notes)]
+
+
+def models_of(records: Sequence[Record]) -> list[tuple[str, str, list[Arm]]]:
+    """Return each evaluation's stem of files, its name with options, and its models, whose runs are the latest by seed."""
+    asked: dict[tuple[str, str], list[Record]] = {}
+    for record in aggregate.of_kind(records, "evaluation"):
+        one = record["config"]["evaluation"]
+        options = "".join(f", {key}={value}" for key, value in sorted((one.get("options") or {}).items()))
+        asked.setdefault((one["name"], options), []).append(record)
+    found = []
+    for (name, options), some in asked.items():
+        alike = [other for other in asked if other[0] == name]
+        stem = name if len(alike) == 1 else f"{name}-{alike.index((name, options)) + 1}"
+        models = aggregate.frame(some, "evaluation").groupby("arm", sort=False)
+        latest = {str(arm): runs.drop_duplicates("seed", keep="last").set_index("seed") for arm, runs in models}
+        found.append((stem, name + options, [Arm(arm, (), runs) for arm, runs in latest.items()]))
+    return found
+
+
+def evaluation_tables(records: Sequence[Record]) -> list[Table]:
+    """Make a table of models for each evaluation and its options, with differences from the first paired by item."""
+    asked = models_of(records)
+    return [
+        _models_table("evaluation" if len(asked) == 1 else f"evaluation-{stem}", heading, models)
+        for stem, heading, models in asked
+    ]
+
+
+def _models_table(name: str, heading: str, models: list[Arm]) -> Table:
+    preferred = (arm for scheme in aggregate.BASELINES for arm in models if arm.name == scheme)
+    first = next(preferred, models[0])
+    metrics = main_first(list(first.runs.select_dtypes(float)))
+    files = {arm: arm.runs["items"].dropna().to_dict() for arm in models if "items" in arm.runs}
+    paired = {
+        arm: aggregate.item_difference(own, files[first], metrics[0])
+        for arm, own in files.items()
+        if first in files and arm is not first
+    }
+
+    def minus(arm: Arm) -> Cell:
+        found = paired.get(arm)
+        return difference_cell(found and (*found[:3], found.groups))
+
+    made = [(Column("runs", ("runs",)), lambda arm: number(len(arm.runs), "d"))]
+    made += [metric_column(metric, []) for metric in metrics]
+    made += [(Column(f"minus {first.name} [95% CI]", DIFFERENCE), minus)] * any(paired.values())
+    notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
+    rows = [first, *(arm for arm in models if arm is not first)]
+    return arms_table(name, f"Evaluation: {heading}", rows, made, notes if any(paired.values()) else [])
+
+
+def evaluation_label(records: Sequence[Record]) -> str:
+    """Return the evaluation's name, if there is only one, and a short hash of its documents."""
+    asked = models_of(records)
+    name = asked[0][0] if len(asked) == 1 else "documents"
+    return f"{name}-{zlib.crc32(records[0]['corpus_hash'].encode()) & 0xFFFF:04x}"

@@ -40,7 +40,6 @@ from packmamba.training.run_id import find_records, flatten, id_of, may_be_raise
 class TableConfig:
     metrics: list[str] = key([], "Metrics, such as [val_loss, mqar.accuracy]; [] for losses and the first evaluation.")
     columns: Optional[list[str]] = key(None, "Other metrics and keys, such as optimizer.lr; null for the usual ones.")
-    paired: bool = key(True, "Differences are taken seed by seed; false: between means over all seeds.")
 
 
 @dataclass

@@ -1,20 +1,18 @@
 """Figures draw the numbers of the records, whole and apart."""
 
-from types import SimpleNamespace
-
 import matplotlib.pyplot as plt
 import pytest
 
 from made_records import throughput, training
-from packmamba.report import arm_figures
-from packmamba.report.arm_figures import curve_figures, training_figures
+from packmamba.report import aggregate, figures
+from packmamba.report.figures import training_figures
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """Canvas and caption of each figure by name."""
     found = {}
-    monkeypatch.setattr(arm_figures, "finish", lambda fig, name, caption: found.update({name: (fig, caption)}))
+    monkeypatch.setattr(figures, "finish", lambda fig, name, caption: found.update({name: (fig, caption)}))
     yield found
     plt.close("all")
 
@@ -30,21 +28,13 @@ def test_time_in_learning_curves_is_at_measured_speed(drawn):
     assert x == [[5.0, 10.0], [2.5, 5.0]] and "timed in turns" in caption
     x, caption = seconds([*trained, throughput("single", 100.0)])
     assert x == [[5 / 7, 10 / 7]] * 2 and "no comparison" in caption
-    trained[1]["curves"]["validation"] = trained[1]["curves"]["validation"][-1:]
-    seconds(trained)
-    lines = drawn["learning-curves"][0].axes[1].lines
-    assert "o" in [line.get_marker() for line in lines if len(line.get_xdata()) == 1]
-    trained[0]["curves"]["validation"] = trained[0]["curves"]["validation"][-1:]
-    drawn.clear()
-    training_figures(trained)
-    assert drawn and "learning-curves" not in drawn, "a point is no curve"
 
 
 def test_bars_are_of_arms_timed_together(drawn):
     records = [training(arm) for arm in ("padded", "packed-reset", "packed-leak")]
     training_figures([*records, throughput("padded", 50.0), throughput("packed-reset", 60.0)])
     labels = [label.get_text() for label in drawn["speed"][0].axes[0].get_yticklabels()]
-    assert labels == ["padded", "packed-reset"] and "over padded" in drawn["speed"][1]
+    assert labels == ["padded", "packed-reset"]
 
 
 def test_nothing_drawn_is_cut_and_no_panel_is_empty(drawn):
@@ -64,33 +54,17 @@ def test_nothing_drawn_is_cut_and_no_panel_is_empty(drawn):
 
 
 def test_no_two_arms_of_a_figure_look_alike():
-    arms = [SimpleNamespace(setting=("", ""), scheme=scheme) for scheme in ("padded", "packed-reset", "own") * 4]
-    looks = [repr(style) for _, style in arm_figures._styled(arms)]
-    assert len(set(looks)) == len(looks)
-
-
-def test_evaluations_against_steps_and_lengths(drawn):
-    def points(*accuracies, **others):
-        return [
-            {"start": 2**i, "answers": 10, "accuracy": accuracy} | {name: values[i] for name, values in others.items()}
-            for i, accuracy in enumerate(accuracies)
-        ]
-
-    def run(arm, seed, **curves):
-        record = training(arm, seed, **{"parity.accuracy": 0.5})
-        return record | {"curves": record["curves"] | curves}
-
-    steps = [{"step": 5, "parity.accuracy": 0.4}, {"step": 10, "parity.accuracy": 0.5}]
     records = [
-        run("padded", 0, **{"parity.by_length": points(0.5, 0.75), "evaluations": steps}),
-        run("padded", 1, **{"parity.by_length": points(1.0, 0.25)}),
-        run("packed-leak", 0, **{"parity.by_length": points(0.5, 0.5, accuracy_as_trained=(0.125, 0.25))}),
+        training(arm, config={"model": {"d_model": n}}) for arm in ("padded", "packed-reset", "mine") for n in range(4)
     ]
-    training_figures(records)
-    curve_figures(records, "training")
+    arms = aggregate.training_arms(records)
+    looks = [repr(figures.style_in(arm, arms)) for arm in arms]
+    assert len(set(looks)) == len(looks) == 12
+
+
+def test_evaluations_against_steps(drawn):
+    record = training("padded", **{"parity.accuracy": 0.5})
+    record["curves"]["evaluations"] = [{"step": 5, "parity.accuracy": 0.4}, {"step": 10, "parity.accuracy": 0.5}]
+    training_figures([record])
     (line,) = drawn["evaluations-parity"][0].axes[0].lines
     assert list(line.get_xdata()) == [5, 10] and list(line.get_ydata()) == [0.4, 0.5]
-    lines = drawn["evaluation-parity-by_length"][0].axes[0].lines
-    shown = {(line.get_label(), line.get_linestyle()): list(line.get_ydata()) for line in lines}
-    assert shown["padded", "-"] == [0.75, 0.5] and shown["packed-leak", "-"] == [0.5, 0.5]
-    assert [0.125, 0.25] in [ys for (_, style), ys in shown.items() if style == ":"]
