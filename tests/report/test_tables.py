@@ -1,6 +1,5 @@
 """Tables in every form, and those that the library makes of invented records."""
 
-
 import numpy as np
 import pandas as pd
 import pytest
