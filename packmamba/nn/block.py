@@ -1,9 +1,4 @@
-"""The residual block. Shapes: B rows, L slots.
-
-Fuses residual addition and normalisation to save memory traffic: ``add_norm`` is one step, which saves the normalised
-activations for its backward instead of the residual stream; and the norm's weight scales the columns of the mixer's first
-projection, once a call, instead of every token.
-"""
+"""The residual block, its addition and norm fused; the mixer's first projection applies the norm's weight. B rows, L slots."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Build and load the compiled kernels.
 
-A kind of kernels (``cpu``, ``cuda``) is the folders ``kernels/common`` and ``kernels/<kind>``: one shared library, registered
-through PyTorch's stable ABI, without Python and without ATen. It is compiled on first use or by ``python run.py kernels build``
-into a cache folder, named by a hash of its sources, compiler and flags, so that machines and environments may share the folder.
+A kind (``cpu``, ``cuda``) is one shared library of ``kernels/common`` and ``kernels/<kind>`` on PyTorch's stable ABI, compiled
+on first use or by ``python run.py kernels build`` into a cache that machines may share, under a hash of all that matters.
 
 ``CXX`` and ``PACKMAMBA_NVCC`` name compilers, ``PACKMAMBA_MARCH`` an instruction set other than this machine's,
 ``PACKMAMBA_CUDA_ARCHS`` architectures other than those of the GPUs that are here.

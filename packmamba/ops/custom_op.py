@@ -1,8 +1,7 @@
 """Register an operator of compiled kernels with PyTorch: a functional custom operator, its fake and its autograd.
 
 ``torch.ops.packmamba.<name>`` takes each layout as its two tensors, so that a traced graph holds for every layout; absent
-outputs are empty there. Tracers use it; an eager call bypasses the dispatcher, whose overhead is longer than the kernels of a
-small model.
+outputs are empty there. An eager call bypasses the dispatcher, which takes longer than a small model's kernels.
 """
 
 from __future__ import annotations
@@ -85,10 +84,8 @@ def register(
 
     Args:
         arguments: a named tuple: first tensors, then layouts, then options; its annotations make the operator's schema.
-        forward: from the arguments, and whether there will be a backward: outputs and what is kept for it; None where absent.
-        fake: the same without computing anything.
-        backward: from the arguments, what was kept and the outputs' gradients (None: zero): those of the first tensors, None
-            for absent ones.
+        forward, fake: (arguments, whether there will be a backward) -> outputs and what is kept for it; None where absent.
+        backward: (arguments, what was kept, gradients of outputs, None: zero) -> those of the first tensors.
         outputs, kept, gradients: how many there are.
     """
     hints = get_type_hints(arguments)

@@ -1,8 +1,6 @@
 """The Mamba block after its first projection as one operator (mamba-ssm's ``mamba_inner_fn``), packed.
 
-Convolution, the projections to delta, B and C, scan, last projection. The compiled backward is explicit: gradients of the
-convolution's input and of the gate land in the two halves of one tensor, those of delta, B and C in the three parts of another,
-nothing is copied or concatenated, and it may keep less than autograd would (``recompute``).
+The compiled backward is explicit: gradients land in parts of wider tensors without copies, and it may keep less than autograd.
 
 Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 """

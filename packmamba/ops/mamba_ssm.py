@@ -1,7 +1,6 @@
 """Baselines under our signatures: mamba-ssm's selective scan and causal-conv1d's convolution.
 
-They know no documents: a layout may hold one per row, at its start. They take channels first, so tensors are transposed
-on the way in and out, as Mamba's own block does. Shapes: B rows, L slots, D channels, N states.
+They know no documents: a layout may hold one per row. They take channels first, so tensors are transposed, as in Mamba's block.
 """
 
 from __future__ import annotations

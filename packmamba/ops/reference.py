@@ -1,8 +1,7 @@
 """Plain implementations of the packed operators: the specification, and a vectorised path that computes the same.
 
-The loops are the specification: every token of every document in turn. The vectorised convolution takes all tokens at once, tap
-by tap; the vectorised scan is a Python loop as long as a chunk: all chunks of all documents step together. Autograd
-differentiates each. Sums and the scan's states are float32, or float64 for float64 activations.
+The loops are the specification: every token of every document in turn. Sums and the scan's states are float32, or float64 for
+float64 activations. Autograd differentiates each.
 
 Shapes: B rows, L slots, S documents, T real tokens, K chunks, D channels, N states, W taps.
 """

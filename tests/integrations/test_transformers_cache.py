@@ -97,13 +97,6 @@ def test_rows_that_go_on_from_a_cache_have_no_boundaries(name):
         packed(step, position_ids=torch.arange(6, 12).expand(2, 6), **{name: cache})
 
 
-@every_name
-def test_rows_of_several_documents_are_refused_beside_a_cache(name):
-    packed = patch(build("Mamba", num_hidden_layers=1)).eval()
-    cache = transformers.DynamicCache(config=packed.config)
-    assert refused(packed, position_ids=torch.tensor([ROW, ROW]), **{name: cache}).startswith(f"{CACHE}: ")
-
-
 @every_family
 @every_name
 @pytest.mark.parametrize("part", ["", "backbone", "backbone.layers.0.mixer"], ids=["model", "backbone", "mixer"])

@@ -16,8 +16,7 @@ from packmamba.ops.checks import accumulation_dtype
 def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tensor:
     """Mix hidden (B, L, hidden_size) by our operators and the mixer's own projections and norms.
 
-    A projection that somebody has wrapped (adapters, hooks, quantisation) is called, since its weight is not all that it does.
-    Where none is wrapped, and no norm lies between them, one operator takes their weights, which saves host time and memory.
+    A wrapped projection (adapter, hook, quantisation) is called; without any, and without norms, one operator takes the weights.
 
     Args:
         packing: where documents lie; None: each row is one.

@@ -39,6 +39,10 @@ class PackedMamba(nn.Module):
     NO_WEIGHT_DECAY = ("A_log", "D", "initial_state")
     PUBLISHED = {"state_spaces": "Mamba1", "hugging_face": "mamba"}
     WITHOUT_EFFECT = ("dt_init", "dt_scale", "use_fast_path")
+    HUGGING_FACE = {  # by argument, MambaConfig's key and default
+        "d_state": ("state_size", 16), "d_conv": ("conv_kernel", 4), "expand": ("expand", 2),
+        "dt_rank": ("time_step_rank", "auto"), "bias": ("use_bias", False), "conv_bias": ("use_conv_bias", True),
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -184,32 +188,18 @@ class PackedMamba(nn.Module):
                     projection.bias.zero_()
             self.out_proj.weight.div_(math.sqrt(n_layer))
 
-    @staticmethod
-    def from_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Translate ``MambaConfig``'s keys to this mixer's arguments."""
         hidden_act = config.get("hidden_act", "silu")
         if hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act: expected 'silu', got {hidden_act!r}")
-        return {
-            "d_state": config.get("state_size", 16),
-            "d_conv": config.get("conv_kernel", 4),
-            "expand": config.get("expand", 2),
-            "dt_rank": config.get("time_step_rank", "auto"),
-            "bias": config.get("use_bias", False),
-            "conv_bias": config.get("use_conv_bias", True),
-        }
+        return {ours: config.get(theirs, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
 
-    @staticmethod
-    def to_hugging_face(options: dict[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Translate this mixer's arguments to ``MambaConfig``'s keys. Raises ValueError for what it cannot hold."""
         if options.get("learned_initial_state"):
             raise ValueError("learned_initial_state: Hugging Face's format has no learned initial states, got True")
-        return {
-            "state_size": options.get("d_state", 16),
-            "conv_kernel": options.get("d_conv", 4),
-            "expand": options.get("expand", 2),
-            "time_step_rank": options.get("dt_rank", "auto"),
-            "use_bias": options.get("bias", False),
-            "use_conv_bias": options.get("conv_bias", True),
-            "hidden_act": "silu",
-        }
+        published = {theirs: options.get(ours, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
+        return published | {"hidden_act": "silu"}
