@@ -3,7 +3,6 @@
 import gzip
 import json
 import struct
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ TEXTS = [f"document {i} ☃\u2028 " * (i % 7) + str(i) for i in range(300)]
 def read(data):
     """Return every document of a source; checks its progress."""
     source, advanced = open_source(data), []
-    found = list(source.read(advanced.append, Counter()))
+    found = list(source.read(advanced.append))
     assert source.total is None or sum(advanced) == source.total
     return found
 

@@ -25,9 +25,7 @@ class PackedBatch:
     Attributes:
         tokens: (B, L) int64; 0 at padding.
         targets: (B, L) int64, the next token of the same document, or a task's answer; 0 where there is none.
-        loss_mask: (B, L) bool, where there is a target: at every token but a document's last, also where its next token is in
-            another piece; in a task's documents where an answer counts.
-        layout: where documents lie.
+        loss_mask: (B, L) bool, where there is a target: at every token but a document's last, or where a task's answer counts.
         turn: where streams take turns, which batch of a round this is; its rows continue the last batch of the same turn.
     """
 
@@ -82,17 +80,11 @@ class StepBatch:
 
 @dataclass(eq=False)
 class Rows:
-    """Rows of pieces of a corpus's documents: row i holds pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``.
+    """Rows of pieces of a corpus's documents, as in PackingPlan: row i holds pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``.
 
     Attributes:
-        corpus: the tokens.
-        document: (P,) number of each piece's document in the corpus.
-        start: (P,) place of the piece's first token in the document.
-        length: (P,) tokens of the piece.
         offset: (P,) tokens of the document in earlier rows, whose state the piece may continue from; 0: it starts from zero.
         end: (P,) where the document ends in these rows: the token there, if the document goes on, is no target.
-        row_offsets: (R + 1,).
-        slots: (R,) slots of each row.
     """
 
     corpus: Corpus

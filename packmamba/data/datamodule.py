@@ -29,10 +29,7 @@ class PackedDataModule(lightning.LightningDataModule):
         boundary: the boundary scheme; None: ``trainer.lightning_module.boundary``, and without one, reset.
         plugins: modules that loader workers import first.
         progress: show a bar while a corpus is prepared.
-        keys: of the section ``data``, such as ``source="text"``.
-
-    Raises:
-        ConfigError: naming the key.
+        keys: of the section ``data``, such as ``source="text"``. A wrong one is a ConfigError.
     """
 
     def __init__(
@@ -101,8 +98,6 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def _evaluations(self, world_size: int, rank: int) -> list[EvaluationDataset]:
         data, corpus = self.config, self.corpora.validation
-        if corpus.num_documents == 0:
-            raise ConfigError("data.validation_fraction: expected to hold out a document, got none; raise it")
         documents = evaluation_documents(corpus, data)
         row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
         whole = {"row_length": row_length, "overlong": "error", "streams": 1, "stagger": False}

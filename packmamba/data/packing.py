@@ -118,7 +118,6 @@ def plan_rows(
     Args:
         lengths: (documents,) integers, tokens of each document, at least 1.
         row_length: slots of a row; None for single and padded, whose rows then have their document's length.
-        strategy: a key of STRATEGIES.
         overlong: for a document longer than a row: error, truncate, or split into pieces of row_length tokens and a rest.
             Strategies that split documents cut it anyway.
         buffer: documents (pieces, where cut) that greedy sorts and packs at a time.

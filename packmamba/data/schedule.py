@@ -116,10 +116,7 @@ def micro_batches(
 
 
 class Window(NamedTuple):
-    """Shuffled documents: in matched mode their pieces; in stream mode their rows, and the rows' numbers in order.
-
-    Step i of the window holds those from ``edges[i]`` to ``edges[i + 1]``.
-    """
+    """Shuffled pieces, and in stream mode their rows and the rows' order; step i has ``edges[i]`` to ``edges[i + 1]``."""
 
     edges: list[int]
     pieces: Pieces
@@ -137,12 +134,7 @@ class Schedule:
     rows from the window's documents, and a step is the next rows until ``data.tokens_per_step`` slots. There, and without the
     cut, the last step of a window may be smaller. Nothing is dropped.
 
-    Args:
-        corpus: training documents.
-        data: the configuration's section.
-        seed: of the order of documents.
-        carry: whether batches continue each other row by row.
-        world_size: ranks that share each step.
+    ``seed`` is of the order of documents. With ``carry`` batches continue each other row by row.
     """
 
     corpus: Corpus
@@ -153,14 +145,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         data = self.data
-        if self.corpus.num_documents == 0:
-            raise ConfigError(f"data.source: expected training documents, got none from {data.source}")
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or 2**31)
         splits = data.overlong != "error" or STRATEGIES[data.strategy].splits_documents
         if data.row_length is not None and longest > data.row_length and not splits:
+            expected = f"at least {longest}, the longest document's tokens"
             raise ConfigError(
-                f"data.row_length: expected at least {longest}, the tokens of the longest document, got {data.row_length}; raise "
-                "it, or set data.overlong to split or truncate"
+                f"data.row_length: expected {expected}, got {data.row_length}; or set data.overlong=split"
             )
         self.exact = data.batching == "matched" and data.cut_at_steps
         self.tokens = int(self.corpus.lengths.sum(dtype=np.int64))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from packmamba.data.tokenizer import TokenIds, Tokenizer, load_tokenizer, token_
 FORMAT = 1
 """Part of every corpus's key: raised when the same keys and files give other tokens or another folder."""
 
-logger = logging.getLogger(__name__)
-
 
 class Corpus:
     """One split of a corpus, memory-mapped and read-only: n documents with T tokens in all. Pickles as its path.
@@ -39,7 +36,7 @@ class Corpus:
         targets: (T,) int32, the target after each token, -1 for none; None: the next token of the document.
         groups: (n,) int32, each document's index into ``group_names``; None: no groups.
 
-    Raises ValueError or OSError naming the file if a file is missing or has another size than ``meta.json`` says.
+    Raises ValueError or OSError if a file is missing or shorter than ``meta.json`` says.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
@@ -47,7 +44,6 @@ class Corpus:
         self.split = split
         meta = json.loads((self.folder / META).read_text())
         self.corpus_hash: str = meta["corpus_hash"]
-        self.skipped: dict[str, int] = meta["skipped"]
         self.vocab_size: int = meta["vocab_size"]
         self.begin_id: int | None = meta["begin_id"]
         self.end_id: int | None = meta["end_id"]
@@ -62,12 +58,10 @@ class Corpus:
         self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
 
     def _map(self, name: str, dtype: str, size: int) -> np.ndarray:
-        path = self.folder / f"{self.split}.{name}"
-        expected = size * np.dtype(dtype).itemsize
-        if path.stat().st_size != expected:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, expected {expected}")
+        if size == 0:
+            return np.empty(0, dtype)
         # A plain view: slicing a memmap object costs several times as much.
-        return np.memmap(path, dtype, "r", shape=(size,)).view(np.ndarray) if size else np.empty(0, dtype)
+        return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
 
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of a document, (lengths[index],), a view. Raises IndexError if there is none."""
@@ -127,9 +121,6 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
         train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder") from None
-    if train.skipped:
-        counts = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in train.skipped.items())
-        logger.warning("the corpus of data.source=%s leaves out %s", data.source, counts)
     return Corpora(train, validation, train.corpus_hash)
 
 

@@ -41,15 +41,15 @@ def tokenize(
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     work.mkdir()
-    skipped: Counter[str] = Counter()
+    empty = 0
     ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
     hidden = None if progress else True  # None: hidden where there is no terminal
     bar = tqdm(None, f"Tokenising {data.source}", source.total, unit=source.unit, unit_scale=True, disable=hidden)
     try:
         with bar, contextlib.ExitStack() as stack:
             writers = [_SplitWriter(work, split, stack) for split in SPLITS]
-            for documents, tokens, lengths in _encoded(source, tokenizer, data, bar.update, skipped):
-                skipped["empty_documents"] += int((lengths == 0).sum())
+            for documents, tokens, lengths in _encoded(source, tokenizer, data, bar.update):
+                empty += int((lengths == 0).sum())
                 writers[documents[0].held_out].add(documents, tokens, lengths)
         train, validation = (writer.counts["documents"] for writer in writers)
         if train + validation == 0:
@@ -60,7 +60,7 @@ def tokenize(
         header = [*ids.values(), *(digest for writer in writers for digest in writer.hashes())]
         corpus_hash = hashlib.blake2b(json.dumps(header).encode(), digest_size=16).hexdigest()
         splits = {split: writer.meta() for split, writer in zip(SPLITS, writers)}
-        meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": splits, "skipped": dict(+skipped)}
+        meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": splits, "empty_documents": empty}
         (work / META).write_text(json.dumps(meta, indent=1))
         os.rename(work, folder)
     finally:
@@ -112,14 +112,14 @@ class _SplitWriter:
 
 
 def _encoded(
-    source: Source, tokenizer: Tokenizer, data: DataConfig, advance: Callable[[int], object], skipped: Counter[str]
+    source: Source, tokenizer: Tokenizer, data: DataConfig, advance: Callable[[int], object]
 ) -> Iterator[tuple[list[Document], np.ndarray, np.ndarray]]:
     """Yield chunks in order: documents of one split, their tokens (T,), and the length of each, 0 if it is empty."""
     # The package tokenizers encodes without Python's lock; bytes and ids hold it.
     threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
     pending: deque[tuple[list[Document], Future]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        for chunk in _chunks(source.read(advance, skipped), data):
+        for chunk in _chunks(source.read(advance), data):
             pending.append((chunk, pool.submit(encode, tokenizer, [document.content for document in chunk])))
             if len(pending) >= CHUNKS_AHEAD * threads:
                 documents, future = pending.popleft()

@@ -95,9 +95,7 @@ class FileTokenizer(Tokenizer):
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)  # ids may have gaps
         for key, token in (("begin_token", begin_token), ("end_token", end_token)):
             if token is not None and token not in vocabulary:
-                special = [one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special]
-                known = ", ".join(special[:8]) or "none"
-                raise ConfigError(f"data.{key}: expected null or a token of {path} (special: {known}), got '{token}'")
+                raise ConfigError(f"data.{key}: expected null or a token of {path}, got '{token}'")
         self.begin_id, self.end_id = (None if t is None else vocabulary[t] for t in (begin_token, end_token))
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()} {begin_token!r} {end_token!r}"
 

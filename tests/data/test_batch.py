@@ -1,15 +1,11 @@
 """Batches: tokens, targets and layouts of rows; how they move and what validation reads."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-import torch
-from numbered import Numbered, pieces, steps_of
+from numbered import Numbered
 
 from packmamba.config import DataConfig
-from packmamba.data.batch import PackedBatch, Rows
-from packmamba.data.packing import plan_rows
+from packmamba.data.batch import PackedBatch
 from packmamba.data.schedule import Pieces, arrange, micro_batches
 
 
@@ -70,36 +66,6 @@ def test_micro_batches_have_at_most_so_many_slots(keys, shapes):
     assert [tuple(rows.batch(numbers).tokens.shape) for numbers in batches] == shapes
 
 
-def test_steps_and_batches_move_whole():
-    step = steps_of([3, 9, 1, 7])[0][0].to("meta")
-    for batch in step.batches:
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(PackedBatch)}
-        assert set(fields) == {"tokens", "targets", "loss_mask", "layout", "turn"}
-        assert all(part.is_meta for part in (batch.tokens, batch.targets, batch.loss_mask, batch.layout.starts))
-
-
 def test_an_empty_batch_has_no_target():
     batch = PackedBatch.empty()
     assert batch.tokens.shape == (1, 1) and not batch.loss_mask.any() and batch.layout.num_documents == 0
-
-
-def test_rows_of_a_plan_of_parts_know_the_documents():
-    corpus = Numbered([10, 10])
-    plan = plan_rows([4, 6], 6, "next_fit")
-    rows = Rows.of(corpus, np.array([1, 0]), np.array([3, 2]), np.array([10, 8]), plan)
-    assert [tokens for tokens, _, _ in (row[0] for row in pieces_of(rows))] == [[13, 14, 15, 16], [2, 3, 4, 5, 6, 7]]
-    assert [goes_on for _, _, goes_on in (row[0] for row in pieces_of(rows))] == [True, False]
-
-
-def pieces_of(rows):
-    step = type("Step", (), {"batches": [rows.batch(np.arange(len(rows)))]})
-    return pieces(step)[0]
-
-
-def test_gradients_of_padding_are_none():
-    """Targets are zero wherever the mask is false: gathering them never reads beyond the vocabulary."""
-    batch = steps_of([3, 9, 1, 7], strategy="padded")[0][0].batches[0]
-    assert not batch.targets[~batch.loss_mask].any() and not batch.tokens[batch.layout.seq_idx < 0].any()
-    assert torch.equal(
-        batch.layout.position_indices[batch.layout.seq_idx < 0].unique(), torch.tensor([-1], dtype=torch.int32)
-    )

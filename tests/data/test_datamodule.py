@@ -79,3 +79,21 @@ def test_a_changed_corpus_is_refused_where_a_run_resumes(tmp_path):
     data.load_state_dict(data.state_dict())
     with pytest.raises(ConfigError, match="data: expected the documents"):
         data.load_state_dict({"corpus_hash": "another"})
+
+
+@pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "concat_split"])
+def test_every_answer_of_a_task_is_a_target_once(tmp_path, strategy):
+    options = "data.task_options={num_pairs: 4, length: [20, 40], vocab_size: 64}"
+    keys = [
+        "data.source=task",
+        "data.path=null",
+        "data.task=mqar",
+        options,
+        "data.num_documents=60",
+        "data.tokens_per_step=100000",
+    ]
+    data = module(tmp_path, *keys, f"data.strategy={strategy}")
+    step = data.steps[0]
+    found = [target for batch in step.batches for target in batch.targets[batch.loss_mask].tolist()]
+    answers = data.corpora.train.targets
+    assert sorted(found) == sorted(answers[answers >= 0].tolist()) and step.num_targets == len(found)

@@ -5,7 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import Numbered, pieces, steps_of
@@ -19,7 +18,6 @@ from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_traine
 
 WINDOW = 17
 """Documents of a window, in place of a million."""
-SHORT = [1, 2, 7, 1, 16, 3, 12, 5, 1, 9, 15, 16, 4, 1, 11, 8, 2, 6, 14, 3]
 LONG = [1, 2, 30, 7, 1, 55, 16, 3, 24, 12, 5, 1, 9, 40, 17, 33, 16, 4, 64, 8]
 
 
@@ -86,16 +84,6 @@ def expected(lengths, truncated=None, cut=None):
     return np.array(trained, int), np.array(targets, int)
 
 
-@pytest.mark.parametrize("mode", ["matched", "stream"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_epoch_has_every_token_and_target_once(mode, strategy):
-    for ranks in (1, 3):
-        for overlong, lengths in (("error", SHORT), ("split", LONG), ("truncate", LONG)):
-            truncated = 16 if overlong == "truncate" and not STRATEGIES[strategy].splits_documents else None
-            found = count(lengths, ranks, batching=mode, strategy=strategy, overlong=overlong)
-            np.testing.assert_array_equal(found, expected(lengths, truncated), f"{ranks} ranks, {overlong}")
-
-
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=40),
@@ -146,18 +134,6 @@ def test_steps_that_cut_hold_exactly_as_many_tokens_and_epochs_meet(lengths, ran
     assert trained.sum() == steps * budget and trained.max() - trained.min() <= 1 + (len(lengths) > WINDOW)
 
 
-def test_steps_that_cut_hold_the_same_in_every_arm_and_spread_long_documents():
-    arms = [steps_of(LONG, strategy=name, overlong="split", cut_at_steps=True)[0] for name in STRATEGIES]
-    for number in range(2 * arms[0].schedule.epoch_steps()):
-        tokens, targets = (
-            [sorted(t for batch in arm[number].batches for t in part(batch).tolist()) for arm in arms]
-            for part in (lambda b: b.tokens[b.layout.seq_idx >= 0], lambda b: b.targets[b.loss_mask])
-        )
-        assert all(other == tokens[0] for other in tokens) and all(other == targets[0] for other in targets)
-    order = steps_of(LONG, cut_documents=8, cut_at_steps=True)[0].schedule._window(0).pieces
-    assert order.length.max() <= 8 and (np.diff(order.document) != 0).mean() > 0.8
-
-
 @pytest.mark.parametrize(
     "keys",
     [
@@ -176,12 +152,6 @@ def test_a_step_is_a_function_of_its_number(mode, keys):
     assert pieces(other[0]) != in_order[0]
     loader = DataLoader(fresh, batch_size=None, sampler=StepSampler(lambda: 4, 12, 12), num_workers=2)
     assert [pieces(step) for step in loader] == in_order[4:]
-
-
-def test_epochs_differ_in_order():
-    steps = steps_of(SHORT, tokens_per_step=10**6)[0]
-    orders = [pieces(steps[i]) for i in range(0, 6, 2)]
-    assert orders[0] != orders[1] != orders[2]
 
 
 def test_a_sorting_strategy_imposes_no_curriculum():
@@ -250,19 +220,6 @@ def test_stagger_begins_each_stream_inside_its_first_document():
     ]  # fmt: skip
 
 
-def test_shuffled_rows_are_those_of_the_streams():
-    keys = {"strategy": "concat_split", "batching": "stream", "streams": 4, "tokens_per_step": 64}
-    plain, shuffled = (steps_of(LONG, **keys, shuffle_steps=every)[0] for every in (None, 3))
-    steps = len(plain.schedule._window(0).edges) - 1
-    for first in range(0, steps, 3):
-        blocks = [
-            [row for n in range(first, min(first + 3, steps)) for rows in pieces(data[n]) for row in rows]
-            for data in (plain, shuffled)
-        ]
-        assert sorted(blocks[0]) == sorted(blocks[1])
-    assert [pieces(plain[n]) for n in range(steps)] != [pieces(shuffled[n]) for n in range(steps)]
-
-
 @pytest.mark.parametrize(("lengths", "streams"), [([400, *[10] * 20], 2), ([50, 50], 2), ([30] * 40, 3)])
 def test_evaluation_as_trained_has_few_empty_rows(lengths, streams):
     data = DataConfig(strategy="concat_split", streams=3, row_length=8, max_tokens_per_batch=24)
@@ -276,7 +233,6 @@ def test_evaluation_as_trained_has_few_empty_rows(lengths, streams):
 @pytest.mark.parametrize(
     ("key", "make"),
     [
-        ("data.source", lambda: Schedule(Numbered([]), DataConfig(), 0)),
         ("data.row_length", lambda: Schedule(Numbered([30]), DataConfig(row_length=8), 0)),
         (
             "data.lengths",
@@ -287,19 +243,3 @@ def test_evaluation_as_trained_has_few_empty_rows(lengths, streams):
 def test_errors_name_the_key(key, make):
     with pytest.raises(ConfigError, match=key):
         make()
-
-
-def test_ranks_share_the_batches_of_one_process():
-    """Each has as many batches; some ranks have nothing in the last one."""
-    of_ranks = {ranks: steps_of([16] * 7, ranks, strategy="next_fit") for ranks in (1, 2, 3)}
-    for number in range(3):
-        whole = of_ranks[1][0][number]
-        rows = [row for held in pieces(whole) for row in held]
-        for ranks in (2, 3):
-            shares = [steps[number] for steps in of_ranks[ranks]]
-            spread = [held for i in range(len(shares[0].batches)) for share in shares for held in pieces(share)[i]]
-            assert [row for row in spread if row] == rows
-    assert [step.num_tokens for step in (whole, of_ranks[1][0][3])] == [16, 48], (
-        "the last step of an epoch, and the next one"
-    )
-    assert not torch.cat([b.loss_mask.flatten() for b in of_ranks[2][1][2].batches]).any()

@@ -1,8 +1,6 @@
 """Sources: what they read, what they hold out, what they refuse."""
 
 import sys
-import sysconfig
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -39,21 +37,6 @@ def held_out(documents):
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.gz"])
 def test_compressed_lines_are_the_lines(tmp_path, name, expected):
     assert read(of(write_lines(tmp_path / name))) == expected
-
-
-def test_a_folder_and_a_pattern_take_compressed_and_plain_files(tmp_path, expected):
-    folder = tmp_path / "folder"
-    (folder / "deep").mkdir(parents=True)
-    write_lines(folder / "a.jsonl", TEXTS[:100])
-    write_lines(folder / "b.jsonl.gz", TEXTS[100:200])
-    write_lines(folder / "deep" / "c.jsonl.zst", TEXTS[200:])
-    (folder / "notes.txt").write_text("not JSON")
-    for path in (folder, folder / "**" / "*.jsonl*", tmp_path / "fold*"):
-        assert read(of(path)) == expected
-    assert contents(read(of(folder / "*.gz"))) == TEXTS[100:200]
-    write_lines(folder / "b.jsonl")
-    assert "twice" in refused(of(folder))
-    assert refused(of("nothing*")).startswith("data.path")
 
 
 BROKEN = {
@@ -152,18 +135,15 @@ def test_data_sets_have_the_documents_and_the_split_of_json_lines(tmp_path, data
 
 
 def test_rows_and_columns_without_text_are_refused(tmp_path, datasets):
-    made = datasets.Dataset.from_dict({"text": ["a", None, "b"], "id": [1, 2, 3], "words": [["a"], ["b"], ["c"]]})
-    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "splits")
+    made = datasets.Dataset.from_dict({"text": ["a", None, "b"], "id": [1, 2, 3]})
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "saved")
     (tmp_path / "folder").mkdir()
     made.to_parquet(tmp_path / "folder" / "train.parquet")
-    for name, source in (("splits", "huggingface"), ("folder", "huggingface"), ("folder", "parquet")):
-        path = tmp_path / name
-        assert "row 2" in refused(of(path, source)) and "None" in refused(of(path, source))
-        for key in ("txt", "id", "words"):
-            assert key in refused(of(path, source, text_key=key))
-    assert refused(of(tmp_path / "splits", "huggingface", split="tset")).startswith("data.path")
-    (tmp_path / "empty").mkdir()
-    assert refused(of(tmp_path / "empty", "huggingface")).startswith("data.path")
+    for name, source in (("saved", "huggingface"), ("folder", "huggingface"), ("folder", "parquet")):
+        assert "row 2" in refused(of(tmp_path / name, source))
+        for key in ("txt", "id"):
+            assert key in refused(of(tmp_path / name, source, text_key=key))
+    assert "tset" in refused(of(tmp_path / "saved", "huggingface", split="tset"))
     parquet = tmp_path / "folder" / "train.parquet"
     parquet.write_bytes(parquet.read_bytes()[:100])
     assert refused(of(parquet, "parquet")).startswith("data.path")
@@ -196,21 +176,17 @@ def test_megatron_s_documents_come_as_they_are(tmp_path_factory, documents, kind
 def test_megatron_s_files_that_do_not_fit_are_refused(tmp_path):
     documents = [[1, 2, 3], [4, 5], [6]]
     prefix = write_megatron(tmp_path / "corpus", documents)
-    binary, index = prefix.with_suffix(".bin"), prefix.with_suffix(".idx")
+    index = prefix.with_suffix(".idx")
     data = of(prefix, "megatron", cache_dir=str(tmp_path / "c"))
     whole = index.read_bytes()
-    binary.write_bytes(binary.read_bytes() + b"\0\0")
-    assert str(binary) in refused(data)
     for content in (whole[:-8], b"MMIDIDY" + whole[7:], b""):
         index.write_bytes(content)
         assert str(index) in refused(data)
-    for changes in ({"version": 2}, {"code": 7}):
+    for changes in ({"version": 2}, {"code": 7}, {"dtype": "<i4"}):
         write_megatron(prefix, documents, **changes)
         assert str(index) in refused(data)
     write_megatron(prefix, [[1], [-1]], 4, "<i4")
     assert "-1" in refused(data)
-    index.unlink()
-    assert str(index) in refused(data)
 
 
 # --- the standard library, synthetic documents, tasks
@@ -232,21 +208,6 @@ def test_functions_are_cut_out_as_they_stand_in_their_file():
         "def e(): return 'é'\n"
     ]
     assert functions_of(b"def (") is None
-
-
-def test_the_standard_library_is_held_out_by_file(monkeypatch, tmp_path):
-    for i in range(40):
-        (tmp_path / f"m{i}.py").write_text(f"def a(): return {i}\ndef b(): return {i}\n")
-    (tmp_path / "broken.py").write_text("def (")
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "t.py").write_text("def no(): pass\n")
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    source, skipped = open_source(DataConfig(validation_fraction=0.25)), Counter()
-    sides = {}
-    for document in source.read(lambda _: None, skipped):
-        sides.setdefault(document.content.split()[-1], set()).add(document.held_out)
-    assert skipped == {"unparsable_files": 1} and len(sides) == 40
-    assert sum(side == {True} for side in sides.values()) == 10 == 40 - sum(side == {False} for side in sides.values())
 
 
 @pytest.mark.parametrize("name", ["documents-2k", "short", "heavy"])

@@ -1,8 +1,6 @@
 """A corpus comes back as it was tokenised, under a key of everything that decides it; corpora of old versions open."""
 
 import dataclasses
-import json
-import logging
 import os
 import pickle
 import shutil
@@ -33,7 +31,7 @@ def test_every_document_comes_back_once_between_begin_and_end_tokens(data):
     corpora = load(data)
     assert sorted(texts(corpora.train) + texts(corpora.validation)) == sorted(TEXTS)
     assert texts(corpora.train) == [text for text in TEXTS if text in set(texts(corpora.train))]
-    assert not set(texts(corpora.train)) & set(texts(corpora.validation)) and corpora.train.skipped == {}
+    assert not set(texts(corpora.train)) & set(texts(corpora.validation))
     for corpus in (corpora.train, corpora.validation):
         assert corpus.offsets[0] == 0 and corpus.offsets[-1] == corpus.num_tokens == len(corpus.tokens)
         assert (np.diff(corpus.offsets) == corpus.lengths).all() and corpus.corpus_hash == corpora.corpus_hash
@@ -83,14 +81,6 @@ def test_the_corpus_hash_is_of_both_splits_and_not_of_where_they_lie(data, tmp_p
         assert load(data, path=str(moved)).corpus_hash != first.corpus_hash
 
 
-def test_a_corpus_of_an_old_version_opens(data):
-    """Its card had checksums; before those it had not even them."""
-    corpora = load(data)
-    path = corpora.train.folder / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"checksums": {}, "checksum": "00"}))
-    assert texts(load(data).train) == texts(corpora.train)
-
-
 @pytest.mark.parametrize("name", ["train.tokens", "validation.lengths", "train.offsets", "meta.json"])
 @pytest.mark.parametrize("how", ["cut", "removed"])
 def test_a_damaged_corpus_is_refused_by_its_folder(data, name, how):
@@ -107,12 +97,3 @@ def test_a_damaged_corpus_is_refused_by_its_folder(data, name, how):
 
 def test_a_cache_folder_that_cannot_be_made_is_refused(data):
     assert refused(dataclasses.replace(data, cache_dir=data.path)).startswith("data.cache_dir")
-
-
-def test_what_is_left_out_is_logged_each_time(data, caplog):
-    write_lines(Path(data.path), ["", "a", "b", "", *TEXTS])
-    for _ in range(2):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            assert load(data).train.skipped == {"empty_documents": 2}
-        assert "2 empty documents" in caplog.text

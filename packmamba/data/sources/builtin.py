@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,19 +31,17 @@ CHUNK = 1024
 
 
 def open_stdlib(data: DataConfig) -> Source:
-    """Open every function and method of Python's standard library, held out by file; unparsable files are counted."""
+    """Open every function and method of Python's standard library, held out by file."""
     root = Path(sysconfig.get_path("stdlib"))
     files = list_files(root, (".py",), SKIPPED_FOLDERS)
     files = [name for name in files if (root / name).is_file()]  # systems have links to what is not installed
     fingerprint, sizes = file_sizes(root, files)
     held_out = held_out_files(files, data)
 
-    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+    def read(advance: Advance) -> Iterator[Document]:
         for name in files:
             code = (root / name).read_bytes()
-            functions = functions_of(code)
-            skipped["unparsable_files"] += functions is None
-            for text in functions or ():
+            for text in functions_of(code) or ():
                 yield Document(name in held_out, text)
             advance(len(code))
 
@@ -58,7 +55,7 @@ def open_synthetic(data: DataConfig) -> Source:
     """
     count = held_out_count(data.num_documents, data)
 
-    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+    def read(advance: Advance) -> Iterator[Document]:
         lengths = draw_lengths(data.distribution, data.num_documents, SEED)
         held_out = np.zeros(data.num_documents, bool)
         split_rng = np.random.Generator(np.random.PCG64([SEED, 1]))
@@ -93,7 +90,7 @@ def open_task(data: DataConfig) -> Source:
         raise ConfigError(f"data.num_documents: task '{data.task}' has {task.num_examples}, got {data.num_documents}")
     trained = data.num_documents - held_out_count(data.num_documents, data)
 
-    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+    def read(advance: Advance) -> Iterator[Document]:
         for index in range(data.num_documents):
             example = task.example(SEED, index)
             yield Document(index >= trained, example.tokens, np.where(example.mask, example.targets, -1))

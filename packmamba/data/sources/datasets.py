@@ -33,7 +33,12 @@ def open_huggingface(data: DataConfig) -> Source:
         raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
     path = Path(data.path)
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        version, load = file_sizes(path, list_files(path, ("",)))[0], functools.partial(_load_saved, data)
+        version = file_sizes(path, list_files(path, ("",)))[0]
+
+        def load() -> Any:
+            found = _datasets().load_from_disk(data.path)
+            return found[data.split] if isinstance(found, dict) else found
+
     else:
         builder, revision = _builder(data.path, data.subset)
         version = builder.hash
@@ -67,11 +72,6 @@ def _datasets() -> ModuleType:
     except ImportError:
         raise ConfigError("data.source: parquet and huggingface need pip install 'packmamba[integrations]'") from None
     return datasets
-
-
-def _load_saved(data: DataConfig) -> Any:
-    found = _datasets().load_from_disk(data.path)
-    return found[data.split] if isinstance(found, dict) else found
 
 
 @functools.lru_cache

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import struct
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,7 +38,7 @@ def open_text(data: DataConfig) -> Source:
     fingerprint, sizes = file_sizes(root, files)
     held_out = held_out_files([name for name, size in zip(files, sizes) if size], data)
 
-    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+    def read(advance: Advance) -> Iterator[Document]:
         for name in files:
             content = (root / name).read_bytes()
             try:
@@ -59,9 +58,6 @@ def open_jsonl(data: DataConfig) -> Source:
     """
     root, files = find_files(data, (".jsonl", ".jsonl.gz", ".jsonl.zst"))
     fingerprint, sizes = file_sizes(root, files)
-    for name in files:
-        if name.endswith((".gz", ".zst")) and (plain := name.rpartition(".")[0]) in files:
-            raise ConfigError(f"data.path: {root / plain} is there twice, also as {name}; remove one of them")
 
     def contents(advance: Advance) -> Iterator[str]:
         for name in files:
@@ -101,9 +97,9 @@ def _unpacked(path: Path, file: BinaryIO) -> Iterable[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError("data.path: .zst files need the package zstandard; pip install zstandard") from None
-    decompressor: Any = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    return io.BufferedReader(decompressor.stream_reader(file, read_across_frames=True, closefd=False))
+        raise ConfigError("data.path: .zst files need pip install zstandard") from None
+    unpacked: Any = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # of zstd --long=31
+    return io.BufferedReader(unpacked.stream_reader(file, read_across_frames=True, closefd=False))
 
 
 def open_megatron(data: DataConfig) -> Source:

@@ -18,7 +18,6 @@ import itertools
 import json
 import tokenize
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +65,7 @@ def open_packages(data: DataConfig) -> Source:
     taken = list(manifest.taken())
     find = functools.lru_cache(importlib.metadata.distribution)
 
-    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+    def read(advance: Advance) -> Iterator[Document]:
         for package, path, hash, chosen in taken:
             try:
                 code = Path(str(find(package["name"]).locate_file(path))).read_bytes()

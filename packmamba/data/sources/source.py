@@ -6,7 +6,6 @@ import glob
 import hashlib
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +35,8 @@ class Document(NamedTuple):
 
 
 Advance = Callable[[int], object]
-Read = Callable[[Advance, "Counter[str]"], Iterator[Document]]
-"""read(advance, skipped) yields documents, calls advance(n) as it goes, and counts in ``skipped`` what it leaves out."""
+Read = Callable[[Advance], Iterator[Document]]
+"""read(advance) yields documents and calls advance(n) as it goes."""
 
 
 @dataclass(frozen=True)
@@ -57,31 +56,24 @@ class Source:
     vocab_size: int | Callable[[], int] | None = None
 
 
-def source_path(data: DataConfig) -> Path:
-    """Return ``data.path``, which must exist."""
-    if not data.path or not Path(data.path).exists():
-        raise ConfigError(f"data.path: data.source={data.source} expected a file or folder, got '{data.path}'")
-    return Path(data.path)
-
-
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
     """Find ``data.path``: a file, the files below a folder with these suffixes, or what a pattern such as ``a/*.b`` matches.
 
     Returns a folder and names relative to it, sorted.
     """
-    path = Path(data.path or "")
-    if data.path and not path.exists() and glob.has_magic(data.path):
-        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-        found = [Path(name) for name in glob.glob(data.path, recursive=True)]
+    path, names = Path(data.path or "*"), set()
+    if path.exists():
+        found, root = [path], path if path.is_dir() else path.parent
     else:
-        found = [source_path(data)]
-        root = path if path.is_dir() else path.parent
-    names = set()
+        found = [Path(name) for name in glob.glob(data.path or "", recursive=True)]
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
     for one in found:
         inside = list_files(one, suffixes) if one.is_dir() else [""]
         names |= {(one / name).relative_to(root).as_posix() for name in inside}
     if not names:
-        raise ConfigError(f"data.path: expected files {' '.join(filter(None, suffixes))} in '{data.path}', got none")
+        raise ConfigError(
+            f"data.path: data.source={data.source} expected files {' '.join(suffixes)}, got '{data.path}'"
+        )
     return root, sorted(names)
 
 
@@ -133,7 +125,7 @@ def split_by_content(contents: Callable[[Advance], Iterable[Any]], fraction: flo
     The fraction is met on average, with at least one document.
     """
 
-    def read(advance: Advance, skipped: Counter[str]) -> Iterator[Document]:
+    def read(advance: Advance) -> Iterator[Document]:
         limit = fraction
         if fraction:
             smallest = 1.0
