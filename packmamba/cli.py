@@ -95,21 +95,20 @@ def train(words: list[str]) -> None:
 
 
 def sweep(words: list[str]) -> None:
-    """Train every run of one or more sweeps, and report; the same command again continues."""
+    """Train every run of a sweep, and report; the same command again continues."""
     begun = time.monotonic()
-    files, overrides = split(words, "YAML files", 1, len(words))
+    (file,), overrides = split(words, "a YAML file", 1, 1)
     from lightning.pytorch.utilities import rank_zero_only
 
     from packmamba.records import has_records
-    from packmamba.training.sweep import load_sweep, run_sweeps
+    from packmamba.training.sweep import load_sweep, run_sweep
 
-    sweeps = [load_sweep(file, overrides) for file in files]
+    config, runs = load_sweep(file, overrides)
     try:
-        run_sweeps(sweeps, begun=begun)
+        run_sweep(config, runs, begun=begun)
     finally:
-        for folder in dict.fromkeys(sweep.output for sweep, _ in sweeps):
-            if has_records(folder) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-                rank_zero_only(report)([folder])
+        if has_records(config.output) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            rank_zero_only(report)([config.output])
 
 
 def demo(words: list[str]) -> None:

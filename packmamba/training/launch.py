@@ -12,12 +12,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
-from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from packmamba.config import Config, key, resolve, to_dict
@@ -37,17 +35,13 @@ from packmamba.training.run_id import LEASE_SECONDS, Locked, RunLock, find_recor
 PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
 START_METHOD, CLUSTER = "spawn", "slurm"
 STOP_SECONDS = 10.0
-"""Time for a run that is told to stop to end its step and write a checkpoint."""
-RETRY_SECONDS = 1.25 * LEASE_SECONDS
-"""A run that another process has locked is tried again after all others, and waited for so long."""
-BUSY_MIB = 1024
-"""A GPU of which more memory is in use is not free."""
+"""Time that a stopped run has to end its step and write a checkpoint."""
 THREADS = 4
 """Maximum threads of a run on a GPU, and the threads of a run on a CPU under ``jobs=auto``."""
 
 
 class Outcome(NamedTuple):
-    """``state``: done, diverged, stopped (it continues from its checkpoint), locked (by another process), or failed."""
+    """``state``: done, stopped (it continues from its checkpoint), locked (by another process), or failed."""
 
     state: str
     why: str = ""
@@ -66,7 +60,7 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
     """
     try:
         if config.trainer.devices > 1:
-            return _train_in_ranks(config, progress, stop)
+            return _train_in_ranks(config, stop)
         with RunLock(run_folder(config), wait):
             return _outcome(fit(config, progress, lambda _: stop()))
     except Locked as error:
@@ -84,28 +78,26 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
 
 def _outcome(record: dict[str, Any]) -> Outcome:
     metrics = record["metrics"]
-    if "diverged_at_step" in metrics:
-        return Outcome("diverged", f"its loss was not finite at step {metrics['diverged_at_step']:.0f}")
-    return Outcome("done", f"validation loss {metrics['val_loss']:.4f}")
+    step = metrics.get("diverged_at_step")
+    return Outcome("done", f"validation loss {metrics['val_loss']:.4f}" if step is None else f"diverged at step {step}")
 
 
-def _train_in_ranks(config: Config, progress: bool, stop: Callable[[], bool]) -> Outcome:
-    """Train a run on several devices in a process of its own, in which Lightning starts the other ranks."""
+def _train_in_ranks(config: Config, stop: Callable[[], bool]) -> Outcome:
+    """Train a run on several devices under torchrun; see this file's last lines."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
-    command = [sys.executable, "-m", __name__, json.dumps(to_dict(config)), str(int(progress)), str(os.getpid())]
+    command = [sys.executable, "-m", __name__, json.dumps(to_dict(config)), str(config.trainer.devices)]
     process = subprocess.Popen(command, env=environment | {"PYTHONPATH": PYTHONPATH}, start_new_session=True)
     try:
         while process.poll() is None and not stop():
             time.sleep(0.2)
     finally:
-        process.terminate()
+        process.terminate()  # torchrun passes it on to the ranks, which write a checkpoint
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     if (record := find_record(config)) is not None:
         return _outcome(record)
-    return Outcome("stopped" if stop() else "failed", f"its first rank ended with status {process.wait()}")
+    return Outcome("stopped" if stop() else "failed", f"torchrun ended with status {process.wait()}")
 
 
 def _end_with(parent: int) -> None:
@@ -119,79 +111,31 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _train_queue(
-    queue: deque[tuple[Config, float]],
-    train_one: Callable[[Config, float], Outcome],
-    report: Report,
-    place: str,
-    last: float = float("inf"),
-) -> None:
-    """Train runs, each with how long to wait for its lock, until the time ``last``."""
-    while queue and time.monotonic() < last:
-        try:
-            config, seconds = queue.popleft()
-        except IndexError:  # another slot was faster
-            return
-        report(config, None, place)
-        outcome = train_one(config, seconds)
-        if outcome.state == "locked" and not seconds:
-            queue.append((config, RETRY_SECONDS))
-        else:
-            report(config, outcome, place)
-
-
 def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
     """Train runs one after another in this process."""
-    queue = deque((config, 0.0) for config in configs)
-    _train_queue(queue, lambda config, seconds: train(config, progress, wait=seconds), report, "")
+    for config in configs:
+        report(config, None, "")
+        report(config, train(config, progress), "")
 
 
 class Slot(NamedTuple):
-    """A place for one run at a time: its name, its GPU's UUID or "", and threads."""
+    """A place for one run at a time: its name, its value of CUDA_VISIBLE_DEVICES, and threads."""
 
     name: str
     gpu: str
     threads: int
 
 
-@contextlib.contextmanager
-def device_slots(jobs: int | str, on_gpu: bool) -> Iterator[list[Slot]]:
-    """Yield ``jobs`` slots on GPUs, free ones first, or on shares of the cores. Free GPUs are locked to this sweep.
-
-    Args:
-        jobs: number of slots; ``auto``: one on each free GPU, or without GPUs one for each four cores.
-        on_gpu: whether runs use a GPU if there is one.
-
-    Raises:
-        ConfigError: ``auto``, and no GPU is free.
-    """
-    gpus, free = _gpus() if on_gpu else {}, []
+def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
+    """Return slots on the GPUs that CUDA shows, in turn, or on shares of the cores; ``auto``: one for each GPU or four cores."""
+    count = torch.cuda.device_count() if on_gpu else 0
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.ExitStack() as locks:
-        for gpu, used in gpus.items():
-            with contextlib.suppress(Timeout):
-                lock = FileLock(f"{tempfile.gettempdir()}/packmamba-{os.getuid()}-{gpu}.lock", timeout=0)
-                if used < BUSY_MIB and locks.enter_context(lock):
-                    free.append(gpu)
-        if jobs == "auto" and gpus and not free:
-            raise ConfigError(f"jobs: expected a number, as none of the {len(gpus)} GPUs is free, got auto")
-        count = (len(free) or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
-        threads = max(1, min(cores // count, THREADS if gpus else cores))
-        order = [*free, *(gpu for gpu in gpus if gpu not in free)] or [""]
-        chosen = [order[number % len(order)] for number in range(count)]
-        names = [f"GPU {[*gpus].index(gpu)}" if gpu else f"CPU {number}" for number, gpu in enumerate(chosen)]
-        yield [Slot(name, gpu, threads) for name, gpu in zip(names, chosen)]
-
-
-def _gpus() -> dict[str, int]:
-    """Return the UUID of each GPU that CUDA may use, with the MiB of its memory in use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
-    if visible == "" or shutil.which("nvidia-smi") is None:
-        return {}
-    query += [] if visible is None else ["-i", visible]
-    listed = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-    return {uuid: int(used) for uuid, used in (line.split(", ") for line in listed if line.startswith("GPU-"))}
+    number = (count or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
+    threads = max(1, min(cores // number, THREADS if gpus else cores))
+    if not gpus:
+        return [Slot(f"CPU {i}", "", threads) for i in range(number)]
+    return [Slot(f"GPU {gpus[i % count]}", gpus[i % count], threads) for i in range(number)]
 
 
 def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")) -> None:
@@ -200,24 +144,26 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
     Args:
         deadline: of ``time.monotonic``; runs stop ``STOP_SECONDS`` earlier, with a checkpoint, and no other begins.
     """
-    context, others = multiprocessing.get_context(START_METHOD), set(multiprocessing.active_children())
-    stop, queue, last = context.Event(), deque((config, 0.0) for config in configs), deadline - STOP_SECONDS
+    context, queue, last = multiprocessing.get_context(START_METHOD), deque(configs), deadline - STOP_SECONDS
+    stop = context.Event()
 
     def work(slot: Slot) -> None:
-        pools: list[ProcessPoolExecutor] = []
-
-        def train_one(config: Config, seconds: float) -> Outcome:
-            if not pools:
-                pools.append(ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid())))
+        pool = None
+        while time.monotonic() < last:
             try:
-                outcome = pools[0].submit(_train_in_worker, config, last, seconds).result()
+                config = queue.popleft()
+            except IndexError:
+                return
+            report(config, None, slot.name)
+            pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
+            try:
+                outcome = pool.submit(_train_in_worker, config, last).result()
             except BrokenProcessPool:
                 outcome = Outcome("stopped" if stop.is_set() else "failed", "its process was killed")
             if outcome.state == "failed":  # the next run gets a fresh process
-                pools.pop().shutdown(wait=False)
-            return outcome
-
-        _train_queue(queue, train_one, report, slot.name, last)
+                pool.shutdown(wait=False)
+                pool = None
+            report(config, outcome, slot.name)
 
     threads, before = ThreadPoolExecutor(len(slots)), signal.signal(signal.SIGTERM, signal.default_int_handler)
     working = [threads.submit(work, slot) for slot in slots]
@@ -232,7 +178,7 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
         stop.set()
         queue.clear()
         signal.signal(signal.SIGTERM, before)
-        for child in set(multiprocessing.active_children()) - others:
+        for child in multiprocessing.active_children():
             child.kill()
         threads.shutdown()
     for each in working:
@@ -255,13 +201,13 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
         torch.set_num_threads(slot.threads)
 
 
-def _train_in_worker(config: Config, last: float, wait: float) -> Outcome:
+def _train_in_worker(config: Config, last: float) -> Outcome:
     """Train a run, which stops at the time ``last``. What it prints goes to ``output.txt`` in its folder."""
     run_folder(config).mkdir(parents=True, exist_ok=True)
     with open(run_folder(config) / "output.txt", "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    return train(config, False, lambda: _stop.is_set() or time.monotonic() > last, wait)
+    return train(config, False, lambda: _stop.is_set() or time.monotonic() > last)
 
 
 @dataclass
@@ -284,7 +230,7 @@ class Job:
     """Train one run in a job of SLURM; submitit requeues a job that is preempted or at its time limit."""
 
     def __call__(self, config: Config) -> Outcome:
-        return train(config, False, wait=RETRY_SECONDS)
+        return train(config, False, wait=1.25 * LEASE_SECONDS)  # for the lock of a job that was killed on another node
 
     def checkpoint(self, config: Config) -> Any:
         from submitit.helpers import DelayedSubmission
@@ -294,35 +240,30 @@ class Job:
 
 def check_slurm() -> None:
     """Raise ConfigError where there is no submitit or no SLURM."""
-    if importlib.util.find_spec("submitit") is None:
-        raise ConfigError("launcher: slurm needs submitit, which is not installed; pip install 'packmamba[slurm]'")
-    if CLUSTER == "slurm" and shutil.which("sbatch") is None:
-        raise ConfigError("launcher: slurm needs a machine that submits jobs, and sbatch is not found here")
+    if importlib.util.find_spec("submitit") is None or (CLUSTER == "slurm" and shutil.which("sbatch") is None):
+        raise ConfigError("launcher: slurm needs sbatch on this machine, and pip install 'packmamba[slurm]'")
 
 
 def run_as_jobs(configs: list[Config], slurm: SlurmConfig, jobs: int | str, output: str, report: Report) -> None:
-    """Submit an array with a job for each run, and wait for all. Interrupted, jobs go on."""
+    """Submit an array with a job for each run, of the largest run's size, and wait for all. Interrupted, jobs go on."""
     from submitit import AutoExecutor
 
     os.environ["PYTHONPATH"] = PYTHONPATH
-    submitted = []
-    for devices in sorted({config.trainer.devices for config in configs}):
-        alike = [config for config in configs if config.trainer.devices == devices]
-        executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
-        executor.update_parameters(
-            timeout_min=int(slurm.time[:-1]) * {"m": 1, "h": 60, "d": 24 * 60}[slurm.time[-1]],
-            cpus_per_task=slurm.cpus * devices,
-            gpus_per_node=slurm.gpus * devices or None,
-            slurm_array_parallelism=len(alike) if jobs == "auto" else jobs,
-            slurm_mem=slurm.memory,
-            slurm_partition=slurm.partition,
-            slurm_setup=slurm.setup,
-            slurm_signal_delay_s=slurm.grace,
-            slurm_additional_parameters=slurm.options,
-        )
-        submitted += zip(alike, executor.map_array(Job(), alike))
-    for config, job in submitted:
-        report(config, None, f"job {job.job_id}")
+    devices = max(config.trainer.devices for config in configs)
+    executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
+    executor.update_parameters(
+        timeout_min=int(slurm.time[:-1]) * {"m": 1, "h": 60, "d": 24 * 60}[slurm.time[-1]],
+        cpus_per_task=slurm.cpus * devices,
+        gpus_per_node=slurm.gpus * devices or None,
+        slurm_array_parallelism=len(configs) if jobs == "auto" else jobs,
+        slurm_mem=slurm.memory,
+        slurm_partition=slurm.partition,
+        slurm_setup=slurm.setup,
+        slurm_signal_delay_s=slurm.grace,
+        slurm_additional_parameters=slurm.options,
+    )
+    submitted: list[tuple[Config, Any]] = list(zip(configs, executor.map_array(Job(), configs)))
+    print(f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}", flush=True)
     for config, job in submitted:
         try:
             outcome = job.result()
@@ -331,7 +272,11 @@ def run_as_jobs(configs: list[Config], slurm: SlurmConfig, jobs: int | str, outp
         report(config, outcome, f"job {job.job_id}")
 
 
-if __name__ == "__main__":  # a rank of a run on several devices
-    if "LOCAL_RANK" not in os.environ:
-        _end_with(int(sys.argv[3]))
-    fit(resolve(Config, [(OmegaConf.create(sys.argv[1]), "the sweep")]), bool(int(sys.argv[2])))
+if __name__ == "__main__":
+    _end_with(os.getppid())
+    if "LOCAL_RANK" in os.environ:  # a rank of a run on several devices
+        fit(resolve(Config, [(OmegaConf.create(sys.argv[1]), "the sweep")]))
+    else:
+        from torch.distributed.run import main
+
+        main(["--standalone", f"--nproc-per-node={sys.argv[2]}", "-m", "packmamba.training.launch", sys.argv[1]])

@@ -8,9 +8,8 @@ import os
 import re
 import statistics
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -25,7 +24,6 @@ from packmamba.training.benchmark import measure_throughput
 from packmamba.training.fit import check_accelerator, check_documents, check_run
 from packmamba.training.launch import (
     Outcome,
-    Slot,
     SlurmConfig,
     check_slurm,
     device_slots,
@@ -78,11 +76,6 @@ class SweepConfig:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
 
-    @property
-    def in_slots(self) -> bool:
-        """Return whether runs have worker processes on this machine."""
-        return self.launcher == "local" and (self.jobs != 1 or self.deadline is not None)
-
     def problems(self) -> Iterator[str]:
         if not self.train and not self.throughput_rounds:
             yield "train: expected true without throughput_rounds, got false"
@@ -99,18 +92,19 @@ class SweepConfig:
                 if not values or len(values) != len(set(map(str, values))):
                     yield f"{where}.{name}: expected at least one value and none twice, got {values}"
         for name, values in self.only.items():
-            known = {"arm": [*self.arms], **self.grid}
-            if others := [value for value in values if value not in known.get(name, [])]:
-                yield f"only.{name}: expected arm, or a key of the grid, and some of its values, got {others[0]}"
+            if not set(values) <= set({"arm": self.arms, **self.grid}.get(name, [])):
+                yield f"only.{name}: expected arm, or a key of the grid, and some of its values, got {values}"
         arms = {f"arms.{arm}": keys for arm, keys in self.arms.items()}
         for where, keys in {"common": self.common, "grid": self.grid, **arms}.items():
             for name in keys.keys() & {"name", "output", "runs_dir"}:
                 yield f"{where}.{name}: expected no such key; the sweep sets it for each run"
-        named = [*((f"grid.{name}", name, arms) for name in self.grid)]
-        named += [(f"tune.grid.{name}", name, arms | {"grid": self.grid}) for name in self.tune.grid]
-        for where, name, others in named:
-            if other := [other for other, keys in others.items() if any(_overlap(name, one) for one in flatten(keys))]:
-                yield f"{where}: expected a key that {other[0]} does not set"
+        for where, names, others in (
+            ("grid", self.grid, arms),
+            ("tune.grid", self.tune.grid, {**arms, "grid": self.grid}),
+        ):
+            for name, (other, keys) in itertools.product(names, others.items()):
+                if any(_overlap(name, one) for one in flatten(keys)):
+                    yield f"{where}.{name}: expected a key that {other} does not set"
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -137,13 +131,9 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     last = [(parse_override(override), f"'{override}'") for override in overrides if override not in own]
     for layer, origin in last:
         _check_override(sweep, layer, origin)
-    layers = [[*base, (_layer(keys), str(path)), *last] for keys in _runs(sweep)]
-    configs = [resolve(Config, copy.deepcopy(each)) for each in layers]
-    checked: list[Config] = []
-    for config in configs:
-        if (alike := replace(config, seed=0)) not in checked:
-            check_run(config)
-            checked.append(alike)
+    configs = [resolve(Config, copy.deepcopy([*base, (_layer(keys), str(path)), *last])) for keys in _runs(sweep)]
+    for config in {repr(replace(config, seed=0)): config for config in configs}.values():
+        check_run(config)
         if config.trainer.num_nodes > 1:
             raise ConfigError(f"trainer.num_nodes: expected 1 in a sweep, got {config.trainer.num_nodes}")
         if config.trainer.devices > 1 and sweep.launcher == "local" and sweep.jobs != 1:
@@ -158,13 +148,17 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
 
 def _check_override(sweep: SweepConfig, layer: DictConfig, origin: str) -> None:
     """Refuse a key for all runs that the grid or the arms give different values."""
-    for given in flatten(OmegaConf.to_container(layer)):  # type: ignore[arg-type]
-        for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
-            for name in grid:
-                if _overlap(name, given):
-                    raise ConfigError(f"{origin}: expected {where}.{name}=[...], where this sweep has its values")
-        values = [value for arm in sweep.arms.values() for name, value in flatten(arm).items() if _overlap(name, given)]
-        if len(values) >= len(sweep.arms) > 1 and any(value != values[0] for value in values):
+    arms = [flatten(keys) for keys in sweep.arms.values()]
+    keys: Any = OmegaConf.to_container(layer)
+    for given in flatten(keys):
+        for where, name in [
+            *(("grid", name) for name in sweep.grid),
+            *(("tune.grid", name) for name in sweep.tune.grid),
+        ]:
+            if _overlap(name, given):
+                raise ConfigError(f"{origin}: expected {where}.{name}=[...], where this sweep has its values")
+        values = [value for arm in arms for name, value in arm.items() if _overlap(name, given)]
+        if len(values) >= len(arms) > 1 and any(value != values[0] for value in values):
             raise ConfigError(f"{origin}: expected a key in which arms do not differ; set arms.<name>.{given}")
 
 
@@ -196,7 +190,7 @@ def chosen(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
     """Return the runs of a sweep that ``only`` names."""
     points = [{"arm": arm, **point} for point in _points(sweep.grid) for arm in sweep.arms]
     some = [all(point[name] in values for name, values in sweep.only.items()) for point in points]
-    return [config for config, wanted in zip(configs, some, strict=True) if wanted]
+    return list(itertools.compress(configs, some))
 
 
 def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
@@ -210,39 +204,35 @@ def _with(config: Config, keys: dict[str, Any]) -> Config:
     return resolve(Config, [(OmegaConf.create(to_dict(config)), config.name), (_layer(keys), "tune.grid")])
 
 
-def best(tune: TuneConfig, tried: list[list[Config]]) -> int:
-    """Return which combination of values has the best mean of the metric; one with which a run diverged is left out.
+def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config | None:
+    """Return a run with the values of the best mean metric in its arm's trials, without those with which a run diverged.
+
+    None: trials are not done.
 
     Raises:
         Unfinished: a run diverged with every combination.
-        ConfigError: the runs have no such metric.
+        ConfigError: a trial has no such metric.
     """
     means: dict[int, float] = {}
     for number, runs in enumerate(tried):
-        metrics = [record["metrics"] for record in find_records(runs) if record is not None]
-        metrics = [each for each in metrics if "diverged_at_step" not in each]
-        for each in metrics:
-            if each.get(tune.metric) is None:
-                raise ConfigError(
-                    f"tune.metric: expected one of {', '.join(each)}, got '{tune.metric}', which has no value"
-                )
-        if len(metrics) == len(runs):
-            means[number] = statistics.fmean(each[tune.metric] for each in metrics)
+        records = [record["metrics"] for record in find_records(runs) if record is not None]
+        if len(records) < len(runs):
+            return None
+        if any("diverged_at_step" in metrics for metrics in records):
+            continue
+        if any(metrics.get(tune.metric) is None for metrics in records):
+            raise ConfigError(
+                f"tune.metric: expected one of {', '.join(records[0])}, got '{tune.metric}', which is null"
+            )
+        means[number] = statistics.fmean(metrics[tune.metric] for metrics in records)
     if not means:
         raise Unfinished(f"no {' and '.join(tune.grid)} has a finite {tune.metric} with every seed")
-    return (min if tune.best == "least" else max)(means, key=lambda number: means[number])
+    best = (min if tune.best == "least" else max)(means, key=lambda number: means[number])
+    return _with(config, _points(tune.grid)[best])
 
 
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
-    """Run one sweep; see ``run_sweeps``. Return the folder with its records."""
-    run_sweeps([(sweep, configs)], progress, begun)
-    return Path(sweep.output)
-
-
-def run_sweeps(
-    sweeps: Sequence[tuple[SweepConfig, list[Config]]], progress: bool = True, begun: float | None = None
-) -> None:
-    """Time the arms of each sweep if ``throughput_rounds`` says so, then train each run that has no record.
+    """Time a sweep's arms if ``throughput_rounds`` says so, train each run without a record; return the folder of records.
 
     Args:
         begun: of ``time.monotonic``, when the deadline's seconds begin; None: now.
@@ -251,139 +241,87 @@ def run_sweeps(
         ConfigError: before any run.
         Unfinished: runs failed, or are not done. The others are.
     """
-    first, *others = [sweep for sweep, _ in sweeps]
-    for name in ("jobs", "deadline", "launcher"):
-        if any(getattr(sweep, name) != getattr(first, name) for sweep in others):
-            raise ConfigError(f"{name}: expected one value for all sweeps of a command; set it after the files")
-    if others and (first.launcher == "slurm" or any(sweep.tune.grid for sweep, _ in sweeps)):
-        raise ConfigError("launcher, tune: expected one sweep with launcher=slurm or tune.grid, got several")
-    if first.launcher == "slurm":
-        check_slurm()
-    trained = [config for sweep, configs in sweeps if sweep.train for config in configs]
-    runs = [config for sweep, configs in sweeps if sweep.train for config in chosen(sweep, configs)]
-    runs = list({(record_path(c), run_id(c), c.trainer.max_steps): c for c in runs}.values())  # of several sweeps once
-    tried = {config.name: trials(first.tune, config) for config in runs}
+    runs, arms = chosen(sweep, configs) if sweep.train else [], configs[: len(sweep.arms)]
+    tried = {config.name: trials(sweep.tune, config) for config in runs}
     trial_runs = [run for arm in tried.values() for point in arm for run in point]
-    timed = [config for sweep, configs in sweeps if sweep.throughput_rounds for config in configs[: len(sweep.arms)]]
-    for sweep, _ in sweeps:
-        check_writable(sweep.output, "output")
-    for config in (*runs, *timed) if first.launcher == "local" else ():
+    check_writable(sweep.output, "output")
+    if sweep.launcher == "slurm":
+        check_slurm()
+    for config in [*runs, *(arms if sweep.throughput_rounds else [])] if sweep.launcher == "local" else []:
         check_accelerator(config)
-    deque(_waves(runs), maxlen=0)  # raises
-    _check_corpora([*trial_runs, *runs], trained, progress)
+    _check_corpora([*trial_runs, *runs], configs if sweep.train else [], progress)
     on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in runs)
-    with device_slots(first.jobs, on_gpu) if first.in_slots else nullcontext([]) as slots:
-        queue = Queue(first, slots, (begun or time.monotonic()) + (first.deadline or float("inf")), progress)
-        try:
-            for sweep, configs in sweeps:
-                _measure_throughput(sweep, configs[: len(sweep.arms)], progress)
-                _write_sweep(sweep, configs)
-            queue.train(trial_runs)
-            queue.train([tuned for config in runs if (tuned := queue.tune(config, tried[config.name])) is not None])
-        finally:
-            for sweep, configs in sweeps:
-                _write_sweep(sweep, configs)
-    queue.check(len(trial_runs) + len(runs))
+    in_slots = sweep.launcher == "local" and (sweep.jobs != 1 or sweep.deadline is not None)
+    slots = device_slots(sweep.jobs, on_gpu) if in_slots else []
+    deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
+    outcomes: list[Outcome] = []
 
-
-class Queue:
-    """The runs of a command, and their outcomes."""
-
-    def __init__(self, sweep: SweepConfig, slots: list[Slot], deadline: float, progress: bool) -> None:
-        self.sweep, self.slots, self.deadline, self.progress = sweep, slots, deadline, progress
-        self.outcomes: list[tuple[Config, Outcome]] = []
-
-    def train(self, runs: list[Config]) -> None:
-        """Train the runs that have no record."""
-        records = find_records(runs)
-        done = [run for run, record in zip(runs, records) if record is not None]
-        self.outcomes += [(run, Outcome("done")) for run in done]
-        for arm in dict.fromkeys(run.name for run in done):
-            self._print(f"done before: {arm}, seeds {', '.join(str(run.seed) for run in done if run.name == arm)}")
-        for wave in _waves([run for run, record in zip(runs, records) if record is None]):
-            if self.sweep.launcher == "slurm":
-                run_as_jobs(wave, self.sweep.slurm, self.sweep.jobs, self.sweep.output, self.report)
-            elif self.sweep.in_slots:
-                run_in_slots(wave, self.slots, self.report, self.deadline)
-            else:
-                run_here(wave, self.report, self.progress)
-
-    def tune(self, config: Config, tried: list[list[Config]]) -> Config | None:
-        """Return a run with the best values of its arm; None if they are not known."""
-        if not tried:
-            return config
-        if any(record is None for runs in tried for record in find_records(runs)):
-            return None
-        try:
-            return _with(config, _points(self.sweep.tune.grid)[best(self.sweep.tune, tried)])
-        except Unfinished as error:
-            self.report(config, Outcome("failed", str(error)))
-            return None
-
-    def report(self, config: Config, outcome: Outcome | None, place: str = "") -> None:
+    def report(config: Config, outcome: Outcome | None, place: str = "") -> None:
         if outcome is not None:
-            self.outcomes.append((config, outcome))
-        what, why = ("begins", "") if outcome is None else outcome
-        self._print(f"{config.name}, seed {config.seed}: {what}{place and f' on {place}'}{why and f': {why}'}")
+            outcomes.append(outcome)
+        state, why = outcome or ("begins", "")
+        if progress:
+            print(
+                f"{config.name}, seed {config.seed}: {state}{place and f' on {place}'}{why and f': {why}'}", flush=True
+            )
 
-    def _print(self, line: str) -> None:
-        if self.progress:
-            print(line, flush=True)
+    def train(wanted: list[Config]) -> None:
+        """Train the runs without a record, those that start from others' weights last."""
+        unfinished = [run for run, record in zip(wanted, find_records(wanted)) if record is None]
+        for run in wanted:
+            if run not in unfinished:
+                report(run, Outcome("done", "before"))
+        names = {(os.path.realpath(str(run.output)), run.name) for run in unfinished}
+        starts = [str(run.trainer.init_from).rpartition(":") for run in unfinished]
+        waits = [(os.path.realpath(folder), arm) in names for folder, _, arm in starts]
+        for later in (False, True):
+            wave = [run for run, after in zip(unfinished, waits) if after == later]
+            if wave and sweep.launcher == "slurm":
+                run_as_jobs(wave, sweep.slurm, sweep.jobs, sweep.output, report)
+            elif wave and in_slots:
+                run_in_slots(wave, slots, report, deadline)
+            else:
+                run_here(wave, report, progress)
 
-    def check(self, total: int) -> None:
-        """Raise Unfinished unless every run is done."""
-        states = [outcome.state for _, outcome in self.outcomes]
-        done, failed, locked = (
-            states.count("done") + states.count("diverged"),
-            states.count("failed"),
-            states.count("locked"),
+    try:
+        _measure_throughput(sweep, arms, progress)
+        _write_sweep(sweep, configs)
+        train(trial_runs)
+        final = []
+        for config in runs:
+            try:
+                final.append(tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config)
+            except Unfinished as error:
+                report(config, Outcome("failed", str(error)))
+        train([config for config in final if config is not None])
+    finally:
+        _write_sweep(sweep, configs)
+    states, total = Counter(outcome.state for outcome in outcomes), len(trial_runs) + len(runs)
+    if states["failed"]:
+        raise Unfinished(
+            f"{states['failed']} of {total} runs failed, {states['done']} are done; the same command tries again"
         )
-        for config, outcome in self.outcomes:
-            if outcome.state == "failed":
-                self._print(f"{config.name}, seed {config.seed}: failed: {outcome.why}")
-        if failed:
-            raise Unfinished(
-                f"{failed} of {total} runs failed, {done} are done; the same command tries the others again"
-            )
-        if done < total:
-            elsewhere = f", other processes train {locked}" if locked else ""
-            raise Unfinished(
-                f"{done} of {total} runs are done{elsewhere}; the same command resumes the others", status=3
-            )
-
-
-def _waves(runs: list[Config]) -> Iterator[list[Config]]:
-    """Yield runs in order, those that start from another one's weights in a later wave."""
-    while runs:
-        names = {(os.path.realpath(str(run.output)), run.name, run.seed) for run in runs}
-        wave = []
-        for run in runs:
-            folder, _, arm = str(run.trainer.init_from).rpartition(":")
-            if (os.path.realpath(folder), arm, run.seed) not in names:
-                wave.append(run)
-        if not wave:
-            raise ConfigError(f"trainer.init_from: expected another run's weights, got {runs[0].name}'s own")
-        yield wave
-        runs = [run for run in runs if run not in wave]
+    if states["done"] < total:
+        elsewhere = f", other processes train {states['locked']}" if states["locked"] else ""
+        raise Unfinished(
+            f"{states['done']} of {total} runs are done{elsewhere}; the same command resumes the others", status=3
+        )
+    return Path(sweep.output)
 
 
 def _check_corpora(runs: list[Config], every: list[Config], progress: bool) -> None:
-    """Prepare the corpora of runs, and compare those of finished ones with their records."""
-    opened = [run for run, record in zip(runs, find_records(runs)) if record is None]
-    done = [(run, record) for run, record in zip([*every, *runs], find_records([*every, *runs])) if record is not None]
-    for run in {repr((run.data, run.model.vocab_size)): run for run in opened}.values():
+    """Prepare the corpora of runs, and compare them with those in the records of finished ones."""
+    records = list(zip([*runs, *every], find_records([*runs, *every])))
+    opened = {repr((run.data, run.model.vocab_size)): run for run, record in records[: len(runs)] if record is None}
+    for run in opened.values():
         check_documents(run)
-    hashes: dict[str, str | None] = {}
-    for run, record in [*((run, None) for run in opened), *done]:
-        if (documents := repr(run.data)) not in hashes:
-            try:
-                hashes[documents] = load_corpora(run.data, progress=progress).corpus_hash
-            except ConfigError as error:
-                if record is None:
-                    raise
-                hashes[documents] = None
-                print(f"the documents of finished runs cannot be compared: {error}", flush=True)
-        if record is not None and hashes[documents] not in (None, record["corpus_hash"]):
+    hashes: dict[str, str] = {}
+    for run, record in [*((run, None) for run in opened.values()), *records] if opened else []:
+        if record is None and run not in opened.values():
+            continue
+        documents = repr(run.data)
+        hashes[documents] = hashes.get(documents) or load_corpora(run.data, progress=progress).corpus_hash
+        if record is not None and record["corpus_hash"] != hashes[documents]:
             raise ConfigError(
                 f"data: the documents have changed since {run.name}, seed {run.seed}, was trained; give another output, or "
                 f"remove its record in {record_path(run).parent} and its folder in {run.runs_dir}"
