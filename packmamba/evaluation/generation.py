@@ -30,19 +30,15 @@ def generate(
     """Continue each prompt; return the new tokens, without the stop token.
 
     Args:
-        prompts: token ids, at least one each.
         temperature: 0 takes the most likely token; otherwise logits are divided by it and a token is drawn.
         top_p: draw among the most likely tokens whose probabilities reach this sum.
         seed: each prompt's draws depend on the seed and its index alone.
         max_slots: slots of a pass over the prompts.
         stop: ends a continuation after new tokens for which it is true.
-
-    Raises TypeError or ValueError naming the argument.
     """
     texts = [check_ids(prompt, f"prompts[{i}]", model) for i, prompt in enumerate(prompts)]
-    for i, text in enumerate(texts):
-        if not text:
-            raise ValueError(f"prompts[{i}]: expected at least one token, got none")
+    if () in texts:
+        raise ValueError(f"prompts[{texts.index(())}]: expected at least one token, got none")
     check_ids([] if stop_token is None else [stop_token], "stop_token", model)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")

@@ -91,11 +91,7 @@ OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
 
 
 def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
-    """Return an evaluation's ``Validation``; None while the vocabulary size is unknown.
-
-    Raises:
-        ConfigError: an option is wrong, or the documents are too short or have more token ids than the model.
-    """
+    """Return an evaluation's ``Validation``; None while the vocabulary size is unknown. Raises ConfigError."""
     known, options = OPTIONS.get(name, {}), {}
     for option in context.options.keys() - known:
         raise ConfigError(f"{context.key}.{name}: expected options of {', '.join(known) or 'none'}, got '{option}'")

@@ -24,10 +24,8 @@ class PackMambaLM(TemplateLM):
         pretrained: a checkpoint's folder (state-spaces' or Hugging Face's format), or a MambaLM.
         tokenizer: a folder or name for transformers' AutoTokenizer, or an object with ``encode``, ``decode`` and
             ``eos_token_id``; None: the checkpoint's folder.
-        max_slots: slots of a forward pass, which bound the memory.
-        batch_size, max_batch_size: accepted and not used: packing fills passes.
+        batch_size, max_batch_size: accepted and not used: packing fills passes of ``max_slots`` slots.
         device: None: of a folder, a GPU if there is one; of a MambaLM, where it is.
-        dtype: of the weights, such as "bfloat16"; None: the checkpoint's.
     """
 
     def __init__(

@@ -75,13 +75,9 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
 class EvalContext:
     """Everything that an evaluation uses besides the model.
 
-    Attributes:
-        data: source of the documents of evaluations on text, and the rows of evaluations as trained.
-        tokenizer: of the model; None if its ids have no text.
-        examples: number of a task's examples; ``seed``: of their draws (training runs use smaller seeds).
-        max_slots: slots of a pass.
-        options: of the evaluation, such as a task's parameters; ``key``: their configuration key, for errors.
-        trainer: the model's training. A boundary scheme under which something crosses is evaluated as trained too.
+    ``data`` has the documents of evaluations on text and the rows of training, ``trainer`` the boundary scheme: if something
+    crosses under it, the model is evaluated as trained too. ``examples`` and ``seed`` are a task's; ``options`` are the
+    evaluation's, under the configuration key ``key``.
     """
 
     data: DataConfig

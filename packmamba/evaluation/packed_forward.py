@@ -25,21 +25,16 @@ from packmamba.data.schedule import arrange_as_trained
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
-States = list[tuple[Tensor, ...]]
-"""For each layer the initial or final states of some documents, indexed by document."""
-DocumentState = tuple[States, int]
-"""States of several documents, and the index of one of them."""
+DocumentState = tuple[list[tuple[Tensor, ...]], int]
+"""For each layer the states of several documents, and the index of one of them."""
 Visit = Callable[[int, int, Tensor], None]
 """Takes a document's number, the position of a piece's first token in it, and the piece's activations (n, d_model)."""
 Reader = Callable[[Visit], Iterator[int]]
 """Reads documents, calling ``Visit`` for each piece of a pass before it yields the number of tokens in the pass."""
 
-SLOTS_PER_STATE = 64
-"""A pass returns at most one final state for so many of its slots: a state is as large as some tens of tokens."""
-HEAD_ROWS = 512
-"""Fewest rows of logits computed at a time."""
-GPU_LOGITS = 1 << 25
-"""Logits computed at a time on a GPU: with a small vocabulary, launches take longer than products."""
+SLOTS_PER_STATE = 64  # a pass returns one final state for so many slots: a state is as large as some tens of tokens
+HEAD_ROWS = 512  # fewest rows of logits computed at a time
+GPU_LOGITS = 1 << 25  # logits computed at a time on a GPU: with a small vocabulary, launches take longer than products
 
 
 @dataclass
@@ -133,7 +128,7 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> list[S
     starts = [segment.start for segment in segments]
     states = None if all(start is None for start in starts) else InitialStates(model, starts)
     kept = [number for number, segment in enumerate(segments) if segment.keeps(max_slots)]
-    pool: States = []
+    pool: list[tuple[Tensor, ...]] = []
     with torch.inference_mode():
         out = model(
             to_device(tokens, device), layout=layout, states=states, return_states=bool(kept), return_hidden=True
@@ -165,7 +160,7 @@ class InitialStates(Sequence):
     def __init__(self, model: MambaLM, starts: Sequence[DocumentState | None]) -> None:
         self.mixers = [layer.mixer for layer in model.backbone.layers]
         self.documents = len(starts)
-        pools: dict[int, tuple[States, list[int], list[int]]] = {}
+        pools: dict[int, tuple[Any, list[int], list[int]]] = {}
         for number, start in enumerate(starts):
             if start is not None:
                 _, rows, places = pools.setdefault(id(start[0]), (start[0], [], []))
@@ -222,20 +217,17 @@ class TrainingLayoutReader:
             yield batch.layout.num_tokens
 
 
-def head_rows(vocab_size: int, on_gpu: bool) -> int:
-    """Return the number of rows of logits computed at a time, constant for a model, so that the head's product has one shape."""
-    return min(max(HEAD_ROWS, 1 << (GPU_LOGITS // vocab_size).bit_length() >> 1), 16384) if on_gpu else HEAD_ROWS
-
-
 def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """(T, d_model) -> float32 (float64 for float64) log-probabilities (rows, vocabulary), some rows at a time.
 
-    The head computes in the dtype of its weights, under autocast too.
+    The head computes in the dtype of its weights, under autocast too. The number of rows is constant for a model, so that the
+    head's product has one shape.
     """
     weight = model.lm_head.weight
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     with torch.inference_mode(), torch.autocast(hidden.device.type, enabled=False):
-        count = head_rows(len(weight), weight.is_cuda)
+        filling = 1 << (GPU_LOGITS // len(weight)).bit_length() >> 1
+        count = min(max(HEAD_ROWS, filling), 16384) if weight.is_cuda else HEAD_ROWS
         for first in range(0, len(hidden), count):
             part = hidden[first : first + count]
             rows = weight.new_zeros(count, hidden.shape[1])

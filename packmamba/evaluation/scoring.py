@@ -36,15 +36,13 @@ def score(
     than a pass are computed piece by piece with exact states.
 
     Args:
-        model: on any device; its dtype decides the arithmetic.
         requests: pairs (context, continuation) of token ids.
         max_slots: slots of a pass, which bound the memory.
         begin_token: replaces an empty context.
         progress: whether to show a bar; None: if standard error is a terminal.
 
     Raises:
-        TypeError, ValueError: naming the request, for an empty continuation, an empty context without ``begin_token``, or an id
-            outside of the vocabulary.
+        TypeError, ValueError: naming the request that is empty or has an id outside of the vocabulary.
     """
     begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
     by_context: dict[Ids, dict[Ids, Predictions]] = {}

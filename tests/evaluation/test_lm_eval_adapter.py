@@ -105,9 +105,8 @@ def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, 
                     assert abs(a[0] - b[0]) < 1e-3 and a[1] == b[1]
                 compared += 1
     assert compared == 11 * 4 + 10 + 10
-    generated = [sample["filtered_resps"][0] for sample in ours["samples"]["ours_generation"]]
-    assert len(set(generated)) > 3 and any(len(text.split()) > 5 for text in generated)
-    assert any(len(text.split()) < 5 for text in generated), "a stop string ends some"
+    generated = [len(sample["filtered_resps"][0].split()) for sample in ours["samples"]["ours_generation"]]
+    assert min(generated) < 5 < max(generated), "a stop string ends some"
     for name, values in theirs["results"].items():
         for metric, value in values.items():
             if isinstance(value, float):

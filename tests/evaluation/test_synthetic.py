@@ -51,8 +51,7 @@ def test_answers_are_those_of_examples_alone(name):
     metrics, curves = summarize(items)
     count = sum(item["answers"] for item in items)
     assert metrics["accuracy"] == pytest.approx(sum(item["right"] for item in items) / count)
-    for table in curves.values():
-        assert sum(row["answers"] for row in table) == metrics["answers"] == count
+    assert all(sum(row["answers"] for row in table) == metrics["answers"] == count for table in curves.values())
     assert ("choice_accuracy" in metrics) == (name == "next_line")
 
 

@@ -18,12 +18,10 @@ class Example:
     """One document of a task, of n tokens.
 
     Attributes:
-        tokens: (n,) int64.
-        targets: (n,) int64; ``targets[t]`` is the answer after ``tokens[: t + 1]``, any valid id outside of ``mask``.
-        mask: (n,) bool, positions whose answers count.
+        tokens, targets: (n,); ``targets[t]`` is the answer after ``tokens[: t + 1]``, any valid id outside of ``mask``.
+        mask: (n,), positions whose answers count.
         load: how much there is to remember: pairs, data tokens, or the distance to the answer.
         choices: continuations of ``context`` in multiple choice; ``answer``: index of the right one.
-        notes: further values of the task.
     """
 
     tokens: NDArray[np.int64]

@@ -11,13 +11,8 @@ class MultiQueryRecall:
     """MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
 
     Gaps between pairs and queries follow a power law; the tokens between are values, so that only a key asks.
+    The lower half of the ids are keys, the upper half values. With a small exponent ``power_a`` most keys return early.
     Published settings: ``vocab_size=8192``, (length, num_pairs) (64, 4), (128, 8), (256, 16), ``power_a=0.01``.
-
-    Args:
-        num_pairs: pairs of a document.
-        length: tokens of a document, at least 4 for each pair.
-        vocab_size: the lower half are keys, the upper half values.
-        power_a: exponent of the power law; small: most keys return early.
     """
 
     num_examples = None

@@ -37,14 +37,8 @@ def with_packages(documents: Documents) -> list[tuple[str, str]]:
 class Passkey:
     """Passkey retrieval: code holds a line ``KEY_abc = 12345`` and other keys, and ends with ``print(KEY_abc) # ``.
 
-    ``load`` is the distance in bytes from the key's line to the end of the question.
-
-    Args:
-        length: bytes of a document, key and question included.
-        depth: position of the key's line as a share of the length; None: one of 0.1, 0.5, 0.9.
-        digits: digits of a key.
-        others: other keys in the document.
-        documents: sources of the code.
+    ``length`` counts bytes, with ``others`` further keys and the question; the key of ``digits`` digits stands at a share
+    ``depth`` of it (None: one of 0.1, 0.5, 0.9). ``load`` is the distance from the key's line to the end of the question.
     """
 
     vocab_size, of_bytes, chance, num_examples = 256, True, 0.1, None
@@ -96,21 +90,13 @@ class NextLine:
 
     The wrong lines stand in the same file with the same indentation, differ by less than a third in length, and do not stand
     in the context. ``tokens`` are the context and the right line but its last byte, ``targets`` the right line's bytes;
-    ``load`` is the context's length.
-
-    Args:
-        context: maximum bytes before the line.
-        num_choices: lines to choose from.
-        per_package: maximum items of one package.
-        documents: sources of the code.
+    ``load`` is the context's length. A package has at most ``per_package`` items.
     """
 
     vocab_size, of_bytes = 256, True
     DRAWS_PER_ITEM = 8
-    MIN_LINE = 12
-    """Bytes of a line's text: shorter ones (``else:``) make no question."""
-    INSIDE_CHARACTER = bytes(range(0x80, 0xC0))
-    """UTF-8 continuation bytes, which begin no context."""
+    MIN_LINE = 12  # bytes of a line's text: shorter ones (``else:``) make no question
+    INSIDE_CHARACTER = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes, which begin no context
 
     def __init__(
         self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None
@@ -124,8 +110,7 @@ class NextLine:
         for number, package in enumerate(sorted(packages)):
             self.items += self._make_items(packages[package], draw("next_line", 0, number))
         self.num_examples = len(self.items)
-        expected = f"files in which a line has {num_choices - 1} others like it"
-        require(bool(self.items), "documents", expected, documents)
+        require(bool(self.items), "documents", f"lines with {num_choices - 1} others like them", documents)
 
     def example(self, seed: int, index: int) -> Example:
         """Return item ``index`` (modulo their number) with its choices in an order drawn from the seed."""
