@@ -213,8 +213,7 @@ def with_speeds(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Arm]:
 
 def timed_together(arms: Iterable[Arm]) -> str | None:
     """Return the timing of most arms; None if none was timed."""
-    timings = [arm.timing for arm in arms if arm.timing]
-    return max(timings, key=timings.count, default=None)
+    return next((timing for timing, _ in Counter(arm.timing for arm in arms if arm.timing).most_common(1)), None)
 
 
 def _in_order(arms: Sequence[Arm]) -> list[Arm]:

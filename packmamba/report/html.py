@@ -30,13 +30,7 @@ MakeFigures = Callable[[Sequence[Record]], list[Figure]]
 
 @dataclass(frozen=True)
 class Kind:
-    """Functions of all records of one corpus.
-
-    Attributes:
-        tables, figures: make those of one kind of record.
-        label: tells corpora apart in names of files.
-        metrics: that a record of this kind must hold, a number or null each.
-    """
+    """Tables and figures of the records of one corpus, their name in files, and metrics that each record must hold."""
 
     tables: MakeTables = lambda records: []
     figures: MakeFigures = lambda records: []

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from made_records import table, throughput, training
@@ -19,15 +18,6 @@ def rows_of(records, name="training"):
 
 def differences(records):
     return {arm: row["val_loss_difference"] for arm, row in rows_of(records).items()}
-
-
-def test_intervals_are_student_s():
-    for n, quantile in ((2, 12.706), (5, 2.776), (31, 2.042), (1001, 1.962)):
-        values = pd.Series(np.arange(n, dtype=float))
-        found = aggregate.interval(values)
-        assert found.high - found.mean == pytest.approx(quantile * values.std(ddof=1) / np.sqrt(n), rel=1e-12)
-        assert (found.mean, found.n) == ((n - 1) / 2, n)
-        assert found.mean - found.low == pytest.approx(found.high - found.mean)
 
 
 def test_the_difference_is_paired_by_seed():
@@ -78,12 +68,6 @@ def test_points_of_a_grid_and_variants_are_compared_among_themselves():
     apart = {"apart": True, "baseline": "padded"}
     found = differences([record | {"sweep": apart} for record in records])
     assert found["single (model.d_model=128)"] == "-0.5", "runs trained apart have one baseline"
-
-
-def test_the_latest_of_a_repeated_run_counts():
-    early, late = "2030-01-01T00:00:00+00:00", "2030-01-02T00:00:00+00:00"
-    (row,) = table([training("single", loss=3.0, time=late), training("single", loss=9.0, time=early)], "training")
-    assert row["val_loss"] == "3" and row["seeds"] == "1"
 
 
 def test_a_sweep_names_seeds_and_baseline(tmp_path):

@@ -30,13 +30,6 @@ def test_time_in_learning_curves_is_at_measured_speed(drawn):
     assert x == [[5 / 7, 10 / 7]] * 2 and "no comparison" in caption
 
 
-def test_bars_are_of_arms_timed_together(drawn):
-    records = [training(arm) for arm in ("padded", "packed-reset", "packed-leak")]
-    training_figures([*records, throughput("padded", 50.0), throughput("packed-reset", 60.0)])
-    labels = [label.get_text() for label in drawn["speed"][0].axes[0].get_yticklabels()]
-    assert labels == ["padded", "packed-reset"]
-
-
 def test_nothing_drawn_is_cut_and_no_panel_is_empty(drawn):
     arms = [f"mine a_long_key_of_a_grid={value},another_key_of_it={10 * value}" for value in range(9)]
     records = [training(arm) for arm in arms]

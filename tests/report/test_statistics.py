@@ -16,7 +16,6 @@ from packmamba.report.statistics import (
     over_items,
     seeds_for_equivalence,
     seeds_needed,
-    within,
 )
 
 
@@ -30,13 +29,10 @@ def drawn(rng, seeds, groups, of_seeds, of_groups, rest, effect=0.0, unequal=1.0
 @pytest.mark.parametrize(
     ("seeds", "of_seeds", "of_groups", "rest", "groups"),
     [
-        (8, 1, 0, 0, 30),
         (8, 1, 1, 1, 30),
         (5, 1, 0.3, 0.3, 30),
-        (5, 0, 1, 1, 30),
         (8, 0, 1, 0, 12),
         (3, 1, 0.3, 0.3, 30),
-        (3, 0, 1, 1, 30),
     ],
 )
 def test_intervals_hold_the_truth_as_often_as_they_say(seeds, of_seeds, of_groups, rest, groups):
@@ -49,28 +45,11 @@ def test_intervals_hold_the_truth_as_often_as_they_say(seeds, of_seeds, of_group
     assert held / trials >= 0.90  # 0.95 less three standard deviations of 200 trials
 
 
-def test_intervals_are_of_use():
-    """Not so wide that they hold everything: the width is that of the larger source of spread, within half."""
-    sums, weights = drawn(np.random.default_rng(1), 8, 40, 0.01, 0.0, 0.0)
-    found = bootstrap(sums, weights)
-    values = (sums / weights)[:, 0]
-    half = stats.t.ppf(0.975, 7) * stats.sem(values)
-    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.15)
-    assert found.mean == pytest.approx(values.mean())
-    assert (found.p < 0.05) == (found.low > 0 or found.high < 0)
-
-
 def test_a_clear_effect_has_a_small_p_and_none_has_not():
     clear = bootstrap(*drawn(np.random.default_rng(2), 8, 30, 0.1, 0.1, 0.1, effect=1.0))
     none = bootstrap(*drawn(np.random.default_rng(3), 8, 30, 0.1, 0.1, 0.1))
     assert clear.p < 0.001 < 0.05 < none.p
     assert clear.low > 0.8 and clear.high < 1.2
-
-
-def test_too_little_makes_no_claim():
-    assert math.isnan(bootstrap([[1.0, 2.0]], [1, 1]).low) and bootstrap([[1.0, 2.0]], [1, 2]).mean == 1
-    assert math.isnan(bootstrap([[1.0], [2.0]], [1]).p)
-    assert math.isnan(bootstrap(np.empty((0, 0)), []).mean)
 
 
 def test_groups_are_paired_by_seed_and_summed():
@@ -115,15 +94,6 @@ def test_equivalence_is_two_one_sided_t_tests():
         assert equivalence(values, margin) == pytest.approx(expected, rel=1e-9)
     assert equivalence(values, 0.005) < 0.05 < equivalence(values, 0.0005)
     assert equivalence([0.0, 0.0], 0.005) == 0 and math.isnan(equivalence([0.1], 1))
-
-
-def test_what_an_interval_says_of_a_margin():
-    said = [
-        within(aggregate.Interval(0, *bounds, 8), 0.005)
-        for bounds in ((-0.004, 0.004), (0.006, 0.008), (-0.002, 0.006))
-    ]
-    assert said == ["yes", "no", "open"]
-    assert within(None, 1) == within(aggregate.Interval(0, math.nan, math.nan, 1), 1) == "open"
 
 
 def test_holm_by_hand():
