@@ -1,7 +1,4 @@
-"""Commands: ``packmamba <command>``, or ``python run.py <command>`` in a checkout.
-
-Command functions import what they need, so that help and errors come at once.
-"""
+"""Commands: ``packmamba <command>``, or ``python run.py <command>``; each imports what it needs, so that errors come at once."""
 
 from __future__ import annotations
 
@@ -19,14 +16,11 @@ from typing import Any, Optional
 
 from packmamba import __version__
 from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, load_config, registry
-from packmamba.config.load import parse_override, resolve, sections_of, shown, suggest
+from packmamba.config.load import read_layers, resolve, sections_of, shown, suggest
 from packmamba.errors import Unfinished, UserError
 
-FIRST_KEYS = (
-    "data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer optimizer.lr "
-    "trainer.boundary trainer.max_steps"
-).split()
 DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one."
+DTYPE = "dtype of the weights; null for the checkpoint's."
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -39,7 +33,7 @@ class EvalConfig:
     options: dict[str, Any] = key({}, "Parameters of each evaluation, such as options.mqar.num_pairs=4.")
     max_slots: Optional[int] = key(None, "Tokens of a forward pass; null for what fills the device.", low=1)
     device: str = key("auto", DEVICE)
-    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+    dtype: Optional[str] = key(None, DTYPE, choices=DTYPES)
     include_path: Optional[str] = key(None, "A folder of YAML tasks for lm-evaluation-harness.")
     limit: Optional[int] = key(None, "Maximum examples of a task of lm-evaluation-harness.", low=1)
     output: Optional[str] = key(None, "Folder of records and items; null for evaluation/ in the model's folder.")
@@ -53,26 +47,21 @@ class GenerateConfig:
     top_p: float = key(1.0, "Sample among the most likely tokens of this total probability.", above=0, high=1)
     seed: int = key(0, "Seed of sampling.", low=0)
     device: str = key("auto", DEVICE)
-    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+    dtype: Optional[str] = key(None, DTYPE, choices=DTYPES)
 
 
 @dataclasses.dataclass
 class LeakcheckConfig:
-    boundaries: str = key(
-        "position_ids",
-        "Boundary argument of Hugging Face models: position_ids, seq_idx, cu_seq_lens_q, joined by +, or attention_mask.",
-    )
+    boundaries: str = key("position_ids", "Of Hugging Face models: their arguments, joined by +, or attention_mask.")
     patch: bool = key(False, "Patch a Hugging Face Mamba first, with packmamba.integrations.transformers.")
     lengths: Optional[list[int]] = key(None, "Lengths of at least two documents; null for awkward ones.", low=1)
     device: str = key("cpu", DEVICE)
-    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+    dtype: Optional[str] = key(None, DTYPE, choices=DTYPES)
 
 
 @dataclasses.dataclass
 class ReportConfig:
-    baseline: Optional[str] = key(
-        None, "Arm that the others are compared with; null: the first of padded, single, packed."
-    )
+    baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
     output: Optional[str] = key(None, "Folder for the report of several folders; null: print a table only.")
     latex: bool = key(False, "Write tables as LaTeX and figures as PDF too.")
 
@@ -130,7 +119,7 @@ def evaluate(words: list[str]) -> None:
     from packmamba.training.run_id import RunLock
 
     data = OmegaConf.create({"data": dataclasses.asdict(read_config(folder).data)})
-    config = resolve(EvalConfig, [(data, folder), *((parse_override(o), f"'{o}'") for o in overrides)])
+    config = resolve(EvalConfig, [(data, folder), *read_layers(None, overrides)])
     for name, options in config.options.items():
         if name not in config.tasks or not isinstance(options, dict):
             raise ConfigError(f"options.{name}: expected keys and values of one of tasks{suggest(name, config.tasks)}")
@@ -138,22 +127,13 @@ def evaluate(words: list[str]) -> None:
     check_writable(output, "output")
     model = load_model(folder, config.device, config.dtype)
     max_slots, trainer = config.max_slots or default_max_slots(model.model), model.config.trainer
-    manager = _task_manager([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
+    harness = _harness([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
     contexts = {}
     for name in [name for name in config.tasks if name in EVALUATIONS]:
-        own = (
-            config.data,
-            model.tokenizer,
-            config.examples,
-            config.seed,
-            max_slots,
-            dict(config.options.get(name, {})),
-        )
+        own = (config.data, model.tokenizer, config.examples, config.seed, max_slots, config.options.get(name, {}))
         contexts[name] = EvalContext(*own, trainer=trainer)
         check(name, contexts[name], len(model.model.lm_head.weight))
-    weights = float(
-        sum(parameter.detach().double().sum() for parameter in model.model.parameters())
-    )  # tells models apart
+    weights = float(sum(one.detach().double().sum() for one in model.model.parameters()))  # tells models apart
     records = []
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
@@ -162,58 +142,54 @@ def evaluate(words: list[str]) -> None:
             if context := contexts.get(name):
                 asked |= {"examples": config.examples, "seed": config.seed, "options": context.options}
                 asked["data"] = {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}
-                asked["boundary"] = (
-                    {trainer.boundary: trainer.boundary_options} if context.boundary().as_trained else {}
-                )
+                scheme = {trainer.boundary: trainer.boundary_options}
+                asked["boundary"] = scheme if context.boundary().as_trained else {}
             else:
                 asked |= {"harness": True, "limit": config.limit, "include_path": config.include_path}
             digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:10]
             old = [r for r in read_records(output) if r["config"].get("id") == digest] if has_records(output) else []
             if not old:
                 begun = time.perf_counter()
-                result = (
-                    run(name, model.model, context) if context else _harness(name, model, max_slots, config, manager)
-                )
+                result = run(name, model.model, context) if context else harness(name, model, max_slots)
                 write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
-                identity: Any = ("evaluation", model.name, model.name)
                 settings = {"id": digest, "evaluation": asked, "model": model.model.config}
                 seed, seconds = model.config.seed if model.trained else 0, time.perf_counter() - begun
                 numbers: Any = (settings, seed, result.corpus_hash, result.metrics, seconds, result.curves)
-                append_record(output / "records.jsonl", record := make_record(*identity, *numbers))
+                record = make_record("evaluation", model.name, model.name, *numbers)
+                append_record(output / "records.jsonl", record)
             records += old or [record]
     tables = "\n".join(format_table([record]) for record in records)
     print(f"\n{tables}\n\nRecords and items: {output}")
 
 
-def _task_manager(names: list[str], config: EvalConfig, known: list[str]) -> Any:
-    """Return the harness's manager of tasks, None if there are no names. Raises ConfigError for an unknown one."""
-    if names and importlib.util.find_spec("lm_eval") is None:
-        hint = "; tasks of lm-evaluation-harness need pip install 'packmamba[eval]'"
-        raise ConfigError(f"tasks: expected an evaluation, got '{names[0]}'{suggest(names[0], known)}{hint}")
+def _harness(names: list[str], config: EvalConfig, known: list[str]) -> Any:
+    """Return a function that runs a task of lm-evaluation-harness. Raises ConfigError for an unknown name."""
     if not names:
         return None
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=config.include_path)
-    for name in set(names).difference(manager.all_tasks):
-        raise ConfigError(f"tasks: expected evaluations, or tasks of the harness, got '{name}'{suggest(name, known)}")
-    return manager
-
-
-def _harness(name: str, model: Any, max_slots: int, config: EvalConfig, manager: Any) -> Any:
+    if importlib.util.find_spec("lm_eval") is None:
+        hint = "; tasks of lm-evaluation-harness need pip install 'packmamba[eval]'"
+        raise ConfigError(f"tasks: expected an evaluation, got '{names[0]}'{suggest(names[0], known)}{hint}")
     import lm_eval
+    from lm_eval.tasks import TaskManager
 
     from packmamba.evaluation.lm_eval_adapter import PackMambaLM
     from packmamba.evaluation.registry import EvalResult
 
-    adapter = PackMambaLM(model.model, str(model.folder), max_slots)
-    found = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager, log_samples=True)
-    metrics = {k.partition(",")[0]: v for k, v in found["results"][name].items() if isinstance(v, (int, float))}
-    items = [
-        {"doc_id": sample["doc_id"], "responses": sample["filtered_resps"]} | {m: sample[m] for m in sample["metrics"]}
-        for sample in found["samples"][name]
-    ]
-    return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
+    manager = TaskManager(include_path=config.include_path)
+    for name in set(names).difference(manager.all_tasks):
+        raise ConfigError(f"tasks: expected evaluations or tasks of the harness, got '{name}'{suggest(name, known)}")
+
+    def run(name: str, model: Any, max_slots: int) -> EvalResult:
+        adapter, more = PackMambaLM(model.model, str(model.folder), max_slots), {"task_manager": manager}
+        found = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, log_samples=True, **more)
+        metrics = {k.partition(",")[0]: v for k, v in found["results"][name].items() if isinstance(v, (int, float))}
+        items = [
+            {"doc_id": one["doc_id"], "responses": one["filtered_resps"]} | {m: one[m] for m in one["metrics"]}
+            for one in found["samples"][name]
+        ]
+        return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
+
+    return run
 
 
 def generate(words: list[str]) -> None:
@@ -229,11 +205,10 @@ def generate(words: list[str]) -> None:
     if (tokenizer := model.tokenizer) is None:
         raise ConfigError(f"{folder}: expected a model of text, got one without a tokenizer")
     ids = [*([] if tokenizer.begin_id is None else [tokenizer.begin_id]), *tokenizer.encode(prompt).tolist()]
+    if not ids:
+        raise UserError("generate: expected a text, got an empty one")
     sampling = (config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed)
-    try:
-        (new,) = continue_tokens(model.model, [ids], *sampling, max_slots=max(2048, len(ids)))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    (new,) = continue_tokens(model.model, [ids], *sampling, max_slots=max(2048, len(ids)))
     print(prompt + tokenizer.decode(new))
 
 
@@ -245,9 +220,7 @@ def export(words: list[str]) -> None:
 
     model, path = load_model(folder, "cpu"), Path(*target or [folder, "huggingface"])
     if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
-        raise ConfigError(
-            f"{path}: expected a new folder, got one with files; remove it, or name another after the run"
-        )
+        raise ConfigError(f"{path}: expected a new folder, got one with files; remove it, or name another")
     try:
         model.model.save_pretrained(path, format="huggingface")
     except ValueError as error:
@@ -274,38 +247,32 @@ def leakcheck(words: list[str]) -> int:
     from packmamba.training.boundary import BOUNDARIES
 
     published = Path(folder, "config.json")
-    if not published.is_file():
-        raise ConfigError(f"{folder}: expected the folder of a run or checkpoint, with config.json, got none")
     try:
-        if "model_type" in json.loads(published.read_text(encoding="utf-8")):
+        if published.is_file() and "model_type" in json.loads(published.read_text(encoding="utf-8")):
             from transformers import AutoModelForCausalLM
 
-            dtype = None if config.dtype is None else getattr(torch, config.dtype)
-            theirs: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype).to(
-                config.device
-            )
-            if config.patch:
-                from packmamba.integrations.transformers import patch
+            from packmamba.integrations.transformers import patch
 
-                theirs = patch(theirs)
-            result = check(theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths)
+            dtype = config.dtype and getattr(torch, config.dtype)
+            theirs: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype).eval()
+            theirs = (patch(theirs) if config.patch else theirs).to(config.device)
+            result = check(theirs, config.boundaries, lengths=config.lengths)
         else:
             model = load_model(folder, config.device, config.dtype)
-            trainer = model.config.trainer
+            trainer, own = model.config.trainer, model.model
 
             def as_trained(tokens: Any, lengths: Sequence[int]) -> Any:
                 layout = SequenceLayout.from_lengths([list(lengths)], row_length=tokens.shape[1]).to(tokens.device)
                 batch = PackedBatch(tokens, tokens, torch.ones_like(tokens).bool(), layout)
-                boundary = BOUNDARIES[trainer.boundary](**trainer.boundary_options)
-                return model.model.lm_head(boundary.hidden(model.model, batch))
+                return own.lm_head(BOUNDARIES[trainer.boundary](**trainer.boundary_options).hidden(own, batch))
 
-            whole = not model.trained or trainer.boundary == "reset"
-            vocab_size = None if whole else len(model.model.lm_head.weight)
-            result = check(model.model if whole else as_trained, vocab_size=vocab_size, lengths=config.lengths)
-            if not whole:
+            if not model.trained or trainer.boundary == "reset":
+                result = check(own, lengths=config.lengths)
+            else:
+                result = check(as_trained, vocab_size=len(own.lm_head.weight), lengths=config.lengths)
                 result.boundaries = f"as the run was trained, trainer.boundary={trainer.boundary}"
     except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(" ".join(str(error).split())) from None
+        raise ConfigError(str(error)) from None
     print(result)
     return 0 if result.ok else 2 if result.raises is not None else 1
 
@@ -413,26 +380,15 @@ def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[
 
 
 def help_of(command: str, prog: str) -> Iterator[str]:
-    """Yield the lines of a command's help: usage, and its keys by section with defaults and values."""
+    """Yield the lines of a command's help: usage, and its keys with defaults and values."""
     function, usage, schema = COMMANDS[command]
-    yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
-    if isinstance(schema, str):
-        schema = registry(schema)
-    if schema is None:
-        return
-    keys: dict[str, list[str]] = {}
-    for prefix, section in sections_of(schema()):
+    yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}\n"
+    for prefix, section in sections_of(registry(schema)()) if schema else ():
         for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
-            choices = registry(field.metadata["limits"].get("choices")) or ()
+            choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
             line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
-            line = textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
-            keys.setdefault(prefix.rstrip(".") or "keys", []).append(line)
-    if schema is Config:
-        keys = {
-            "begin with": [one for of in keys.values() for one in of if one.split("=")[0].strip() in FIRST_KEYS]
-        } | keys
-    yield from (f"\n{name}:\n" + "\n".join(lines) for name, lines in keys.items())
+            yield textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
 
 
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:

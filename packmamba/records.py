@@ -102,7 +102,7 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Read all records of a folder, in the order of ``FILES``, names and lines. Raises ValueError naming a wrong line."""
+    """Read all records of a folder, in the order of ``FILES``, names and lines. Raises ConfigError naming a wrong line."""
     records = []
     for path in [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -112,9 +112,9 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
                     records.append(_renamed({key: record[key] for key in KEYS} | record))
                 except (ValueError, TypeError, KeyError) as error:
                     if line.strip() and line.endswith(b"\n"):  # else an append was interrupted
-                        raise ValueError(f"{path}:{number}: expected a record, got one without {error}") from None
+                        raise ConfigError(f"{path}:{number}: expected a record, got one without {error}") from None
     if not records:
-        raise ValueError(f"{folder}: expected a folder with {' or '.join(FILES)}, got no record")
+        raise ConfigError(f"{folder}: expected a folder with {' or '.join(FILES)}, got no record")
     return _with_sweeps(records, Path(folder) / SWEEPS) if (Path(folder) / SWEEPS).is_file() else records
 
 
