@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +14,7 @@ from packmamba.data.token_store import Corpus
 from packmamba.layout import SequenceLayout
 
 Integers = NDArray[np.int64]
+MOVED = ("tokens", "targets", "loss_mask", "layout")
 
 
 @dataclass
@@ -42,22 +41,17 @@ class PackedBatch:
         return cls(nothing, nothing, nothing.bool(), layout)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        return self._moved(lambda part: part.to(device, non_blocking=non_blocking))
+        return replace(self, **{part: getattr(self, part).to(device, non_blocking=non_blocking) for part in MOVED})
 
     def pin_memory(self) -> PackedBatch:
-        return self._moved(lambda part: part.pin_memory())
-
-    def _moved(self, move: Callable[[Any], Any]) -> PackedBatch:
-        parts = ("tokens", "targets", "loss_mask", "layout")
-        return replace(self, **{part: move(getattr(self, part)) for part in parts})
+        return replace(self, **{part: getattr(self, part).pin_memory() for part in MOVED})
 
 
 @dataclass
 class StepBatch:
-    """What one optimizer step consumes.
+    """Hold the micro-batches of one optimizer step on this rank, in order; their gradients add up.
 
     Attributes:
-        batches: this rank's micro-batches, in order; their gradients add up.
         num_targets: real targets of the whole step, over the batches of all ranks: the loss's denominator.
         num_tokens, num_slots: real tokens and slots of the whole step.
         num_behind: documents of all ranks, or pieces of them, that follow another one in their row.

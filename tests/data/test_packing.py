@@ -178,14 +178,6 @@ def test_streams_go_on_from_row_to_row(lengths, row_length, streams):
 # --- input
 
 
-def test_rows_are_a_sequence_of_plain_integers():
-    plan = plan_rows(np.array([3, 2, 4], np.int32), np.int64(5), "next_fit")
-    assert plan[-1] == plan[1] and [len(row) for row in plan] == [2, 1]
-    assert {type(value) for row in plan for piece in row for value in piece} | {type(plan[0].slots)} == {int}
-    with pytest.raises(IndexError):
-        plan[2]
-
-
 ERRORS = {
     "overlong": ({"lengths": [3, 9, 70]}, ValueError, "lengths: .*got 9 in document 1.*2 of 3"),
     "unknown strategy": ({"strategy": "bestfit"}, ValueError, "strategy"),

@@ -96,7 +96,5 @@ def open_task(data: DataConfig) -> Source:
             yield Document(index >= trained, example.tokens, np.where(example.mask, example.targets, -1))
             advance(1)
 
-    options = dict(sorted(data.task_options.items()))
-    return Source(
-        [data.task, options, data.num_documents], data.num_documents, " documents", read, vocab_size=task.vocab_size
-    )
+    fingerprint = [data.task, dict(sorted(data.task_options.items())), data.num_documents]
+    return Source(fingerprint, data.num_documents, " documents", read, vocab_size=task.vocab_size)
