@@ -17,18 +17,13 @@ from packmamba.ops.checks import accumulation_dtype, check_is_tensor
 
 
 class Mamba(PackedMamba):
-    """Drop-in for ``mamba_ssm.modules.mamba_simple.Mamba``: its constructor, its state dict, its ``forward`` and ``step``.
-
-    ``forward`` takes boundaries besides. Runs on our kernels, on a CPU too.
+    """Drop-in for ``mamba_ssm.modules.mamba_simple.Mamba``, whose ``forward`` takes boundaries besides; on a CPU too.
 
     Args (others as of PackedMamba):
         dt_init, dt_scale: delta's projection starts "random" or "constant", at most dt_scale / sqrt(dt_rank).
         use_fast_path: taken and without effect; there is one path.
         layer_idx: which states of ``inference_params`` are this layer's.
         device, dtype: of the parameters; A_log and D are float32.
-
-    Raises:
-        ValueError: naming the argument, what was expected and what came.
     """
 
     def __init__(

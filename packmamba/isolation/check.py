@@ -108,9 +108,9 @@ class Documents:
         return (slots >= self.spans[number][0]) & (slots < self.spans[number][1])
 
     def probes(self, documents: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """List changed tokens, and the slots that must not change: a last token, a first token, then all around each document.
+        """List changed tokens, and the slots that must not change: a last token, a first, then all around each document.
 
-        All around is the document's own first token, which competes with it most.
+        The latter become the document's own first token, which competes with it most.
         """
         last, first, around = self.spans[0][1] - 1, self.spans[-1][0], [self.inside(number) for number in documents]
         return [

@@ -97,9 +97,8 @@ class MambaLM(nn.Module):
 
         Args:
             directory: made if it is not there.
-            format: "state_spaces": config.json and pytorch_model.bin as mamba-ssm reads them, unless the model has what only we
-                know (a learned initial state, an unusual norm_epsilon, a mixer of its own); "huggingface": config.json and
-                model.safetensors as transformers' AutoModelForCausalLM reads them.
+            format: "state_spaces", which mamba-ssm reads (but for learned initial states and other norm_epsilon); "huggingface",
+                which transformers' AutoModelForCausalLM reads.
 
         Raises:
             ValueError: an unknown format, or what the format cannot hold.

@@ -63,7 +63,7 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
 
 
 class _OwnStrides(torch.autograd.Function):
-    """Identity whose gradient has the strides of its shape, also where a dimension is 1: causal-conv1d's backward needs them."""
+    """Identity whose gradient has its shape's strides, also where a dimension is 1, as causal-conv1d's backward needs."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
