@@ -131,17 +131,12 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
     for name in {"data", "trainer"} & config.keys():
         config[name] = {RENAMED.get(name, {}).get(key, key): value for key, value in config[name].items()}
     for section in (config, config.get("data", {}), config.get("trainer", {})):
-        section |= {
-            key: RENAMED[key].get(value, value)
-            for key, value in section.items()
-            if isinstance(value, str) and key in RENAMED
-        }
+        for key in section.keys() & RENAMED.keys():
+            section[key] = RENAMED[key].get(str(section[key]), section[key])
     return record
 
 
-def write_sweep(
-    folder: str | Path, name: str, arms: Mapping[str, Iterable[int]], baseline: str | None, **more: Any
-) -> None:
+def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:
     """Write a sweep's entry of ``sweep.json``, its seeds by arm and its baseline; entries of other sweeps stay.
 
     ``more``: ``tuned`` (``keys``, the values ``tried`` of each, ``seeds`` that chose), ``steps`` (by arm, of the runs in its
@@ -200,12 +195,11 @@ def provenance() -> dict[str, Any]:
     """Return commit (``PACKMAMBA_COMMIT`` where .git does not travel, with ``-dirty``), hardware and versions, once."""
     root = Path(__file__).resolve().parents[1]
     git = ("git", "--no-optional-locks", "-C", str(root))
-    if named := os.environ.get("PACKMAMBA_COMMIT"):
-        commit, dirty = named.removesuffix("-dirty"), named.endswith("-dirty")
-    elif _output(*git, "rev-parse", "--show-toplevel") == str(root):
+    commit, dirty = os.environ.get("PACKMAMBA_COMMIT"), None
+    if commit:
+        commit, dirty = commit.removesuffix("-dirty"), commit.endswith("-dirty")
+    elif _output(*git, "rev-parse", "--show-toplevel") == str(root):  # not of a repository around an installed package
         commit, dirty = _output(*git, "rev-parse", "HEAD"), bool(_output(*git, "status", "--porcelain", "--", *SOURCES))
-    else:  # an installed package
-        commit = dirty = None
     cpus = _output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo") or platform.processor() or platform.machine()
     gpus = (_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "").splitlines()
     hardware = {

@@ -47,9 +47,8 @@ def test_sweep_and_report(folder, tmp_path, capsys):
     )
     assert cli.main(["sweep", str(tmp_path / "sweep.yaml"), "arms=[single,packed]", "trainer.loggers=[]"]) == 0
     records = read_records(tmp_path / "out")
-    assert sorted((record["arm"], record["seed"]) for record in records) == [
-        ("packed", 0), ("packed", 1), ("single", 0), ("single", 1)
-    ]  # fmt: skip
+    made = sorted((record["arm"], record["seed"]) for record in records)
+    assert made == [(arm, seed) for arm in ("packed", "single") for seed in (0, 1)]
     assert (tmp_path / "out/report.html").is_file() and (tmp_path / "out/tables/training.md").is_file()
     assert cli.main(["report", str(tmp_path / "out"), "baseline=packed"]) == 0
     assert "packed" in capsys.readouterr().out

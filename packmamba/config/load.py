@@ -59,7 +59,7 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     """Merge layers, each with its name in errors, over the defaults of ``schema`` and validate the result."""
-    config: Any = copy.deepcopy(_defaults(schema))
+    config: Any = copy.deepcopy(_defaults(schema))  # type: ignore[arg-type]
     for update, origin in layers:
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}

@@ -1,7 +1,6 @@
 """Reading configurations: YAML files, overrides, shipped files, plugins."""
 
 import dataclasses
-import subprocess
 import sys
 
 import pytest
@@ -108,8 +107,3 @@ def test_every_key_has_help():
     for section in (Config, *(type(value) for value in vars(Config()).values() if dataclasses.is_dataclass(value))):
         for key in dataclasses.fields(section):
             assert dataclasses.is_dataclass(getattr(section(), key.name)) or key.metadata["help"].endswith(".")
-
-
-def test_lightning_is_not_imported():
-    code = "import sys, packmamba.config; sys.exit('lightning' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
