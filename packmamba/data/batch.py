@@ -114,7 +114,7 @@ class Rows:
         if not self._has_answers:
             return int(length.sum() - np.count_nonzero(start + length == self.end[pieces]))
         each = zip(document.tolist(), start.tolist(), length.tolist())
-        return sum(np.count_nonzero(self.corpus.answers(d)[begin : begin + n] >= 0) for d, begin, n in each)
+        return sum(int((self.corpus.answers(d)[begin : begin + n] >= 0).sum()) for d, begin, n in each)
 
     @property
     def _has_answers(self) -> bool:
@@ -144,4 +144,5 @@ class Rows:
                     loss_mask[b, slot : slot + source.size - 1] = True
                 slot += length
         layout = SequenceLayout.from_lengths(lengths, row_length=tokens.shape[1], offsets=offsets)
-        return PackedBatch(*map(torch.from_numpy, (tokens, targets, loss_mask)), layout, turn)
+        tensors = [torch.from_numpy(array) for array in (tokens, targets, loss_mask)]
+        return PackedBatch(tensors[0], tensors[1], tensors[2], layout, turn)

@@ -100,7 +100,7 @@ class PackedDataModule(lightning.LightningDataModule):
         data, corpus = self.config, self.corpora.validation
         documents = evaluation_documents(corpus, data)
         row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
-        whole = {"row_length": row_length, "overlong": "error", "streams": 1, "stagger": False}
+        whole: dict[str, Any] = {"row_length": row_length, "overlong": "error", "streams": 1, "stagger": False}
         alone = replace(data, strategy="best_fit_decreasing", **whole)
         rows = arrange(corpus, Pieces.of(corpus, documents), alone)
         groups = micro_batches(rows, np.arange(len(rows)), alone)
@@ -131,7 +131,10 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def _loader(self, dataset: Dataset, sampler: StepSampler) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        options = {"num_workers": self.config.num_workers, "worker_init_fn": partial(start_worker, self.plugins)}
+        options: dict[str, Any] = {
+            "num_workers": self.config.num_workers,
+            "worker_init_fn": partial(start_worker, self.plugins),
+        }
         # Its own generator: a loader that is made again on resuming must not move the global one.
         options |= {"pin_memory": on_gpu, "generator": torch.Generator()}
         return DataLoader(dataset, batch_size=None, sampler=sampler, **options)

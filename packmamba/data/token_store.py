@@ -67,7 +67,7 @@ class Corpus:
         """Return the tokens of a document, (lengths[index],), a view. Raises IndexError if there is none."""
         return self.tokens[self._place(index)]
 
-    def answers(self, index: int) -> np.ndarray | None:
+    def answers(self, index: int) -> Any:
         """Return the targets of a document, (lengths[index],), a view; None where the corpus has no targets."""
         return None if self.targets is None else self.targets[self._place(index)]
 
