@@ -84,3 +84,12 @@ def statuses(*processes: multiprocessing.Process, timeout: float = 300) -> list[
         process.join(timeout)
     kill(*(process for process in processes if process.is_alive()))
     return [process.exitcode for process in processes]
+
+
+def hold(folder: Path) -> subprocess.Popen:
+    """Start a process that locks a run's folder until it ends: ``communicate`` lets it."""
+    code = "import sys; from pathlib import Path; from packmamba.training.run_id import RunLock\n"
+    code += "with RunLock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"\n"
+    return process

@@ -56,10 +56,8 @@ class Boundary:
 
     def hidden(self, model: MambaLM, batch: PackedBatch) -> Tensor:
         """Compute the activations (B, L, d_model) from which the head makes logits."""
-        conv_layout, ssm_layout = self.layouts(batch.layout)
-        return model(
-            batch.tokens, layout=batch.layout, conv_layout=conv_layout, ssm_layout=ssm_layout, return_hidden=True
-        )
+        conv, ssm = self.layouts(batch.layout)
+        return model(batch.tokens, layout=batch.layout, conv_layout=conv, ssm_layout=ssm, return_hidden=True)
 
     def reset(self) -> None:
         """Forget all batches, before a validation."""
@@ -106,8 +104,8 @@ class LeakScan(Leak):
 class StatefulBoundary(Boundary, ABC):
     """Documents start from detached final states of rows of earlier batches (truncated backpropagation through time).
 
-    ``incoming`` and ``store`` look things up for a batch. Between them ``forward`` may be replayed as a CUDA graph: it and
-    ``initial_states`` do tensor operations only and read of a layout only ``shape``, ``starts`` and ``offsets``.
+    Between ``incoming`` and ``store``, ``forward`` may be replayed as a CUDA graph: it and ``initial_states`` do only tensor
+    operations, and read of a layout only ``shape``, ``starts`` and ``offsets``.
     """
 
     stateful = True
@@ -127,11 +125,10 @@ class StatefulBoundary(Boundary, ABC):
 
     def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
         """Compute ``hidden`` from incoming states; return it and each row's final states."""
-        conv_layout, ssm_layout = self.layouts(batch.layout)
-        hidden, final = model(
-            batch.tokens, layout=batch.layout, conv_layout=conv_layout, ssm_layout=ssm_layout,
-            states=self.initial_states(model, batch.layout, incoming), return_states=True, return_hidden=True,
-        )  # fmt: skip
+        conv, ssm = self.layouts(batch.layout)
+        states = self.initial_states(model, batch.layout, incoming)
+        layouts = {"layout": batch.layout, "conv_layout": conv, "ssm_layout": ssm}
+        hidden, final = model(batch.tokens, **layouts, states=states, return_states=True, return_hidden=True)
         final = detached(final)
         return hidden, index_states(final, last_documents(batch.layout)) if batch.layout.num_documents else final
 
@@ -143,13 +140,8 @@ class StatefulBoundary(Boundary, ABC):
 
 @dataclass
 class RowStates:
-    """Final states of a batch's rows.
-
-    Attributes:
-        states: of each row's last document (B, ...).
-        positions: (B,) int32 on the CPU, tokens of that document so far; -1 for a row without documents.
-        step: the optimizer step that computed them.
-    """
+    """Final states of each row's last document (B, ...); ``positions`` (B,) int32 on the CPU, its tokens so far, -1 for a row
+    without documents; the optimizer ``step`` that computed them."""
 
     states: States
     positions: Tensor
@@ -176,10 +168,8 @@ class Carry(StatefulBoundary):
         stored = self.stored[batch.turn]
         rows, positions = layout.rows[continues], stored.positions
         if len(positions) != layout.shape[0] or not torch.equal(positions[rows], layout.offsets[continues]):
-            raise ValueError(
-                f"layout: expected documents to continue at {positions.tolist()} in the rows, where those before stopped, got "
-                f"{layout.offsets[continues].tolist()} in rows {rows.tolist()}"
-            )
+            expected, given = positions.tolist(), dict(zip(rows.tolist(), layout.offsets[continues].tolist()))
+            raise ValueError(f"layout: expected documents to continue at {expected}, by row, got {given}")
         self.age = self.step - stored.step
         return self.exchange(stored, fresh)
 
@@ -211,15 +201,15 @@ class Carry(StatefulBoundary):
         self.stored.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        turns = [self.stored[turn] for turn in sorted(self.stored)]
+        turns = sorted(self.stored.items())
         age = {} if self.age is None else {"age": self.age}
         if not turns:
             return {"states": None, "positions": None, **age}
-        layers = zip(*(stored.states for stored in turns))
+        layers = zip(*(stored.states for _, stored in turns))
         return {
             "states": [tuple(torch.cat(parts).cpu() for parts in zip(*states)) for states in layers],
-            "positions": torch.cat([stored.positions for stored in turns]),
-            "turns": [(turn, len(stored.positions), stored.step) for turn, stored in sorted(self.stored.items())],
+            "positions": torch.cat([stored.positions for _, stored in turns]),
+            "turns": [(turn, len(stored.positions), stored.step) for turn, stored in turns],
             **age,
         }
 
@@ -247,9 +237,8 @@ class CarryScan(Carry):
 class StatePassing(Carry):
     """A continuing document starts from another stream's state (arXiv 2507.02782), of the batch that computed its own.
 
-    States are exchanged among rows, so that the states of ``carry`` and of this scheme are of the same kind: each row takes that
-    of a row that stopped at nearly the same position, all in one ring, so that none returns soon. Where only one row has a state,
-    at the end of the documents, it starts fresh.
+    Each row takes the state of a row that stopped at nearly the same position, all in one ring, so that none returns soon. Where
+    only one row has a state, at the end of the documents, it starts fresh.
     """
 
     least_rows = 2
@@ -270,6 +259,10 @@ class FittedNoise(Carry):
     Args:
         memory: decay of the moments' exponential average over batches, between 0 and 1.
     """
+
+    first: list[Tensor]
+    second: list[Tensor]
+    generator: torch.Generator | None
 
     def __init__(self, memory: float = 0.99) -> None:
         super().__init__()
@@ -307,10 +300,7 @@ class FittedNoise(Carry):
 
     def reset(self) -> None:
         super().reset()
-        self.batches = 0
-        self.first: list[Tensor] = []
-        self.second: list[Tensor] = []
-        self.generator: torch.Generator | None = None
+        self.batches, self.first, self.second, self.generator = 0, [], [], None
 
     def state_dict(self) -> dict[str, Any]:
         first, second = ([part.cpu() for part in parts] for parts in (self.first, self.second))
@@ -341,9 +331,8 @@ class StatePassingWithinRow(StatefulBoundary):
         if self.stored is None:
             return detached(model.start_states(rows))
         part = self.stored[0][-1]
-        if len(part) == rows:
-            return self.stored
-        return index_states(self.stored, torch.arange(rows, device=part.device) % len(part))
+        same = len(part) == rows
+        return self.stored if same else index_states(self.stored, torch.arange(rows, device=part.device) % len(part))
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         rows, row_length = row_of(layout), layout.shape[1]
@@ -398,11 +387,9 @@ def row_of(layout: SequenceLayout) -> Tensor:
 def filled_rows(states: States, positions: Tensor) -> States:
     """Return the states of rows with documents, given ``end_positions``."""
     (rows,) = torch.where(positions >= 0)
-    return (
-        states
-        if len(rows) == len(positions)
-        else index_states(states, rows.to(states[0][-1].device, non_blocking=True))
-    )
+    if len(rows) == len(positions):
+        return states
+    return index_states(states, rows.to(states[0][-1].device, non_blocking=True))
 
 
 def index_states(states: States, index: Tensor) -> States:

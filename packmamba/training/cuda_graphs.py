@@ -71,11 +71,8 @@ class StaticBatch:
     def fill(self, batch: PackedBatch, num_targets: int) -> None:
         """Copy a batch, rows padded, without a wait for the GPU."""
         static, row_length = self.batch, batch.layout.shape[1]
-        for to, of in (
-            (static.tokens, batch.tokens),
-            (static.targets, batch.targets),
-            (static.loss_mask, batch.loss_mask),
-        ):
+        for name in ("tokens", "targets", "loss_mask"):
+            to, of = getattr(static, name), getattr(batch, name)
             to[:, row_length:] = 0
             to[:, :row_length].copy_(of)
         more = static.layout.shape[1] - row_length
@@ -101,9 +98,8 @@ class Captured(NamedTuple):
 class BatchGraphs:
     """Run forward and backward passes of batches as CUDA graphs, captured at a shape's first batch and replayed after.
 
-    Gradients are those of ``loss(batch)[0] / num_targets``. A graph of one-batch steps has gradients of its own, as large as the
-    parameters; accumulating graphs share one set. Graphs share the memory of activations. While a shape is captured, nothing may
-    hold a loss of an earlier batch with its autograd graph.
+    Gradients are those of ``loss(batch)[0] / num_targets``. A graph of one-batch steps has gradients of its own; accumulating
+    graphs share one set. While a shape is captured, nothing may hold a loss of an earlier batch with its autograd graph.
 
     Args:
         loss: of a batch and perhaps further tensors; returns the sum over its targets, (B, L) that of each slot, and perhaps
@@ -126,8 +122,8 @@ class BatchGraphs:
         last: bool = True,
         inputs: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
-        """Put gradients into the parameters' ``grad``; return the loss over ``num_targets``, (B, L) that of each slot, and what
-        else ``loss`` returns. Later calls overwrite the results.
+        """Put gradients into the parameters' ``grad``; return the loss over ``num_targets``, (B, L) that of each slot, and the
+        further results. Later calls overwrite them.
 
         Args:
             batch: on the GPU.

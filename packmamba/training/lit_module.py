@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import numpy as np
@@ -17,19 +17,11 @@ from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.training.boundary import (
-    BOUNDARIES,
-    Boundary,
-    Reset,
-    StatefulBoundary,
-    flatten_states,
-    unflatten_states,
-)
+from packmamba.training.boundary import BOUNDARIES, Boundary, Reset, StatefulBoundary, flatten_states, unflatten_states
 from packmamba.training.cuda_graphs import BatchGraphs
 from packmamba.training.distributed import shard, without_sync
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.optimizer import learning_rate, make_optimizer, whole
-from packmamba.training.run_id import schedule_steps
 
 RESET = Reset()
 
@@ -41,8 +33,7 @@ class PackedLitModule(lightning.LightningModule):
     ranks, so it does not depend on how documents lie in rows. Optimisation is manual: one optimizer step per StepBatch.
 
     Args:
-        model: arguments of MambaLM, which checkpoints hold; or a MambaLM; or another module with its methods, to be passed to
-            ``load_from_checkpoint`` again.
+        model: arguments of MambaLM, which checkpoints hold; a MambaLM; or another module with its methods.
         boundary: what crosses a document boundary, a key of BOUNDARIES.
         lr: peak learning rate.
         boundary_options: arguments of the boundary scheme.
@@ -68,37 +59,32 @@ class PackedLitModule(lightning.LightningModule):
         **optimizer: Any,
     ) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization, self.compiled = False, compile
         if model is None:
             raise ConfigError("model: expected MambaLM's arguments or a module, got None; pass your own module again")
         options = boundary_options or {}
         validate(TrainerConfig(boundary=boundary, boundary_options=options, mean_over=mean_over))
         self.optimizer_config = validate(OptimizerConfig(lr=lr, **optimizer))
         self.boundary, self.evaluation_boundary = (BOUNDARIES[boundary](**options) for _ in range(2))
-        self.mean_over, self.cuda_graphs, self.compiled = mean_over, cuda_graphs, compile
-        hyperparameters = {
-            "boundary": boundary, "boundary_options": options, "lr": lr, "mean_over": mean_over, "cuda_graphs": cuda_graphs,
-            "compile": compile, **optimizer,
-        }  # fmt: skip
-        if isinstance(model, dict):
-            hyperparameters["model"], model = dict(model), MambaLM(**model)
-        elif isinstance(model, MambaLM):
-            hyperparameters["model"] = dict(model.config)
-        self.model: Any = model
+        self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
+        hyperparameters = {"boundary": boundary, "boundary_options": options, "lr": lr, "mean_over": mean_over}
+        hyperparameters |= {"cuda_graphs": cuda_graphs, "compile": compile, **optimizer}
+        self.model: Any = MambaLM(**model) if isinstance(model, dict) else model
+        if isinstance(self.model, MambaLM):
+            hyperparameters["model"] = dict(model) if isinstance(model, dict) else dict(self.model.config)
         self.save_hyperparameters(hyperparameters)
         if compile:
-            self.model.compile_blocks()
+            cast(Any, self.model).compile_blocks()
         self.alone, self.as_trained = LossByPosition(), LossByPosition()
         self._graphs: BatchGraphs | None = None
 
     @classmethod
     def from_config(cls, config: Config, vocab_size: int) -> PackedLitModule:
         """Build the module of a configured run, for a corpus of this vocabulary."""
-        trainer, optimizer = config.trainer, vars(config.optimizer) | {"schedule_steps": schedule_steps(config)}
-        module = cls(
-            make_model(config, vocab_size), trainer.boundary, boundary_options=trainer.boundary_options,
-            mean_over=trainer.mean_over, cuda_graphs=trainer.cuda_graphs, compile=config.model.compile, **optimizer,
-        )  # fmt: skip
+        trainer, optimizer = config.trainer, dict(vars(config.optimizer))
+        optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
+        more = {name: getattr(trainer, name) for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")}
+        module = cls(make_model(config, vocab_size), compile=config.model.compile, **more, **optimizer)
         module._log_hyperparams = False  # a run logs its whole configuration
         return module
 
@@ -127,7 +113,7 @@ class PackedLitModule(lightning.LightningModule):
     def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target.
 
-        With ``mean_over="rows"`` the sum is weighted so that the same denominator, the number of targets, serves both means.
+        ``mean_over="rows"`` weights the sum so that it is divided by the number of targets, too.
         """
         return self._loss(boundary.hidden(self.model, batch), batch)
 
@@ -140,8 +126,8 @@ class PackedLitModule(lightning.LightningModule):
     def accumulate(self, step: StepBatch, backward: Callable[[Tensor], Any], world_size: int = 1) -> Tensor:
         """Add the step's gradients, micro-batch by micro-batch; return its loss on this rank's targets over all targets.
 
-        DDP and FSDP average gradients over ranks where the loss needs their sum, hence ``world_size``. Ranks communicate once
-        per step, during the backward pass of its last micro-batch.
+        DDP and FSDP average gradients where the loss needs their sum, hence ``world_size``. Ranks communicate in the last
+        micro-batch's backward pass.
         """
         if self.cuda_graphs:
             return self._replay(step)
@@ -185,12 +171,9 @@ class PackedLitModule(lightning.LightningModule):
         backward: Callable[[Tensor], Any] = Tensor.backward,
         world_size: int = 1,
     ) -> Tensor:
-        """Compute gradients and update the weights; return ``accumulate``'s loss. Throughput is measured on this method.
+        """Compute the gradients of step ``number``, from 0, and update the weights; return ``accumulate``'s loss.
 
-        Args:
-            optimizer: ``configure_optimizers``'s, or a wrapper of it; it clips as it steps.
-            number: of the step, from 0.
-            backward: computes the gradients of a loss, such as one that scales it.
+        ``optimizer`` is ``configure_optimizers``'s, or a wrapper of it; it clips as it steps.
         """
         for parameters in optimizer.param_groups:
             parameters["lr"] = self.learning_rate(number)
@@ -206,7 +189,7 @@ class PackedLitModule(lightning.LightningModule):
         loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(loss)  # the strategy's reduce has all ranks wait for each other
-        every = self.trainer.log_every_n_steps or 1
+        every = getattr(self.trainer, "log_every_n_steps", None) or 1
         if number == 0 or (number + 1) % every == 0 or number + 1 == self.trainer.max_steps:
             # On the CPU, and only here: a progress bar that reads a GPU's number waits for all its work.
             self.log("train/loss", loss.cpu(), prog_bar=True)
@@ -246,10 +229,9 @@ class PackedLitModule(lightning.LightningModule):
     on_fit_end = on_fit_start
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        carried = [self.boundary.state_dict()]
+        carried = [self.boundary.state_dict()] * self.trainer.world_size
         if self.trainer.world_size > 1:
-            carried = [{} for _ in range(self.trainer.world_size)]
-            torch.distributed.all_gather_object(carried, self.boundary.state_dict())
+            torch.distributed.all_gather_object(carried, carried[0])
         checkpoint["carry"] = carried
         drawn: Any = np.random.get_state()  # noqa: NPY002, what user code may draw from
         kind, numbers, *place = drawn
@@ -264,10 +246,8 @@ class PackedLitModule(lightning.LightningModule):
         if self._trainer is None or self._trainer.state.fn != "fit":
             return  # only a training that is resumed needs states and random numbers
         carried = checkpoint["carry"]
-        if len(carried) != self.trainer.world_size:
-            raise ConfigError(
-                f"trainer.devices: expected {len(carried)} processes, as the checkpoint has, got {self.trainer.world_size}"
-            )
+        if len(carried) != (ranks := self.trainer.world_size):
+            raise ConfigError(f"trainer.devices: expected {len(carried)} processes, as the checkpoint has, got {ranks}")
         self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         rng = checkpoint["rng"]
         random.setstate(rng["python"])
@@ -291,8 +271,7 @@ def make_model(config: Config, vocab_size: int) -> MambaLM:
 
 
 def row_weights(mask: Tensor) -> Tensor:
-    """Return weights (B, L) of targets, given their mask (B, L): the weighted sum of losses divided by the number of targets is
-    the mean over rows of each row's mean."""
+    """Return weights (B, L) of targets, with which their mean loss is the mean over rows of each row's mean."""
     of_row = mask.sum(1, keepdim=True)
     rows = (of_row > 0).sum().clamp(min=1)
     return (of_row.sum() / rows / of_row.clamp(min=1)).expand(mask.shape)

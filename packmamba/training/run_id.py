@@ -48,9 +48,7 @@ def recorded_config(config: Config) -> dict[str, Any]:
     return values
 
 
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    return flatten(to_dict(Config()))
+DEFAULTS = flatten(to_dict(Config()))
 
 
 def id_of(arm: str, values: dict[str, Any]) -> str:
@@ -58,14 +56,13 @@ def id_of(arm: str, values: dict[str, Any]) -> str:
 
     Steps do not change those before them: a run has the id of one that ends with its learning-rate schedule.
     """
-    defaults = _defaults()
-    keys = defaults | LATER_KEYS | flatten(values)
+    keys = DEFAULTS | LATER_KEYS | flatten(values)
     if keys["trainer.average_snapshots"] == 1:
         steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
         constant = keys["optimizer.final_lr_fraction"] == 1
         keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
     excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED
-    decisive = {k: v for k, v in keys.items() if k in defaults and k not in excluded and v != defaults[k]}
+    decisive = {k: v for k, v in keys.items() if k in DEFAULTS and k not in excluded and v != DEFAULTS[k]}
     digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, decisive], sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', arm)}-{digest[:10]}"
 
@@ -94,35 +91,25 @@ def training_records(folder: str | Path) -> list[dict[str, Any]]:
 
 def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
     """Read the record of each run, None for one that is not finished."""
-    folders = {record_path(config).parent for config in configs}
+    keys = [(record_path(config).parent, run_id(config), config.trainer.max_steps) for config in configs]
     records = {
         (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
-        for folder in folders
+        for folder in {folder for folder, _, _ in keys}
         for record in training_records(folder)
     }
-    return [records.get((record_path(c).parent, run_id(c), c.trainer.max_steps)) for c in configs]
-
-
-def find_record(config: Config) -> dict[str, Any] | None:
-    """Read the run's record; None: it is not finished."""
-    return find_records([config])[0]
+    return [records.get(key) for key in keys]
 
 
 def records_of(config: Config) -> dict[int, dict[str, Any]]:
     """Read the run's records, by the number of steps after which it ended."""
-    records, own = training_records(record_path(config).parent), run_id(config)
-    own_records = [record for record in records if id_of(record["arm"], record["config"]) == own]
-    return {record["config"]["trainer"]["max_steps"]: record for record in own_records}
+    own = run_id(config)
+    records = [r for r in training_records(record_path(config).parent) if id_of(r["arm"], r["config"]) == own]
+    return {record["config"]["trainer"]["max_steps"]: record for record in records}
 
 
-def may_be_raised(config: Config) -> bool:
-    """Return whether a larger ``trainer.max_steps`` continues the run, as its learning rate does not depend on it."""
-    return config.optimizer.schedule_steps is not None or config.optimizer.final_lr_fraction == 1
-
-
-def schedule_steps(config: Config) -> int:
-    """Return the length of the learning-rate schedule."""
-    return config.optimizer.schedule_steps or config.trainer.max_steps
+def find_record(config: Config) -> dict[str, Any] | None:
+    """Read the run's record; None: it is not finished."""
+    return records_of(config).get(config.trainer.max_steps)
 
 
 def name_of(output: str) -> str:
@@ -135,17 +122,15 @@ class Locked(ConfigError):
 
 
 class RunLock:
-    """Lock a folder to one process, on machines that share it too. Reentrant within the process.
+    """Lock a folder to one process, on machines that share it too. Reentrant within the process. Raises Locked.
 
-    The lock of a killed process is free at once on its machine, and after ``LEASE_SECONDS`` elsewhere; ``wait`` is how many
-    seconds to wait for it. Raises Locked.
+    The lock of a killed process is free at once on its machine, and after ``LEASE_SECONDS`` elsewhere.
     """
 
     def __init__(self, folder: Path, wait: float = 0.0) -> None:
-        self.folder, self.wait = folder, wait
-        self._lease = SoftFileLease(
-            folder / ".lock", lease_duration=LEASE_SECONDS, thread_local=False, is_singleton=True
-        )
+        self.folder, self.wait = folder, wait  # seconds
+        lease: dict[str, Any] = {"lease_duration": LEASE_SECONDS, "thread_local": False, "is_singleton": True}
+        self._lease = SoftFileLease(folder / ".lock", **lease)
 
     def __enter__(self) -> RunLock:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from packmamba.training.launch import (
     run_here,
     run_in_slots,
 )
-from packmamba.training.run_id import find_records, flatten, id_of, may_be_raised, record_path, run_id
+from packmamba.training.run_id import find_records, flatten, id_of, record_path, run_id
 
 
 @dataclass
@@ -342,6 +342,10 @@ def _write_sweep(sweep: SweepConfig, configs: list[Config]) -> None:
     if sweep.train and has_records(sweep.output):
         tune, arms = sweep.tune, {c.name: [other.seed for other in configs if other.name == c.name] for c in configs}
         tuned = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
-        steps = {config.name: config.trainer.max_steps for config in configs if may_be_raised(config)}
+        steps = {
+            config.name: config.trainer.max_steps
+            for config in configs
+            if config.optimizer.schedule_steps or config.optimizer.final_lr_fraction == 1
+        }
         table = asdict(sweep.table) if sweep.table != TableConfig() else None
         write_sweep(sweep.output, str(sweep.name), arms, sweep.baseline, tuned=tuned, steps=steps, table=table)

@@ -32,10 +32,3 @@ def test_cores_and_workers_change_no_bit(tmp_path, cores):
     for other, state in others:
         assert other == losses
         assert all(torch.equal(state[name], value) for name, value in weights.items())
-
-
-def test_threads_that_are_asked_for_are_taken(tmp_path):
-    seen = []
-    config = tiny_config(tmp_path, *KEYS, "trainer.threads=2", "trainer.max_steps=1")
-    fit(config, progress=False, stop=lambda _: bool(seen.append(torch.get_num_threads())))
-    assert seen == [2]

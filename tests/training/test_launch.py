@@ -3,8 +3,6 @@
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,7 +18,7 @@ from packmamba.training.callbacks import checkpoints
 from packmamba.training.launch import Job, device_slots
 from packmamba.training.run_id import find_record, run_folder
 from packmamba.training.sweep import load_sweep, run_sweep
-from processes import fork, statuses
+from processes import fork, hold, statuses
 
 
 def test_slots_are_on_visible_gpus_or_shares_of_the_cores(monkeypatch):
@@ -122,26 +120,13 @@ def test_a_sweep_that_is_killed_three_times_has_each_record_once(tmp_path):
 
 def test_a_locked_run_is_left_to_its_process(tmp_path):
     sweep, configs = load_sweep(write_sweep(tmp_path, grid={"seed": [0]}))
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run_folder(configs[0]))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert holder.stdout.readline() == b"\n"
+    holder = hold(run_folder(configs[0]))
     with pytest.raises(Unfinished, match="1 of 2 runs are done, other processes train 1") as caught:
         run_sweep(sweep, configs)
     assert caught.value.status == 3
     holder.communicate()
     run_sweep(sweep, configs)
     assert len(read_records(sweep.output)) == 2
-
-
-HOLDER = """
-import sys
-from pathlib import Path
-from packmamba.training.run_id import RunLock
-with RunLock(Path(sys.argv[1])):
-    print(flush=True)
-    sys.stdin.read()
-"""
 
 
 def test_runs_stop_at_the_deadline_with_a_checkpoint(tmp_path):

@@ -15,7 +15,6 @@ from lightning.pytorch.loggers import CSVLogger
 from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError, DataConfig, OptimizerConfig
 from packmamba.training import PackedDataModule, PackedLitModule
-from packmamba.training.distributed import disable_lightning_signals
 from packmamba.training.metrics import LossByPosition
 from packmamba.training.optimizer import learning_rate
 from packmamba.training.sweep import load_sweep
@@ -126,13 +125,6 @@ def test_the_trainer_decides_the_steps_and_the_schedule(tmp_path, limits):
     assert [tokens_of(step) for step in seen.steps] == of_number
 
 
-def test_schedule_steps_go_before_the_trainers(tmp_path):
-    data = data_module(tmp_path)
-    module, seen = lit_module(data, schedule_steps=4, final_lr_fraction=0.5, lr=1.0, grad_clip=0.1), Seen()
-    trainer_of(tmp_path, callbacks=[seen], max_steps=6, limit_val_batches=0).fit(module, data)
-    assert seen.rates[3:] == pytest.approx([0.5, 0.5, 0.5])
-
-
 @pytest.mark.parametrize("resumed", [{"max_steps": 10}, {"max_epochs": 2}])
 def test_a_resumed_training_has_the_same_bits(tmp_path, resumed):
     """Stopped inside an epoch by its Trainer; carried states and the order of documents go on."""
@@ -178,9 +170,6 @@ def test_a_checkpoint_rebuilds_the_module(tmp_path, given):
 
 
 def test_a_foreign_model_is_passed_again(tmp_path):
-    class Foreign(MambaLM):
-        pass
-
     class Wrapped(torch.nn.Module):
         def __init__(self, model):
             super().__init__()
@@ -274,28 +263,6 @@ def test_users_own_module_of_ten_lines(tmp_path):
     assert [tokens_of(step) for step in seen.steps] == [tokens_of(data.steps[i]) for i in range(10)]
 
 
-@pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "best_fit_decreasing"])
-def test_a_step_holds_what_it_says(tmp_path, strategy):
-    """With default keys steps of a user's files had 3 to 50,309 tokens; here over several epochs."""
-    data = data_module(tmp_path, strategy=strategy, tokens_per_step=256)
-    data.setup()
-    reference = data_module(tmp_path, strategy="single", tokens_per_step=256)
-    reference.setup()
-    for number in range(3 * data.steps.schedule.epoch_steps()):
-        step = data.steps[number]
-        assert step.num_tokens == 256 == sum(batch.layout.num_tokens for batch in step.batches)
-        assert step.num_targets == reference.steps[number].num_targets
-        assert sorted(tokens_of(step))[-256:] == sorted(tokens_of(reference.steps[number]))
-
-
-@pytest.mark.parametrize("budget", [7, 10**6])
-def test_steps_are_as_small_as_they_should_and_at_most_an_epoch(tmp_path, budget):
-    data = data_module(tmp_path, tokens_per_step=budget)
-    data.setup()
-    expected = min(budget, data.corpora.train.num_tokens)
-    assert {data.steps[number].num_tokens for number in (0, 1, 5, 20)} == {expected}
-
-
 @pytest.mark.parametrize("file", ["demo.yaml", "sweeps/continuity.yaml"])
 def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
     """They were 55 % padding where steps of matched documents were cut into rows of streams."""
@@ -308,18 +275,6 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
         steps = [data.steps[number] for number in range(50)]
         assert sum(step.num_tokens for step in steps) > 0.99 * sum(step.num_slots for step in steps)
     assert carrying
-
-
-def test_a_private_name_that_lightning_gives_up_is_noticed(tmp_path):
-    trainer = trainer_of(tmp_path)
-    disable_lightning_signals(trainer)
-
-    class Renamed:
-        pass
-
-    trainer._signal_connector = Renamed()
-    with pytest.raises(AssertionError, match="register_signal_handlers"):
-        disable_lightning_signals(trainer)
 
 
 @pytest.mark.parametrize(

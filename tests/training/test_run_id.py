@@ -3,8 +3,6 @@
 import copy
 import hashlib
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from packmamba.training.run_id import (
     run_folder,
     run_id,
 )
+from processes import hold
 from runs import final_state, losses_of, tiny_config
 
 
@@ -118,21 +117,10 @@ def test_a_finished_run_is_found_among_an_output_s_records(tmp_path):
     assert find_record(config) == record and find_record(having(config, trainer__max_steps=2)) is None
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from packmamba.training.run_id import RunLock
-with RunLock(Path(sys.argv[1])):
-    print(flush=True)
-    time.sleep(100)
-"""
-
-
 def test_a_folder_is_locked_to_one_process_and_free_once_that_is_killed(tmp_path):
     with RunLock(tmp_path), RunLock(tmp_path):
         pass
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"\n"
+    holder = hold(tmp_path)
     with pytest.raises(Locked, match="in use by another process"), RunLock(tmp_path):
         pass
     holder.kill()
