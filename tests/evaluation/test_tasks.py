@@ -42,6 +42,33 @@ def solve_parity(task, tokens):
     return {len(tokens) - 1: sum(tokens[:-1]) % 2}
 
 
+def solve_noisy_recall(task, tokens):
+    held, answers, t = {}, {}, 0
+    while t < len(tokens):
+        if tokens[t] < task.keys:
+            if tokens[t] in held:
+                answers[t] = held[tokens[t]]
+            held[tokens[t]] = tokens[t + 1]
+            t += 1
+        t += 1
+    return answers
+
+
+def solve_fuzzy_recall(task, tokens):
+    half, held, answers, t = task.vocab_size // 2, {}, {}, 0
+    while t < len(tokens):
+        start = t
+        while tokens[t] < half:
+            t += 1
+        key, start = tuple(tokens[start:t]), t
+        while t < len(tokens) and tokens[t] >= half:
+            t += 1
+        if key in held:
+            answers |= {start - 1 + i: value for i, value in enumerate(held[key])}
+        held[key] = tokens[start:t]
+    return answers
+
+
 def solve_passkey(task, tokens):
     text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
     asked = re.search(r"print\(KEY_(\w+)\) # ", text)

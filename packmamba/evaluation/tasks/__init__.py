@@ -10,13 +10,22 @@
 """
 
 from packmamba.evaluation.tasks.base import Example as Example
-from packmamba.evaluation.tasks.recall import Induction, MultiQueryRecall, Parity, SelectiveCopying
+from packmamba.evaluation.tasks.recall import (
+    FuzzyRecall,
+    Induction,
+    MultiQueryRecall,
+    NoisyRecall,
+    Parity,
+    SelectiveCopying,
+)
 from packmamba.evaluation.tasks.text import NextLine, Passkey
 
 TASKS: dict[str, type] = {
     "mqar": MultiQueryRecall,
     "selective_copying": SelectiveCopying,
     "induction": Induction,
+    "fuzzy_recall": FuzzyRecall,
+    "noisy_recall": NoisyRecall,
     "passkey": Passkey,
     "parity": Parity,
     "next_line": NextLine,

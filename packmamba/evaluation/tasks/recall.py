@@ -64,6 +64,77 @@ class Induction:
         return make_example(tokens, {length - 1: int(tokens[place + 1])}, load=length - 1 - place)
 
 
+class FuzzyRecall:
+    """Fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to ``motif`` tokens.
+
+    Pairs are drawn with replacement; a key seen before asks for its value. Each document has its own motifs; a key's first
+    token belongs to no other key. Half the ids are keys', half values'. Published setting: vocabulary 16, length 128.
+    """
+
+    num_examples = None
+
+    def __init__(self, length: Span = (64, 128), vocab_size: int = 16, motif: int = 3, num_keys: int = 8) -> None:
+        self.length = span("length", length, 4 * motif)
+        require(0 < num_keys <= vocab_size // 2, "num_keys", f"at most the {vocab_size // 2} tokens of keys", num_keys)
+        self.vocab_size, self.motif, self.num_keys = vocab_size, motif, num_keys
+        self.chance = 1 / (vocab_size - vocab_size // 2)
+
+    def example(self, seed: int, index: int) -> Example:
+        rng = draw("fuzzy_recall", seed, index)
+        length, half = within(rng, self.length), self.vocab_size // 2
+
+        def motif(low: int, high: int) -> list[int]:
+            return rng.integers(low, high, int(rng.integers(1, self.motif + 1))).tolist()
+
+        firsts = rng.choice(half, self.num_keys, replace=False)
+        pairs = [([int(first), *motif(0, half)[1:]], motif(half, self.vocab_size)) for first in firsts]
+        tokens: list[int] = []
+        answers: dict[int, int] = {}
+        seen: set[int] = set()
+        while len(tokens) < length - 2 * self.motif:
+            which = int(rng.integers(len(pairs)))
+            key, value = pairs[which]
+            tokens += key
+            if which in seen:
+                answers |= {len(tokens) - 1 + i: token for i, token in enumerate(value)}
+            tokens += value
+            seen.add(which)
+        return make_example(tokens, answers, load=len(seen))
+
+
+class NoisyRecall:
+    """Noisy in-context recall (MAD, arXiv 2403.17844): pairs among noise; a key seen before asks for its value.
+
+    A quarter of the ids are keys, a quarter values, half noise. Published setting: vocabulary 32, noise 0.2, length 128.
+    """
+
+    num_examples = None
+
+    def __init__(self, length: Span = (64, 128), vocab_size: int = 32, noise: float = 0.2) -> None:
+        self.length = span("length", length, 4)
+        require(0 <= noise < 1, "noise", "at least 0 and below 1", noise)
+        self.vocab_size, self.noise, self.keys = vocab_size, noise, vocab_size // 4
+        self.chance = 1 / self.keys
+
+    def example(self, seed: int, index: int) -> Example:
+        rng = draw("noisy_recall", seed, index)
+        length, keys = within(rng, self.length), self.keys
+        value_of = rng.integers(keys, 2 * keys, keys)
+        tokens: list[int] = []
+        answers: dict[int, int] = {}
+        seen: set[int] = set()
+        while len(tokens) < length - 1:
+            if rng.random() < self.noise:
+                tokens.append(int(rng.integers(2 * keys, self.vocab_size)))
+                continue
+            key = int(rng.integers(keys))
+            if key in seen:
+                answers[len(tokens)] = int(value_of[key])
+            seen.add(key)
+            tokens += [key, int(value_of[key])]
+        return make_example(tokens, answers, load=len(seen))
+
+
 class SelectiveCopying:
     """Selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844): repeat ``num_data`` tokens among noise in order.
 
