@@ -209,7 +209,7 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
         k *= 2
     whole = token_losses(model, [document[:end] for document in texts.documents], context.max_slots)
     cut = [texts.documents[i][first - before : first + window] for i, _, first in places]
-    entries, items = {}, []
+    entries, items = {}, []  # type: ignore[var-annotated]
     for (i, k, first), some in zip(places, token_losses(model, cut, context.max_slots)):
         full = float(whole[i][first : first + window - 1].mean())
         entries.setdefault(k, []).append((i, float(some[before:].mean()) - full, full))

@@ -102,7 +102,7 @@ def read_documents(
     documents: Sequence[Any],
     max_slots: int,
     visit: Visit,
-    finals: dict[int, DocumentState] | None = None,
+    finals: dict[int, DocumentState | None] | None = None,
 ) -> Iterator[int]:
     """Read each document from a zero state; yield the number of tokens in each pass, after ``visit`` got all pieces in it.
 
@@ -245,8 +245,8 @@ def predict(model: MambaLM, passes: Iterator[int], collected: list[tuple[Predict
     for _ in passes:
         if not collected:
             continue
-        owners, hidden, wanted = zip(*collected)
-        hidden, sizes = torch.cat(hidden), list(map(len, wanted))
+        owners, parts, wanted = zip(*collected)
+        hidden, sizes = torch.cat(parts), list(map(len, wanted))
         ids = np.concatenate([np.asarray(some, np.int64) for some in wanted])
         targets = to_device(torch.from_numpy(ids), hidden.device)
         values, best = [hidden.new_zeros(0, dtype=torch.float64)], [targets[:0]]

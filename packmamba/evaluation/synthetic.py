@@ -98,7 +98,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
         examples = [tokenize(example, context.tokenizer) for example in examples]
     boundary = context.boundary()
     rows = TrainingLayoutReader([example.tokens for example in examples], context.data, boundary)
-    annotate = getattr(task, "annotate", lambda *_: {})
+    annotate: Any = getattr(task, "annotate", lambda *_: {})
     items, predicted = answer(model, examples, context.max_slots)
     further = annotate(examples, predicted, rows)
     if boundary.as_trained:

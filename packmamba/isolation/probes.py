@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,11 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
             for name, (buffer, value) in buffers.items():
                 module._buffers[name] = buffer
-                if buffer is not None and (buffer.shape != value.shape or moved(buffer, value).any()):
+                if (
+                    buffer is not None
+                    and value is not None
+                    and (buffer.shape != value.shape or moved(buffer, value).any())
+                ):
                     with torch.no_grad():
                         buffer.copy_(value)
 
@@ -174,7 +179,7 @@ def first_module(
     """
     marks = way.place(watched, lengths)
     with torch.no_grad(), eager():
-        before, after = [_events(modules, lambda t=tokens: logits_of(way.call, t, lengths)) for tokens in pair]
+        before, after = [_events(modules, functools.partial(logits_of, way.call, tokens, lengths)) for tokens in pair]
     for key, (caller, tensors) in after.items():
         for one, other in zip(before[key][1] if key in before else [], tensors):
             if one.shape == other.shape and (slots := by_slot(moved(one, other), *marks.shape)) is not None:

@@ -169,7 +169,8 @@ class MambaLM(nn.Module):
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Return optimizer groups: matrices decay; biases, norms, and parameters that mixers exempt do not."""
-        decayed, exempt = [], []
+        decayed: list[nn.Parameter] = []
+        exempt: list[nn.Parameter] = []
         names = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)
         for name, parameter in self.named_parameters():
             # By name: copies and shards of a parameter lose its _no_weight_decay.

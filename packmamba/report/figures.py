@@ -157,7 +157,7 @@ def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
     )
 
 
-def over_seeds(points: pd.DataFrame, value: str, place: str) -> pd.DataFrame:
+def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
     """Return the mean of a value by place, with its range over seeds."""
     return points.groupby(place)[value].agg(mean="mean", low="min", high="max")
 

@@ -72,7 +72,7 @@ def build_sections(
     ``kinds``: further kinds of records, or other tables and figures of the library's. Raises ValueError for an unknown kind or a
     record that lacks a metric of its kind.
     """
-    known, sections = {**KINDS, **(kinds or {})}, {}
+    known, sections = {**KINDS, **(kinds or {})}, {}  # type: ignore[var-annotated]
     for record in sorted(records, key=lambda record: record["corpus_hash"]):
         if record["kind"] not in known:
             raise ValueError(f"kind: expected one of {', '.join(known)}, got {record['kind']}")
@@ -133,7 +133,7 @@ def write_report(
         records: None: the folder's.
         latex: write tables as LaTeX and figures as PDF too.
     """
-    folder, files = Path(folder), {}
+    folder, files = Path(folder), {}  # type: ignore[var-annotated]
     sections = build_sections(with_items(folder, read_records(folder)) if records is None else records, kinds=kinds)
     for section in sections:
         for form in ("md", "csv", *["tex"] * latex):

@@ -224,7 +224,7 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
     if not arms:
         return []
-    spec = next((table for arm in arms if (table := arm.sweep.get("table"))), {})
+    spec: dict[str, Any] = next((table for arm in arms if (table := arm.sweep.get("table"))), {})
     metrics, further, evaluations = spec.get("metrics") or ["val_loss"], spec.get("columns"), evaluations_of(arms)
     if further is None:
         further = ["real_tokens", "val_loss_start", "val_loss_as_trained", "real_tokens_per_second", "padding_fraction"]
@@ -296,7 +296,7 @@ def throughput_tables(records: Sequence[Record]) -> list[Table]:
     metrics = "rounds seconds_per_step_median seconds_per_step_spread real_tokens_per_second slots_per_second "
     metrics += "padding_fraction speedup"
     columns = [metric_column(metric, []) for metric in metrics.split()]
-    columns.append((Column("run", ("run",)), lambda arm: Cell(arm.timing[:8], (arm.timing,))))
+    columns.append((Column("run", ("run",)), lambda arm: Cell((arm.timing or "")[:8], (arm.timing,))))
     heading = "Time of optimizer steps, arms interleaved in one process"
     notes = ["Only arms of one run compare. Speedup: real tokens per second over those of the run's arm with 1.00x."]
     return [arms_table("throughput", heading, [replace(arm, variant=()) for arm in timed], columns, notes)]
