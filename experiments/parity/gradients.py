@@ -19,10 +19,9 @@ from packmamba.data.batch import StepBatch
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.ops import BACKENDS
 from packmamba.records import append_record, make_record, provenance
-from packmamba.training.fit import check_accelerator, check_run
+from packmamba.training.fit import check_accelerator, check_run, configured_runtime
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import recorded_config
-from packmamba.training.runtime import configured_runtime
 
 FOLDER = Path(__file__).parent
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}

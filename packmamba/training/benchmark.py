@@ -5,27 +5,21 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning
 from torch import Tensor
 
 from packmamba import timing
-from packmamba.config import Config, ConfigError
+from packmamba.config import Config
 from packmamba.data.datamodule import PackedDataModule, StepDataset
 from packmamba.records import make_record
+from packmamba.training.fit import configured_runtime
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import name_of, recorded_config
-from packmamba.training.runtime import configured_runtime
 
 WARM_UP = 1
-"""Rounds that are dropped, after each arm's first step, which is the gate's."""
-
-
-class Sample(NamedTuple):
-    seconds: float
-    tokens: int
-    slots: int
+"""Rounds that are dropped, after each arm's first step."""
 
 
 class Arm:
@@ -37,20 +31,18 @@ class Arm:
         self.config, self.corpus_hash, self.steps = config, data.corpora.corpus_hash, StepDataset(data.schedule())
         options: dict[str, Any] = {"accelerator": config.trainer.accelerator, "precision": config.trainer.precision}
         self.fabric = lightning.Fabric(**options, devices=1)
-        if self.fabric.device.type == "cpu" and config.trainer.precision == "16-mixed":
-            raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
         self.module = PackedLitModule.from_config(config, data.vocab_size).to(self.fabric.device)
         _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
 
-    def step(self, number: int) -> tuple[Sample, Tensor]:
-        """Take step ``number``, from 0; return its time, without the making of its batches, and its loss."""
+    def step(self, number: int) -> tuple[float, int, int, Tensor]:
+        """Take step ``number``, from 0; return seconds, without the making of its batches, tokens, slots and the loss."""
         step, losses = self.steps[number].to(self.fabric.device), []
 
         def take() -> None:
             with self.fabric.autocast():
                 losses.append(self.module.take_step(step, self.optimizer, number, self.fabric.backward))
 
-        return Sample(timing.seconds(take, self.fabric.device), step.num_tokens, step.num_slots), losses[0]
+        return timing.seconds(take, self.fabric.device), step.num_tokens, step.num_slots, losses[0]
 
 
 def measure_throughput(
@@ -58,31 +50,26 @@ def measure_throughput(
 ) -> Iterator[dict[str, Any]]:
     """Yield one record per configuration: in each round every arm in turn takes its next step (A B C A B C ...).
 
-    In matched mode all arms of a round compute the same documents. Records belong to the experiment named as the folder
-    ``output``.
-
-    Raises:
-        RuntimeError: arms with the same weights disagree on the loss of the first step's documents.
+    Records belong to the experiment named as the folder ``output``. Raises RuntimeError where arms with the same weights disagree
+    on the loss of the first step's documents, the same in matched batching.
     """
     with configured_runtime(max(configs, key=lambda config: config.model.compile)):
         arms = {config.name: Arm(config) for config in configs}
-        losses: dict[Any, tuple[str, float]] = {}
+        losses: dict[str, float] = {}
 
         def gate(name: str) -> None:
             arm = arms[name]
-            loss = float(arm.step(0)[1])
+            loss = float(arm.step(0)[-1])
             if arm.config.data.batching == "matched" and not arm.module.boundary.as_trained:
-                other, expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), (name, loss))
+                expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), loss)
                 if abs(loss - expected) > 1e-4 * expected:
-                    raise RuntimeError(
-                        f"arms disagree on the loss of the same documents: {expected} {other}, {loss} {name}"
-                    )
+                    raise RuntimeError(f"arms disagree on the loss of the same documents: {expected}, {loss} {name}")
             if arm.config.trainer.cuda_graphs and not arm.module.boundary.stateful:
                 for turn in range(WARM_UP + rounds):  # each shape's graph is captured before anything is timed
                     arm.step(turn + 1)
 
         run, others, begun = uuid.uuid4().hex, timing.OtherPrograms(), time.perf_counter()
-        calls = {name: lambda turn, arm=arm: arm.step(turn + 1)[0] for name, arm in arms.items()}
+        calls = {name: lambda turn, arm=arm: arm.step(turn + 1)[:3] for name, arm in arms.items()}
         bar = "interleaved steps" if progress else None
         samples = timing.take_turns(calls, rounds, warm_up=WARM_UP, gate=gate, bar=bar)  # type: ignore[arg-type]
         wall_seconds, cores = time.perf_counter() - begun, others.cores()
@@ -98,7 +85,5 @@ def measure_throughput(
                 "cores_of_others": cores,
                 "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
             }
-            config = recorded_config(arm.config) | {"run": run}
-            yield make_record(
-                "throughput", name_of(output), name, config, arm.config.seed, arm.corpus_hash, metrics, wall_seconds
-            )
+            identity = name_of(output), name, recorded_config(arm.config) | {"run": run}, arm.config.seed
+            yield make_record("throughput", *identity, arm.corpus_hash, metrics, wall_seconds)

@@ -39,10 +39,7 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
 
 
 def shard(model: MambaLM, mesh: DeviceMesh) -> None:
-    """Shard parameters over the devices of ``mesh`` (1-dimensional); a block is gathered while it computes.
-
-    Shards and all-gathers are float32 and autocast rounds as on one device, so that the loss is the same.
-    """
+    """Shard float32 parameters over the devices of ``mesh`` (1-dimensional); a block is gathered while it computes."""
     if not isinstance(model, FSDPModule):
         for layer in model.backbone.layers:
             fully_shard(layer, mesh=mesh)
@@ -52,15 +49,13 @@ def shard(model: MambaLM, mesh: DeviceMesh) -> None:
 @contextmanager
 def without_sync(strategy: Strategy | None, model: MambaLM) -> Iterator[None]:
     """Accumulate gradients without reducing them over ranks."""
-    if isinstance(model, FSDPModule):
+    sharded = isinstance(model, FSDPModule)
+    if sharded:
         model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-    else:
-        with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
-            yield
+    with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
+        yield
+    if sharded:
+        model.set_requires_gradient_sync(True)
 
 
 def disable_lightning_signals(trainer: lightning.Trainer) -> None:
@@ -68,12 +63,9 @@ def disable_lightning_signals(trainer: lightning.Trainer) -> None:
 
     The broadcast waits for the GPU at each step, and the handler starts a collective in the middle of a step's.
     """
-    for owner, name in (
-        (trainer._signal_connector, "register_signal_handlers"),
-        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
-    ):
-        assert callable(getattr(owner, name, None)), f"lightning: expected {type(owner).__name__}.{name}, got none"
-        setattr(owner, name, lambda: None)
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    assert callable(connector.register_signal_handlers) and callable(loop._broadcast_sigterm_tensor)
+    connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def max_over_ranks(value: int, device: torch.device) -> int:

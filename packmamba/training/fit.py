@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import inspect
 import logging
@@ -11,8 +13,8 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from packmamba import records
 from packmamba.config import CONFIGURATION, Config, ConfigError, to_dict
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
-from packmamba.data.tokenizer import load_tokenizer, write_tokenizer
+from packmamba.data.tokenizer import write_tokenizer
 from packmamba.evaluation import registry as evaluation
 from packmamba.evaluation.load import load_model
 from packmamba.nn import MambaLM
@@ -39,9 +40,10 @@ from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.callbacks import RunMetrics
 from packmamba.training.distributed import disable_lightning_signals, make_strategy
 from packmamba.training.lit_module import PackedLitModule
-from packmamba.training.runtime import configured_runtime
 
 logger = logging.getLogger(__name__)
+MAX_COMPILED_SHAPES = 256
+"""PyTorch's own limit, 8, is reached by a few shapes of rows."""
 
 
 def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool] | None = None) -> dict[str, Any]:
@@ -69,12 +71,41 @@ def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool
                 wandb.finish()  # else the process's next run joins this one
 
 
+@contextmanager
+def configured_runtime(config: Config) -> Iterator[None]:
+    """Set threads, determinism and the compiler's limits for one run; restore threads and determinism."""
+    trainer, threads, strict = config.trainer, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
+    with suppress(AttributeError, OSError):  # glibc: large tensors reuse pages instead of faulting them in again
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    torch.set_num_threads(trainer.threads or (1 if trainer.deterministic and on_cpu else threads))  # they decide sums
+    try:
+        if trainer.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs bandwidth
+            torch.use_deterministic_algorithms(True)
+        if config.model.compile:
+            torch.compiler.reset()  # shapes of earlier runs may split sums otherwise
+            dynamo: Any = torch._dynamo.config
+            dynamo.recompile_limit, dynamo.accumulated_recompile_limit = MAX_COMPILED_SHAPES, 4 * MAX_COMPILED_SHAPES
+            dynamo.fail_on_recompile_limit_hit = True  # else the rest runs uncompiled
+            torch._inductor.config.fx_graph_cache = not trainer.deterministic
+            torch._functorch.config.enable_autograd_cache = not trainer.deterministic
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+
+
 def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
     records.provenance()  # cached: the commit of the run is that of its start
     check_run(config)
     check_accelerator(config)
-    check_documents(config)
     path, folder, options = run_id.record_path(config), run_id.run_folder(config), config.trainer
     data = PackedDataModule.from_config(config, progress=progress)
     if (done := run_id.find_record(config)) is not None:
@@ -85,37 +116,29 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
         return done
     records.check_writable(folder, "runs_dir")
     records.check_writable(path.parent, "output")
-    if (reached := callbacks.newest_step(folder / "checkpoints")) > options.max_steps:
+    reached = max(map(callbacks.step_of, callbacks.checkpoints(folder / "checkpoints")), default=0)
+    if reached > options.max_steps:
         raise ConfigError(
-            f"trainer.max_steps: expected at least {reached}, the steps trained in {folder}, got {options.max_steps}; "
-            "give another runs_dir to train anew"
+            f"trainer.max_steps: expected at least {reached}, trained in {folder}, got {options.max_steps}"
         )
-    start = None if reached or options.init_from is None else read_start(config)
     lock, metrics = run_id.RunLock(folder), RunMetrics(options.log_every)
-    average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
-    evaluations = callbacks.Evaluations(config, metrics) if options.evaluate_every is not None else None
 
     def stops(metrics: RunMetrics) -> bool:
         lock.check()
         return stop is not None and stop(metrics)
 
-    checkpoint = callbacks.Checkpoint(folder / "checkpoints", config, metrics, callbacks.StopOnSignal(), stops)
-    own = [metrics, *([average] if average.at else []), *([evaluations] if evaluations else []), checkpoint]
-    trainer = make_trainer(config, folder, [*own, checkpoint.signals], progress, reached)
-    try:
-        backend = backend_name(config.ops.backend, trainer.strategy.root_device)
-    except ValueError as error:
-        raise ConfigError(f"ops.{error}") from None
+    average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
+    evaluations = callbacks.Evaluations(config, metrics)
+    checkpoint = callbacks.Checkpoint(folder / "checkpoints", config, metrics, stops)
+    trainer = make_trainer(config, folder, [metrics, average, evaluations, checkpoint], progress, reached)
     with lock if trainer.is_global_zero else nullcontext():
         if (done := run_id.find_record(config)) is not None:  # another process has just finished the run
             return done
         lightning.seed_everything(config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(config, data.vocab_size)
-        for name in config.evaluations:
-            context = callbacks.evaluation_context(config, name)
-            evaluation.check(name, context, len(module.model.lm_head.weight))
-        if start is not None:
-            metrics.started_from = load_start(config, module.model, start)
+        check_run(config, len(module.model.lm_head.weight))
+        if options.init_from is not None and not reached:
+            metrics.started_from = load_initial_weights(module.model, config)
         if trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
             text = OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
@@ -132,75 +155,57 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
         if metrics.diverged is None and not math.isfinite(last["loss"]):
             metrics.diverged = trainer.global_step
         if average.at and metrics.diverged is None:
-            average.load_into(module.model)
+            module.model.load_state_dict(average.mean, strict=False)
             trainer.validate(module, data, verbose=False)
             metrics.validation[-1]["loss_last_weights"] = last["loss"]
         record = training_record(config, data.corpora.corpus_hash, module, metrics)
-        record["hardware"]["backend"] = backend
+        record["hardware"]["backend"] = backend_name(config.ops.backend, trainer.strategy.root_device)
         weights = trainer.strategy.lightning_module_state_dict()  # gathered, on all ranks
         if trainer.is_global_zero:
             lock.check()
             if metrics.diverged is None:
-                write_model(folder, config, module.model.config, weights)
-                numbers = evaluate_run(config, folder, trainer.strategy.root_device, record)
-                if evaluations:
-                    evaluations.add(trainer, numbers)
-            if evaluations:
+                write_pretrained(folder, dict(module.model.config), callbacks.model_weights(weights))
+                if open_source(config.data).vocab_size is None:
+                    write_tokenizer(folder, config.data.tokenizer, config.data.begin_token, config.data.end_token)
+                evaluate_run(config, folder, trainer, record, evaluations)
+            else:
+                logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
+            if options.evaluate_every is not None:
                 evaluations.add_points_of(run_id.records_of(config))
                 record["curves"]["evaluations"] = evaluations.points
             record["wall_seconds"] = time.perf_counter() - begun
             lock.check()
             records.append_record(path, record)
-            warn(config, metrics, record["metrics"])
-            callbacks.keep_newest(folder / "checkpoints", 1)
+            for old in callbacks.checkpoints(folder / "checkpoints")[:-1]:
+                old.unlink()
     return record
 
 
-def check_run(config: Config) -> None:
-    """Check, before documents are read, what only the parts of a run know. Raises ConfigError naming the key."""
+def check_run(config: Config, vocab_size: int | None = None) -> None:
+    """Check options of the boundary scheme and of evaluations, these for a model's vocabulary too. Raises ConfigError."""
     BOUNDARIES[config.trainer.boundary](**config.trainer.boundary_options)
     for name in config.evaluations:
-        evaluation.check(name, callbacks.evaluation_context(config, name))
+        evaluation.check(name, callbacks.evaluation_context(config, name), vocab_size)
 
 
 def check_accelerator(config: Config) -> None:
     """Raise ConfigError where the run needs a GPU and this machine has none."""
-    for key, needed in (
-        ("accelerator", config.trainer.accelerator in ("gpu", "cuda")),
-        ("cuda_graphs", config.trainer.cuda_graphs),
-    ):
+    needs = {"accelerator": config.trainer.accelerator in ("gpu", "cuda"), "cuda_graphs": config.trainer.cuda_graphs}
+    for key, needed in needs.items():
         if needed and not torch.cuda.is_available():
             raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none; change it")
-
-
-def check_documents(config: Config) -> None:
-    """Check the keys of ``data`` and the vocabulary's size, without reading documents. Raises ConfigError."""
-    size = open_source(config.data).vocab_size
-    corpus = load_tokenizer(config.data).vocab_size if size is None else size
-    if isinstance(corpus, int) and (config.model.vocab_size or corpus) < corpus:
-        raise ConfigError(f"model.vocab_size: expected at least {corpus}, the corpus's, got {config.model.vocab_size}")
-
-
-def warn(config: Config, metrics: RunMetrics, numbers: Mapping[str, Any]) -> None:
-    """Warn of a run that diverged, and of one that never carried a state though its boundary scheme does."""
-    if metrics.diverged is not None:
-        logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
-    elif "state_bytes" in numbers and "state_age_steps" not in numbers:
-        fix = "increase trainer.max_steps, or reduce data.streams or data.row_length"
-        logger.warning("trainer.boundary=%s carried no state; %s.", config.trainer.boundary, fix)
 
 
 def make_trainer(
     config: Config, folder: Path, own: list[Any], progress: bool = False, resumed_step: int = 0
 ) -> lightning.Trainer:
-    """Make Lightning's trainer of one run, with our own callbacks and the user's."""
-    options, metrics = config.trainer, own[0]
+    """Make Lightning's trainer of one run, with callbacks of our own, the metrics first, and the user's."""
+    options = config.trainer
     own = [*own, *(instantiate(one, "trainer.callbacks") for one in options.callbacks)]
     if options.leakcheck_every is not None:
-        own.append(callbacks.LeakCheck(options.leakcheck_every, metrics))
-    if progress:  # refreshed at logged steps: a number shown waits for the GPU
-        rate = options.log_every if sys.stderr.isatty() else max(1, options.max_steps // 10)
-        own.append(TQDMProgressBar(refresh_rate=rate))
+        own.append(callbacks.LeakCheck(options.leakcheck_every, own[0]))
+    if progress:
+        own.append(TQDMProgressBar(refresh_rate=options.log_every))
     quieten()
     try:
         trainer = lightning.Trainer(
@@ -220,8 +225,10 @@ def make_trainer(
             enable_model_summary=False,
             plugins=[callbacks.CheckpointFile()],
         )
+        backend_name(config.ops.backend, trainer.strategy.root_device)
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
-        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
+        section = "ops." if str(error).startswith("backend") else "trainer: "
+        raise ConfigError(f"{section}{' '.join(str(error).split())}") from None
     if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":  # Lightning would take bfloat16
         raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
     disable_lightning_signals(trainer)
@@ -236,8 +243,10 @@ def quieten() -> None:
 
 
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
-    """Instantiate a class path, or a mapping with ``class_path`` and ``init_args``; ``defaults`` that the class does not take are
-    left out. Raises ConfigError naming the key."""
+    """Instantiate a class path, or a mapping with ``class_path`` and ``init_args``, with those ``defaults`` that the class takes.
+
+    Raises ConfigError naming the key.
+    """
     path, arguments = (spec, {}) if isinstance(spec, str) else (spec["class_path"], spec.get("init_args", {}))
     module, _, name = path.rpartition(".")
     try:
@@ -258,33 +267,23 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
         return WandbLogger(folder.name, folder, id=folder.name, project=folder.parent.name or "packmamba")
     if spec == "mlflow":
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        return MLFlowLogger(
-            "packmamba", folder.name, os.environ.get("MLFLOW_TRACKING_URI"), save_dir=str(folder / "mlflow")
-        )
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        return MLFlowLogger("packmamba", folder.name, server, save_dir=str(folder / "mlflow"))
     return instantiate(spec, "trainer.loggers", save_dir=folder)
 
 
-def read_start(config: Config) -> dict[str, Tensor]:
-    """Read the weights that ``trainer.init_from`` names. Raises ConfigError."""
+def load_initial_weights(model: MambaLM, config: Config) -> int:
+    """Load the weights that ``trainer.init_from`` names; return their checksum. Raises ConfigError."""
     path = weights_path(config)
     try:
-        if path.is_dir():
-            return read_pretrained(path)[1]
-        return callbacks.model_weights(callbacks.read_checkpoint(path)["state_dict"])
+        folder = path.is_dir()
+        state = read_pretrained(path)[1] if folder else callbacks.read_checkpoint(path)["state_dict"]
+        weights = state if folder else callbacks.model_weights(state)
+        load_weights(model, weights, path, "this run's keys of model")
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
-
-
-def load_start(config: Config, model: MambaLM, weights: dict[str, Tensor]) -> int:
-    """Load the weights that a run starts from; return their checksum. Raises ConfigError."""
-    try:
-        load_weights(model, weights, weights_path(config), "this run's keys of model")
-    except ValueError as error:
-        raise ConfigError(f"trainer.init_from: {error}") from None
-    checksum = 0
-    for _, tensor in sorted(weights.items()):
-        checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
-    return checksum
+    tensors = [tensor.contiguous().view(torch.uint8).numpy().tobytes() for _, tensor in sorted(weights.items())]
+    return functools.reduce(lambda checksum, content: zlib.crc32(content, checksum), tensors, 0)
 
 
 def weights_path(config: Config) -> Path:
@@ -303,65 +302,43 @@ def weights_path(config: Config) -> Path:
     return paths.pop()
 
 
-def write_model(folder: Path, config: Config, model: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Write the model and its tokenizer into the run's folder, for ``MambaLM.from_pretrained`` and ``eval``."""
-    write_pretrained(folder, dict(model), callbacks.model_weights(state))
-    if open_source(config.data).vocab_size is None:
-        write_tokenizer(folder, config.data.tokenizer, config.data.begin_token, config.data.end_token)
-
-
-def evaluate_run(config: Config, folder: Path, device: torch.device, record: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate the model of the run's folder, as ``eval`` does; add numbers and curves to the record, return the numbers."""
+def evaluate_run(
+    config: Config, folder: Path, trainer: lightning.Trainer, record: dict[str, Any], curve: callbacks.Evaluations
+) -> None:
+    """Evaluate the model of the run's folder, as ``eval`` does; add numbers and curves to the record and the last point."""
     if not config.evaluations:
-        return {}
-    loaded = load_model(folder, str(device))
+        return
+    loaded = load_model(folder, str(trainer.strategy.root_device))
     numbers, results = callbacks.evaluate_model(config, loaded.model, loaded.tokenizer)
     for name, result in results.items():
         records.write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
-        record["curves"] |= {f"{name}.{curve}": points for curve, points in result.curves.items()}
+        record["curves"] |= {f"{name}.{each}": points for each, points in result.curves.items()}
     record["metrics"] |= numbers
-    return numbers
+    curve.add(trainer, numbers)
 
 
 def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:
     """Make the run's record: losses of its last validation, throughput after the first steps, and curves."""
     totals, last = metrics.totals, metrics.validation[-1]
     timed = metrics.timed if metrics.timed["seconds"] else totals
-    optional = {
-        "val_loss_last_weights": last.get("loss_last_weights"),
-        "diverged_at_step": metrics.diverged,
-        "started_from_checksum": metrics.started_from,
+    values = {
+        **{name: totals[name] for name in ("steps", "real_tokens", "targets")},
+        **{name: last.get(name.removeprefix("val_")) for name in ("val_loss", "val_loss_start", "val_loss_as_trained")},
+        "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
+        "slots_per_second": timed["slots"] / timed["seconds"],
+        "padding_fraction": 1 - totals["real_tokens"] / totals["slots"],
+        "documents_behind_another": totals["documents_behind"],
+        "tokens_behind_another": totals["tokens_behind"],
+        "train_seconds": totals["seconds"],
+        "parameters": sum(p.numel() for p in module.model.parameters()),
+        "peak_memory_bytes": metrics.peak_memory,
+        **module.boundary.measures(),
     }
+    optional = {"diverged_at_step": metrics.diverged, "started_from_checksum": metrics.started_from}
+    optional["val_loss_last_weights"] = last.get("loss_last_weights")
+    values |= {name: value for name, value in optional.items() if value is not None}
+    experiment = run_id.name_of(config.output) if config.output else run_id.run_id(config)
     return records.make_record(
-        kind="training",
-        experiment=run_id.name_of(config.output) if config.output else run_id.run_id(config),
-        arm=config.name,
-        config=run_id.recorded_config(config),
-        seed=config.seed,
-        corpus_hash=corpus_hash,
-        metrics={
-            "steps": totals["steps"],
-            "real_tokens": totals["real_tokens"],
-            "targets": totals["targets"],
-            "val_loss": last["loss"],
-            "val_loss_start": last["loss_start"],
-            "val_loss_as_trained": last.get("loss_as_trained"),
-            "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
-            "slots_per_second": timed["slots"] / timed["seconds"],
-            "padding_fraction": 1 - totals["real_tokens"] / totals["slots"],
-            "documents_behind_another": totals["documents_behind"],
-            "tokens_behind_another": totals["tokens_behind"],
-            "train_seconds": totals["seconds"],
-            "parameters": sum(p.numel() for p in module.model.parameters()),
-            "peak_memory_bytes": metrics.peak_memory,
-            **module.boundary.measures(),
-            **{name: value for name, value in optional.items() if value is not None},
-        },
-        wall_seconds=0.0,
-        curves={
-            "train": metrics.train,
-            "validation": metrics.validation,
-            "loss_by_position": metrics.by_position,
-            **metrics.per_step(),
-        },
-    )
+        "training", experiment, config.name, run_id.recorded_config(config), config.seed, corpus_hash, values, 0.0,
+        metrics.curves(),
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.records import METRICS, append_record, check_writable, has_records, read_records, write_sweep
 from packmamba.training.benchmark import measure_throughput
-from packmamba.training.fit import check_accelerator, check_documents, check_run
+from packmamba.training.fit import check_accelerator, check_run
 from packmamba.training.launch import (
     Outcome,
     SlurmConfig,
@@ -313,8 +313,6 @@ def _check_corpora(runs: list[Config], every: list[Config], progress: bool) -> N
     """Prepare the corpora of runs, and compare them with those in the records of finished ones."""
     records = list(zip([*runs, *every], find_records([*runs, *every])))
     opened = {repr((run.data, run.model.vocab_size)): run for run, record in records[: len(runs)] if record is None}
-    for run in opened.values():
-        check_documents(run)
     hashes: dict[str, str] = {}
     for run, record in [*((run, None) for run in opened.values()), *records] if opened else []:
         if record is None and run not in opened.values():

@@ -13,7 +13,6 @@ from packmamba.config import ConfigError
 from packmamba.data.tokenizer import load_tokenizer
 from packmamba.evaluation.registry import evaluate
 from packmamba.records import read_records
-from packmamba.training import callbacks
 from packmamba.training.callbacks import Stopped, evaluation_context
 from packmamba.training.fit import check_run, fit
 from packmamba.training.lit_module import PackedLitModule
@@ -79,21 +78,6 @@ def test_several_ranks_have_the_curve_of_one(tmp_path, strategy):
     (record,) = read_records(run_folder(both))
     for step in (2, 4):
         assert own(record, step) == pytest.approx(own(alone, step), rel=1e-4)
-
-
-def fail_on_the_way(path):
-    def evaluate(*_):
-        raise RuntimeError("made to fail")
-
-    callbacks.evaluate = evaluate
-    return run.main(["train", path])
-
-
-def test_ranks_fail_together(tmp_path):
-    config = tiny_config(tmp_path, "data.strategy=greedy", *EVERY, "trainer.devices=2", "trainer.strategy=ddp")
-    path, output = write_config(tmp_path / "both.yaml", config), tmp_path / "output.txt"
-    assert statuses(*fork_ranks(2, fail_on_the_way, str(path), output=output), timeout=60) == [1, 1]
-    assert "made to fail" in output.read_text() and "failed in the first rank" in output.read_text()
 
 
 def test_an_evaluation_is_refused_before_training(tmp_path):

@@ -1,6 +1,5 @@
 """An interrupted run ends with the bits of an uninterrupted one: weights, optimizer, carried states, random numbers, record."""
 
-import os
 import random
 import signal
 import time
@@ -15,7 +14,7 @@ from packmamba.training.callbacks import Stopped, checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder
-from processes import fork, kill, statuses
+from processes import fork, kill
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 
 KEYS = ["trainer.max_steps=12", "trainer.validate_every=5", "trainer.checkpoint_every=3", "trainer.threads=1",
@@ -142,33 +141,6 @@ def test_a_handler_of_the_user_stays(tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert received == [True]
-
-
-def test_a_signal_to_the_whole_group_leaves_loader_workers_alone(tmp_path):
-    """As ``timeout``, SLURM and a terminal send it."""
-    config = tiny_config(tmp_path, "data.num_workers=2", "trainer.max_steps=2000", "trainer.validate_every=2000")
-    path, output = write_config(tmp_path / "run.yaml", config), tmp_path / "output.txt"
-    process = fork(run.main, ["train", str(path)], output=output)
-    while process.is_alive() and not checkpoints(run_folder(config) / "checkpoints"):
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert statuses(process) == [143], output.read_text()
-    step = checkpoints(run_folder(config) / "checkpoints")[-1].stem.removeprefix("step=")
-    assert f"stopped after step {step} of 2000" in output.read_text()
-
-
-def fail_in_a_validation(path):
-    def fail(module, *arguments):
-        raise RuntimeError("failed")
-
-    PackedLitModule.validation_step = fail
-    run.main(["train", str(path)])
-
-
-def test_a_failed_run_ends_with_its_loader_workers(tmp_path):
-    config = tiny_config(tmp_path, "data.num_workers=2")
-    path, output = write_config(tmp_path / "run.yaml", config), tmp_path / "output.txt"
-    assert statuses(fork(fail_in_a_validation, path, output=output), timeout=60) == [1], output.read_text()
 
 
 def test_a_run_stopped_in_a_validation_validates_that_step_again(tmp_path, monkeypatch):
