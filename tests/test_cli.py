@@ -129,7 +129,7 @@ def test_help_and_version(capsys):
         (["train", "data.strategy=greedly"], "did you mean 'greedy'?"),
         (["train", "data.source=text", "data.path=/nowhere"], "data.path"),
         (["train", "runs_dir=/dev/null/mine"], "runs_dir"),
-        (["sweep"], "expected YAML files"),
+        (["sweep"], "expected a YAML file"),
         (["sweep", "configs/demo.yaml", "jobz=2"], "did you mean 'jobs'?"),
         (["eval", "nowhere"], "nowhere"),
         (["eval", "runs/a", "runs/b"], "expected the folder"),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from models import (
     EXACT,
     LAYOUT,
+    VOCAB,
     assert_close,
     build,
     error,
@@ -111,7 +112,7 @@ def carried(model, earlier, finals, later):
     ]
 
 
-def run_whole_and_cut(model, tokens, begun, cut):
+def run_whole_and_cut(model, tokens, begun, cut, detach=False):
     """(logits, final states) of LAYOUT in one call, and in two calls of the columns before and after ``cut``."""
     continues = LAYOUT.continues[:, None, None]
     fresh = model.start_states(LAYOUT.num_documents)
@@ -121,7 +122,8 @@ def run_whole_and_cut(model, tokens, begun, cut):
     before, after = (d[d >= 0].unique().long() for d in (LAYOUT.documents[:, :cut], LAYOUT.documents[:, cut:]))
     states = [(conv[before], scan[before]) for conv, scan in states]
     logits, finals = model(tokens[:, :cut], layout=first, states=states, return_states=True)
-    states = carried(model, first, finals, second)
+    passed = [tuple(state.detach() for state in pair) for pair in finals] if detach else finals
+    states = carried(model, first, passed, second)
     rest, ends = model(tokens[:, cut:], layout=second, states=states, return_states=True)
     ends = [
         tuple(w.detach().index_copy(0, before, f).index_copy(0, after, e) for w, f, e in zip(*pairs))
@@ -252,3 +254,58 @@ def test_bfloat16(how):
                 assert error(logits.flatten(0, 1)[slots(LAYOUT, s)], alone[0]) < 0.03
     for name, gradient in gradients(summed_loss(logits.float(), tokens, LAYOUT), model, states).items():
         assert gradient.isfinite().all() and (gradient.any() or name.endswith("initial_state")), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_s_last_token_changes_no_bit_of_another(dtype):
+    model, tokens = build(dtype=dtype), random_tokens()
+    states = random_states(model, LAYOUT.num_documents)
+    expected, ends = model(tokens, layout=LAYOUT, states=states, return_states=True)
+    for victim in range(LAYOUT.num_documents):
+        changed = tokens.clone()
+        last = changed.flatten()[int(LAYOUT.ends[victim]) - 1 :][:1]
+        last.copy_(last % (VOCAB - 1) + 1)
+        logits, finals = model(changed, layout=LAYOUT, states=states, return_states=True)
+        for s in range(LAYOUT.num_documents):
+            same = torch.equal(logits.flatten(0, 1)[slots(LAYOUT, s)], expected.flatten(0, 1)[slots(LAYOUT, s)])
+            assert same == (s != victim), (victim, s)
+            assert all(torch.equal(f[s], e[s]) == (s != victim) for f, e in zip(flat(finals), flat(ends)))
+
+
+def test_detaching_the_carried_states_changes_only_the_gradient():
+    model, tokens = build(), random_tokens()
+    begun = random_states(model, LAYOUT.num_documents)
+    (whole, _), (cut_up, _) = run_whole_and_cut(model, tokens, begun, cut=4, detach=True)
+    real = LAYOUT.documents >= 0
+    assert error(cut_up[real], whole[real]) <= EXACT
+    expected = gradients(summed_loss(whole, tokens, LAYOUT), model)["backbone.layers.0.mixer.A_log"]
+    truncated = gradients(summed_loss(cut_up, tokens, LAYOUT), model)["backbone.layers.0.mixer.A_log"]
+    assert error(truncated, expected) > 1e-4
+
+
+@every_config
+def test_leak_is_each_row_run_as_one_document(config):
+    model, tokens = build(**config), random_tokens()
+    states = random_states(model, FLOW.num_documents)
+    for given in (None, states):
+        logits, finals = model(tokens, layout=FLOW, states=given, return_states=True)
+        for i, row in enumerate(FLOW.rows.tolist()):
+            length = int(FLOW.lengths[i])
+            start = None if given is None else [(conv[i : i + 1], scan[i : i + 1]) for conv, scan in given]
+            alone, ends = model(tokens[row : row + 1, :length], states=start, return_states=True)
+            assert error(logits[row, :length], alone[0]) <= EXACT
+            assert all(error(f[i : i + 1], e) <= EXACT for f, e in zip(flat(finals), flat(ends)))
+
+
+def test_no_layout_means_each_row_is_a_document():
+    model, tokens = build(), random_tokens()
+    expected = model(tokens, layout=SequenceLayout.from_rows(*tokens.shape))
+    assert torch.equal(model(tokens), expected)
+    assert torch.equal(model(tokens.int()), expected)
+
+
+def test_states_of_another_layout_are_refused_under_flow():
+    model, tokens = build(dtype=torch.float32), random_tokens()
+    states = random_states(model, LAYOUT.num_documents)
+    with pytest.raises(ValueError, match=r"^conv_state: expected shape \(3, 16, 3\).*got \(6, 16, 3\)"):
+        model(tokens, layout=FLOW, states=states)

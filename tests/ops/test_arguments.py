@@ -165,3 +165,19 @@ def test_autocast_rounds_nothing_inside(backend):
     with torch.autocast(device, dtype=torch.bfloat16):
         results = case.run(backend)
     assert all(torch.equal(results[name], value) for name, value in expected.items())
+
+
+@both
+@every_backend
+@pytest.mark.parametrize("used", ["y", "final_state"])
+def test_gradients_through_one_output_alone(operator, backend, used):
+    case = random_case(operator, LAYOUT, torch.float32, device_of(backend))
+    (case.grad_final if used == "y" else case.grad_y).zero_()
+    expected = case.run(backend)
+    tensors = {name: tensor.detach().requires_grad_() for name, tensor in case.tensors.items()}
+    y, final = getattr(ops, operator)(**tensors, **case.options, layout=case.layout, backend=backend)
+    output, grad = (y, case.grad_y) if used == "y" else (final, case.grad_final)
+    for name, tensor in tensors.items():
+        (gradient,) = torch.autograd.grad(output, tensor, grad, retain_graph=True, allow_unused=True)
+        gradient = torch.zeros_like(tensor) if gradient is None else gradient
+        assert torch.equal(gradient, expected[f"grad {name}"]), name
