@@ -71,7 +71,7 @@ def measure_throughput(
         run, others, begun = uuid.uuid4().hex, timing.OtherPrograms(), time.perf_counter()
         calls = {name: lambda turn, arm=arm: arm.step(turn + 1)[:3] for name, arm in arms.items()}
         bar = "interleaved steps" if progress else None
-        samples = timing.take_turns(calls, rounds, warm_up=WARM_UP, gate=gate, bar=bar)  # type: ignore[arg-type]
+        samples = timing.take_turns(calls, rounds, warm_up=WARM_UP, gate=gate, bar=bar)
         wall_seconds, cores = time.perf_counter() - begun, others.cores()
         for name, arm in arms.items():
             seconds, tokens, slots = zip(*samples[name])

@@ -49,13 +49,13 @@ def shard(model: MambaLM, mesh: DeviceMesh) -> None:
 @contextmanager
 def without_sync(strategy: Strategy | None, model: MambaLM) -> Iterator[None]:
     """Accumulate gradients without reducing them over ranks."""
-    sharded = isinstance(model, FSDPModule)
-    if sharded:
-        model.set_requires_gradient_sync(False)
+    sharded: Any = model if isinstance(model, FSDPModule) else None
+    if sharded is not None:
+        sharded.set_requires_gradient_sync(False)
     with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
         yield
-    if sharded:
-        model.set_requires_gradient_sync(True)
+    if sharded is not None:
+        sharded.set_requires_gradient_sync(True)
 
 
 def disable_lightning_signals(trainer: lightning.Trainer) -> None:

@@ -334,7 +334,7 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunM
         "peak_memory_bytes": metrics.peak_memory,
         **module.boundary.measures(),
     }
-    optional = {"diverged_at_step": metrics.diverged, "started_from_checksum": metrics.started_from}
+    optional: dict[str, Any] = {"diverged_at_step": metrics.diverged, "started_from_checksum": metrics.started_from}
     optional["val_loss_last_weights"] = last.get("loss_last_weights")
     values |= {name: value for name, value in optional.items() if value is not None}
     experiment = run_id.name_of(config.output) if config.output else run_id.run_id(config)
