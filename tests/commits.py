@@ -1,7 +1,7 @@
 """Time two checkouts in turns on one GPU: python tests/commits.py OLD NEW RECORDS ROUNDS OLD_COMMIT
 
 A worker process of each checkout holds the same work in bfloat16: scan and convolution at 16384 x 4096, forward and backward of
-a 1.4B model on packed rows, optimizer steps of a 130M model as CUDA graphs. A record for each case: medians in ms, the median of the
+a 1.4B model on packed rows, optimizer steps of a 130M model as CUDA graphs. A record each: medians in ms, the median of the
 paired ratios new / old, and its 95 % bootstrap interval.
 """
 
