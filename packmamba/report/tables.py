@@ -264,7 +264,7 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
         notes.append(f"Speed is no comparison where arms were not timed together: {others}.")
     fewest = min(len(arm.runs) for arm in arms)
     if fewest < PARITY_SEEDS and len(arms) > 1:
-        notes.append(f"{fewest} seeds: claims of parity need at least {PARITY_SEEDS}.")
+        notes.append(f"Seeds: {fewest}. Claims of parity need at least {PARITY_SEEDS}.")
     if absent := {name for arm in arms for name in arm.sweep.get("absent", ())}:
         notes.append(f"Without any run: {', '.join(sorted(absent))}.")
     return notes

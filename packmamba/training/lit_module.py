@@ -90,7 +90,7 @@ class PackedLitModule(lightning.LightningModule):
 
     @property
     def scaled(self) -> bool:
-        """Whether float16's loss scale skips steps whose gradients are not finite."""
+        """True if float16's loss scale skips steps whose gradients are not finite."""
         return self._trainer is not None and self._trainer.precision == "16-mixed"
 
     def configure_model(self) -> None:

@@ -57,6 +57,9 @@ def open_jsonl(data: DataConfig) -> Source:
     Blank lines are no documents. A broken line or file is an error that names the file and the line.
     """
     root, files = find_files(data, (".jsonl", ".jsonl.gz", ".jsonl.zst"))
+    plain = [name.removesuffix(".gz").removesuffix(".zst") for name in files]
+    if twice := [name for name in plain if plain.count(name) > 1]:
+        raise ConfigError(f"data.path: expected {root / twice[0]} plain or compressed, got both; remove one")
     fingerprint, sizes = file_sizes(root, files)
 
     def contents(advance: Advance) -> Iterator[str]:
