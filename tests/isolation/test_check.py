@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from packmamba import MambaLM, SequenceLayout, leakcheck
 
@@ -211,6 +212,18 @@ def test_everything_is_left_as_it_was():
     assert (np.random.get_state()[1] == states[2]).all()  # noqa: NPY002
     assert toy.training and toy.middle.training and not toy.head.training
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(toy.parameters(), gradients))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_reentrant_checkpointing_leaves_the_gradient_unseen():
+    class Checkpointed(Toy):
+        def forward(self, input_ids, position_ids=None):
+            self.middle.forward = lambda x: checkpoint(self.middle[0], x, use_reentrant=True)
+            return super().forward(input_ids, position_ids)
+
+    result = leakcheck(Checkpointed(by_document(mean_so_far)))
+    assert result.ok and result.isolated_forward and result.isolated_backward is None
+    assert leakcheck(Checkpointed(lambda x, lengths: mean_so_far(x))).leaks
 
 
 def test_what_is_carried_between_calls_leaks():
