@@ -18,8 +18,7 @@ from packmamba.config import Config
 from packmamba.data.batch import StepBatch
 from packmamba.data.datamodule import PackedDataModule, StepDataset, StepSampler
 from packmamba.training.callbacks import RunMetrics
-from packmamba.training.distributed import disable_lightning_signals, make_strategy
-from packmamba.training.fit import quieten
+from packmamba.training.fit import disable_lightning_signals, make_strategy, quieten
 from packmamba.training.lit_module import PackedLitModule
 
 TURN_STEPS = 4

@@ -141,8 +141,8 @@ def _check(
 def _check_rules(config: Config) -> None:
     """Check the rules between keys of a run."""
     data, model, trainer, evaluations = config.data, config.model, config.trainer, config.evaluations
-    strategy, boundaries = registry(STRATEGIES)[data.strategy], registry(BOUNDARIES)
-    boundary, of_mixer = boundaries[trainer.boundary], options(registry(MIXERS)[model.mixer])
+    strategy, boundary = registry(STRATEGIES)[data.strategy], registry(BOUNDARIES)[trainer.boundary]
+    of_mixer = options(registry(MIXERS)[model.mixer])
     stream, splits = data.batching == "stream", strategy.splits_documents
 
     def need(holds: Any, name: str, expected: str) -> None:
@@ -193,7 +193,6 @@ def _check_rules(config: Config) -> None:
         ("trainer.devices", trainer.devices, (1,)),
         ("trainer.num_nodes", trainer.num_nodes, (1,)),
         ("trainer.precision", precision, ("32-true", "bf16-mixed", "bf16-true")),
-        ("trainer.boundary", trainer.boundary, [name for name, scheme in boundaries.items() if scheme.graphs]),
         ("ops.backend", config.ops.backend, ("auto", "cuda")),
     ):
         expected = f"{' or '.join(map(str, allowed))} with trainer.cuda_graphs"

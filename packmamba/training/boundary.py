@@ -7,10 +7,8 @@ constructor's arguments, all with defaults, are the keys of ``trainer.boundary_o
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,28 +25,16 @@ States = list[State]
 class Boundary:
     """Nothing crosses: every document starts from zero, or from the learned states. A scheme overrides what differs."""
 
-    continues = False
-    """Row b of a batch continues row b of the one before: needs data.strategy=concat_split, in batches of whole streams."""
-    as_trained = True
-    """Validate a second time with documents arranged as in training, read with this scheme."""
-    stateful = False
-    """Documents start from states of earlier batches; see StatefulBoundary."""
-    sharded = True
-    """Works with sharded parameters (trainer.strategy=fsdp2)."""
-    graphs = True
-    """Can be replayed as a CUDA graph."""
-    least_rows = 1
-    """Rows that a batch needs."""
-    step = 0
-    """The optimizer step, from 0, of the next batches."""
+    continues = False  # row b of a batch continues row b of the one before: needs data.strategy=concat_split
+    as_trained = True  # validate a second time, with documents arranged and read as in training
+    stateful = False  # documents start from states of earlier batches; see StatefulBoundary
+    sharded = True  # works with sharded parameters (trainer.strategy=fsdp2)
+    least_rows = 1  # of a batch
+    step = 0  # the optimizer step, from 0, of the next batches
 
     @property
     def name(self) -> str:
         return next((name for name, scheme in BOUNDARIES.items() if type(self) is scheme), type(self).__name__)
-
-    @property
-    def crosses_inside_rows(self) -> bool:
-        return self.as_trained and not self.continues
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
         """Return where documents start for convolutions and for recurrences."""
@@ -101,7 +87,7 @@ class LeakScan(Leak):
     convolution = False
 
 
-class StatefulBoundary(Boundary, ABC):
+class StatefulBoundary(Boundary):
     """Documents start from detached final states of rows of earlier batches (truncated backpropagation through time).
 
     Between ``incoming`` and ``store``, ``forward`` may be replayed as a CUDA graph: it and ``initial_states`` do only tensor
@@ -111,17 +97,17 @@ class StatefulBoundary(Boundary, ABC):
     stateful = True
     sharded = False
 
-    @abstractmethod
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         """Return a state for each row (B, ...), without gradient."""
+        raise NotImplementedError
 
-    @abstractmethod
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         """Return the state that each document starts from (S, ...)."""
+        raise NotImplementedError
 
-    @abstractmethod
     def store(self, batch: PackedBatch, final: States) -> None:
         """Take the final state of each row's last document (B, ...), detached; meaningless for a row without documents."""
+        raise NotImplementedError
 
     def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
         """Compute ``hidden`` from incoming states; return it and each row's final states."""
@@ -138,13 +124,12 @@ class StatefulBoundary(Boundary, ABC):
         return hidden
 
 
-@dataclass
-class RowStates:
-    """Final states of each row's last document (B, ...); ``positions`` (B,) int32 on the CPU, its tokens so far, -1 for a row
-    without documents; the optimizer ``step`` that computed them."""
+class RowStates(NamedTuple):
+    """Final states of each row's last document (B, ...)."""
 
     states: States
     positions: Tensor
+    """(B,) int32 on the CPU, the document's tokens so far; -1 for a row without documents."""
     step: int
 
 
@@ -158,8 +143,7 @@ class Carry(StatefulBoundary):
         self.age: int | None = None
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
-        fresh = detached(model.start_states(batch.layout.shape[0]))
-        layout = on_host(batch.layout)
+        fresh, layout = detached(model.start_states(batch.layout.shape[0])), on_host(batch.layout)
         continues = layout.continues
         if not continues.any():
             return fresh
@@ -186,14 +170,13 @@ class Carry(StatefulBoundary):
         return incoming
 
     def store(self, batch: PackedBatch, final: States) -> None:
+        self.stored.pop(batch.turn, None)
         layout = on_host(batch.layout)
         if layout.num_documents:
             self.stored[batch.turn] = RowStates(final, end_positions(layout), self.step)
-        else:
-            self.stored.pop(batch.turn, None)
 
     def measures(self) -> dict[str, float]:
-        parts = (part for stored in self.stored.values() for state in stored.states for part in state)
+        parts = (part for stored in self.stored.values() for part in flatten_states(stored.states))
         age = {} if self.age is None else {"state_age_steps": self.age}
         return {"state_bytes": sum(part.nbytes for part in parts), **age}
 
@@ -201,30 +184,13 @@ class Carry(StatefulBoundary):
         self.stored.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        turns = sorted(self.stored.items())
-        age = {} if self.age is None else {"age": self.age}
-        if not turns:
-            return {"states": None, "positions": None, **age}
-        layers = zip(*(stored.states for _, stored in turns))
-        return {
-            "states": [tuple(torch.cat(parts).cpu() for parts in zip(*states)) for states in layers],
-            "positions": torch.cat([stored.positions for _, stored in turns]),
-            "turns": [(turn, len(stored.positions), stored.step) for turn, stored in turns],
-            **age,
-        }
+        stored = {turn: (move_states(row.states, "cpu"), *row[1:]) for turn, row in self.stored.items()}
+        return {"stored": stored, "age": self.age}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        self.stored.clear()
-        self.age = state_dict.get("age")
-        if state_dict["positions"] is None:
-            return
-        turns = state_dict.get("turns", [(0, len(state_dict["positions"]), 0)])
-        sizes = [rows for _, rows, _ in turns]
-        positions = state_dict["positions"].cpu().split(sizes)
-        layers = [[part.to(device).split(sizes) for part in state] for state in state_dict["states"]]
-        for i, (turn, _, step) in enumerate(turns):
-            states: States = [tuple(part[i] for part in layer) for layer in layers]
-            self.stored[turn] = RowStates(states, positions[i], step)
+        self.age = state_dict["age"]
+        stored = state_dict["stored"].items()
+        self.stored = {turn: RowStates(move_states(states, device), *rest) for turn, (states, *rest) in stored}
 
 
 class CarryScan(Carry):
@@ -249,8 +215,7 @@ class StatePassing(Carry):
             return fresh
         rows = rows[stored.positions[rows].argsort(stable=True)]
         ring = torch.cat([rows[::2], rows[1::2].flip(0)])  # up by every other row, and down by those between
-        source = torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1))
-        return index_states(stored.states, source.to(stored.states[0][-1].device, non_blocking=True))
+        return index_states(stored.states, torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1)))
 
 
 class FittedNoise(Carry):
@@ -260,10 +225,6 @@ class FittedNoise(Carry):
         memory: decay of the moments' exponential average over batches, between 0 and 1.
     """
 
-    first: list[Tensor]
-    second: list[Tensor]
-    generator: torch.Generator | None
-
     def __init__(self, memory: float = 0.99) -> None:
         super().__init__()
         self.memory = memory
@@ -271,10 +232,9 @@ class FittedNoise(Carry):
 
     def exchange(self, stored: RowStates, fresh: States) -> States:
         generator = self._generator(stored.states[0][-1].device)
-        debias = 1 - self.memory**self.batches
-        moments, drawn = iter(zip(self.first, self.second)), []
-        for part in flatten_states(stored.states):
-            mean, square = (moment / debias for moment in next(moments))
+        debias, drawn = 1 - self.memory**self.batches, []
+        for part, first, second in zip(flatten_states(stored.states), self.first, self.second):
+            mean, square = first / debias, second / debias
             noise = torch.randn(part.shape, dtype=mean.dtype, device=part.device, generator=generator)
             drawn.append((mean + (square - mean.square()).clamp(min=0).sqrt() * noise).to(part.dtype))
         return unflatten_states(drawn, stored.states)
@@ -287,7 +247,7 @@ class FittedNoise(Carry):
 
     def store(self, batch: PackedBatch, final: States) -> None:
         super().store(batch, final)
-        if not batch.layout.num_documents:
+        if batch.turn not in self.stored:
             return
         parts = flatten_states(filled_rows(final, self.stored[batch.turn].positions))
         parts = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
@@ -300,19 +260,20 @@ class FittedNoise(Carry):
 
     def reset(self) -> None:
         super().reset()
-        self.batches, self.first, self.second, self.generator = 0, [], [], None
+        self.batches = 0
+        self.first: list[Tensor] = []
+        self.second: list[Tensor] = []
+        self.generator: torch.Generator | None = None
 
     def state_dict(self) -> dict[str, Any]:
         first, second = ([part.cpu() for part in parts] for parts in (self.first, self.second))
-        moments = {"batches": self.batches, "first": first, "second": second}
         generator = None if self.generator is None else self.generator.get_state()
-        return {**super().state_dict(), "moments": moments, "generator": generator}
+        return {**super().state_dict(), "moments": (self.batches, first, second), "generator": generator}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         super().load_state_dict(state_dict, device)
-        moments = state_dict["moments"]
-        self.batches = moments["batches"]
-        self.first, self.second = ([part.to(device) for part in moments[name]] for name in ("first", "second"))
+        self.batches, *moments = state_dict["moments"]
+        self.first, self.second = ([part.to(device) for part in parts] for parts in moments)
         if state_dict["generator"] is not None:
             self._generator(device).set_state(state_dict["generator"].cpu())
 
@@ -323,16 +284,14 @@ class StatePassingWithinRow(StatefulBoundary):
     These are the documents into which ``leak`` lets their predecessor's state.
     """
 
-    def __init__(self) -> None:
-        self.stored: States | None = None
+    stored: States | None = None
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         rows = batch.layout.shape[0]
         if self.stored is None:
             return detached(model.start_states(rows))
-        part = self.stored[0][-1]
-        same = len(part) == rows
-        return self.stored if same else index_states(self.stored, torch.arange(rows, device=part.device) % len(part))
+        count = len(self.stored[0][-1])
+        return self.stored if count == rows else index_states(self.stored, torch.arange(rows) % count)
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         rows, row_length = row_of(layout), layout.shape[1]
@@ -349,12 +308,10 @@ class StatePassingWithinRow(StatefulBoundary):
         self.stored = None
 
     def state_dict(self) -> dict[str, Any]:
-        stored = self.stored
-        return {"left": None if stored is None else [tuple(part.cpu() for part in state) for state in stored]}
+        return {"stored": self.stored and move_states(self.stored, "cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        stored = state_dict["left"]
-        self.stored = None if stored is None else [tuple(part.to(device) for part in state) for state in stored]
+        self.stored = state_dict["stored"] and move_states(state_dict["stored"], device)
 
 
 def on_host(layout: SequenceLayout) -> SequenceLayout:
@@ -380,24 +337,29 @@ def end_positions(layout: SequenceLayout) -> Tensor:
 
 def row_of(layout: SequenceLayout) -> Tensor:
     """Return each document's row (S,), from ``starts`` alone; any row for a document that a CUDA graph's layout lacks."""
-    rows, row_length = layout.shape
-    return (layout.starts // row_length).clamp(max=rows - 1)
+    return (layout.starts // layout.shape[1]).clamp(max=layout.shape[0] - 1)
 
 
 def filled_rows(states: States, positions: Tensor) -> States:
     """Return the states of rows with documents, given ``end_positions``."""
     (rows,) = torch.where(positions >= 0)
-    if len(rows) == len(positions):
-        return states
-    return index_states(states, rows.to(states[0][-1].device, non_blocking=True))
+    return states if len(rows) == len(positions) else index_states(states, rows)
+
+
+def map_states(function: Callable[..., Tensor], *states: States) -> States:
+    return [tuple(map(function, *parts)) for parts in zip(*states)]
 
 
 def index_states(states: States, index: Tensor) -> States:
-    return [tuple(part[index] for part in state) for state in states]
+    return map_states(lambda part: part[index.to(part.device, non_blocking=True)], states)
+
+
+def move_states(states: States, device: torch.device | str) -> States:
+    return map_states(lambda part: part.to(device), states)
 
 
 def detached(states: States) -> States:
-    return [tuple(part.detach() for part in state) for state in states]
+    return map_states(Tensor.detach, states)
 
 
 def flatten_states(states: States) -> list[Tensor]:
@@ -412,13 +374,13 @@ def unflatten_states(parts: Iterable[Tensor], like: States) -> States:
 
 def select_states(documents: Tensor, states: States, others: States) -> States:
     """Select ``states`` where documents (S,) bool is true, else ``others``. Raises ValueError where their shapes differ."""
-    given, expected = ([[tuple(part.shape) for part in state] for state in each] for each in (states, others))
-    if given != expected:
-        raise ValueError(f"states of continuing documents: expected shapes {expected}, by layer, got {given}")
-    return [
-        tuple(torch.where(documents.view(-1, *(1,) * (a.dim() - 1)), a, b) for a, b in zip(*of_layer))
-        for of_layer in zip(states, others)
-    ]
+
+    def select(part: Tensor, other: Tensor) -> Tensor:
+        if part.shape != other.shape:  # which torch.where would broadcast
+            raise ValueError(f"states of continuing documents: expected shape {other.shape}, got {part.shape}")
+        return torch.where(documents.view(-1, *(1,) * (part.dim() - 1)), part, other)
+
+    return map_states(select, states, others)
 
 
 BOUNDARIES: dict[str, type[Boundary]] = {

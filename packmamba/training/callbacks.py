@@ -33,8 +33,7 @@ from packmamba.isolation.probes import eager
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 from packmamba.training.boundary import Boundary
-from packmamba.training.distributed import max_over_ranks
-from packmamba.training.metrics import POSITION_EDGES
+from packmamba.training.lit_module import POSITION_EDGES
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +46,13 @@ class RunMetrics(Callback):
     """
 
     WARMUP_STEPS = 3
-    SAVED = ("totals", "extremes", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
+    SAVED = ("totals", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
 
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
         counts = ("steps", "real_tokens", "slots", "targets", "documents_behind", "tokens_behind", "seconds")
         self.totals: dict[str, float] = dict.fromkeys(counts, 0)
         self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
-        self.extremes: dict[str, tuple[float, float]] = {}
         self.train: list[dict[str, float]] = []
         self.validation: list[dict[str, float]] = []
         self.by_position: list[dict[str, float]] = []
@@ -62,7 +60,7 @@ class RunMetrics(Callback):
         self.peak_memory: int | None = None
         self.diverged: int | None = None
         self._unchecked_losses: list[Tensor] = []
-        self._steps_here = 0
+        self.steps_here = 0
         self._clock = 0.0
 
     @property
@@ -75,16 +73,6 @@ class RunMetrics(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, value in state_dict.items():
             setattr(self, name, value)
-
-    def curves(self) -> dict[str, list[dict[str, float]]]:
-        """Return the curves of the record."""
-        curves = {"train": self.train, "validation": self.validation, "loss_by_position": self.by_position}
-        for name, total in (("tokens", "real_tokens"), ("targets", "targets")):
-            least, most = self.extremes[name]
-            curves[f"{name}_per_step"] = [
-                {"least": least, "mean": self.totals[total] / self.totals["steps"], "most": most}
-            ]
-        return curves
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -101,7 +89,7 @@ class RunMetrics(Callback):
         amounts["seconds"], self._clock = now - self._clock, now
         for key, amount in amounts.items():
             self.totals[key] += amount
-            if key in self.timed and self._steps_here > self.WARMUP_STEPS:
+            if key in self.timed and self.steps_here > self.WARMUP_STEPS:
                 self.timed[key] += amount
 
     def _point(self, loss: Tensor) -> dict[str, float]:
@@ -117,14 +105,11 @@ class RunMetrics(Callback):
     ) -> None:
         step = trainer.global_step
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
-        self._steps_here += 1
+        self.steps_here += 1
         # Between logged steps nothing waits for the GPU, which would idle until the next step's kernels are launched.
         counts = {"real_tokens": batch.num_tokens, "slots": batch.num_slots, "targets": batch.num_targets}
         counts |= {"documents_behind": batch.num_behind, "tokens_behind": batch.tokens_behind, "steps": 1}
-        self._count(logged or self._steps_here <= self.WARMUP_STEPS, **counts)
-        for name, amount in (("tokens", batch.num_tokens), ("targets", batch.num_targets)):
-            least, most = self.extremes.get(name, (amount, amount))
-            self.extremes[name] = (min(least, amount), max(most, amount))
+        self._count(logged or self.steps_here <= self.WARMUP_STEPS, **counts)
         self._unchecked_losses.append(outputs["loss"])
         if logged:
             before = self.train[-1] if self.train else {"real_tokens": 0, "seconds": 0.0}
@@ -197,9 +182,8 @@ class Stopped(UserError):
 class Checkpoint(LightningCheckpoint):
     """Save every ``trainer.checkpoint_every`` steps and at the last, after that step's validation; keep the two newest.
 
-    SIGTERM, Ctrl-C, or ``stop`` returning True after a step, stops the run with a checkpoint; ``stopped`` is then the exception
-    to raise. Several ranks agree on a stop at logged steps. A second Ctrl-C interrupts at once. Handlers that are not Python's
-    defaults stay.
+    SIGTERM, Ctrl-C, or ``stop`` returning True after a step, stops the run with a checkpoint; ``stopped`` is the exception to
+    raise then. Several ranks agree on a stop at logged steps. A second Ctrl-C interrupts at once.
     """
 
     def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
@@ -211,9 +195,8 @@ class Checkpoint(LightningCheckpoint):
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
-            if (handler := signal.getsignal(signum)) in (signal.SIG_DFL, signal.default_int_handler):
-                self._handlers[signum] = handler
-                signal.signal(signum, self._handle)
+            if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):  # not a user's
+                self._handlers[signum] = signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, frame: Any) -> None:
         if signum == self._signum == signal.SIGINT:
@@ -239,8 +222,9 @@ class Checkpoint(LightningCheckpoint):
         step = trainer.global_step
         signum = self._signum or int(self.stop(self.metrics))
         if trainer.world_size > 1:  # agreeing waits for all ranks
+            told = torch.tensor(signum, device=trainer.strategy.root_device)
             agree = step % self.metrics.log_every == 0
-            signum = max_over_ranks(signum, trainer.strategy.root_device) if agree else 0
+            signum = int(trainer.strategy.reduce(told, reduce_op="max")) if agree else 0
         stop = bool(signum) and step != trainer.max_steps
         if step % self.every and step != trainer.max_steps and not stop:
             return
@@ -315,18 +299,16 @@ class Average(Callback):
 
 
 class LeakCheck(Callback):
-    """Check documents of a batch's lengths for isolation when training starts or resumes, and every ``every`` steps (0: none).
+    """Check documents of a batch's lengths for isolation at a process's first step, and every ``every`` steps (0: no further).
 
     Raises UserError where documents leak. Schemes under which something crosses, and sharded weights, are not checked.
     """
 
     def __init__(self, every: int, metrics: RunMetrics) -> None:
         self.every, self.metrics = every, metrics
-        self._started = False
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: StepBatch, batch_idx: int) -> None:
-        due = not self._started or (self.every and trainer.global_step % self.every == 0)
-        self._started = True
+        due = not self.metrics.steps_here or (self.every and trainer.global_step % self.every == 0)
         if due and batch.batches and module.device_mesh is None:
             with self.metrics.paused(), trainer.precision_plugin.forward_context():
                 check_isolation(module.model, module.boundary, batch.batches[0].layout)
@@ -362,18 +344,8 @@ def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
     return EvalContext(config.data, key="evaluation_options", trainer=config.trainer, **more)
 
 
-def evaluate_model(
-    config: Config, model: MambaLM, tokenizer: Tokenizer | None
-) -> tuple[dict[str, float | None], dict[str, EvalResult]]:
-    """Run the configured evaluations; return numbers by ``<evaluation>.<metric>``, null where not finite, and the results."""
-    shared: dict[str, Any] = {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}
-    results = {name: evaluate(name, model, evaluation_context(config, name, **shared)) for name in config.evaluations}
-    numbers = {f"{name}.{key}": value for name, result in results.items() for key, value in result.metrics.items()}
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}, results
-
-
 class Evaluations(Callback):
-    """Evaluate the model every ``trainer.evaluate_every`` steps before the last, on the first rank; training stays as it is."""
+    """Evaluate the model every ``trainer.evaluate_every`` steps, on the first rank; training stays as it is."""
 
     def __init__(self, config: Config, metrics: RunMetrics) -> None:
         self.config, self.metrics = config, metrics
@@ -396,24 +368,27 @@ class Evaluations(Callback):
                     model = MambaLM(**module.model.config)
                 model.load_state_dict(weights, assign=True)
                 text = open_source(self.config.data).vocab_size is None
-                tokenizer = load_tokenizer(self.config.data) if text else None
-                self.add(trainer, evaluate_model(self.config, model.to(module.device).eval(), tokenizer)[0])
+                self.evaluate(
+                    trainer, model.to(module.device).eval(), load_tokenizer(self.config.data) if text else None
+                )
             trainer.strategy.barrier()
 
-    def add(self, trainer: lightning.Trainer, numbers: dict[str, float | None]) -> None:
-        """Add the numbers of this step to the curve, and log them."""
-        step = trainer.global_step
-        point = {"step": step, "real_tokens": self.metrics.totals["real_tokens"]} | numbers
+    def evaluate(
+        self, trainer: lightning.Trainer, model: MambaLM, tokenizer: Tokenizer | None
+    ) -> dict[str, EvalResult]:
+        """Add this step's numbers by ``<evaluation>.<metric>``, null where not finite, to the curve, and log them."""
+        config, step = self.config, trainer.global_step
+        shared = {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}
+        results = {
+            name: evaluate(name, model, evaluation_context(config, name, **shared)) for name in config.evaluations
+        }
+        numbers = {f"{name}.{key}": value for name, result in results.items() for key, value in result.metrics.items()}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        point = {"step": step, "real_tokens": self.metrics.totals["real_tokens"], **dict.fromkeys(numbers), **finite}
         self.points = [other for other in self.points if other["step"] != step] + [point]
         for each in trainer.loggers:
-            each.log_metrics({f"evaluation/{k}": v for k, v in numbers.items() if v is not None}, step - 1)
-
-    def add_points_of(self, records: Mapping[int, Mapping[str, Any]]) -> None:
-        """Add the last points of records, by step, of the same run with fewer steps, which no checkpoint holds."""
-        every, known = self.config.trainer.evaluate_every or 1, {point["step"] for point in self.points}
-        steps = [step for step in records if step not in known and step % every == 0]
-        earlier = [p for step in steps for p in records[step]["curves"].get("evaluations", []) if p["step"] == step]
-        self.points = sorted([*self.points, *earlier], key=lambda point: point["step"])
+            each.log_metrics({f"evaluation/{name}": value for name, value in finite.items()}, step - 1)
+        return results
 
 
 def model_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

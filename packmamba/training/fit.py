@@ -23,10 +23,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
 
 from packmamba import records
-from packmamba.config import CONFIGURATION, Config, ConfigError, to_dict
+from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, to_dict
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import write_tokenizer
@@ -38,7 +39,6 @@ from packmamba.ops.backends import backend_name
 from packmamba.training import callbacks, run_id
 from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.callbacks import RunMetrics
-from packmamba.training.distributed import disable_lightning_signals, make_strategy
 from packmamba.training.lit_module import PackedLitModule
 
 logger = logging.getLogger(__name__)
@@ -167,11 +167,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
                 write_pretrained(folder, dict(module.model.config), callbacks.model_weights(weights))
                 if open_source(config.data).vocab_size is None:
                     write_tokenizer(folder, config.data.tokenizer, config.data.begin_token, config.data.end_token)
-                evaluate_run(config, folder, trainer, record, evaluations)
+                if config.evaluations:
+                    evaluate_run(folder, trainer, record, evaluations)
             else:
                 logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
             if options.evaluate_every is not None:
-                evaluations.add_points_of(run_id.records_of(config))
                 record["curves"]["evaluations"] = evaluations.points
             record["wall_seconds"] = time.perf_counter() - begun
             lock.check()
@@ -233,6 +233,38 @@ def make_trainer(
         raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
     disable_lightning_signals(trainer)
     return trainer
+
+
+class FSDP2(ModelParallelStrategy):
+    """Shard parameters; write a checkpoint as one whole file, which loads on any number of devices."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return super().load_checkpoint(checkpoint_path, weights_only=True)  # Lightning drops Trainer.fit's flag here
+
+
+def make_strategy(options: TrainerConfig) -> Strategy | str:
+    """Make Lightning's strategy for the configured devices; auto is one device, or DDP."""
+    devices = options.devices * options.num_nodes
+    if options.strategy == "fsdp2":
+        return FSDP2(devices)
+    if options.strategy == "auto" and devices == 1:
+        return "auto"
+    # Blocks compile one by one, so gradients already meet block by block; splitting blocks at DDP's buckets only costs.
+    torch._dynamo.config.optimize_ddp = False
+    return DDPStrategy(gradient_as_bucket_view=True)
+
+
+def disable_lightning_signals(trainer: lightning.Trainer) -> None:
+    """Disable Lightning's signal handlers and its SIGTERM broadcast before every step (Lightning issue 20806).
+
+    The broadcast waits for the GPU at each step, and the handler starts a collective in the middle of a step's.
+    """
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    assert callable(connector.register_signal_handlers) and callable(loop._broadcast_sigterm_tensor)
+    connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def quieten() -> None:
@@ -303,23 +335,20 @@ def weights_path(config: Config) -> Path:
 
 
 def evaluate_run(
-    config: Config, folder: Path, trainer: lightning.Trainer, record: dict[str, Any], curve: callbacks.Evaluations
+    folder: Path, trainer: lightning.Trainer, record: dict[str, Any], evaluations: callbacks.Evaluations
 ) -> None:
-    """Evaluate the model of the run's folder, as ``eval`` does; add numbers and curves to the record and the last point."""
-    if not config.evaluations:
-        return
+    """Evaluate the model of the run's folder, as ``eval`` does; add numbers and curves to the record."""
     loaded = load_model(folder, str(trainer.strategy.root_device))
-    numbers, results = callbacks.evaluate_model(config, loaded.model, loaded.tokenizer)
-    for name, result in results.items():
+    for name, result in evaluations.evaluate(trainer, loaded.model, loaded.tokenizer).items():
         records.write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
         record["curves"] |= {f"{name}.{each}": points for each, points in result.curves.items()}
-    record["metrics"] |= numbers
-    curve.add(trainer, numbers)
+    record["metrics"] |= {name: value for name, value in evaluations.points[-1].items() if "." in name}
 
 
 def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:
     """Make the run's record: losses of its last validation, throughput after the first steps, and curves."""
     totals, last = metrics.totals, metrics.validation[-1]
+    curves = {"train": metrics.train, "validation": metrics.validation, "loss_by_position": metrics.by_position}
     timed = metrics.timed if metrics.timed["seconds"] else totals
     values = {
         **{name: totals[name] for name in ("steps", "real_tokens", "targets")},
@@ -338,7 +367,5 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunM
     optional["val_loss_last_weights"] = last.get("loss_last_weights")
     values |= {name: value for name, value in optional.items() if value is not None}
     experiment = run_id.name_of(config.output) if config.output else run_id.run_id(config)
-    return records.make_record(
-        "training", experiment, config.name, run_id.recorded_config(config), config.seed, corpus_hash, values, 0.0,
-        metrics.curves(),
-    )  # fmt: skip
+    identity = experiment, config.name, run_id.recorded_config(config), config.seed, corpus_hash
+    return records.make_record("training", *identity, values, 0.0, curves)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, cast
 
 import lightning
 import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torchmetrics import Metric
 
 from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, validate
 from packmamba.data.batch import PackedBatch, StepBatch
@@ -19,11 +21,41 @@ from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
 from packmamba.training.boundary import BOUNDARIES, Boundary, Reset, StatefulBoundary, flatten_states, unflatten_states
 from packmamba.training.cuda_graphs import BatchGraphs
-from packmamba.training.distributed import shard, without_sync
-from packmamba.training.metrics import LossByPosition
 from packmamba.training.optimizer import learning_rate, make_optimizer, whole
 
 RESET = Reset()
+POSITION_EDGES = (0, *(2**n for n in range(17)))
+START_TOKENS = 32
+
+
+class LossByPosition(Metric):
+    """Sum losses and targets by the token's position in its document, and divide once: never a mean of means.
+
+    Update with losses (B, L), loss mask (B, L) bool and position indices (B, L). ``compute`` returns the mean loss, the mean over
+    the first START_TOKENS positions, and the mean in each bucket [edges[i], edges[i+1]) of POSITION_EDGES.
+    """
+
+    full_state_update = False
+    sums: Tensor
+    counts: Tensor
+    edges: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        buckets = len(POSITION_EDGES)
+        self.add_state("sums", torch.zeros(buckets, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("counts", torch.zeros(buckets, dtype=torch.int64), dist_reduce_fx="sum")
+        self.register_buffer("edges", torch.tensor(POSITION_EDGES[1:]), persistent=False)
+
+    def update(self, losses: Tensor, loss_mask: Tensor, position_indices: Tensor) -> None:
+        bucket = torch.bucketize(position_indices[loss_mask], self.edges, right=True)
+        self.sums.index_add_(0, bucket, losses[loss_mask].to(self.sums.dtype))
+        self.counts.index_add_(0, bucket, torch.ones_like(bucket))
+
+    def compute(self) -> dict[str, Tensor]:
+        means, start = self.sums / self.counts, POSITION_EDGES.index(START_TOKENS)
+        loss, of_start = (self.sums[:end].sum() / self.counts[:end].sum() for end in (None, start))
+        return {"loss": loss, "loss_start": of_start, "by_position": means, "counts": self.counts}
 
 
 class PackedLitModule(lightning.LightningModule):
@@ -94,8 +126,11 @@ class PackedLitModule(lightning.LightningModule):
         return self._trainer is not None and self._trainer.precision == "16-mixed"
 
     def configure_model(self) -> None:
-        if self.device_mesh is not None:
-            shard(self.model, self.device_mesh["data_parallel"])
+        if self.device_mesh is not None and not isinstance(self.model, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]  # of float32 parameters; a block is gathered while it computes
+            for layer in self.model.backbone.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Fused: each parameter is read and written once. Under a loss scale it would unscale by itself, after clipping.
@@ -135,9 +170,12 @@ class PackedLitModule(lightning.LightningModule):
         total = torch.zeros((), dtype=torch.float32, device=step.batches[0].tokens.device)
         for i, batch in enumerate(step.batches):
             last = i + 1 == len(step.batches)
-            with nullcontext() if last else without_sync(strategy, self.model):
-                loss = self.loss(batch, self.boundary)[0] / max(step.num_targets, 1)
-                backward(loss * world_size)
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(last)
+            elif isinstance(strategy, DDPStrategy):
+                cast(Any, strategy.model).require_backward_grad_sync = last
+            loss = self.loss(batch, self.boundary)[0] / max(step.num_targets, 1)
+            backward(loss * world_size)
             total = total + loss.detach()
         return total
 
@@ -248,7 +286,10 @@ class PackedLitModule(lightning.LightningModule):
         carried = checkpoint["carry"]
         if len(carried) != (ranks := self.trainer.world_size):
             raise ConfigError(f"trainer.devices: expected {len(carried)} processes, as the checkpoint has, got {ranks}")
-        self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
+        try:
+            self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
+        except KeyError:
+            raise ConfigError("runs_dir: expected a checkpoint of this version, got an older one; remove it") from None
         rng = checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(rng["numpy"])  # noqa: NPY002

@@ -100,16 +100,8 @@ def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
     return [records.get(key) for key in keys]
 
 
-def records_of(config: Config) -> dict[int, dict[str, Any]]:
-    """Read the run's records, by the number of steps after which it ended."""
-    own = run_id(config)
-    records = [r for r in training_records(record_path(config).parent) if id_of(r["arm"], r["config"]) == own]
-    return {record["config"]["trainer"]["max_steps"]: record for record in records}
-
-
 def find_record(config: Config) -> dict[str, Any] | None:
-    """Read the run's record; None: it is not finished."""
-    return records_of(config).get(config.trainer.max_steps)
+    return find_records([config])[0]
 
 
 def name_of(output: str) -> str:

@@ -237,7 +237,7 @@ def test_a_scheme_resumes_from_its_state(tmp_path, scheme):
         for batch in batches[10:]:
             assert torch.equal(module.loss(batch, fresh)[1], module.loss(batch, boundary)[1])
     boundary.reset()
-    assert boundary.state_dict().get("states") is None and boundary.state_dict().get("left") is None
+    assert not boundary.stored
 
 
 @pytest.mark.parametrize(

@@ -86,16 +86,6 @@ def test_the_mean_of_snapshots_is_evaluated_and_saved(tmp_path, monkeypatch):
     assert "val_loss_last_weights" not in plain
 
 
-def test_the_record_tells_how_much_a_step_holds(tmp_path):
-    record = fit(tiny_config(tmp_path, "data.cut_at_steps=false"), progress=False)
-    (tokens,), (targets,) = record["curves"]["tokens_per_step"], record["curves"]["targets_per_step"]
-    metrics = record["metrics"]
-    assert tokens["least"] < tokens["mean"] == metrics["real_tokens"] / 6 < tokens["most"]
-    assert targets["mean"] == metrics["targets"] / 6 < tokens["mean"]
-    exact = fit(tiny_config(tmp_path, "data.cut_at_steps=true"), progress=False)["curves"]["tokens_per_step"]
-    assert exact == [{"least": 96, "mean": 96, "most": 96}]
-
-
 @pytest.mark.parametrize("keys", [[], ["data.strategy=padded", "trainer.average_snapshots=2"]])
 def test_a_diverged_run_stops_and_is_recorded(tmp_path, keys, caplog):
     config = tiny_config(tmp_path, *keys, "optimizer.lr=1e30", "trainer.max_steps=500", "evaluations=[perplexity]")

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError, DataConfig, OptimizerConfig
 from packmamba.training import PackedDataModule, PackedLitModule
-from packmamba.training.metrics import LossByPosition
+from packmamba.training.lit_module import LossByPosition
 from packmamba.training.optimizer import learning_rate
 from packmamba.training.sweep import load_sweep
 
