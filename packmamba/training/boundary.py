@@ -225,6 +225,10 @@ class FittedNoise(Carry):
         memory: decay of the moments' exponential average over batches, between 0 and 1.
     """
 
+    first: list[Tensor]
+    second: list[Tensor]
+    generator: torch.Generator | None
+
     def __init__(self, memory: float = 0.99) -> None:
         super().__init__()
         self.memory = memory
@@ -260,10 +264,7 @@ class FittedNoise(Carry):
 
     def reset(self) -> None:
         super().reset()
-        self.batches = 0
-        self.first: list[Tensor] = []
-        self.second: list[Tensor] = []
-        self.generator: torch.Generator | None = None
+        self.batches, self.first, self.second, self.generator = 0, [], [], None
 
     def state_dict(self) -> dict[str, Any]:
         first, second = ([part.cpu() for part in parts] for parts in (self.first, self.second))
