@@ -68,12 +68,12 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
             failed = False
         except Exception as error:  # a model that does not run here does not end the audit
             said, failed = f"{type(error).__name__}: {' '.join(str(error).split())}", True
-            result = LeakCheckResult(boundaries, {"evaluation": ModeResult("evaluation", raises=said)})
+            result = LeakCheckResult(boundaries, {"evaluation": ModeResult(raises=said)})
         append_record(records_path, _record(c, arm, of, boundaries, model, result, failed, time.perf_counter() - begun))
 
 
 def find_kernels() -> None:
-    """Makes mamba-ssm's kernels importable one by one, before transformers asks: the whole package wants more than they do."""
+    """Make mamba-ssm's kernels importable one by one, before transformers asks: the whole package wants more than they do."""
     os.environ.setdefault("MAMBA_DETERMINISTIC", "1")  # one block size each: others take minutes to build
     for module, name in (
         ("selective_scan_interface", "selective_scan_fn"),

@@ -1,53 +1,101 @@
-"""Detect what changes when other documents change, forward and backward. Shapes: L slots, R x W a model's own slots."""
+"""Change other documents and see what moves: bits of logits, gradients, outputs of modules.
+
+Shapes: L slots of packed documents, V vocabulary, R x W a model's rows.
+"""
 
 from __future__ import annotations
 
 import functools
-import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from packmamba.isolation.adapters import DocumentInput
+from packmamba.isolation.adapters import CheckedCallable
 
 SEED = 0
+PAD = 4  # slots of padding beside the longest document
+
+
+class Documents:
+    """Random tokens (L,) of packed documents, others in their place, and the rows in which a model gets them.
+
+    Rows are packed, or hold one document each, padded on the left or right with its neighbours' tokens in the packed row.
+
+    Attributes:
+        number: (L,), each slot's document.
+        slots: (R, W), the packed slots of the rows' tokens; ``own`` marks what is no padding.
+    """
+
+    def __init__(self, model: CheckedCallable, way: str, lengths: Sequence[int]) -> None:
+        ids = torch.arange(model.vocab_size)
+        ids = ids[~torch.isin(ids, torch.tensor(sorted(model.avoid), dtype=torch.int64))].to(model.device)
+        if len(ids) < 2:
+            raise ValueError(f"vocab_size: expected two ids without a meaning of their own, got {len(ids)}")
+        self.model, self.way, self.lengths, total = model, way, list(lengths), sum(lengths)
+        drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1)).to(ids.device)
+        self.tokens, self.others = ids[drawn], ids[(drawn + max(1, len(ids) // 2)) % len(ids)]
+        counts = torch.tensor(self.lengths, device=ids.device)
+        self.number = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
+        rows, width = (counts[:, None], max(lengths) + PAD) if way != "packed" else (counts.sum()[None, None], total)
+        ends = rows.cumsum(0)
+        place = torch.arange(width, device=ids.device) + ends - (width if way == "left" else rows)
+        self.slots, self.own = place % total, (place >= ends - rows) & (place < ends)
+
+    def in_rows(self, marks: Tensor) -> Tensor:
+        """Marks of packed slots (L,) -> marks of the rows' slots (R, W)."""
+        return marks[self.slots] & self.own
+
+    def probes(self, documents: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield changed tokens, and the slots whose logits must not change.
+
+        Changed are the first document's last token, the last one's first token, then everything around each of
+        ``documents``: to the document's own first token, which competes with it most, as for the capacity of experts.
+        """
+        count, slot = len(self.lengths), torch.arange(len(self.tokens), device=self.tokens.device)
+        yield torch.where(slot == self.lengths[0] - 1, self.others, self.tokens), self.number != 0
+        yield torch.where(slot == len(slot) - self.lengths[-1], self.others, self.tokens), self.number != count - 1
+        for own in (self.number == number for number in documents):
+            yield torch.where(own, self.tokens, self.tokens[own][0]), own
+
+    def call(self, tokens: Tensor) -> Tensor:
+        """tokens (1, L) -> the packed documents' logits (1, L, V)."""
+        if self.way == "packed":
+            return self.model.packed(tokens, self.lengths)
+        return self.model.padded(tokens[0][self.slots], self.own)[self.own][None]
+
+    def logits(self, tokens: Tensor | None = None) -> Tensor:
+        return logits_of(self.call, self.tokens if tokens is None else tokens)
+
+    def alone(self) -> list[Tensor]:
+        """Return the logits of each document by itself."""
+        return [logits_of(self.model.alone, tokens) for tokens in self.tokens.split(self.lengths)]
 
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore random states, modes and buffers on leaving."""
-    saved = [
-        (module, module.training, {n: (b, None if b is None else b.clone()) for n, b in module._buffers.items()})
-        for root in modules
-        for module in root.modules()
-    ]
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002, what a model's code may draw from
+    """Restore torch's random states, modes and buffers on leaving."""
+    every = [(module, module.training) for root in modules for module in root.modules()]
+    buffers = [(m, name, b, None if b is None else b.clone()) for m, _ in every for name, b in m._buffers.items()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices), torch.inference_mode(False):
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        for module, training, buffers in saved:
+        for module, training in every:
             module.training = training
-            for name, (buffer, value) in buffers.items():
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
-                if (
-                    buffer is not None
-                    and value is not None
-                    and (buffer.shape != value.shape or moved(buffer, value).any())
-                ):
-                    with torch.no_grad():
-                        buffer.copy_(value)
+                if buffer is not None and value is not None and not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def eager() -> AbstractContextManager[Any]:
@@ -55,17 +103,10 @@ def eager() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def reseed() -> None:
-    """Seed every generator: dropout then drops the same in each call."""
+def logits_of(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    """Return logits (L, V), after seeding: dropout drops the same in each call. Raises TypeError, ValueError."""
     torch.manual_seed(SEED)
-    random.seed(SEED)
-    np.random.seed(SEED)  # noqa: NPY002
-
-
-def logits_of(call: Callable[..., Tensor], tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return logits (L, V), after seeding. Raises TypeError, ValueError: no logits for each token."""
-    reseed()
-    logits = call(tokens[None], lengths)
+    logits = call(tokens[None])
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(f"logits: expected floating-point numbers, got {getattr(logits, 'dtype', type(logits))}")
     if logits.dim() != 3 or logits.shape[:2] != (1, len(tokens)):
@@ -75,7 +116,7 @@ def logits_of(call: Callable[..., Tensor], tokens: Tensor, lengths: Sequence[int
 
 def moved(one: Tensor, other: Tensor) -> Tensor:
     """Mark values that differ by any bit; NaN equals NaN."""
-    return (one != other) & ~(one.isnan() & other.isnan()) if one.is_floating_point() else one != other
+    return (one != other) & ~(one.isnan() & other.isnan())
 
 
 def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
@@ -107,63 +148,33 @@ class Entries(TorchFunctionMode):
         if not result.is_floating_point():
             self._whole[id(result)] = result
             return result
-        name = getattr(func, "__name__", "")
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            return result  # in place: what it returns is not looked at
         if not result.requires_grad:
             result = result.detach().requires_grad_()
         self.found.append(result)
         return result.clone()  # may be written to
 
 
-class Routing(TorchDispatchMode):
-    """Detect routing, as in mixtures of experts, where some tokens decide the shapes of products of others."""
-
-    NAMES = ("topk", "sort", "argsort", "argmax", "bincount", "histc", "_grouped_mm")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or func.overloadpacket.__name__ in self.NAMES
-        return func(*args, **(kwargs or {}))
-
-
-def routes(way: DocumentInput, tokens: Tensor, lengths: Sequence[int]) -> bool:
-    """Return whether the model routes tokens by content."""
-    with torch.no_grad(), eager(), Routing() as routing:
-        logits_of(way.call, tokens, lengths)
-    return routing.found
-
-
-def crossing_gradients(
-    way: DocumentInput, tokens: Tensor, lengths: Sequence[int], documents: Sequence[Tensor]
-) -> bool | None:
-    """Return whether the loss of any of ``documents`` (marks of slots) has a gradient outside it; None: there is no gradient.
+def crossing_gradients(documents: Documents) -> bool | None:
+    """Return whether the loss of the middle or the last document has a gradient outside it; None: none can be taken.
 
     The loss is a random linear form of the document's logits. A NaN gradient counts as one.
     """
-    caught: list[Entries] = []
-
-    def call(rows: Tensor, own: Sequence[int]) -> Tensor:
-        with Entries(rows) as entries:
-            caught.append(entries)
-            return way.call(rows, own)
-
+    count = len(documents.lengths)
+    torch.manual_seed(SEED)
+    tokens = documents.tokens[None]
     with torch.enable_grad(), eager():
-        logits = logits_of(call, tokens, lengths)
-        entries = caught[0].found
-        if not logits.requires_grad or not entries:
+        with Entries(tokens) as entries:
+            logits = documents.call(tokens)[0]
+        if not logits.requires_grad or not entries.found:
             return None
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED)).to(logits)
         crossed, reached = False, False
-        for inside in documents:
-            part = logits[inside]
+        for number in {(count - 1) // 2, count - 1}:
+            inside = documents.number == number
+            part, own = logits[inside], documents.in_rows(inside)
             loss = torch.where(part.isfinite(), part * weights[inside], 0.0).sum()
-            own = way.place(inside, lengths)
             try:
-                gradients = torch.autograd.grad(loss, entries, retain_graph=True, allow_unused=True)
+                gradients = torch.autograd.grad(loss, entries.found, retain_graph=True, allow_unused=True)
             except RuntimeError as error:  # reentrant checkpointing takes backward() alone
                 if "heckpoint" not in str(error):
                     raise
@@ -176,50 +187,59 @@ def crossing_gradients(
     return crossed if crossed or reached else None
 
 
-def first_module(
-    way: DocumentInput, modules: Sequence[nn.Module], pair: Sequence[Tensor], lengths: Sequence[int], watched: Tensor
-) -> str | None:
-    """Name the first module whose output differs between two rows of tokens at watched slots while its input does not.
+class Routing(TorchDispatchMode):
+    """Detect routing, as in mixtures of experts, where some tokens decide the shapes of products of others."""
 
-    Where a module's input changes first, code of the module that calls it changed it.
-    """
-    marks = way.place(watched, lengths)
-    with torch.no_grad(), eager():
-        before, after = [_events(modules, functools.partial(logits_of, way.call, tokens, lengths)) for tokens in pair]
-    for key, (caller, tensors) in after.items():
-        for one, other in zip(before[key][1] if key in before else [], tensors):
-            if one.shape == other.shape and (slots := by_slot(moved(one, other), *marks.shape)) is not None:
-                if (slots & marks).any():
-                    return caller
+    NAMES = ("topk", "sort", "argsort", "argmax", "bincount", "histc", "_grouped_mm")
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or func.overloadpacket.__name__ in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+def routes(documents: Documents) -> bool:
+    """Return whether the model routes tokens by content."""
+    with torch.no_grad(), eager(), Routing() as routing:
+        documents.logits()
+    return routing.found
+
+
+def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str | None:
+    """Name the first module whose output at watched slots differs with these tokens, while its inputs there do not."""
+    marks = documents.in_rows(watched)
+
+    def differ(some: list[Tensor], others: list[Tensor]) -> bool:
+        same_shape = [(one, other) for one, other in zip(some, others) if one.shape == other.shape]
+        slots = [by_slot(moved(one, other), *marks.shape) for one, other in same_shape]
+        return any(bool((marks & of).any()) for of in slots if of is not None)
+
+    before, after = _calls(documents, documents.tokens), _calls(documents, tokens)
+    for key, (inputs, outputs) in after.items():
+        if key in before and differ(before[key][1], outputs) and not differ(before[key][0], inputs):
+            return key[0]
     return None
 
 
-def _events(modules: Sequence[nn.Module], run: Callable[[], Any]) -> dict[Any, tuple[str, list[Tensor]]]:
-    """Record (computing module, tensors) of the inputs and outputs of every module, in the order of computation."""
-    named = {id(m): (name, m) for root in modules for name, m in root.named_modules()}
-    titles = {i: f"{name} ({type(m).__name__})" if name else type(m).__name__ for i, (name, m) in named.items()}
-    stack: list[str] = []
-    counts: dict[Any, int] = {}
-    events: dict[Any, tuple[str, list[Tensor]]] = {}
+def _calls(documents: Documents, tokens: Tensor) -> dict[tuple[str, int], list[list[Tensor]]]:
+    """Record the inputs and outputs of every call of a module, in the order in which calls end: inner modules first."""
+    calls: dict[tuple[str, int], list[list[Tensor]]] = {}
+    counts: Counter[str] = Counter()
 
-    def event(kind: str, module: nn.Module, caller: str, values: Any) -> None:
-        nth = counts[kind, id(module)] = counts.get((kind, id(module)), 0) + 1
-        tensors = [v.clone() for v in tree_leaves(values) if isinstance(v, Tensor)]
-        events[kind, id(module), nth] = caller, tensors
+    def record(title: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        counts[title] += 1
+        outputs = vars(result) if hasattr(result, "__dict__") and not isinstance(result, Tensor) else result
+        both = [[v.clone() for v in tree_leaves(of) if isinstance(v, Tensor)] for of in ((args, kwargs), outputs)]
+        calls[title, counts[title]] = both
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if stack:  # tokens themselves are meant to change
-            event("in", module, stack[-1], (args, kwargs))
-        stack.append(titles[id(module)])
-
-    def leave(module: nn.Module, args: Any, result: Any) -> None:
-        event("out", module, stack.pop(), dict(result) if hasattr(result, "keys") else result)
-
-    handles = [m.register_forward_pre_hook(enter, with_kwargs=True, prepend=True) for _, m in named.values()]
-    handles += [m.register_forward_hook(leave) for _, m in named.values()]
+    handles = []
+    for name, module in (pair for root in documents.model.modules for pair in root.named_modules()):
+        title = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        handles.append(module.register_forward_hook(functools.partial(record, title), with_kwargs=True))
     try:
-        run()
+        with torch.no_grad(), eager():
+            documents.logits(tokens)
     finally:
         for handle in handles:
             handle.remove()
-    return events
+    return calls
