@@ -82,6 +82,8 @@ class Arm:
 class Documents:
     """Random documents of given lengths, in memory, as Rows read them."""
 
+    targets = None
+
     def __init__(self, lengths: np.ndarray, vocab_size: int, seed: int) -> None:
         self.lengths = lengths
         ends = np.cumsum(lengths, dtype=np.int64)

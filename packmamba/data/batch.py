@@ -1,8 +1,10 @@
-"""Rows of document pieces, and the batches that a training step consumes. Shapes: B rows, L slots, S documents, P pieces."""
+"""Rows of document pieces, and the batches that a training step consumes. B rows, L slots, P pieces."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,18 +16,17 @@ from packmamba.data.token_store import Corpus
 from packmamba.layout import SequenceLayout
 
 Integers = NDArray[np.int64]
-MOVED = ("tokens", "targets", "loss_mask", "layout")
 
 
 @dataclass
 class PackedBatch:
-    """One forward pass.
+    """Hold one forward pass.
 
     Attributes:
         tokens: (B, L) int64; 0 at padding.
         targets: (B, L) int64, the next token of the same document, or a task's answer; 0 where there is none.
-        loss_mask: (B, L) bool, where there is a target: at every token but a document's last, or where a task's answer counts.
-        turn: where streams take turns, which batch of a round this is; its rows continue the last batch of the same turn.
+        loss_mask: (B, L) bool, where there is a target.
+        turn: where streams take turns, the batch's number in its round; it continues the last batch of this number.
     """
 
     tokens: Tensor
@@ -41,21 +42,22 @@ class PackedBatch:
         return cls(nothing, nothing, nothing.bool(), layout)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        return replace(self, **{part: getattr(self, part).to(device, non_blocking=non_blocking) for part in MOVED})
+        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
-        return replace(self, **{part: getattr(self, part).pin_memory() for part in MOVED})
+        return self._map(lambda part: part.pin_memory())
+
+    def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
+        return PackedBatch(move(self.tokens), move(self.targets), move(self.loss_mask), move(self.layout), self.turn)
 
 
 @dataclass
 class StepBatch:
-    """Hold the micro-batches of one optimizer step on this rank, in order; their gradients add up.
+    """Hold this rank's micro-batches of one optimizer step, in order; their gradients add up.
 
     Attributes:
-        num_targets: real targets of the whole step, over the batches of all ranks: the loss's denominator.
-        num_tokens, num_slots: real tokens and slots of the whole step.
-        num_behind: documents of all ranks, or pieces of them, that follow another one in their row.
-        tokens_behind: their tokens.
+        num_targets, num_tokens, num_slots: of the whole step, over all ranks; the loss's denominator is num_targets.
+        num_behind, tokens_behind: pieces of documents that follow another in their row, and their tokens, over all ranks.
     """
 
     batches: list[PackedBatch]
@@ -66,7 +68,7 @@ class StepBatch:
     tokens_behind: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
-        return replace(self, batches=[batch.to(device, non_blocking=non_blocking) for batch in self.batches])
+        return replace(self, batches=[batch.to(device, non_blocking) for batch in self.batches])
 
     def pin_memory(self) -> StepBatch:
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
@@ -74,11 +76,11 @@ class StepBatch:
 
 @dataclass(eq=False)
 class Rows:
-    """Rows of pieces of a corpus's documents, as in PackingPlan: row i holds pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``.
+    """Hold rows of pieces of a corpus's documents, as PackingPlan does.
 
     Attributes:
-        offset: (P,) tokens of the document in earlier rows, whose state the piece may continue from; 0: it starts from zero.
-        end: (P,) where the document ends in these rows: the token there, if the document goes on, is no target.
+        offset: (P,) tokens of the document in earlier rows, whose state the piece may continue from; 0: from zero.
+        end: (P,) where the document ends in these rows: the token there, if there is one, is no target.
     """
 
     corpus: Corpus
@@ -92,7 +94,7 @@ class Rows:
 
     @classmethod
     def of(cls, corpus: Corpus, document: Integers, start: Integers, end: Integers, plan: PackingPlan) -> Rows:
-        """Resolve a plan of parts of documents: tokens ``start`` of a ``document`` on, whose last target is before ``end``."""
+        """Resolve a plan of parts of documents, each from token ``start`` on and with targets before ``end``."""
         part = plan.document
         start = start[part] + plan.start
         return cls(corpus, document[part], start, plan.length, plan.start, end[part], plan.row_offsets, plan.slots)
@@ -101,27 +103,19 @@ class Rows:
         return len(self.slots)
 
     def count(self, groups: list[Integers]) -> tuple[int, int, int, int, int]:
-        """Return StepBatch's numbers of these batches of row numbers: targets, tokens, slots, and pieces and tokens behind."""
+        """Return StepBatch's five numbers of batches, given by row numbers."""
         of_rows = [np.arange(*self.row_offsets[row : row + 2]) for rows in groups for row in rows]
         pieces, behind = np.concatenate(of_rows), np.concatenate([row[1:] for row in of_rows])
-        slots = sum(len(rows) * int(self.slots[rows].max()) for rows in groups)
-        tokens, tokens_behind = int(self.length[pieces].sum()), int(self.length[behind].sum())
-        return self._targets(pieces), tokens, slots, len(behind), tokens_behind
-
-    def _targets(self, pieces: Integers) -> int:
-        """Count the targets of these pieces, given by number."""
         document, start, length = self.document[pieces], self.start[pieces], self.length[pieces]
-        if not self._has_answers:
-            return int(length.sum() - np.count_nonzero(start + length == self.end[pieces]))
-        each = zip(document.tolist(), start.tolist(), length.tolist())
-        return sum(int((self.corpus.answers(d)[begin : begin + n] >= 0).sum()) for d, begin, n in each)
-
-    @property
-    def _has_answers(self) -> bool:
-        return getattr(self.corpus, "targets", None) is not None
+        targets = int(length.sum() - np.count_nonzero(start + length == self.end[pieces]))
+        if self.corpus.targets is not None:
+            each = zip(document.tolist(), start.tolist(), length.tolist())
+            targets = sum(int((self.corpus.answers(d)[begin : begin + n] >= 0).sum()) for d, begin, n in each)
+        slots = sum(len(rows) * int(self.slots[rows].max()) for rows in groups)
+        return targets, int(length.sum()), slots, len(behind), int(self.length[behind].sum())
 
     def batch(self, rows: Integers, turn: int = 0) -> PackedBatch:
-        """Return the tokens, targets and layout of these rows, given by number."""
+        """Return the batch of these rows, given by number."""
         tokens = np.zeros((len(rows), int(self.slots[rows].max())), np.int64)
         targets, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
         lengths, offsets = [], []
@@ -133,10 +127,10 @@ class Rows:
             slot = 0
             for (document, start, end), length in zip(places, lengths[-1]):
                 here = slice(slot, slot + length)
-                # One token more than the piece holds, if the document goes on: the target of its last.
+                # With the target of its last token, if the document goes on.
                 source = self.corpus.document(document)[start : min(start + length + 1, end)]
                 tokens[b, here] = source[:length]
-                if self._has_answers:
+                if self.corpus.targets is not None:
                     answers = self.corpus.answers(document)[start : start + length]
                     targets[b, here], loss_mask[b, here] = np.maximum(answers, 0), answers >= 0
                 else:
@@ -144,5 +138,5 @@ class Rows:
                     loss_mask[b, slot : slot + source.size - 1] = True
                 slot += length
         layout = SequenceLayout.from_lengths(lengths, row_length=tokens.shape[1], offsets=offsets)
-        tensors = [torch.from_numpy(array) for array in (tokens, targets, loss_mask)]
-        return PackedBatch(tensors[0], tensors[1], tensors[2], layout, turn)
+        of = torch.from_numpy
+        return PackedBatch(of(tokens), of(targets), of(loss_mask), layout, turn)

@@ -1,11 +1,10 @@
-"""Pack documents into rows, from their lengths alone (numpy only)."""
+"""Pack documents into rows, from their lengths alone."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from heapq import heapreplace
 from typing import Any, NamedTuple
 
@@ -34,12 +33,10 @@ class Row(tuple[Piece, ...]):
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Rows of pieces as flat arrays: row i holds pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``. P pieces, R rows.
+    """Hold P pieces as flat arrays: row i of R is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``.
 
     Attributes:
-        document: (P,) int64, index of the piece's document.
-        start: (P,) int64, place in the document of the piece's first token.
-        length: (P,) int64, tokens of the piece, at least 1.
+        document, start, length: (P,) int64, of each piece, as in ``Piece``.
         row_offsets: (R + 1,) int64.
         slots: (R,) int64, slots of the row, padding included.
     """
@@ -82,17 +79,16 @@ class PackingPlan:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A packing strategy: it assigns whole pieces to rows, or cuts documents at the ends of rows itself.
+    """Assign whole pieces to rows, or cut documents at the ends of rows.
 
     Attributes:
-        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0. No piece is longer than a row. ``buffer``: how
-            many pieces it may look at together.
-        cut: (lengths, row_length, streams) -> (document, start, length, row) of pieces, (P,) each. Rows b, b + streams,
-            b + 2 * streams, ... are stream b; each continues where the one before ended.
-        drops_tokens: a token may be in no row. No strategy here does; ``overlong="truncate"`` drops tails for all.
-        pads: a row may have slots without a token. One that does not is as long as its tokens.
+        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0. No piece is longer than a row.
+        cut: (lengths, row_length, streams) -> (document, start, length, row) of pieces, (P,) each. Stream b is rows b,
+            b + streams, b + 2 * streams, ...; each continues where the one before ended.
+        drops_tokens: a token may be in no row. ``overlong="truncate"`` drops tails under any strategy.
+        pads: rows have ``row_length`` slots; else as many as tokens.
         keeps_order: rows hold the documents in their order (in each stream).
-        needs_row_length: None is refused; else it stands for the length of a row's document.
+        needs_row_length: ``row_length=None`` is an error; else a row is as long as its document.
     """
 
     assign: Callable[[Integers, int, int], Integers] | None = None
@@ -104,7 +100,6 @@ class Strategy:
 
     @property
     def splits_documents(self) -> bool:
-        """Documents are cut at the ends of rows and continue in their stream's next row."""
         return self.cut is not None
 
 
@@ -117,31 +112,43 @@ def plan_rows(
 
     Args:
         lengths: (documents,) integers, tokens of each document, at least 1.
-        row_length: slots of a row; None for single and padded, whose rows then have their document's length.
-        overlong: for a document longer than a row: error, truncate, or split into pieces of row_length tokens and a rest.
-            Strategies that split documents cut it anyway.
-        buffer: documents (pieces, where cut) that greedy sorts and packs at a time.
-        streams: B parallel streams of a strategy that splits documents. Row t * B + b is stream b's t-th. Each document goes to
-            the stream with the fewest tokens so far. A stream that ends early gets padding, then empty rows.
+        row_length: slots of a row; None (single, padded): the length of the row's document.
+        overlong: documents longer than a row: ``error``, ``truncate``, or ``split`` into pieces of ``row_length`` and a rest.
+        buffer: documents (or pieces) that greedy sorts and packs at a time.
+        streams: parallel streams of a strategy that splits documents; row t * streams + b is stream b's row t. Each document
+            goes to the stream with the fewest tokens. A stream that ends early gets padding, then empty rows.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    chosen = STRATEGIES[_one_of("strategy", strategy, tuple(STRATEGIES))]
-    _one_of("overlong", overlong, OVERLONG)
-    _check_count("buffer", buffer)
-    _check_count("streams", streams)
+    for name, given, known in (("strategy", strategy, tuple(STRATEGIES)), ("overlong", overlong, OVERLONG)):
+        if given not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {given!r}")
+    chosen = STRATEGIES[strategy]
+    counts: dict[str, Any] = {"buffer": buffer, "streams": streams}
+    if row_length is not None or chosen.needs_row_length:
+        counts["row_length"] = row_length
+    for name, value in counts.items():
+        integral = hasattr(value, "__index__")
+        if not integral or not 1 <= value <= LONGEST:
+            error = ValueError if integral or value is None else TypeError
+            raise error(f"{name}: expected an integer from 1 to 2**31 - 1, got {value!r}")
     if streams > 1 and not chosen.splits_documents:
         raise ValueError(f"streams: expected 1 with strategy '{strategy}', which splits no documents, got {streams}")
-    if row_length is not None or chosen.needs_row_length:
-        _check_count("row_length", row_length)
     limit = LONGEST if row_length is None else int(row_length)
-    lengths = _checked_lengths(lengths)
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1:
+        raise ValueError(f"lengths: expected one dimension, got shape {lengths.shape}")
+    if lengths.dtype.kind not in "iu" and len(lengths):
+        raise TypeError(f"lengths: expected integers, got {lengths.dtype}")
+    if len(wrong := np.flatnonzero((lengths < 1) | (lengths > LONGEST))):
+        raise ValueError(f"lengths: expected 1 to 2**31 - 1 tokens, got {lengths[wrong[0]]} for document {wrong[0]}")
+    lengths = lengths.astype(np.int64)
 
     if chosen.cut is not None:
         document, start, length, row = chosen.cut(lengths, limit, streams)
     else:
-        assert chosen.assign is not None, f"strategy '{strategy}' has neither assign nor cut"
+        assert chosen.assign is not None
         document, start, length = _fit(lengths, limit, overlong)
         row = np.asarray(chosen.assign(length, limit, buffer))
         if row.shape != length.shape or row.dtype.kind not in "iu" or row.min(initial=0) < 0:
@@ -165,11 +172,10 @@ def _fit(lengths: Integers, row_length: int, overlong: str) -> tuple[Integers, I
         return document, start, np.minimum(lengths[document] - start, row_length)
     long = np.flatnonzero(lengths > row_length)
     if overlong == "error" and len(long):
-        raise ValueError(
-            f"lengths: expected at most row_length={row_length} tokens, got {lengths[long[0]]} in document {long[0]} and more in "
-            f"{len(long)} of {len(lengths)}; set data.overlong to truncate or split, raise data.row_length, or use "
-            "data.strategy=concat_split"
+        got = (
+            f"{lengths[long[0]]} in document {long[0]}, more in {len(long)} of {len(lengths)}; set data.overlong=split"
         )
+        raise ValueError(f"lengths: expected at most row_length={row_length} tokens, got {got}")
     return np.arange(len(lengths)), np.zeros(len(lengths), np.int64), np.minimum(lengths, row_length)
 
 
@@ -179,46 +185,17 @@ def enumerate_parts(parts: Integers) -> tuple[Integers, Integers]:
     return of, np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    if value not in known:
-        error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    return value
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not hasattr(value, "__index__"):
-        raise (ValueError if value is None else TypeError)(f"{name}: expected an integer, got {value!r}")
-    if not 1 <= value <= LONGEST:
-        raise ValueError(f"{name}: expected an integer from 1 to 2**31 - 1, got {value}")
-
-
-def _checked_lengths(lengths: Any) -> Integers:
-    array = np.asarray(lengths)
-    if array.ndim != 1:
-        raise ValueError(f"lengths: expected one dimension, got shape {array.shape}")
-    if array.dtype.kind not in "iu" and len(array):
-        raise TypeError(f"lengths: expected integers, got {array.dtype}")
-    wrong = (array < 1) | (array > LONGEST)
-    if wrong.any():
-        document = int(wrong.argmax())
-        raise ValueError(f"lengths: expected from 1 to 2**31 - 1 tokens, got {array[document]} for document {document}")
-    return array.astype(np.int64)
-
-
 def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Integers, Integers, Integers, Integers]:
     """Concatenate the documents of each stream and split them at the ends of rows."""
-    # Each document goes to the stream with the fewest tokens so far, of equals the first: keys are tokens * streams + stream.
+    # The stream with the fewest tokens so far, of equals the first: keys are tokens * streams + stream.
     heap = list(range(streams))
     keys = [heapreplace(heap, heap[0] + tokens) for tokens in (lengths * streams).tolist()]
     stream = np.array(keys, np.int64) % streams
     documents = np.argsort(stream, kind="stable")
     stream, lengths = stream[documents], lengths[documents]
-    ends = np.cumsum(lengths)
-    # Places in the stream, not over all streams.
     stream_tokens = np.zeros(streams, np.int64)
     np.add.at(stream_tokens, stream, lengths)
-    ends -= (np.cumsum(stream_tokens) - stream_tokens)[stream]
+    ends = np.cumsum(lengths) - (np.cumsum(stream_tokens) - stream_tokens)[stream]  # places in the stream
     begins = ends - lengths
     first = begins // row_length
     of, part = enumerate_parts((ends - 1) // row_length - first + 1)
@@ -241,7 +218,7 @@ def _next_fit(lengths: Integers, row_length: int, buffer: int) -> Integers:
 
 def _first_fit(lengths: Integers, row_length: int, buffer: int) -> Integers:
     """Put each document, in order, into the first row that has room."""
-    # A binary tree of maxima, node n above 2n and 2n + 1. Its leaves are the rooms of as many rows as may be opened.
+    # A binary tree of maxima, node n above 2n and 2n + 1; leaves are the free slots of rows.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     rooms = [row_length] * (2 * leaves)
     row_of = []
@@ -262,21 +239,18 @@ def _first_fit(lengths: Integers, row_length: int, buffer: int) -> Integers:
     return np.array(row_of, np.int64)
 
 
-def _decreasing(
-    lengths: Integers, row_length: int, buffer: int, whole: bool = False, emptiest: bool = False
-) -> Integers:
-    """Place pieces from the longest to the shortest, each into the fullest row that has room, or the emptiest.
+def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool = False) -> Integers:
+    """Place pieces longest first, each into the fullest row that has room, or the emptiest; of equals the last changed.
 
-    Windows of ``buffer`` pieces are packed by themselves, or all together. Of rows of equal room the last changed is taken.
+    Pack each window of ``buffer`` pieces by itself.
     """
-    buffer = len(lengths) or 1 if whole else buffer
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
     for first in range(0, len(lengths), buffer):
         order = first + np.argsort(-lengths[first : first + buffer], kind="stable")
         shortest = lengths[order[-1]]
         rows_with: dict[int, list[int]] = {}
-        rooms: list[int] = []  # its keys, sorted: free slots of open rows, where any later piece could fit
+        rooms: list[int] = []  # its keys, sorted: free slots of rows in which a later piece could fit
         rows = []
         for length in lengths[order].tolist():
             if rooms and rooms[-1] >= length:
@@ -302,17 +276,20 @@ def _decreasing(
 STRATEGIES = {
     "single": Strategy(lambda lengths, *_: np.arange(len(lengths)), pads=False, needs_row_length=False),
     "padded": Strategy(lambda lengths, *_: np.arange(len(lengths)), needs_row_length=False),
-    # Rows sorted by length: batches of consecutive rows have little padding.
+    # Batches of consecutive rows have little padding.
     "padded_sorted": Strategy(
         lambda lengths, *_: np.argsort(np.argsort(lengths, kind="stable")), keeps_order=False, needs_row_length=False
     ),
     "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
-    "best_fit_decreasing": Strategy(partial(_decreasing, whole=True), keeps_order=False),
-    # Shortest-pack-first histogram packing (arXiv 2107.02027). The published listing opens a row for each document that fits no
-    # open row, even where equal ones could share it; here they do, as if placed one by one.
-    "spfhp": Strategy(partial(_decreasing, whole=True, emptiest=True), keeps_order=False),
+    "best_fit_decreasing": Strategy(
+        lambda lengths, row_length, _: _decreasing(lengths, row_length, LONGEST), keeps_order=False
+    ),
+    # Shortest-pack-first histogram packing (arXiv 2107.02027), but equal documents share a new row, as if placed one by one.
+    "spfhp": Strategy(
+        lambda lengths, row_length, _: _decreasing(lengths, row_length, LONGEST, True), keeps_order=False
+    ),
     "concat_split": Strategy(cut=_concat_split),
 }
 """Strategies by the name that ``data.strategy`` takes; plugins may add to it."""
