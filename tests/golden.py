@@ -182,6 +182,8 @@ def arguments(folder: Path, name: str, keys: str) -> list[str]:
     given = dict(word.split("=", 1) for word in f"{CONFIGURATIONS['common']} {keys}".split()) | {"name": "golden"}
     if given["data.source"] in ("task", "synthetic", "stdlib"):
         del given["data.path"]
+    if IS_OLD:
+        given.pop("plugins", None)  # the old commit has the task itself
     words = [f"{OLD_KEYS.get(key, key) if IS_OLD else key}={named(key, value)}" for key, value in given.items()]
     return ["train", *(word.replace("{folder}", str(folder)) for word in words), f"runs_dir={folder}/runs/{name}"]
 
@@ -324,7 +326,8 @@ def main() -> None:
             except Exception:
                 traceback.print_exc()
                 found = {}
-        lines = differences(golden[part], found, part) if action == "compare" else []
+        lines = [f"{part}: {value}" for value in found.values() if " ended with " in str(value)]
+        lines += differences(golden[part], found, part) if action == "compare" else []
         title = f"{part}: {len(found)} values, {len(lines)} differ, {time.monotonic() - begun:.0f} s"
         print(title, *lines, sep="\n", flush=True)
         wrong += lines

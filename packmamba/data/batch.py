@@ -35,12 +35,6 @@ class PackedBatch:
     layout: SequenceLayout
     turn: int = 0
 
-    @classmethod
-    def empty(cls) -> PackedBatch:
-        """Return one slot of padding, for a rank that has a batch less than others."""
-        layout, nothing = SequenceLayout.from_lengths([[]], row_length=1), torch.zeros(1, 1, dtype=torch.int64)
-        return cls(nothing, nothing, nothing.bool(), layout)
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))
 
@@ -111,11 +105,14 @@ class Rows:
         if self.corpus.targets is not None:
             each = zip(document.tolist(), start.tolist(), length.tolist())
             targets = sum(int((self.corpus.answers(d)[begin : begin + n] >= 0).sum()) for d, begin, n in each)
-        slots = sum(len(rows) * int(self.slots[rows].max()) for rows in groups)
+        slots = sum(max(len(rows), 1) * int(self.slots[rows].max(initial=1)) for rows in groups)
         return targets, int(length.sum()), slots, len(behind), int(self.length[behind].sum())
 
     def batch(self, rows: Integers, turn: int = 0) -> PackedBatch:
-        """Return the batch of these rows, given by number."""
+        """Return the batch of these rows, given by number; of none, a slot of padding."""
+        if not len(rows):
+            nothing = torch.zeros(1, 1, dtype=torch.int64)
+            return PackedBatch(nothing, nothing, nothing.bool(), SequenceLayout.from_lengths([[]], row_length=1))
         tokens = np.zeros((len(rows), int(self.slots[rows].max())), np.int64)
         targets, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
         lengths, offsets = [], []

@@ -1,4 +1,4 @@
-"""The Lightning data module: from documents to batches, sized, seeded and resumable."""
+"""The Lightning data module: from documents to batches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from packmamba.data.token_store import Corpora, evaluation_documents, load_corpo
 
 
 class PackedDataModule(lightning.LightningDataModule):
-    """Train on one StepBatch per optimizer step; validate and test on PackedBatches of whole documents, each from zero state,
-    and, where the boundary scheme leaks or carries, in a second loader on the same documents arranged as in training.
+    """Train on a StepBatch per optimizer step; validate and test on PackedBatches of whole documents, each from zero state.
+
+    Where the boundary scheme leaks or carries, a second loader has the same documents arranged as in training.
 
     Args:
         config: the section ``data``; None: defaults.
@@ -59,7 +60,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @property
     def corpora(self) -> Corpora:
-        """Training and validation documents, prepared at first use."""
+        """Prepare training and validation documents at first use."""
         if self._corpora is None:
             self._corpora = load_corpora(self.config, progress=self.progress)
         return self._corpora
@@ -70,7 +71,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @property
     def boundary(self) -> Any:
-        """The boundary scheme, or its class; None without one."""
+        """Return the boundary scheme, or its class; None without one."""
         return self._boundary or getattr(getattr(self.trainer, "lightning_module", None), "boundary", None)
 
     def prepare_data(self) -> None:
@@ -103,16 +104,15 @@ class PackedDataModule(lightning.LightningDataModule):
         whole: dict[str, Any] = {"row_length": row_length, "overlong": "error", "streams": 1, "stagger": False}
         alone = replace(data, strategy="best_fit_decreasing", **whole)
         rows = arrange(corpus, Pieces.of(corpus, documents), alone)
-        groups = micro_batches(rows, np.arange(len(rows)), alone)
-        evaluations = [EvaluationDataset(rows, groups[rank::world_size], -(-len(groups) // world_size))]
+        groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=world_size)
+        evaluations = [EvaluationDataset(rows, groups[rank::world_size])]
         if getattr(self.boundary, "as_trained", False):
-            # Every rank evaluates all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
-            rows, groups = arrange_as_trained(corpus, documents, data, self.boundary.continues)
-            evaluations.append(EvaluationDataset(rows, groups, len(groups)))
+            # On every rank all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
+            evaluations.append(EvaluationDataset(*arrange_as_trained(corpus, documents, data, self.boundary.continues)))
         return evaluations
 
     def train_dataloader(self) -> DataLoader:
-        """Load the steps from the Trainer's current one on; an epoch is ``max_steps``, or all documents with ``max_epochs``."""
+        """Load steps from the Trainer's current one on; an epoch is ``max_steps``, or with ``max_epochs`` all documents."""
         trainer = self.trainer
         if trainer is None:
             return self._loader(self.steps, StepSampler(lambda: 0, self.max_steps or self.steps.schedule.epoch_steps()))
@@ -122,7 +122,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return self._loader(self.steps, StepSampler(lambda: trainer.global_step * accumulated, epoch, last))
 
     def val_dataloader(self) -> list[DataLoader]:
-        return [self._loader(each, StepSampler(lambda: 0, each.num_batches)) for each in self.evaluations]
+        return [self._loader(each, StepSampler(lambda: 0, len(each))) for each in self.evaluations]
 
     test_dataloader = val_dataloader
 
@@ -131,67 +131,58 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def _loader(self, dataset: Dataset, sampler: StepSampler) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        options: dict[str, Any] = {
-            "num_workers": self.config.num_workers,
-            "worker_init_fn": partial(start_worker, self.plugins),
-        }
+        options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu}
         # Its own generator: a loader that is made again on resuming must not move the global one.
-        options |= {"pin_memory": on_gpu, "generator": torch.Generator()}
+        options |= {"worker_init_fn": partial(_start_worker, self.plugins), "generator": torch.Generator()}
         return DataLoader(dataset, batch_size=None, sampler=sampler, **options)
 
 
+@dataclass
 class StepDataset(Dataset):
     """Item i is the StepBatch of optimizer step i for one rank."""
 
-    def __init__(self, schedule: Schedule, rank: int = 0) -> None:
-        self.schedule = schedule
-        self.rank = rank
+    schedule: Schedule
+    rank: int = 0
 
     def __getitem__(self, step: int) -> StepBatch:
         rows, groups = self.schedule.step(step)
-        ranks = self.schedule.world_size
-        batches = [rows.batch(numbers, self.schedule.turn(numbers)) for numbers in groups[self.rank :: ranks]]
-        # Every rank computes as many batches, so that gradients meet.
-        batches += [PackedBatch.empty()] * (-(-len(groups) // ranks) - len(batches))
-        targets, tokens, slots, *behind = rows.count(groups)
-        return StepBatch(batches, targets, tokens, slots + -len(groups) % ranks, *behind)
+        own = groups[self.rank :: self.schedule.world_size]
+        return StepBatch([rows.batch(numbers, self.schedule.turn(numbers)) for numbers in own], *rows.count(groups))
 
 
 @dataclass
 class EvaluationDataset(Dataset):
-    """Item i is a PackedBatch of a rank's rows ``groups[i]``; every rank has ``num_batches``, the last perhaps empty."""
+    """Item i is the PackedBatch of a rank's rows ``groups[i]``."""
 
     rows: Rows
     groups: list[np.ndarray]
-    num_batches: int
 
     def __getitem__(self, index: int) -> PackedBatch:
-        return self.rows.batch(self.groups[index]) if index < len(self.groups) else PackedBatch.empty()
+        return self.rows.batch(self.groups[index])
 
     def __len__(self) -> int:
-        return self.num_batches
+        return len(self.groups)
 
 
 class StepSampler(DistributedSampler):
-    """Yield ``length`` numbers from ``first()`` on, below ``last``, the same on every rank: items are a rank's share of a step.
+    """Yield ``length`` numbers from ``first()`` on, below ``last``, the same on every rank: an item is a rank's share of a step.
 
-    Lightning leaves a DistributedSampler alone. It counts a resumed epoch from its first step, hence the length of a whole one.
+    A DistributedSampler, which Lightning does not replace.
     """
 
     def __init__(self, first: Callable[[], int], length: int, last: int | None = None) -> None:
         self.first, self.length, self.last = first, length, last
 
     def __iter__(self) -> Iterator[int]:
-        first = self.first()
-        end = first + self.length
-        return iter(range(first, end if self.last is None else min(end, self.last)))
+        numbers = range(self.first(), self.first() + self.length)
+        return iter(numbers if self.last is None else range(numbers.start, min(numbers.stop, self.last)))
 
     def __len__(self) -> int:
-        return self.length
+        return self.length  # of a whole epoch, also of one that is resumed: Lightning counts from its first step
 
 
-def start_worker(plugins: list[str], worker: int) -> None:
-    # A signal to the whole process group leaves workers 20 seconds, for the training process to end its step.
+def _start_worker(plugins: list[str], worker: int) -> None:
+    # Signals reach workers too; the training process needs them for up to 20 seconds, to end its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(20))
     import_plugins(plugins)  # a worker that is not forked has imported nothing

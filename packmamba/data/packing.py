@@ -166,20 +166,25 @@ def plan_rows(
 
 def _fit(lengths: Integers, row_length: int, overlong: str) -> tuple[Integers, Integers, Integers]:
     """Return (document, start, length) of pieces that each fit a row."""
-    if overlong == "split":
-        document, part = enumerate_parts(-(-lengths // row_length))
-        start = part * row_length
-        return document, start, np.minimum(lengths[document] - start, row_length)
     long = np.flatnonzero(lengths > row_length)
     if overlong == "error" and len(long):
         got = (
             f"{lengths[long[0]]} in document {long[0]}, more in {len(long)} of {len(lengths)}; set data.overlong=split"
         )
         raise ValueError(f"lengths: expected at most row_length={row_length} tokens, got {got}")
-    return np.arange(len(lengths)), np.zeros(len(lengths), np.int64), np.minimum(lengths, row_length)
+    document, start, length = cut(lengths, row_length)
+    first = slice(None) if overlong == "split" else start == 0
+    return document[first], start[first], length[first]
 
 
-def enumerate_parts(parts: Integers) -> tuple[Integers, Integers]:
+def cut(lengths: Integers, longest: int) -> tuple[Integers, Integers, Integers]:
+    """Cut documents into pieces of ``longest`` tokens and a rest: (document, start, length) of each piece."""
+    document, part = _enumerate(-(-lengths // longest))
+    start = part * longest
+    return document, start, np.minimum(lengths[document] - start, longest)
+
+
+def _enumerate(parts: Integers) -> tuple[Integers, Integers]:
     """Map [2, 1] to ([0, 0, 1], [0, 1, 0]): of each part, what it is of and its number."""
     of = np.repeat(np.arange(len(parts)), parts)
     return of, np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
@@ -198,7 +203,7 @@ def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Int
     ends = np.cumsum(lengths) - (np.cumsum(stream_tokens) - stream_tokens)[stream]  # places in the stream
     begins = ends - lengths
     first = begins // row_length
-    of, part = enumerate_parts((ends - 1) // row_length - first + 1)
+    of, part = _enumerate((ends - 1) // row_length - first + 1)
     row = first[of] + part
     begin = np.maximum(begins[of], row * row_length)
     end = np.minimum(ends[of], (row + 1) * row_length)

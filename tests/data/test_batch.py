@@ -5,7 +5,6 @@ import pytest
 from numbered import Numbered
 
 from packmamba.config import DataConfig
-from packmamba.data.batch import PackedBatch
 from packmamba.data.schedule import Pieces, arrange, micro_batches
 
 
@@ -64,8 +63,3 @@ def test_micro_batches_have_at_most_so_many_slots(keys, shapes):
     rows = arrange(corpus, Pieces.of(corpus, np.arange(4)), data)
     batches = micro_batches(rows, np.arange(len(rows)), data)
     assert [tuple(rows.batch(numbers).tokens.shape) for numbers in batches] == shapes
-
-
-def test_an_empty_batch_has_no_target():
-    batch = PackedBatch.empty()
-    assert batch.tokens.shape == (1, 1) and not batch.loss_mask.any() and batch.layout.num_documents == 0

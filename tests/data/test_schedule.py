@@ -31,10 +31,10 @@ def count(lengths, ranks, epoch=0, **keys):
     of_ranks = steps_of(lengths, ranks, **keys)
     planned = of_ranks[0].schedule
     windows = -(-len(lengths) // WINDOW)
-    while len(planned._first_steps) <= (epoch + 1) * windows:
-        planned.step(planned._first_steps[-1])
+    while len(planned._firsts) <= (epoch + 1) * windows:
+        planned.step(planned._firsts[-1])
     trained, targets = np.zeros((2, sum(lengths)), int)
-    for step in range(planned._first_steps[epoch * windows], planned._first_steps[(epoch + 1) * windows]):
+    for step in range(planned._firsts[epoch * windows], planned._firsts[(epoch + 1) * windows]):
         add(of_ranks, step, trained, targets)
     return trained, targets
 
