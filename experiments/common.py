@@ -6,10 +6,12 @@ import csv
 import functools
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from packmamba.report.aggregate import Record, of_kind
-from packmamba.report.tables import Column
+from packmamba.report.html import Kind
+from packmamba.report.tables import Column, Table
 
 
 def make_columns(text: str) -> list[Column]:
@@ -41,3 +43,18 @@ def _fields() -> dict[tuple[str, ...], dict[str, object]]:
             plain = {name: text in ("true", "false", "null") or text.isdecimal() for name, text in row.items()}
             found[key] = {name: json.loads(text) if plain[name] else text for name, text in row.items() if text}
     return found
+
+
+def without_speeds(kind: Kind) -> Kind:
+    """Leave out the speed of training runs that shared a machine; timings of arms in turns have tables of their own."""
+
+    def tables(records: list[Record]) -> list[Table]:
+        made = kind.tables(records)
+        for table in made:
+            kept = [i for i, c in enumerate(table.columns) if c.names[0] not in ("real_tokens_per_second", "speedup")]
+            if table.name == "training":
+                table.columns, *table.rows = ([row[i] for i in kept] for row in (table.columns, *table.rows))
+                table.notes = [note for note in table.notes if not note.startswith("Speed")]
+        return made
+
+    return replace(kind, tables=tables)

@@ -232,7 +232,7 @@ def spans(T: int) -> dict[str, tuple[float, float]]:
     return {"inside": (0, T), "beyond": (T, REACH * T)}
 
 
-COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "own scan": "#CC79A7"}
+COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "shuffled": "#D55E00"}
 AFTER_NAME = "-post-training"
 AFTER = {"": False, AFTER_NAME: True}
 """Ends of figures' names, and whether their runs went on from other runs' weights."""
@@ -241,39 +241,42 @@ LEAST, MOST = 5, 16
 
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
-    """Difference from zero against the place in the document over T; a panel for each setting, most seeds first.
-
-    Whole is in tables alone: it is ten times as far from zero as the others, and would flatten them.
-    """
-    every = by_setting(arms(records))
-    shown = [(s, here) for s, here in every.items() if not s.tuning and _pairs(here) > 1]
-    settings = dict(sorted(shown, key=lambda one: (-_pairs(one[1]), one[0].after)))
+    """Draw the difference from zero against the place in the document over T, at the two T with most seeds and shuffled rows."""
+    shown = [(s, here) for s, here in by_setting(arms(records)).items() if not s.tuning and _pairs(here) > 1]
+    shown.sort(key=lambda one: ("shuffled" not in one[1], one[0].after, -_pairs(one[1])))
+    settings = list({s.T: (s, here) for s, here in reversed(shown)}.values())[::-1][:2]
     if not settings:
         return []
-    fig, panels = axes(len(settings), width=max(6.0, 4.4 * min(3, len(settings))), height=3.8, columns=3)
-    for ax, (setting, here) in zip(panels, settings.items()):
-        ax.axhline(0, color=MUTED, linewidth=1.2, label="zero")
-        rungs = [name for name in STARTS.values() if name != "zero"]
-        seeds = {name: count for name in rungs if (count := _pairs(here, name)) > 1}
-        for name in seeds:
+    fig, panels = axes(len(settings), width=10.0, height=4.2)
+    for ax, (setting, here) in zip(panels, settings):
+        ax.axhspan(-MARGIN, MARGIN, color=MUTED, alpha=0.12, linewidth=0)
+        ax.axhline(0, color=MUTED, linewidth=1.2)
+        ax.axvline(1, color="#b4b9c1", linewidth=1)
+        drawn = [name for name in COLORS if name in here and _pairs(here, name) > 1]
+        for i, name in enumerate(drawn):
             points = [
                 (2**power, contrast(here[name], here["zero"], 2**power * setting.T, 2 ** (power + 1) * setting.T))
                 for power in range(-4, 5)
             ]
-            found = [(x * 2**0.5, one) for x, one in points if one and one.seeds > 1]
+            dodge = 2**0.5 * 1.09 ** (i - len(drawn) / 2)
+            found = [(x * dodge, one) for x, one in points if one and one.seeds > 1]
             ax.errorbar(
                 [x for x, _ in found], [one.mean for _, one in found], yerr=_halves([one for _, one in found]),
-                color=COLORS[name], marker="o", linewidth=1.6, capsize=2, label=name,
+                color=COLORS[name], marker="o", markersize=4, linewidth=1.4, capsize=2,
+                label="the pool's rows, shuffled" if name == "shuffled" else f"{name} state",
             )  # fmt: skip
-        ax.axvline(1, color="#b4b9c1", linewidth=1)
-        fewer = "".join(f", {name}: {count}" for name, count in seeds.items() if count < max(seeds.values()))
-        title = f"{setting.label()}\n{max(seeds.values())} seeds{fewer}"
-        ax.set(title=title, xscale="log", xlabel="place in the document / T", ylabel="nats minus zero's")
+        title = f"Rows of {setting.T} tokens ({_pairs(here)} seeds)"
+        ax.set(title=title, xscale="log", xlabel="place in the document / row length")
         ax.set_xticks([1 / 16, 1 / 4, 1, 4, 16], ["1/16", "1/4", "1", "4", "16"])
         ax.set_xticks([], minor=True)
-    legend_below(fig, columns=6)
+        ax.sharey(panels[0])
+        ax.text(0.9, 0.98, "inside T", ha="right", va="top", color=MUTED, transform=ax.get_xaxis_transform())
+        ax.text(1.1, 0.98, "beyond T", ha="left", va="top", color=MUTED, transform=ax.get_xaxis_transform())
+    panels[0].set_ylabel("loss minus that of zero states, nats")
+    legend_below(fig, columns=4)
     caption = (
-        "Loss minus that of zero, by the place in the document over T; bars are 95 % intervals over seeds and packages."
+        "Loss minus that of zero states, by the place in the document over the row length; below zero is better. Bars are 95 % "
+        f"intervals over seeds and packages, the band is the margin of {MARGIN} nats."
     )
     return [finish(fig, "starts", caption)]
 
@@ -287,14 +290,14 @@ def _pairs(here: dict[str, Arm], name: str = "own", other: str = "zero") -> int:
 
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
-    """What a leak does to the loss by the place in the document, and against its dose; also in post-training."""
+    """What a leak does to the loss by the place in the document; also in post-training."""
     settings = {
         s: here for s, here in by_setting(arms(records)).items() if not s.tuning and _pairs(here, "leak", "rows") > 1
     }
     found = []
     for end, after in AFTER.items():
         part = {s: here for s, here in settings.items() if s.after == after}
-        found += [*_leaks_by_place(f"leaks{end}", part), *_doses(f"dose{end}", part)]
+        found += _leaks_by_place(f"leaks{end}", part)
     return found
 
 
@@ -302,9 +305,9 @@ def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[
     if not settings:
         return []
     fig, (ax,) = axes(1, width=7.0)
-    for (setting, here), color in zip(settings.items(), itertools.cycle(COLORS.values())):
+    for i, ((setting, here), color) in enumerate(zip(settings.items(), itertools.cycle(COLORS.values()))):
         points = [
-            (2 ** (power + 0.5), contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)))
+            (2 ** (power + 0.5) * 1.09**i, contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)))
             for power in range(LEAST, MOST)
         ]
         found = [(x, one) for x, one in points if one and one.seeds > 1]
@@ -313,7 +316,7 @@ def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[
             marker="o", linewidth=1.6, capsize=2, label=f"{setting.label()}, {_pairs(here, 'leak', 'rows')} seeds",
         )  # fmt: skip
     ax.axhline(0, color=MUTED, linewidth=1.2)
-    ax.set(xscale="log", xlabel="place in the document", ylabel="loss: leak minus rows, nats")
+    ax.set(xscale="log", xlabel="place in the document", ylabel="loss: leak minus reset, nats")
     ax.set_xticks([64, 256, 1024, 4096, 16384], ["64", "256", "1024", "4096", "16,384"])
     ax.set_xticks([], minor=True)
     legend_below(fig, columns=1)
@@ -330,35 +333,6 @@ def _halves(found: Sequence[Resampled]) -> np.ndarray:
     return np.maximum(np.nan_to_num([[one.mean - one.low for one in found], [one.high - one.mean for one in found]]), 0)
 
 
-def _doses(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
-    known = [(dose(here["leak"]), s, here) for s, here in settings.items()]
-    doses = sorted(((100 * share, s, here) for share, s, here in known if share is not None), key=lambda one: one[0])
-    if len(doses) < 2:
-        return []
-    fig, panels = axes(2, width=9.0)
-    losses = [contrast(here["leak"], here["rows"], 0, np.inf) for _, _, here in doses]
-    gains = [bootstrap(*gain_pairs(here["leak"], here["rows"], 4)) for _, _, here in doses]
-    lines = [(0, "loss, all places", "#0072B2", losses)]
-    lines.append((1, "context gain at 4 T", "#009E73", [one if one.seeds else None for one in gains]))
-    for panel, label, color, found in lines:
-        points = [(share, one) for (share, *_), one in zip(doses, found) if one is not None and one.seeds > 1]
-        x, y = [share for share, _ in points], [one.mean for _, one in points]
-        errors = _halves([one for _, one in points])
-        panels[panel].errorbar(x, y, yerr=errors, color=color, marker="o", linestyle="none", capsize=2, label=label)
-    for ax, ylabel in zip(panels, ("loss: leak minus rows, nats", "context gain: leak minus rows, nats")):
-        ax.axhline(0, color=MUTED, linewidth=1.2)
-        names = [f"{share:.3g} %\nT = {s.T}" for share, s, _ in doses]
-        ax.set(xscale="log", xlabel="tokens behind another document", ylabel=ylabel)
-        ax.set_xticks([share for share, *_ in doses], names)
-        ax.set_xticks([], minor=True)
-    legend_below(fig, columns=3)
-    caption = (
-        "Leak minus the same rows with reset, by the share of tokens that stand behind another document, which "
-        f"grows with T{'; runs that went on from zero' if name.endswith(AFTER_NAME) else ''}; 95 % intervals."
-    )
-    return [finish(fig, name, caption)]
-
-
 def figures(records: Sequence[Record]) -> list[Figure]:
     """``records`` are of one corpus."""
     return [*starts_figures(records), *leak_figures(records)]
@@ -370,6 +344,7 @@ MIDDLE = 2048
 FIRST = 256
 """Places at the start of a document, where a leak is felt."""
 ENDS = ("", "_low", "_high", "_pairs")
+PRIMARY_SETTING = "T = 2048, 14M, 100M tokens"
 PRIMARY = (("coverage", "foreign", "zero"), ("continuity", "own", "foreign"))
 LADDER = (
     *PRIMARY,
@@ -403,6 +378,7 @@ def starts_tables(records: Sequence[Record]) -> list[Table]:
         _agreement(settings),
         _contrasts("order", "Order: pieces in other orders, all from zero unless said", _with_rows(settings), ORDER),
         _leaks(settings),
+        _exploratory(settings),
         _lengths(settings),
         _gains(settings),
         _gain_differences(settings),
@@ -473,6 +449,51 @@ def _contrasts(
                 table.rows.append([word(setting.label()), word(what), word(other), *map(_cell, found)])
     table.notes = ["Exploratory but for the primary outcomes; intervals are not adjusted for their number."]
     return table
+
+
+def _exploratory(settings: dict[Setting, dict[str, Arm]]) -> Table:
+    """Make a row for each contrast of at least three seeds that is not primary; Holm over all of them."""
+    table = Table(
+        "exploratory",
+        "Every exploratory contrast of the ladder, of order and of leaks, nats per target",
+        make_columns(
+            "!setting | !what | !minus | !places | difference [95% CI] = difference difference_low difference_high pairs | "
+            "seeds at one commit and GPU = same | p | p, Holm = p_holm"
+        ),
+    )
+    ordered, found = _with_rows(settings), []
+    for setting, here in settings.items():
+        families = ((LADDER, here), (ORDER, ordered.get(setting, {})), (LEAK, here))
+        known = [(w, a, b, some) for pairs, some in families for w, a, b in pairs if {a, b} <= some.keys()]
+        for what, arm, other, some in [] if setting.tuning else known:
+            if setting.label() == PRIMARY_SETTING and what in ("coverage", "continuity"):
+                continue
+            for places, span in spans(setting.T).items():
+                both = paired(some[arm], some[other], *span)
+                if both and len(both[0]) > 2:
+                    means = pd.Series(both[0].sum(axis=1) / both[1].sum())
+                    p = 2 * float(stdtr(len(means) - 1, -abs(means.mean()) / means.sem()))
+                    head = [word(setting.label()), word(what), word(other), word(places)]
+                    cells = [_cell(contrast(some[arm], some[other], *span)), _same(some[arm], some[other])]
+                    found.append(([*head, *cells], p))
+    adjusted = holm({str(i): p for i, (_, p) in enumerate(found)})
+    table.rows = [[*row, number(p, ".2g"), number(adjusted[str(i)], ".2g")] for i, (row, p) in enumerate(found)]
+    table.notes = [
+        "Intervals resample seeds and packages and are not adjusted. p: Student's t over seeds alone, which has no least value; "
+        f"Holm over the {len(found)} rows."
+    ]
+    return table
+
+
+def _same(arm: Arm, other: Arm) -> Cell:
+    """Count the pairs whose runs have one commit and one kind of GPU."""
+    ours, theirs = of_one_start(arm, other)
+    seeds = ours.runs.index.intersection(theirs.runs.index)
+    runs = [
+        [(run["commit"], run["hardware"]["gpus"]) for _, run in one.runs.loc[seeds].iterrows()]
+        for one in (ours, theirs)
+    ]
+    return number(sum(a == b for a, b in zip(*runs)), "d")
 
 
 def _leaks(settings: dict[Setting, dict[str, Arm]]) -> Table:
@@ -616,7 +637,7 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
         make_columns(
             "!setting | !arm | seeds = seeds diverged missing | learning rate = lr | "
             "tokens = real_tokens | validation loss = val_loss val_loss_sd | inside T = inside | "
-            "beyond T = beyond | tokens/s = real_tokens_per_second | peak memory = peak_memory_bytes | "
+            "beyond T = beyond | peak memory = peak_memory_bytes | "
             "states = state_bytes | age, steps = state_age_steps | dose"
         ),
     )
@@ -628,14 +649,13 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
                 word(setting.label()), word(arm.name), Cell(str(seeds), tuple(seeds)), number(setting.lr, "g"),
                 number(runs["real_tokens"].mean(), ",.0f"), mean_sd(runs["val_loss"]),
                 *(number(_mean(arm, span), ".4f") for span in spans(setting.T).values()),
-                number(runs["real_tokens_per_second"].mean(), ",.0f"), gibibytes(mean_of(arm, "peak_memory_bytes")),
+                gibibytes(mean_of(arm, "peak_memory_bytes")),
                 gibibytes(mean_of(arm, "state_bytes")), number(mean_of(arm, "state_age_steps"), ".0f"),
                 percent(dose(arm)),
             ])  # fmt: skip
     table.notes = [
-        "Means are over the seeds that each arm has; the other tables pair them. Tokens/s are of training runs, several at a "
-        "time on a GPU: speed.yaml compares arms in turns. Dose: the share of tokens that stand behind another document in "
-        "their row, of the runs whose records have it."
+        "Means are over the seeds that each arm has; the other tables pair them. Dose: the share of tokens that stand behind "
+        "another document in their row, of the runs whose records have it."
     ]
     return table
 

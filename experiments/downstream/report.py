@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 
-from experiments.common import make_columns
+from experiments.common import make_columns, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
@@ -39,7 +39,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
             Column(f"seeds solved (accuracy {SOLVED} and more)", ("solved",)),
             *make_columns(
                 "accuracy = accuracy accuracy_sd | chance | nats an answer = nats nats_sd | "
-                "minus padded [95 %] = difference low high pairs"
+                "minus padded [95 %] = difference difference_low difference_high pairs"
             ),
             Column(f"within ± {MARGIN}", ("within",), False),
             *make_columns("p of equivalence, Holm = p | its learning rate = lr"),
@@ -115,6 +115,6 @@ def _interval(found: aggregate.Interval | None) -> Cell:
 
 
 KINDS = {
-    "training": replace(LIBRARY["training"].extended(answers_tables), label=task_of),
+    "training": without_speeds(replace(LIBRARY["training"].extended(answers_tables), label=task_of)),
     "throughput": replace(LIBRARY["throughput"], label=task_of),
 }

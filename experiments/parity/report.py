@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.common import make_columns
+from experiments.common import make_columns, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.figures import Figure, axes, finish, legend_below
@@ -149,7 +149,7 @@ def parity_tables(records: Sequence[Record]) -> list[Table]:
     by_name = {arm.name: arm for arm in arms}
     if {"packed-reset", "packed-control"} <= by_name.keys():
         found.append(_calibration(by_name["packed-reset"], by_name["packed-control"]))
-    found.append(drift_table(_pairs(arms)))
+    found += [_leak(arms), drift_table(_pairs(arms))]
     return [table for table in found if table.rows]
 
 
@@ -244,6 +244,29 @@ def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         "the one with most targets farther on than pieces reach. Exploratory; intervals resample seeds and packages and are not "
         "adjusted for their number."
     ]
+    return table
+
+
+def _leak(arms: Sequence[Arm]) -> Table:
+    """Make a row for each leak arm and stretch of places, over padded and over the same rows with reset."""
+    table = Table(
+        "leak",
+        "Packed with a leak, each document read from zero: paired differences of the validation loss, nats per target",
+        make_columns(
+            "!arm | !minus | !places | difference [95 %] = difference difference_low difference_high | pairs | above"
+        ),
+    )
+    by_name = {arm.name: arm for arm in arms}
+    for arm in (arm for arm in arms if arm.name.startswith("packed-leak")):
+        padded, reset = (by_name[arm.name.replace("packed-leak", name)] for name in ("padded", "packed-reset"))
+        for one, other in ((arm, padded), (arm, reset), (reset, padded)):
+            for places, end in {"all": math.inf, "first 256": 256, "first 2048": 2048}.items():
+                where = {"start": functools.partial(operator.gt, end)}
+                sums, weights = difference_by_group(one, other, BY_PACKAGE, "nats", "targets", where)
+                found, above = bootstrap(sums, weights), int((sums.sum(axis=1) > 0).sum())
+                head, counts = [word(one.name), word(other.name), word(places)], (found.seeds, above)
+                table.rows.append([*head, _interval(found, 3), *(number(count, "d") for count in counts)])
+    table.notes = ["Intervals resample seeds and packages. Above: seeds above zero. Exploratory."]
     return table
 
 
@@ -401,7 +424,7 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
 
 
 KINDS = {
-    "training": replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit),
+    "training": without_speeds(replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit)),
     "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
     "gradients": Kind(gradient_tables, label=unit, metrics=GRADIENT_METRICS),
 }

@@ -1,0 +1,128 @@
+"""Fill the tables of pages from committed tables, and draw their intervals: ``python -m experiments.pages``.
+
+pages.yaml says for each page which tables stand between ``<!-- table: name -->`` and ``<!-- end -->``. A table has ``head``
+(titles), ``cells`` (what is read from a row) and ``rows``: labels, then a mapping of ``from`` (a CSV file), ``cells`` if the
+table's do not fit, ``over`` (the row of a denominator) and values that choose the row. ``*`` stands for each item of
+``across``, of whose last one ``tail`` is read. A cell is ``column:format`` or ``column±spread:format``, with its interval
+where there are columns ``_low`` and ``_high``; without a colon it is its own text.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OWN = ("from", "cells", "over")
+
+
+def verdict(low: float, high: float, margin: float) -> str:
+    """Return equivalent if the 95 % interval lies within ± margin, else different if it excludes zero, else open."""
+    return "equivalent" if -margin < low and high < margin else "different" if low > 0 or high < 0 else "open"
+
+
+def row_of(path: Path, where: dict[str, Any]) -> dict[str, str] | None:
+    """Return the first row of a CSV file with these values."""
+    with path.open(encoding="utf-8", newline="") as file:
+        wanted = {key: str(value) for key, value in where.items()}
+        return next((row for row in csv.DictReader(file) if wanted.items() <= row.items()), None)
+
+
+def numbers(folder: Path, source: dict[str, Any], column: str) -> list[float]:
+    """Return a number of the row that a source names, with its interval if it has one; [] without such a row."""
+    path = folder / source["from"]
+    row = row_of(path, {key: value for key, value in source.items() if key not in OWN}) if path.is_file() else None
+    found = [float(row[name]) for name in (column, f"{column}_low", f"{column}_high") if row and row.get(name)]
+    if found and "over" in source:
+        other = row_of(path, source["over"] | ({"run": row["run"]} if "run" in row else {}))  # times of one run
+        return [found[0] / float(other[column])]
+    return found
+
+
+def cell(folder: Path, source: dict[str, Any], spec: str, margin: float) -> str:
+    columns, colon, form = spec.partition(":")
+    if not colon:
+        return spec
+    column, *spread = columns.split("±")
+    form, _, unit = form.partition(" ")
+    found = [value * (100 if unit == "%" else 1) for value in numbers(folder, source, column)]
+    if not found:
+        return ""
+    if form == "verdict":
+        return verdict(found[1], found[2], margin)
+    mean, *bounds = (f"{value:{form}}" for value in found)
+    mean += "".join(f" ± {value:{form}}" for name in spread for value in numbers(folder, source, name))
+    return mean + f" [{', '.join(bounds)}]" * bool(bounds) + (unit if unit == "x" else f" {unit}" * bool(unit))
+
+
+def sources(table: dict[str, Any], row: list[Any]) -> list[dict[str, Any]]:
+    """Return the source of each cell's row: one for all cells, or one for each item of ``across``."""
+    source = {"from": table.get("from"), **row[-1]}
+    fill = lambda item: {k: v.replace("*", str(item)) if isinstance(v, str) else v for k, v in source.items()}  # noqa: E731
+    return [fill(item) for item in table["across"]] if "across" in table else [source]
+
+
+def table_text(folder: Path, table: dict[str, Any]) -> str:
+    """Return a table of pages.yaml as Markdown. Raises ValueError for a row without any number."""
+    labels, margin = len(table["rows"][0]) - 1, table.get("margin", 0.005)
+    lines = [table["head"], ["---"] * labels + ["---:"] * (len(table["head"]) - labels)]
+    for *words, last in table["rows"]:
+        made = [
+            cell(folder, source, spec, margin)
+            for source in sources(table, [last])
+            for spec in last.get("cells", table.get("cells"))
+        ]
+        made += [cell(folder, sources(table, [last])[-1], spec, margin) for spec in table.get("tail", ())]
+        if "" in made and not any(any(char.isdigit() for char in one) for one in made):
+            raise ValueError(f"{' '.join(words)}: no such row in {last.get('from', table.get('from'))}")
+        lines.append([*words, *made])
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def filled(page: str, tables: dict[str, Any]) -> str:
+    """Return a page's text with its tables as the committed ones give them."""
+    path = ROOT / page
+    folder = path.parent if path.parent.parent == FOLDER else FOLDER
+    return BLOCK.sub(lambda m: m[1] + table_text(folder, tables[m[2]]) + m[3], path.read_text(encoding="utf-8"))
+
+
+def draw(name: str, spec: dict[str, Any]) -> None:
+    """Draw intervals of rows as a forest: one line each, the margin as a band, the number of seeds in the label."""
+    from packmamba.report.figures import MUTED, axes, finish, house_style, name_bars
+
+    rows = spec["rows"]
+    with house_style():
+        fig, (ax,) = axes(1, width=spec.get("width", 8.0), height=0.9 + 0.31 * len(rows))
+        if "margin" in spec:
+            ax.axvspan(-spec["margin"], spec["margin"], color=MUTED, alpha=0.12, linewidth=0)
+        ax.axvline(0, color=MUTED, linewidth=1)
+        for y, (_, kind, source) in enumerate(rows):
+            mean, low, high = numbers(FOLDER, source, source["cells"])
+            color = spec["colors"][kind]
+            ax.errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=3, linewidth=1.8)
+        name_bars(ax, [label for label, *_ in rows])
+        ax.set(xlabel=spec["xlabel"], title=spec["title"])
+        (FOLDER / "figures").mkdir(exist_ok=True)
+        (FOLDER / "figures" / f"{name}.png").write_bytes(finish(fig, name, "").png)
+
+
+def specs() -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.load(FOLDER / "pages.yaml"))  # type: ignore[return-value]
+
+
+def main() -> None:
+    pages = specs()
+    for name, spec in pages.pop("figures", {}).items():
+        draw(name, spec)
+    for page, tables in pages.items():
+        (ROOT / page).write_text(filled(page, tables), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
