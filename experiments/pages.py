@@ -79,8 +79,8 @@ def table_text(folder: Path, table: dict[str, Any]) -> str:
             for spec in last.get("cells", table.get("cells"))
         ]
         made += [cell(folder, sources(table, [last])[-1], spec, margin) for spec in table.get("tail", ())]
-        if "" in made and not any(any(char.isdigit() for char in one) for one in made):
-            raise ValueError(f"{' '.join(words)}: no such row in {last.get('from', table.get('from'))}")
+        if "" in made and ("across" not in table or not any(made)):
+            raise ValueError(f"{' '.join(words)}: no such number in {last.get('from', table.get('from'))}")
         lines.append([*words, *made])
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
@@ -108,6 +108,7 @@ def draw(name: str, spec: dict[str, Any]) -> None:
             ax.errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=3, linewidth=1.8)
         name_bars(ax, [label for label, *_ in rows])
         ax.set(xlabel=spec["xlabel"], title=spec["title"])
+        ax.locator_params(axis="x", nbins=6)
         (FOLDER / "figures").mkdir(exist_ok=True)
         (FOLDER / "figures" / f"{name}.png").write_bytes(finish(fig, name, "").png)
 
