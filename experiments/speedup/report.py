@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from experiments.common import make_columns, records_of
 from packmamba.report.aggregate import Record, of_kind
-from packmamba.report.figures import INK, MUTED, Figure, axes, finish, legend_below, name_bars, style_of
+from packmamba.report.figures import INK, Figure, axes, finish, name_bars
 from packmamba.report.html import Kind
 from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
 
@@ -72,34 +72,57 @@ def speedup_tables(records: Sequence[Record]) -> list[Table]:
     idle = {model: arms[TODAY]["metrics"]["idle"] for model, arms in broken_down.items() if TODAY in arms}
     tables = [_headline(bare, steps, idle)] if bare else []
     models = [*bare, *(model for model in steps if model not in bare)]
-    return [*tables, *(_arms(model, bare.get(model, {}), steps.get(model, {})) for model in models), *_positions(bare)]
+    return [*tables, *(_arms(model, bare.get(model, {}), steps.get(model, {})) for model in models)]
 
 
 def speedup_figures(records: Sequence[Record]) -> list[Figure]:
-    """Real tokens per second of every arm, a panel for each model size."""
+    """Draw real tokens per second of six arms with their spread, and packed's ratio over each; a panel for each model size."""
     bare = by_model(records, "speedup", "forward_backward")
     if not bare:
         return []
-    places = {arm: y for y, arm in enumerate(dict.fromkeys(arm for arms in bare.values() for arm in arms))}
-    fig, panels = axes(len(bare), width=4.2 * len(bare) + 1.6, height=1.4 + 0.36 * len(places))
+    fig, panels = axes(len(bare), width=4.0 * len(bare) + 1.6, height=3.6)
     for ax, (model, arms) in zip(panels, bare.items()):
-        rates = {arm: record["metrics"]["real_tokens_per_second"] for arm, record in arms.items()}
-        for arm, rate in rates.items():
-            y = places[arm]
-            ax.barh(y, rate, color=_THEIRS if arm.layers == PEER else _OURS, height=0.66)
-            ax.text(rate, y, f" {rate / 1e3:.3g}k", va="center", color=INK, fontsize=8)
-        name_bars(ax, list(map(str, places)), ax is panels[0])
-        ax.set_xlim(0, 1.2 * max(rates.values()))
+        packed = _best_packed(arms)
+        shown = {name: arms[arm] for name, arm in _bars(packed).items() if arm in arms}
+        for y, (name, record) in enumerate(shown.items()):
+            rate, metrics = _rate(record), record["metrics"]
+            spread = rate * metrics["seconds_spread"] / metrics["seconds_per_batch"] / 2
+            ax.barh(y, rate, color=_THEIRS if "mamba-ssm" in name else _OURS, height=0.66)
+            ax.errorbar(rate, y, xerr=spread, color=INK, capsize=2, linewidth=1)
+            ratio = (_rate(arms[packed]) if packed else rate) / rate
+            ax.text(
+                rate + spread,
+                y,
+                f" {rate / 1e3:.3g}k" + f"  ({ratio:.1f}x)" * (name != PACKED),
+                va="center",
+                fontsize=8,
+            )
+        name_bars(ax, list(shown), ax is panels[0])
+        ax.set_xlim(0, 1.45 * max(map(_rate, shown.values())))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
-        ax.set(title=model, xlabel="real tokens per second")
-    for whose, colour in (("mamba-ssm as its users run it; its packed rows leak", _THEIRS), ("ours", _OURS)):
-        panels[0].barh(0, 0, color=colour, label=whose)
-    legend_below(fig)
+        paper = f" (the paper, A100: {PAPER[model]}x over single)" if model in PAPER else ""
+        ax.set(title=model.upper() + paper, xlabel="real tokens per second")
     caption = (
-        "Forward and backward of whole models, weights as in the tables: mamba-ssm as its users run it (orange; its packed rows "
-        "leak), and every scheme with our layers, compiled alike (blue)."
+        "Forward and backward of whole models; in brackets packed's ratio over the arm. mamba-ssm as its users run it (orange) "
+        "and our layers, compiled alike (blue). Whiskers: an interquartile range."
     )
     return [finish(fig, "speedup", caption)]
+
+
+PACKED = "packed, reset"
+
+
+def _bars(packed: Arm | None) -> dict[str, Arm]:
+    """Return the arms of the figure by their plain names."""
+    peers = {"mamba-ssm, one document at a time": TODAY}
+    if packed:
+        peers["mamba-ssm, the same rows (leaks)"] = packed._replace(layers=PEER)
+    ours = {
+        "one document, CUDA graphs": Arm("single", graphs=True),
+        "padded to 2048": Arm("padded", 2048),
+        "sorted by length, padded": Arm("padded", sorted_by_length=True),
+    }
+    return peers | ours | ({PACKED: packed} if packed else {})
 
 
 def by_model(records: Sequence[Record], kind: str, part: str) -> dict[str, Arms]:
@@ -277,55 +300,6 @@ def _arms(model: str, bare: Arms, steps: Arms) -> Table:
     return table
 
 
-def _positions(bare: dict[str, Arms]) -> list[Table]:
-    """Bytes that say where documents lie against the bytes that padding moves, of the scan and the convolution."""
-    table = Table(
-        "positions",
-        "Bytes of position data against bytes of padding saved, one batch of packed rows",
-        make_columns(
-            "!model | !packed arm = arm | ours: a schedule (MB) = schedule_bytes | "
-            "an index per token (MB) = index_bytes | !saved against = against | "
-            "padding saved (MB) = saved_bytes | schedule, index over saved = schedule_share index_share"
-        ),
-        notes=[
-            "Read by the forward and backward of convolution and scan in all layers. The schedule is what one batch's kernels "
-            "share, counted as if each kernel read all of it; an index per token is 4 bytes a slot for each kernel, counted "
-            "once. Saved: the slots of padding that the same real tokens would take, times the bytes that operators which "
-            "compute padding (ours skip it) move for a slot, 2-byte activations: convolution 2 and 3, scan 4 and 8 of width "
-            "d_inner."
-        ],
-    )
-    for model, arms in bare.items():
-        best = _best_packed(arms)
-        for arm, record in arms.items():
-            own = arm.strategy == "padded" and arm.layers == OURS and not arm.graphs
-            if best is None or not own or arms[best]["metrics"]["position_bytes"] is None:
-                continue
-            c, metrics = arms[best]["config"], arms[best]["metrics"]
-            kernels = 4 * c["n_layer"]
-            tokens = metrics["real_tokens_per_batch"]
-            slots = tokens / (1 - metrics["padding_fraction"])
-            saved = tokens / (1 - record["metrics"]["padding_fraction"]) - slots
-            saved *= (2 + 3 + 4 + 8) * 2 * c["expand"] * c["d_model"] * c["n_layer"]
-            schedule, index = kernels * metrics["position_bytes"], kernels * 4 * slots
-            shares = (schedule / saved, index / saved)
-            cells = [
-                number(schedule / 1e6, ".3g"),
-                number(index / 1e6, ".3g"),
-                word(arm.label),
-                number(saved / 1e6, ",.0f"),
-            ]
-            table.rows.append(
-                [
-                    word(model),
-                    word(best.label),
-                    *cells,
-                    Cell(f"{100 * shares[0]:.2g} %, {100 * shares[1]:.2g} %", shares),
-                ]
-            )
-    return [table] if table.rows else []
-
-
 def _hardware(bare: dict[str, Arms]) -> str:
     records = [record for arms in bare.values() for record in arms.values()]
     names = dict.fromkeys(gpu for record in records for gpu in record["hardware"]["gpus"])
@@ -479,29 +453,6 @@ def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
     return tables
 
 
-def multi_gpu_figures(records: Sequence[Record]) -> list[Figure]:
-    """Slots per second against devices, beside what devices without each other would give."""
-    figures = []
-    for model, arms in _devices(records).items():
-        lines: dict[str, dict[int, float]] = {}
-        for record in arms.values():
-            rate = record["metrics"]["slots_per_second"]
-            lines.setdefault(record["config"]["parallel"], {})[record["config"]["devices"]] = rate
-        fig, (ax,) = axes(1, width=5.4, height=3.8)
-        most = max(devices for points in lines.values() for devices in points)
-        if alone := next((points[1] for points in lines.values() if 1 in points), None):
-            ax.plot([1, most], [alone, most * alone], color=MUTED, linewidth=1, linestyle=(0, (4, 2)), label="linear")
-        for rank, (parallel, points) in enumerate(lines.items()):
-            colour = style_of(parallel, rank)["color"]
-            ax.plot(list(points), list(points.values()), marker="o", color=colour, linewidth=1.8, label=parallel)
-        ax.set(xlabel="devices", ylabel="slots per second", title=model, ylim=(0, None))
-        ax.set_xticks(sorted({devices for points in lines.values() for devices in points}))
-        ax.yaxis.set_major_formatter(lambda y, _: f"{y / 1e3:g}k")
-        legend_below(fig)
-        figures.append(finish(fig, f"multi-gpu-{model}", "Whole optimizer steps on several devices; packed rows."))
-    return figures
-
-
 def _points(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
     """By axis and value, of those measured as the latest were: as CUDA graphs, or not."""
     found: dict[str, dict[int, Record]] = {}
@@ -549,7 +500,6 @@ KINDS = {
     # Whole optimizer steps; losses of the first steps, which all arms take on the same documents, are in curves["loss"].
     "multi_gpu": Kind(
         multi_gpu_tables,
-        multi_gpu_figures,
         metrics=(
             "seconds_per_step", "seconds_spread", "real_tokens_per_second", "slots_per_second", "peak_memory_bytes",
             "loss_error",
