@@ -1,0 +1,28 @@
+"""Steps that make the records, and the numbers beside the paper's."""
+
+from packmamba.reproduce import Headline, Step
+
+_TINY = "overrides=[model.d_model=64,model.n_layer=2,model.vocab_size=256]"
+_SMALL = ("models=[130m]", "dtypes=[float32]", _TINY, "length_model=130m", "lengths=[57,256]", "calls=2", "slots=2048")
+_SMALL += ("documents=64", "arms.packed.row_length=2048", "packed_documents=20000", "rounds=2")
+STEPS = [
+    Step("paper.yaml", small=_SMALL, gpus=1, gpu_gib=75, packages=("mamba_ssm", "causal_conv1d"), small_on_cpu=True),
+]
+
+
+def _speed(size: str, paper: str) -> Headline:
+    row = {"claim": f"{size}, bfloat16: packed over one document at a time"}
+    return Headline(f"{size}: packed over one document at a time", "paper", row, "here", paper=paper)
+
+
+HEADLINES = [
+    _speed("130m", "up to 5.05x"),
+    _speed("1.4b", "3.06x"),
+    _speed("2.8b", "2.62x"),
+    Headline(
+        "1.4b: convolution and scan, packed over one at a time", "paper",
+        {"claim": "1.4b, bfloat16: convolution and scan, forward and backward"}, "here", paper="3.91x",
+    ),
+    Headline("padding, received order", "paper", {"claim": "padding, documents as received"}, "here", paper="19.1 %"),
+    Headline("padding, greedy", "paper", {"claim": "padding, greedy packing"}, "here", paper="0.41 %"),
+]  # fmt: skip
