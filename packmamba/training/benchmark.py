@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning
-from torch import Tensor
 
 from packmamba import timing
 from packmamba.config import Config
@@ -34,15 +33,15 @@ class Arm:
         self.module = PackedLitModule.from_config(config, data.vocab_size).to(self.fabric.device)
         _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
 
-    def step(self, number: int) -> tuple[float, int, int, Tensor]:
-        """Take step ``number``, from 0; return seconds, without the making of its batches, tokens, slots and the loss."""
-        step, losses = self.steps[number].to(self.fabric.device), []
+    def step(self, number: int) -> tuple[float, int, int]:
+        """Take step ``number``, from 0; return seconds, without the making of its batches, tokens and slots."""
+        step = self.steps[number].to(self.fabric.device)
 
         def take() -> None:
             with self.fabric.autocast():
-                losses.append(self.module.take_step(step, self.optimizer, number, self.fabric.backward))
+                self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
 
-        return timing.seconds(take, self.fabric.device), step.num_tokens, step.num_slots, losses[0]
+        return timing.seconds(take, self.fabric.device), step.num_tokens, step.num_slots
 
 
 def measure_throughput(
@@ -50,8 +49,8 @@ def measure_throughput(
 ) -> Iterator[dict[str, Any]]:
     """Yield one record per configuration: in each round every arm in turn takes its next step (A B C A B C ...).
 
-    Records belong to the experiment named as the folder ``output``. Raises RuntimeError where arms with the same weights disagree
-    on the loss of the first step's documents, the same in matched batching.
+    Raises RuntimeError where arms with the same weights disagree on the loss of the first step's documents, the same in matched
+    batching. Records belong to the experiment named as the folder ``output``.
     """
     with configured_runtime(max(configs, key=lambda config: config.model.compile)):
         arms = {config.name: Arm(config) for config in configs}
@@ -59,7 +58,8 @@ def measure_throughput(
 
         def gate(name: str) -> None:
             arm = arms[name]
-            loss = float(arm.step(0)[-1])
+            arm.step(0)
+            loss = float(arm.loss)
             if arm.config.data.batching == "matched" and not arm.module.boundary.as_trained:
                 expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), loss)
                 if abs(loss - expected) > 1e-4 * expected:
@@ -69,7 +69,7 @@ def measure_throughput(
                     arm.step(turn + 1)
 
         run, others, begun = uuid.uuid4().hex, timing.OtherPrograms(), time.perf_counter()
-        calls = {name: lambda turn, arm=arm: arm.step(turn + 1)[:3] for name, arm in arms.items()}
+        calls = {name: lambda turn, arm=arm: arm.step(turn + 1) for name, arm in arms.items()}
         bar = "interleaved steps" if progress else None
         samples = timing.take_turns(calls, rounds, warm_up=WARM_UP, gate=gate, bar=bar)
         wall_seconds, cores = time.perf_counter() - begun, others.cores()

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
@@ -38,7 +37,19 @@ from packmamba.training.lit_module import POSITION_EDGES
 logger = logging.getLogger(__name__)
 
 
-class RunMetrics(Callback):
+class SavedCallback(Callback):
+    """A callback with attributes that are part of checkpoints."""
+
+    SAVED: tuple[str, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.SAVED}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
+
+
+class RunMetrics(SavedCallback):
     """Count tokens, slots and seconds of training, and keep the curves of the run's record.
 
     Seconds are those of optimizer steps and their data, without evaluations and checkpoints; ``timed`` leaves out each process's
@@ -59,20 +70,13 @@ class RunMetrics(Callback):
         self.started_from: int | None = None
         self.peak_memory: int | None = None
         self.diverged: int | None = None
-        self._unchecked_losses: list[Tensor] = []
         self.steps_here = 0
+        self._unchecked_losses: list[Tensor] = []
         self._clock = 0.0
 
     @property
     def state_key(self) -> str:
         return "History"  # the name in checkpoints since the first
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.SAVED}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, value in state_dict.items():
-            setattr(self, name, value)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -97,12 +101,10 @@ class RunMetrics(Callback):
         point = {"step": totals["steps"], "real_tokens": totals["real_tokens"], "seconds": totals["seconds"]}
         return point | {"loss": float(loss)}
 
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
         self._clock = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: StepBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: StepBatch, _: int) -> None:
         step = trainer.global_step
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
         self.steps_here += 1
@@ -118,7 +120,7 @@ class RunMetrics(Callback):
             module.log("train/real_tokens_per_second", tokens / seconds, on_step=True, on_epoch=False)
             self.check_finite(trainer, module)
 
-    def check_finite(self, trainer: lightning.Trainer, module: Any) -> None:
+    def check_finite(self, trainer: Trainer, module: Any) -> None:
         """Stop the run if a loss since the last check is not finite. Waits for the GPU."""
         finite = torch.isfinite(torch.stack(self._unchecked_losses)).tolist() if self._unchecked_losses else []
         self._unchecked_losses.clear()
@@ -127,31 +129,30 @@ class RunMetrics(Callback):
             self.diverged = int(self.totals["steps"]) - len(finite) + 1 + finite.index(False)
             trainer.should_stop = True
 
-    def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
         if trainer.state.fn == "fit":
             self._count()
             self.on_train_end(trainer, module)
 
-    def on_validation_epoch_end(self, trainer: lightning.Trainer, module: Any) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
         results = module.alone.compute()
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
         if module.as_trained.update_called:
             point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
         # A run killed between a validation and its checkpoint validates that step again.
         self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
-        edges = zip(POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), results["by_position"].tolist(), results["counts"])
-        self.by_position = [
-            {"start": start, "end": end, "loss": loss, "count": int(count)}
-            for start, end, loss, count in edges
-            if count
-        ]
+        buckets = zip(
+            POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), *(results[k].tolist() for k in ("by_position", "counts"))
+        )
+        keys = ("start", "end", "loss", "count")
+        self.by_position = [dict(zip(keys, bucket)) for bucket in buckets if bucket[-1]]
 
-    def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(module.device)
         self._clock = time.perf_counter()
 
-    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
 
@@ -182,8 +183,8 @@ class Stopped(UserError):
 class Checkpoint(LightningCheckpoint):
     """Save every ``trainer.checkpoint_every`` steps and at the last, after that step's validation; keep the two newest.
 
-    SIGTERM, Ctrl-C, or ``stop`` returning True after a step, stops the run with a checkpoint; ``stopped`` is the exception to
-    raise then. Several ranks agree on a stop at logged steps. A second Ctrl-C interrupts at once.
+    A signal, or ``stop`` returning True after a step, stops the run with a checkpoint; ``stopped`` is the exception to raise
+    then. Several ranks agree on a stop at logged steps.
     """
 
     def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
@@ -191,34 +192,34 @@ class Checkpoint(LightningCheckpoint):
         self.every, self.validate_every = config.trainer.checkpoint_every, config.trainer.validate_every
         self.stopped: Stopped | None = None
         self._signum = 0
-        self._handlers: dict[int, Any] = {}
 
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Handle SIGTERM and Ctrl-C, unless the user does; a second Ctrl-C interrupts at once."""
+        handlers: dict[signal.Signals, Any] = {}
         for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
-            if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):  # not a user's
-                self._handlers[signum] = signal.signal(signum, self._handle)
+            if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+                handlers[signum] = signal.signal(signum, self._handle)
+        try:
+            yield
+        finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: Any) -> None:
         if signum == self._signum == signal.SIGINT:
             raise KeyboardInterrupt
         self._signum = signum
 
-    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        while self._handlers:
-            signal.signal(*self._handlers.popitem())
-
-    def on_exception(self, trainer: lightning.Trainer, module: Any, exception: BaseException) -> None:
-        self.on_train_end(trainer, module)
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step % self.validate_every != 0:
             self._save_if_due(trainer, module)
 
-    def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if trainer.state.fn == "fit":
             self._save_if_due(trainer, module)
 
-    def _save_if_due(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+    def _save_if_due(self, trainer: Trainer, module: Any) -> None:
         step = trainer.global_step
         signum = self._signum or int(self.stop(self.metrics))
         if trainer.world_size > 1:  # agreeing waits for all ranks
@@ -250,7 +251,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint on the CPU, without running code. Raises ConfigError for a damaged file or one with other objects."""
+    """Load a checkpoint on the CPU. Raises ConfigError for a damaged one, and for one that would run code."""
     try:
         if (damaged := zipfile.ZipFile(path).testzip()) is not None:  # torch.load does not check CRCs
             raise ValueError(f"{damaged} is damaged")
@@ -262,20 +263,23 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint that loads, None without any. Raises ConfigError if none loads."""
-    oldest, *_ = *checkpoints(folder), None
+    refused = None
     for path in reversed(checkpoints(folder)):
         try:
             read_checkpoint(path)
             return path
         except ConfigError as error:
-            if path == oldest:
-                raise ConfigError(f"runs_dir: no checkpoint loads: {error} to train from the beginning") from None
+            refused = error
             logger.warning("%s; the run resumes from an older one", error)
+    if refused is not None:
+        raise ConfigError(f"runs_dir: no checkpoint loads: {refused} to train from the beginning")
     return None
 
 
-class Average(Callback):
+class Average(SavedCallback):
     """Keep the mean of the weights after ``snapshots`` steps evenly spaced over the last ``share`` of the run."""
+
+    SAVED = ("taken", "mean")
 
     def __init__(self, steps: int, snapshots: int, share: float) -> None:
         spaced = np.linspace(max(steps - int(share * steps), 1), steps, snapshots).round().astype(int).tolist()
@@ -283,14 +287,8 @@ class Average(Callback):
         self.taken = 0
         self.mean: dict[str, Tensor] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken, "mean": self.mean}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.taken, self.mean = state_dict["taken"], state_dict["mean"]
-
     @torch.no_grad()
-    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step in self.at:
             self.taken += 1
             for name, weight in module.model.named_parameters():
@@ -307,7 +305,7 @@ class LeakCheck(Callback):
     def __init__(self, every: int, metrics: RunMetrics) -> None:
         self.every, self.metrics = every, metrics
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: StepBatch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: StepBatch, _: int) -> None:
         due = not self.metrics.steps_here or (self.every and trainer.global_step % self.every == 0)
         if due and batch.batches and module.device_mesh is None:
             with self.metrics.paused(), trainer.precision_plugin.forward_context():
@@ -332,9 +330,8 @@ def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) 
         logger.warning("trainer.leakcheck_every: a batch could not be checked: %s", error)
         return
     if result.leaks:
-        raise UserError(
-            f"trainer.boundary={boundary.name}: expected isolated documents; {' '.join(str(result).split())}"
-        )
+        found = " ".join(str(result).split())
+        raise UserError(f"trainer.boundary={boundary.name}: expected isolated documents; {found}")
 
 
 def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
@@ -344,20 +341,16 @@ def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
     return EvalContext(config.data, key="evaluation_options", trainer=config.trainer, **more)
 
 
-class Evaluations(Callback):
+class Evaluations(SavedCallback):
     """Evaluate the model every ``trainer.evaluate_every`` steps, on the first rank; training stays as it is."""
+
+    SAVED = ("points",)
 
     def __init__(self, config: Config, metrics: RunMetrics) -> None:
         self.config, self.metrics = config, metrics
         self.points: list[dict[str, Any]] = []
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"points": self.points}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.points = state_dict["points"]
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         step, every = trainer.global_step, self.config.trainer.evaluate_every
         if every is None or step % every or step == trainer.max_steps:
             return
@@ -373,9 +366,7 @@ class Evaluations(Callback):
                 )
             trainer.strategy.barrier()
 
-    def evaluate(
-        self, trainer: lightning.Trainer, model: MambaLM, tokenizer: Tokenizer | None
-    ) -> dict[str, EvalResult]:
+    def evaluate(self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None) -> dict[str, EvalResult]:
         """Add this step's numbers by ``<evaluation>.<metric>``, null where not finite, to the curve, and log them."""
         config, step = self.config, trainer.global_step
         shared = {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}

@@ -26,16 +26,13 @@ Loss = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape that a graph is captured for: slots, and maximum number of documents and length of the longest, in powers of four.
-
-    accumulates: gradients are added to existing ones.
-    """
+    """Shape that a graph is captured for: slots, and maximum number of documents and length of the longest, in powers of four."""
 
     rows: int
     row_length: int
     documents: int
     longest: int
-    accumulates: bool
+    accumulates: bool  # gradients are added to existing ones
 
     @classmethod
     def of(cls, batch: PackedBatch, accumulates: bool) -> Shape:
@@ -48,10 +45,6 @@ class Shape:
     def slots(self) -> tuple[int, int, bool]:
         """Key of the graph; one graph is kept for each, with the largest maxima so far."""
         return self.rows, self.row_length, self.accumulates
-
-    def with_room_for(self, other: Shape) -> Shape:
-        documents, longest = max(self.documents, other.documents), max(self.longest, other.longest)
-        return replace(self, documents=documents, longest=longest)
 
 
 class StaticBatch:
@@ -75,12 +68,11 @@ class StaticBatch:
             to, of = getattr(static, name), getattr(batch, name)
             to[:, row_length:] = 0
             to[:, :row_length].copy_(of)
-        more = static.layout.shape[1] - row_length
-        for to, of in ((static.layout.starts, batch.layout.starts), (static.layout.ends, batch.layout.ends)):
-            to[len(of) :] = ABSENT
-            to[: len(of)].copy_(of + batch.layout.rows * more if more else of)
-        static.layout.offsets[len(batch.layout.offsets) :] = 0
-        static.layout.offsets[: len(batch.layout.offsets)].copy_(batch.layout.offsets)
+        shift = batch.layout.rows * (static.layout.shape[1] - row_length)
+        for name, absent, more in (("starts", ABSENT, shift), ("ends", ABSENT, shift), ("offsets", 0, 0)):
+            to, of = getattr(static.layout, name), getattr(batch.layout, name)
+            to[len(of) :] = absent
+            to[: len(of)].copy_(of + more)
         self.num_targets.fill_(num_targets)
 
 
@@ -98,13 +90,13 @@ class Captured(NamedTuple):
 class BatchGraphs:
     """Run forward and backward passes of batches as CUDA graphs, captured at a shape's first batch and replayed after.
 
-    Gradients are those of ``loss(batch)[0] / num_targets``. A graph of one-batch steps has gradients of its own; accumulating
-    graphs share one set. While a shape is captured, nothing may hold a loss of an earlier batch with its autograd graph.
+    A graph of one-batch steps has gradients of its own; accumulating graphs share one set. While a shape is captured, nothing
+    may hold a loss of an earlier batch with its autograd graph.
 
     Args:
         loss: of a batch and perhaps further tensors; returns the sum over its targets, (B, L) that of each slot, and perhaps
             further tensors without gradient.
-        parameters: whose gradients are computed; they must stay at their addresses.
+        parameters: stay at their addresses.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:
@@ -126,7 +118,6 @@ class BatchGraphs:
         further results. Later calls overwrite them.
 
         Args:
-            batch: on the GPU.
             num_targets: of the step.
             first, last: of the step's batches. A step's only one writes its gradients; several add theirs.
             inputs: the further tensors, of the same shapes for batches of as many rows.
@@ -140,8 +131,13 @@ class BatchGraphs:
         captured = self.captured.get(shape.slots)
         if captured is None and len(self.captured) == MAX_GRAPHS:
             return self._run(batch, num_targets, *inputs)
-        if captured is None or captured.shape.with_room_for(shape) != captured.shape:
-            shape = shape if captured is None else captured.shape.with_room_for(shape)
+        if captured is not None:
+            documents, longest = (
+                max(shape.documents, captured.shape.documents),
+                max(shape.longest, captured.shape.longest),
+            )
+            shape = replace(shape, documents=documents, longest=longest)
+        if captured is None or captured.shape != shape:
             captured = self.captured[shape.slots] = self._capture(shape, batch, num_targets, inputs)
         captured.static.fill(batch, num_targets)
         if inputs:

@@ -146,7 +146,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             for each in () if reached else trainer.loggers:
                 each.log_hyperparams(run_id.recorded_config(config))
         resume = callbacks.newest_checkpoint(folder / "checkpoints")
-        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+        with checkpoint.signals():
+            trainer.fit(module, data, ckpt_path=resume, weights_only=True)
         if checkpoint.stopped is not None:
             raise checkpoint.stopped
         if not metrics.validation or metrics.validation[-1]["step"] != trainer.global_step:

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +52,9 @@ Report = Callable[[Config, Optional[Outcome], str], None]
 
 
 def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Outcome:
-    """Train one run. An error in it is its outcome, with the traceback on stderr.
+    """Train one run, which ``stop`` may stop after each step; ``wait`` seconds for another process that has locked it.
 
-    Args:
-        stop: called after each step; True stops the run there, with a checkpoint.
-        wait: seconds to wait for another process that has locked the run.
+    An error is the run's outcome, with the traceback on stderr.
     """
     try:
         if config.trainer.devices > 1:
@@ -77,9 +75,8 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
 
 
 def _outcome(record: dict[str, Any]) -> Outcome:
-    metrics = record["metrics"]
-    step = metrics.get("diverged_at_step")
-    return Outcome("done", f"validation loss {metrics['val_loss']:.4f}" if step is None else f"diverged at step {step}")
+    loss, step = record["metrics"]["val_loss"], record["metrics"].get("diverged_at_step")
+    return Outcome("done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}")
 
 
 def _train_in_ranks(config: Config, stop: Callable[[], bool]) -> Outcome:
@@ -127,7 +124,7 @@ class Slot(NamedTuple):
 
 
 def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
-    """Return slots on the GPUs that CUDA shows, in turn, or on shares of the cores; ``auto``: one for each GPU or four cores."""
+    """Return slots on the visible GPUs, in turn, or on shares of the cores; ``auto``: one for each GPU or four cores."""
     count = torch.cuda.device_count() if on_gpu else 0
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -141,52 +138,49 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
 def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")) -> None:
     """Train runs in order, each in the next free slot. A worker process that is killed fails its run alone.
 
-    Args:
-        deadline: of ``time.monotonic``; runs stop ``STOP_SECONDS`` earlier, with a checkpoint, and no other begins.
+    At ``STOP_SECONDS`` before the deadline, of ``time.monotonic``, runs stop with a checkpoint, and no other begins.
     """
-    context, queue, last = multiprocessing.get_context(START_METHOD), deque(configs), deadline - STOP_SECONDS
-    stop = context.Event()
+    context, last = multiprocessing.get_context(START_METHOD), deadline - STOP_SECONDS
+    queue, free, stop = deque(configs), deque(range(len(slots))), context.Event()
+    pools: dict[int, ProcessPoolExecutor] = {}
+    running: dict[Future[Outcome], tuple[int, Config]] = {}
 
-    def work(slot: Slot) -> None:
-        pool = None
-        while time.monotonic() < last:
+    def finish(futures: Iterable[Future[Outcome]]) -> None:
+        for future in futures:
+            number, config = running.pop(future)
             try:
-                config = queue.popleft()
-            except IndexError:
-                return
-            report(config, None, slot.name)
-            pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
-            try:
-                outcome = pool.submit(_train_in_worker, config, last).result()
+                outcome = future.result()
             except BrokenProcessPool:
                 outcome = Outcome("stopped" if stop.is_set() else "failed", "its process was killed")
             if outcome.state == "failed":  # the next run gets a fresh process
-                pool.shutdown(wait=False)
-                pool = None
-            report(config, outcome, slot.name)
+                pools.pop(number).shutdown(wait=False)
+            free.append(number)
+            report(config, outcome, slots[number].name)
 
-    threads, before = ThreadPoolExecutor(len(slots)), signal.signal(signal.SIGTERM, signal.default_int_handler)
-    working = [threads.submit(work, slot) for slot in slots]
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        wait(working, None if last == float("inf") else max(0.0, deadline - time.monotonic()))
+        while running or (queue and time.monotonic() < last):
+            while queue and free and time.monotonic() < last:
+                number, config = free.popleft(), queue.popleft()
+                report(config, None, slots[number].name)
+                if number not in pools:
+                    pools[number] = ProcessPoolExecutor(1, context, _start_worker, (slots[number], stop, os.getpid()))
+                running[pools[number].submit(_train_in_worker, config, last)] = number, config
+            done = wait(running, min(max(0.0, deadline - time.monotonic()), 1e6), FIRST_COMPLETED).done
+            finish(done)
+            if not done and time.monotonic() >= deadline:
+                break
     except KeyboardInterrupt:
         stop.set()
-        queue.clear()
-        wait(working, STOP_SECONDS)
+        finish(wait(running, STOP_SECONDS).done)
         raise
     finally:
-        stop.set()
-        queue.clear()
         signal.signal(signal.SIGTERM, before)
         for child in multiprocessing.active_children():
             child.kill()
-        threads.shutdown()
-    for each in working:
-        each.result()  # raises what it raised
 
 
-_stop: Any = None
-"""In a worker process, the event that stops its run."""
+_stop: Any = None  # in a worker process, the event that stops its run
 
 
 def _start_worker(slot: Slot, stop: Any, parent: int) -> None:

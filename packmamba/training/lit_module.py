@@ -13,6 +13,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, validate
@@ -21,7 +22,7 @@ from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
 from packmamba.training.boundary import BOUNDARIES, Boundary, Reset, StatefulBoundary, flatten_states, unflatten_states
 from packmamba.training.cuda_graphs import BatchGraphs
-from packmamba.training.optimizer import learning_rate, make_optimizer, whole
+from packmamba.training.optimizer import learning_rate, make_optimizer
 
 RESET = Reset()
 POSITION_EDGES = (0, *(2**n for n in range(17)))
@@ -62,7 +63,7 @@ class PackedLitModule(lightning.LightningModule):
     """Train a MambaLM on the StepBatches of a PackedDataModule, in any Trainer.
 
     The gradient of a step is that of the summed loss over its real targets divided by their number, over all micro-batches and
-    ranks, so it does not depend on how documents lie in rows. Optimisation is manual: one optimizer step per StepBatch.
+    ranks: it does not depend on how documents lie in rows. Optimisation is manual, with one optimizer step per StepBatch.
 
     Args:
         model: arguments of MambaLM, which checkpoints hold; a MambaLM; or another module with its methods.
@@ -73,9 +74,6 @@ class PackedLitModule(lightning.LightningModule):
         cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph; one GPU.
         compile: torch.compile the blocks and the loss.
         optimizer: further keys of the section ``optimizer``. ``schedule_steps``: None takes the Trainer's number of steps.
-
-    Raises:
-        ConfigError: naming the key.
     """
 
     def __init__(
@@ -94,17 +92,17 @@ class PackedLitModule(lightning.LightningModule):
         self.automatic_optimization, self.compiled = False, compile
         if model is None:
             raise ConfigError("model: expected MambaLM's arguments or a module, got None; pass your own module again")
-        options = boundary_options or {}
-        validate(TrainerConfig(boundary=boundary, boundary_options=options, mean_over=mean_over))
+        scheme: dict[str, Any] = {"boundary": boundary, "boundary_options": boundary_options or {}}
+        trainer = {**scheme, "mean_over": mean_over}
+        validate(TrainerConfig(**trainer))
         self.optimizer_config = validate(OptimizerConfig(lr=lr, **optimizer))
-        self.boundary, self.evaluation_boundary = (BOUNDARIES[boundary](**options) for _ in range(2))
+        self.boundary, self.evaluation_boundary = (BOUNDARIES[boundary](**boundary_options or {}) for _ in range(2))
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
-        hyperparameters = {"boundary": boundary, "boundary_options": options, "lr": lr, "mean_over": mean_over}
-        hyperparameters |= {"cuda_graphs": cuda_graphs, "compile": compile, **optimizer}
         self.model: Any = MambaLM(**model) if isinstance(model, dict) else model
-        if isinstance(self.model, MambaLM):
-            hyperparameters["model"] = dict(model) if isinstance(model, dict) else dict(self.model.config)
-        self.save_hyperparameters(hyperparameters)
+        own = {"model": dict(self.model.config)} if isinstance(self.model, MambaLM) else {}
+        self.save_hyperparameters(
+            {**trainer, "lr": lr, "cuda_graphs": cuda_graphs, "compile": compile, **optimizer, **own}
+        )
         if compile:
             cast(Any, self.model).compile_blocks()
         self.alone, self.as_trained = LossByPosition(), LossByPosition()
@@ -122,7 +120,7 @@ class PackedLitModule(lightning.LightningModule):
 
     @property
     def scaled(self) -> bool:
-        """True if float16's loss scale skips steps whose gradients are not finite."""
+        """Tell if float16's loss scale skips steps whose gradients are not finite."""
         return self._trainer is not None and self._trainer.precision == "16-mixed"
 
     def configure_model(self) -> None:
@@ -146,17 +144,18 @@ class PackedLitModule(lightning.LightningModule):
         return self.model(tokens, *args, **kwargs)
 
     def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:
-        """Return the summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target.
-
-        ``mean_over="rows"`` weights the sum so that it is divided by the number of targets, too.
-        """
+        """Return the summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target."""
         return self._loss(boundary.hidden(self.model, batch), batch)
 
     def _loss(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        layout, weight = batch.layout, self.model.lm_head.weight
+        layout, mask, weights = batch.layout, batch.loss_mask, None
         slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
-        weights = row_weights(batch.loss_mask) if self.mean_over == "rows" else None
-        return linear_cross_entropy(hidden, weight, batch.targets, batch.loss_mask, slots, self.compiled, weights)
+        if self.mean_over == "rows":  # the sum over the number of targets is the mean over rows of each row's mean
+            of_row = mask.sum(1, keepdim=True)
+            rows = (of_row > 0).sum().clamp(min=1)
+            weights = (of_row.sum() / rows / of_row.clamp(min=1)).expand(mask.shape)
+        head = self.model.lm_head.weight
+        return linear_cross_entropy(hidden, head, batch.targets, mask, slots, self.compiled, weights)
 
     def accumulate(self, step: StepBatch, backward: Callable[[Tensor], Any], world_size: int = 1) -> Tensor:
         """Add the step's gradients, micro-batch by micro-batch; return its loss on this rank's targets over all targets.
@@ -183,10 +182,10 @@ class PackedLitModule(lightning.LightningModule):
         """Compute ``accumulate`` by CUDA graphs."""
         if self._graphs is None:
             self._graphs = BatchGraphs(self.graph_loss, list(self.model.parameters()))
-        losses, count, scheme = [], len(step.batches), self.boundary
+        losses, scheme = [], self.boundary
         for i, batch in enumerate(step.batches):
             incoming = scheme.incoming(self.model, batch) if isinstance(scheme, StatefulBoundary) else []
-            edges = {"first": i == 0, "last": i + 1 == count}
+            edges = {"first": i == 0, "last": i + 1 == len(step.batches)}
             total, _, *final = self._graphs(batch, max(step.num_targets, 1), **edges, inputs=flatten_states(incoming))
             losses.append(total.clone())
             if isinstance(scheme, StatefulBoundary):
@@ -209,10 +208,7 @@ class PackedLitModule(lightning.LightningModule):
         backward: Callable[[Tensor], Any] = Tensor.backward,
         world_size: int = 1,
     ) -> Tensor:
-        """Compute the gradients of step ``number``, from 0, and update the weights; return ``accumulate``'s loss.
-
-        ``optimizer`` is ``configure_optimizers``'s, or a wrapper of it; it clips as it steps.
-        """
+        """Compute the gradients of step ``number``, from 0, and update the weights; return ``accumulate``'s loss."""
         for parameters in optimizer.param_groups:
             parameters["lr"] = self.learning_rate(number)
         self.boundary.step = number
@@ -231,12 +227,12 @@ class PackedLitModule(lightning.LightningModule):
         if number == 0 or (number + 1) % every == 0 or number + 1 == self.trainer.max_steps:
             # On the CPU, and only here: a progress bar that reads a GPU's number waits for all its work.
             self.log("train/loss", loss.cpu(), prog_bar=True)
-            norm = getattr(optimizer.optimizer, "gradient_norm", None)
-            logged = {f"train/{name}": value for name, value in self.boundary.measures().items()}
-            logged |= {} if norm is None else {"train/gradient_norm": whole(norm)}
+            logged: dict[str, Any] = {f"train/{name}": value for name, value in self.boundary.measures().items()}
+            if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
+                logged["train/gradient_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
             logged["train/learning_rate"] = self.learning_rate(number)
             logged["data/padding_fraction"] = 1 - step.num_tokens / step.num_slots
-            self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in logged.items()})
+            self.log_dict({name: torch.tensor(float(value), dtype=torch.float64) for name, value in logged.items()})
         return loss
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
@@ -309,10 +305,3 @@ def make_model(config: Config, vocab_size: int) -> MambaLM:
     except (ValueError, TypeError) as error:
         section = "ops" if str(error).startswith("backend") else "model"
         raise ConfigError(f"{section}.{error}") from None
-
-
-def row_weights(mask: Tensor) -> Tensor:
-    """Return weights (B, L) of targets, with which their mean loss is the mean over rows of each row's mean."""
-    of_row = mask.sum(1, keepdim=True)
-    rows = (of_row > 0).sum().clamp(min=1)
-    return (of_row.sum() / rows / of_row.clamp(min=1)).expand(mask.shape)

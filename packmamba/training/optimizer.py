@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -32,9 +31,7 @@ read and write each parameter once, and take ``grad_scale``, which it divides gr
 def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     """Make the configured optimizer, which clips gradients when it steps."""
     optimizer = OPTIMIZERS[config.name](model, config, fused, **config.options)
-    limit = config.grad_clip
-    if limit is not None:
-        # After float16's loss scale has been removed from the gradients.
+    if (limit := config.grad_clip) is not None:  # after float16's loss scale has been removed from the gradients
         optimizer.register_step_pre_hook(lambda optimizer, *_: clip(optimizer, limit))
     return optimizer
 
@@ -52,11 +49,6 @@ def clip(optimizer: Optimizer, limit: float) -> None:
         vars(optimizer).pop("grad_scale", None)
         norm = clip_grad_norm_(parameters, limit)
     optimizer.gradient_norm = norm  # type: ignore[attr-defined]
-
-
-def whole(norm: Tensor) -> float:
-    """Return a gradient norm as a number. Ranks communicate if it is sharded."""
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: float) -> float:

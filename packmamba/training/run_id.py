@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -41,10 +40,10 @@ def recorded_config(config: Config) -> dict[str, Any]:
     """Return the configuration as a record holds it: without ``PLACES``, and without later keys at their first values."""
     values = to_dict(config)
     for name in [*PLACES, *LATER_KEYS]:
-        *sections, key = name.split(".")
-        section = functools.reduce(dict.__getitem__, sections, values)
-        if name not in LATER_KEYS or section.get(key) == LATER_KEYS[name]:
-            section.pop(key, None)
+        section, _, key = name.rpartition(".")
+        keys = values[section] if section else values
+        if name not in LATER_KEYS or keys.get(key) == LATER_KEYS[name]:
+            keys.pop(key, None)
     return values
 
 
@@ -54,7 +53,7 @@ DEFAULTS = flatten(to_dict(Config()))
 def id_of(arm: str, values: dict[str, Any]) -> str:
     """Return the id of a run from its arm and its configuration as a record holds it.
 
-    Steps do not change those before them: a run has the id of one that ends with its learning-rate schedule.
+    A run that is to be continued has the id of the one that ends with its learning-rate schedule.
     """
     keys = DEFAULTS | LATER_KEYS | flatten(values)
     if keys["trainer.average_snapshots"] == 1:
@@ -81,23 +80,21 @@ def record_path(config: Config) -> Path:
 
 
 def training_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a folder's training runs, [] if it has none. Raises ConfigError naming a file that is damaged."""
-    try:
-        records = read_records(folder) if has_records(folder) else []
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    """Read the records of a folder's training runs, [] if it has none."""
+    records = read_records(folder) if has_records(folder) else []
     return [record for record in records if record["kind"] == "training"]
 
 
 def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
     """Read the record of each run, None for one that is not finished."""
-    keys = [(record_path(config).parent, run_id(config), config.trainer.max_steps) for config in configs]
+    folders = [record_path(config).parent for config in configs]
     records = {
         (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
-        for folder in {folder for folder, _, _ in keys}
+        for folder in {*folders}
         for record in training_records(folder)
     }
-    return [records.get(key) for key in keys]
+    ids = ((folder, run_id(config), config.trainer.max_steps) for folder, config in zip(folders, configs))
+    return [records.get(one) for one in ids]
 
 
 def find_record(config: Config) -> dict[str, Any] | None:
@@ -121,8 +118,9 @@ class RunLock:
 
     def __init__(self, folder: Path, wait: float = 0.0) -> None:
         self.folder, self.wait = folder, wait  # seconds
-        lease: dict[str, Any] = {"lease_duration": LEASE_SECONDS, "thread_local": False, "is_singleton": True}
-        self._lease = SoftFileLease(folder / ".lock", **lease)
+        self._lease = SoftFileLease(
+            folder / ".lock", lease_duration=LEASE_SECONDS, thread_local=False, is_singleton=True
+        )
 
     def __enter__(self) -> RunLock:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,6 @@ class SweepConfig:
     evaluation_options: dict[str, Any] = key({}, "For each of the evaluations its parameters; see the key of a run.")
     plugins: list[str] = key([], "Python modules that every run imports first; see the key of a run.")
     throughput_rounds: int = key(0, "Before training, time so many interleaved steps of all arms; 0 for none.", low=0)
-    only: dict[str, list[Any]] = key({}, "Train these runs alone now, such as {arm: [padded], seed: [1, 2]}.")
     train: bool = key(True, "Train the runs; false: only time them.")
     baseline: Optional[str] = key(None, "Arm that tables compare with; null: the first of padded, single, packed.")
     table: TableConfig = field(default_factory=TableConfig)
@@ -87,23 +86,18 @@ class SweepConfig:
             yield "tune: expected both grid and seeds, or neither"
         if both := set(self.tune.seeds).intersection(self.grid.get("seed", [0])):
             yield f"tune.seeds: expected none of grid.seed, got {both.pop()}"
-        for where, grid in {"grid": self.grid, "tune.grid": self.tune.grid, "only": self.only}.items():
-            for name, values in grid.items():
-                if not values or len(values) != len(set(map(str, values))):
-                    yield f"{where}.{name}: expected at least one value and none twice, got {values}"
-        for name, values in self.only.items():
-            if not set(values) <= set({"arm": self.arms, **self.grid}.get(name, [])):
-                yield f"only.{name}: expected arm, or a key of the grid, and some of its values, got {values}"
         arms = {f"arms.{arm}": keys for arm, keys in self.arms.items()}
         for where, keys in {"common": self.common, "grid": self.grid, **arms}.items():
             for name in keys.keys() & {"name", "output", "runs_dir"}:
                 yield f"{where}.{name}: expected no such key; the sweep sets it for each run"
-        for where, names, others in (
-            ("grid", self.grid, arms),
-            ("tune.grid", self.tune.grid, {**arms, "grid": self.grid}),
-        ):
-            for name, (other, keys) in itertools.product(names, others.items()):
-                if any(_overlap(name, one) for one in flatten(keys)):
+        grids = {"grid": (self.grid, arms), "tune.grid": (self.tune.grid, {**arms, "grid": self.grid})}
+        for where, (grid, others) in grids.items():
+            for name, values in grid.items():
+                if not values or len(values) != len(set(map(str, values))):
+                    yield f"{where}.{name}: expected at least one value and none twice, got {values}"
+                for other in [
+                    other for other, keys in others.items() if any(_overlap(name, one) for one in flatten(keys))
+                ]:
                     yield f"{where}.{name}: expected a key that {other} does not set"
 
 
@@ -117,14 +111,11 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
 
     Args:
         overrides: of the sweep's own keys, such as ``output=runs/mine``, or of every run's.
-
-    Raises:
-        ConfigError: naming the key.
     """
     of_runs = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
     own = [override for override in overrides if re.split(r"[.=]", override)[0] not in of_runs]
     # A key of a grid is a whole name: grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
-    dotted = r"((?:tune\.)?grid|only)\.([\w.-]+)=(.*)"
+    dotted = r"((?:tune\.)?grid)\.([\w.-]+)=(.*)"
     sweep = load(SweepConfig, path, [re.sub(dotted, r"\1={\2: \3}", each, flags=re.DOTALL) for each in own], "sweep")
     sweep.name = sweep.name or Path(path).stem
     base = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
@@ -151,11 +142,8 @@ def _check_override(sweep: SweepConfig, layer: DictConfig, origin: str) -> None:
     arms = [flatten(keys) for keys in sweep.arms.values()]
     keys: Any = OmegaConf.to_container(layer)
     for given in flatten(keys):
-        for where, name in [
-            *(("grid", name) for name in sweep.grid),
-            *(("tune.grid", name) for name in sweep.tune.grid),
-        ]:
-            if _overlap(name, given):
+        for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
+            for name in [name for name in grid if _overlap(name, given)]:
                 raise ConfigError(f"{origin}: expected {where}.{name}=[...], where this sweep has its values")
         values = [value for arm in arms for name, value in arm.items() if _overlap(name, given)]
         if len(values) >= len(arms) > 1 and any(value != values[0] for value in values):
@@ -186,13 +174,6 @@ def _layer(keys: dict[str, Any]) -> DictConfig:
     return layer
 
 
-def chosen(sweep: SweepConfig, configs: list[Config]) -> list[Config]:
-    """Return the runs of a sweep that ``only`` names."""
-    points = [{"arm": arm, **point} for point in _points(sweep.grid) for arm in sweep.arms]
-    some = [all(point[name] in values for name, values in sweep.only.items()) for point in points]
-    return list(itertools.compress(configs, some))
-
-
 def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
     """Return the runs that choose an arm's values: for each combination, a run with each seed."""
     points, output = _points(tune.grid) if tune.grid else [], f"{config.output}/tuning"
@@ -205,13 +186,9 @@ def _with(config: Config, keys: dict[str, Any]) -> Config:
 
 
 def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config | None:
-    """Return a run with the values of the best mean metric in its arm's trials, without those with which a run diverged.
+    """Return a run with the values of the best mean metric in its arm's trials; None: trials are not done.
 
-    None: trials are not done.
-
-    Raises:
-        Unfinished: a run diverged with every combination.
-        ConfigError: a trial has no such metric.
+    Values with which a trial diverged are left out. Raises Unfinished where one diverged with each.
     """
     means: dict[int, float] = {}
     for number, runs in enumerate(tried):
@@ -241,7 +218,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         ConfigError: before any run.
         Unfinished: runs failed, or are not done. The others are.
     """
-    runs, arms = chosen(sweep, configs) if sweep.train else [], configs[: len(sweep.arms)]
+    runs, arms = configs if sweep.train else [], configs[: len(sweep.arms)]
     tried = {config.name: trials(sweep.tune, config) for config in runs}
     trial_runs = [run for arm in tried.values() for point in arm for run in point]
     check_writable(sweep.output, "output")
@@ -249,7 +226,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         check_slurm()
     for config in [*runs, *(arms if sweep.throughput_rounds else [])] if sweep.launcher == "local" else []:
         check_accelerator(config)
-    _check_corpora([*trial_runs, *runs], configs if sweep.train else [], progress)
+    _check_corpora([*trial_runs, *runs], progress)
     on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in runs)
     in_slots = sweep.launcher == "local" and (sweep.jobs != 1 or sweep.deadline is not None)
     slots = device_slots(sweep.jobs, on_gpu) if in_slots else []
@@ -261,21 +238,20 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
             outcomes.append(outcome)
         state, why = outcome or ("begins", "")
         if progress:
-            print(
-                f"{config.name}, seed {config.seed}: {state}{place and f' on {place}'}{why and f': {why}'}", flush=True
-            )
+            said = f"{state}{place and f' on {place}'}{why and f': {why}'}"
+            print(f"{config.name}, seed {config.seed}: {said}", flush=True)
 
     def train(wanted: list[Config]) -> None:
         """Train the runs without a record, those that start from others' weights last."""
-        unfinished = [run for run, record in zip(wanted, find_records(wanted)) if record is None]
-        for run in wanted:
-            if run not in unfinished:
+        waves: tuple[list[Config], list[Config]] = [], []
+        names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
+        for run, record in zip(wanted, find_records(wanted)):
+            folder, _, arm = str(run.trainer.init_from).rpartition(":")
+            if record is None:
+                waves[(os.path.realpath(folder), arm) in names].append(run)
+            else:
                 report(run, Outcome("done", "before"))
-        names = {(os.path.realpath(str(run.output)), run.name) for run in unfinished}
-        starts = [str(run.trainer.init_from).rpartition(":") for run in unfinished]
-        waits = [(os.path.realpath(folder), arm) in names for folder, _, arm in starts]
-        for later in (False, True):
-            wave = [run for run, after in zip(unfinished, waits) if after == later]
+        for wave in waves:
             if wave and sweep.launcher == "slurm":
                 run_as_jobs(wave, sweep.slurm, sweep.jobs, sweep.output, report)
             elif wave and in_slots:
@@ -309,14 +285,10 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     return Path(sweep.output)
 
 
-def _check_corpora(runs: list[Config], every: list[Config], progress: bool) -> None:
-    """Prepare the corpora of runs, and compare them with those in the records of finished ones."""
-    records = list(zip([*runs, *every], find_records([*runs, *every])))
-    opened = {repr((run.data, run.model.vocab_size)): run for run, record in records[: len(runs)] if record is None}
-    hashes: dict[str, str] = {}
-    for run, record in [*((run, None) for run in opened.values()), *records] if opened else []:
-        if record is None and run not in opened.values():
-            continue
+def _check_corpora(runs: list[Config], progress: bool) -> None:
+    """Prepare the corpora of runs, if any is to be trained, and compare them with those in the records of finished ones."""
+    records, hashes = find_records(runs), dict[str, str]()
+    for run, record in zip(runs, records) if None in records else ():
         documents = repr(run.data)
         hashes[documents] = hashes.get(documents) or load_corpora(run.data, progress=progress).corpus_hash
         if record is not None and record["corpus_hash"] != hashes[documents]:
@@ -340,10 +312,7 @@ def _write_sweep(sweep: SweepConfig, configs: list[Config]) -> None:
     if sweep.train and has_records(sweep.output):
         tune, arms = sweep.tune, {c.name: [other.seed for other in configs if other.name == c.name] for c in configs}
         tuned = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
-        steps = {
-            config.name: config.trainer.max_steps
-            for config in configs
-            if config.optimizer.schedule_steps or config.optimizer.final_lr_fraction == 1
-        }
+        longer = [c for c in configs if c.optimizer.schedule_steps or c.optimizer.final_lr_fraction == 1]
+        steps = {config.name: config.trainer.max_steps for config in longer}
         table = asdict(sweep.table) if sweep.table != TableConfig() else None
         write_sweep(sweep.output, str(sweep.name), arms, sweep.baseline, tuned=tuned, steps=steps, table=table)

@@ -139,7 +139,7 @@ def test_runs_stop_at_the_deadline_with_a_checkpoint(tmp_path):
 
 def test_a_run_on_several_devices_in_a_worker(tmp_path, capsys):
     path = write_sweep(tmp_path, grid={})
-    sweep, configs = load_sweep(path, ["trainer.devices=2", "only.arm=[packed]", "deadline=300"])
+    sweep, configs = load_sweep(path, ["trainer.devices=2", "arms=[packed]", "deadline=300"])
     run_sweep(sweep, configs)
     (record,) = read_records(sweep.output)
     assert record["config"]["trainer"]["devices"] == 2 and record["metrics"]["steps"] == 2
