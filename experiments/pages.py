@@ -108,7 +108,11 @@ def draw(name: str, spec: dict[str, Any]) -> None:
             ax.errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=3, linewidth=1.8)
         name_bars(ax, [label for label, *_ in rows])
         ax.set(xlabel=spec["xlabel"], title=spec["title"])
-        ax.locator_params(axis="x", nbins=6)
+        if "symlog" in spec:
+            ax.set_xscale("symlog", linthresh=spec["symlog"])
+            ax.set_xticks(spec["ticks"], spec["ticks"])
+        else:
+            ax.locator_params(axis="x", nbins=6)
         (FOLDER / "figures").mkdir(exist_ok=True)
         (FOLDER / "figures" / f"{name}.png").write_bytes(finish(fig, name, "").png)
 
