@@ -25,7 +25,7 @@ PAPER_PADDING = {
 DEFAULT_BUFFER = 4096
 _STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8"},
-    "padded": {"color": "#E69F00"},
+    "padded": {"color": "#E69F00", "marker": "P"},
     "next_fit": {"color": "#D55E00", "marker": "s"},
     "greedy": {"color": "#0072B2", "marker": "o"},
     "first_fit": {"color": "#CC79A7", "marker": "v"},
