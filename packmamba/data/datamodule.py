@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import lightning
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from packmamba.config import Config, ConfigError, DataConfig, TrainerConfig, import_plugins, registry, validate
-from packmamba.data.batch import PackedBatch, Rows, StepBatch
+from packmamba.data.batch import Integers, Rows, StepBatch
 from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
 from packmamba.data.token_store import Corpora, evaluation_documents, load_corpora
 
@@ -47,23 +48,17 @@ class PackedDataModule(lightning.LightningDataModule):
         self.config = validate(Config(data=replace(config or DataConfig(), **keys))).data
         self.seed, self.plugins, self.progress = seed, list(plugins), progress
         self._boundary = boundary
-        self.max_steps: int | None = None  # of a loader without a Trainer
-        self._corpora: Corpora | None = None
 
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
         """Build the data module of a configured run."""
         boundary = registry("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
-        data = cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
-        data.max_steps = config.trainer.max_steps
-        return data
+        return cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
 
-    @property
+    @cached_property
     def corpora(self) -> Corpora:
         """Prepare training and validation documents at first use."""
-        if self._corpora is None:
-            self._corpora = load_corpora(self.config, progress=self.progress)
-        return self._corpora
+        return load_corpora(self.config, progress=self.progress)
 
     @property
     def vocab_size(self) -> int:
@@ -90,14 +85,14 @@ class PackedDataModule(lightning.LightningDataModule):
         if self._boundary is None and self.boundary is not None:
             validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks)))
         self.steps = StepDataset(self.schedule(ranks), rank)
-        self.evaluations = self._evaluations(ranks, rank)
+        self.evaluations = self._evaluations(ranks, rank)  # rows, and their numbers batch by batch
 
     def schedule(self, world_size: int = 1) -> Schedule:
         """Return what each step consumes."""
         continues = getattr(self.boundary, "continues", False)
         return Schedule(self.corpora.train, self.config, self.seed, continues, world_size)
 
-    def _evaluations(self, world_size: int, rank: int) -> list[EvaluationDataset]:
+    def _evaluations(self, world_size: int, rank: int) -> list[tuple[Rows, list[Integers]]]:
         data, corpus = self.config, self.corpora.validation
         documents = evaluation_documents(corpus, data)
         row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
@@ -105,33 +100,35 @@ class PackedDataModule(lightning.LightningDataModule):
         alone = replace(data, strategy="best_fit_decreasing", **whole)
         rows = arrange(corpus, Pieces.of(corpus, documents), alone)
         groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=world_size)
-        evaluations = [EvaluationDataset(rows, groups[rank::world_size])]
+        evaluations = [(rows, groups[rank::world_size])]
         if getattr(self.boundary, "as_trained", False):
             # On every rank all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
-            evaluations.append(EvaluationDataset(*arrange_as_trained(corpus, documents, data, self.boundary.continues)))
+            evaluations.append(arrange_as_trained(corpus, documents, data, self.boundary.continues))
         return evaluations
 
     def train_dataloader(self) -> DataLoader:
         """Load steps from the Trainer's current one on; an epoch is ``max_steps``, or with ``max_epochs`` all documents."""
         trainer = self.trainer
         if trainer is None:
-            return self._loader(self.steps, StepSampler(lambda: 0, self.max_steps or self.steps.schedule.epoch_steps()))
+            return self._loader(self.steps, StepSampler(lambda: 0, self.steps.schedule.epoch_steps()))
         accumulated = trainer.accumulate_grad_batches  # by a module that does not step with each StepBatch
-        last = trainer.max_steps * accumulated if trainer.max_steps > 0 else None
-        epoch = last if last is not None and trainer.max_epochs in (-1, None) else self.steps.schedule.epoch_steps()
+        last = trainer.max_steps * accumulated if trainer.max_steps > 0 else sys.maxsize
+        whole = trainer.max_steps > 0 and trainer.max_epochs in (-1, None)
+        epoch = last if whole else self.steps.schedule.epoch_steps()
         return self._loader(self.steps, StepSampler(lambda: trainer.global_step * accumulated, epoch, last))
 
     def val_dataloader(self) -> list[DataLoader]:
-        return [self._loader(each, StepSampler(lambda: 0, len(each))) for each in self.evaluations]
+        samplers = [StepSampler(lambda: 0, len(groups)) for _, groups in self.evaluations]
+        return [self._loader(groups, of, rows.batch) for (rows, groups), of in zip(self.evaluations, samplers)]
 
     test_dataloader = val_dataloader
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch.to(device, non_blocking=True)  # from pinned memory, see _loader
 
-    def _loader(self, dataset: Dataset, sampler: StepSampler) -> DataLoader:
+    def _loader(self, dataset: Any, sampler: StepSampler, make: Callable[[Any], Any] | None = None) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu}
+        options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu, "collate_fn": make}
         # Its own generator: a loader that is made again on resuming must not move the global one.
         options |= {"worker_init_fn": partial(_start_worker, self.plugins), "generator": torch.Generator()}
         return DataLoader(dataset, batch_size=None, sampler=sampler, **options)
@@ -150,32 +147,18 @@ class StepDataset(Dataset):
         return StepBatch([rows.batch(numbers, self.schedule.turn(numbers)) for numbers in own], *rows.count(groups))
 
 
-@dataclass
-class EvaluationDataset(Dataset):
-    """Item i is the PackedBatch of a rank's rows ``groups[i]``."""
-
-    rows: Rows
-    groups: list[np.ndarray]
-
-    def __getitem__(self, index: int) -> PackedBatch:
-        return self.rows.batch(self.groups[index])
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-
 class StepSampler(DistributedSampler):
     """Yield ``length`` numbers from ``first()`` on, below ``last``, the same on every rank: an item is a rank's share of a step.
 
     A DistributedSampler, which Lightning does not replace.
     """
 
-    def __init__(self, first: Callable[[], int], length: int, last: int | None = None) -> None:
+    def __init__(self, first: Callable[[], int], length: int, last: int = sys.maxsize) -> None:
         self.first, self.length, self.last = first, length, last
 
     def __iter__(self) -> Iterator[int]:
-        numbers = range(self.first(), self.first() + self.length)
-        return iter(numbers if self.last is None else range(numbers.start, min(numbers.stop, self.last)))
+        first = self.first()
+        return iter(range(first, min(first + self.length, self.last)))
 
     def __len__(self) -> int:
         return self.length  # of a whole epoch, also of one that is resumed: Lightning counts from its first step

@@ -48,10 +48,6 @@ class PackingPlan:
     slots: Integers
 
     @property
-    def num_rows(self) -> int:
-        return len(self.slots)
-
-    @property
     def num_tokens(self) -> int:
         return int(self.length.sum())
 
@@ -62,19 +58,21 @@ class PackingPlan:
     @property
     def padding_fraction(self) -> float:
         """Fraction of slots without a token; 0 without rows."""
-        return 1 - self.num_tokens / self.num_slots if self.num_rows else 0.0
+        return 1 - self.num_tokens / self.num_slots if len(self) else 0.0
 
     def __len__(self) -> int:
-        return self.num_rows
+        return len(self.slots)
+
+    num_rows = property(__len__)
 
     def __getitem__(self, index: int) -> Row:
-        begin, end = self.row_offsets[range(self.num_rows)[index] :][:2]
+        begin, end = self.row_offsets[range(len(self))[index] :][:2]
         row = Row(map(Piece, *(part[begin:end].tolist() for part in (self.document, self.start, self.length))))
         row.slots = int(self.slots[index])
         return row
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(self.num_rows))
+        return map(self.__getitem__, range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,8 @@ class Strategy:
     """Assign whole pieces to rows, or cut documents at the ends of rows.
 
     Attributes:
-        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0. No piece is longer than a row.
+        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0; a row each if not given. No piece is longer
+            than a row.
         cut: (lengths, row_length, streams) -> (document, start, length, row) of pieces, (P,) each. Stream b is rows b,
             b + streams, b + 2 * streams, ...; each continues where the one before ended.
         drops_tokens: a token may be in no row. ``overlong="truncate"`` drops tails under any strategy.
@@ -91,7 +90,7 @@ class Strategy:
         needs_row_length: ``row_length=None`` is an error; else a row is as long as its document.
     """
 
-    assign: Callable[[Integers, int, int], Integers] | None = None
+    assign: Callable[[Integers, int, int], Integers] = lambda lengths, *_: np.arange(len(lengths))
     cut: Callable[[Integers, int, int], tuple[Integers, Integers, Integers, Integers]] | None = None
     drops_tokens: bool = False
     pads: bool = True
@@ -118,37 +117,27 @@ def plan_rows(
         streams: parallel streams of a strategy that splits documents; row t * streams + b is stream b's row t. Each document
             goes to the stream with the fewest tokens. A stream that ends early gets padding, then empty rows.
 
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+    Raises TypeError or ValueError, naming the argument.
     """
-    for name, given, known in (("strategy", strategy, tuple(STRATEGIES)), ("overlong", overlong, OVERLONG)):
+    for name, given, known in (("strategy", strategy, STRATEGIES), ("overlong", overlong, OVERLONG)):
         if given not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {given!r}")
     chosen = STRATEGIES[strategy]
-    counts: dict[str, Any] = {"buffer": buffer, "streams": streams}
-    if row_length is not None or chosen.needs_row_length:
-        counts["row_length"] = row_length
-    for name, value in counts.items():
-        integral = hasattr(value, "__index__")
-        if not integral or not 1 <= value <= LONGEST:
-            error = ValueError if integral or value is None else TypeError
-            raise error(f"{name}: expected an integer from 1 to 2**31 - 1, got {value!r}")
+    limit: Any = LONGEST if row_length is None and not chosen.needs_row_length else row_length
+    for name, value in (("row_length", limit), ("buffer", buffer), ("streams", streams)):
+        if not hasattr(value, "__index__") or not 1 <= value <= LONGEST:
+            raise ValueError(f"{name}: expected an integer from 1 to 2**31 - 1, got {value!r}")
     if streams > 1 and not chosen.splits_documents:
         raise ValueError(f"streams: expected 1 with strategy '{strategy}', which splits no documents, got {streams}")
-    limit = LONGEST if row_length is None else int(row_length)
     lengths = np.asarray(lengths)
-    if lengths.ndim != 1:
-        raise ValueError(f"lengths: expected one dimension, got shape {lengths.shape}")
-    if lengths.dtype.kind not in "iu" and len(lengths):
-        raise TypeError(f"lengths: expected integers, got {lengths.dtype}")
+    if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and len(lengths)):
+        raise TypeError(f"lengths: expected (documents,) integers, got shape {lengths.shape} of {lengths.dtype}")
     if len(wrong := np.flatnonzero((lengths < 1) | (lengths > LONGEST))):
         raise ValueError(f"lengths: expected 1 to 2**31 - 1 tokens, got {lengths[wrong[0]]} for document {wrong[0]}")
-    lengths = lengths.astype(np.int64)
-
+    lengths, limit = lengths.astype(np.int64), int(limit)
     if chosen.cut is not None:
         document, start, length, row = chosen.cut(lengths, limit, streams)
     else:
-        assert chosen.assign is not None
         document, start, length = _fit(lengths, limit, overlong)
         row = np.asarray(chosen.assign(length, limit, buffer))
         if row.shape != length.shape or row.dtype.kind not in "iu" or row.min(initial=0) < 0:
@@ -165,12 +154,9 @@ def plan_rows(
 
 
 def _fit(lengths: Integers, row_length: int, overlong: str) -> tuple[Integers, Integers, Integers]:
-    """Return (document, start, length) of pieces that each fit a row."""
     long = np.flatnonzero(lengths > row_length)
     if overlong == "error" and len(long):
-        got = (
-            f"{lengths[long[0]]} in document {long[0]}, more in {len(long)} of {len(lengths)}; set data.overlong=split"
-        )
+        got = f"{lengths[long[0]]} in document {long[0]}, more in {len(long)} of {len(lengths)}; set overlong=split"
         raise ValueError(f"lengths: expected at most row_length={row_length} tokens, got {got}")
     document, start, length = cut(lengths, row_length)
     first = slice(None) if overlong == "split" else start == 0
@@ -278,23 +264,29 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
     return row_of
 
 
+def _by_length(lengths: Integers, row_length: int, buffer: int) -> Integers:
+    """Sort, so that batches of consecutive rows have little padding."""
+    return np.argsort(np.argsort(lengths, kind="stable"))
+
+
+def _best_fit_decreasing(lengths: Integers, row_length: int, buffer: int) -> Integers:
+    return _decreasing(lengths, row_length, LONGEST)
+
+
+def _spfhp(lengths: Integers, row_length: int, buffer: int) -> Integers:
+    """Pack shortest-pack-first (arXiv 2107.02027), but equal documents share a new row, as if placed one by one."""
+    return _decreasing(lengths, row_length, LONGEST, emptiest=True)
+
+
 STRATEGIES = {
-    "single": Strategy(lambda lengths, *_: np.arange(len(lengths)), pads=False, needs_row_length=False),
-    "padded": Strategy(lambda lengths, *_: np.arange(len(lengths)), needs_row_length=False),
-    # Batches of consecutive rows have little padding.
-    "padded_sorted": Strategy(
-        lambda lengths, *_: np.argsort(np.argsort(lengths, kind="stable")), keeps_order=False, needs_row_length=False
-    ),
+    "single": Strategy(pads=False, needs_row_length=False),
+    "padded": Strategy(needs_row_length=False),
+    "padded_sorted": Strategy(_by_length, keeps_order=False, needs_row_length=False),
     "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
-    "best_fit_decreasing": Strategy(
-        lambda lengths, row_length, _: _decreasing(lengths, row_length, LONGEST), keeps_order=False
-    ),
-    # Shortest-pack-first histogram packing (arXiv 2107.02027), but equal documents share a new row, as if placed one by one.
-    "spfhp": Strategy(
-        lambda lengths, row_length, _: _decreasing(lengths, row_length, LONGEST, True), keeps_order=False
-    ),
+    "best_fit_decreasing": Strategy(_best_fit_decreasing, keeps_order=False),
+    "spfhp": Strategy(_spfhp, keeps_order=False),
     "concat_split": Strategy(cut=_concat_split),
 }
 """Strategies by the name that ``data.strategy`` takes; plugins may add to it."""

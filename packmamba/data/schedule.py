@@ -26,12 +26,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, corpus: Corpus, documents: Integers) -> Pieces:
-        """Return these documents, whole."""
         return cls(documents, np.zeros(len(documents), np.int64), corpus.lengths[documents].astype(np.int64))
-
-    @classmethod
-    def joined(cls, several: Sequence[Pieces]) -> Pieces:
-        return cls(*map(np.concatenate, zip(*several)))
 
     def take(self, which: slice | Integers) -> Pieces:
         return Pieces(*(part[which] for part in self))
@@ -54,12 +49,14 @@ class Pieces(NamedTuple):
 
         The second part takes the piece's place; the first parts come last of all.
         """
-        shares = np.arange(1, min(count, len(self.length)) + 1) * ((5**0.5 - 1) / 2) % 1
-        cuts = np.zeros(len(self.length), np.int64)
-        cuts[: len(shares)] = shares * self.length[: len(shares)]
-        heads = np.flatnonzero(cuts)
+        number = np.arange(1, len(self.length) + 1)
+        cuts = np.where(number <= count, number * ((5**0.5 - 1) / 2) % 1 * self.length, 0).astype(np.int64)
         tails = Pieces(self.document, self.start + cuts, self.length - cuts)
-        return Pieces.joined([tails, Pieces(self.document[heads], self.start[heads], cuts[heads])])
+        return _join([tails, self._replace(length=cuts).take(np.flatnonzero(cuts))])
+
+
+def _join(several: Sequence[Pieces]) -> Pieces:
+    return Pieces(*map(np.concatenate, zip(*several)))
 
 
 def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
@@ -113,7 +110,7 @@ def micro_batches(
 
 
 class Window(NamedTuple):
-    """Shuffled pieces, or in stream mode shuffled rows; step i has ``edges[i]`` to ``edges[i + 1]``."""
+    """Shuffled pieces, or in batching stream shuffled rows; step i has ``edges[i]`` to ``edges[i + 1]``."""
 
     edges: list[int]
     pieces: Pieces
@@ -151,7 +148,7 @@ class Schedule:
         self.budget = min(data.tokens_per_step, self.tokens)
         self.windows_per_epoch = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
         self._firsts = [0]  # first step of each window, or its first token where steps are exact
-        self._cached: tuple[int, Window] | None = None
+        self._cached: tuple[int, Window] = -1, Window([], Pieces.of(self.corpus, np.arange(0)))
 
     def step(self, step: int) -> tuple[Rows, list[Integers]]:
         """Return the rows of a step, and their numbers batch by batch, of all ranks."""
@@ -184,7 +181,7 @@ class Schedule:
             begin, end = self._firsts[number : number + 2]
             found.append(self._window(number).pieces.between(first - begin, min(last, end) - begin))
             first = end
-        return Pieces.joined(found)
+        return _join(found)
 
     def _locate(self, place: int) -> int:
         """Return the window that holds a step, or a token where steps are exact."""
@@ -201,16 +198,15 @@ class Schedule:
         """Return a window's seed and its documents."""
         epoch, place = divmod(number, self.windows_per_epoch)
         part = int(np.random.default_rng([self.seed, epoch]).permutation(self.windows_per_epoch)[place])
-        first = part * WINDOW_DOCUMENTS
-        documents = np.arange(first, min(first + WINDOW_DOCUMENTS, self.corpus.num_documents))
+        documents = np.arange(part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents))
         return [self.seed, epoch, part], documents
 
     def _window(self, number: int) -> Window:
-        if self._cached is None or self._cached[0] != number:
-            self._cached = (number, self._plan_window(number))
+        if self._cached[0] != number:
+            self._cached = number, self._plan(number)
         return self._cached[1]
 
-    def _plan_window(self, number: int) -> Window:
+    def _plan(self, number: int) -> Window:
         data, (seed, documents) = self.data, self._documents(number)
         rng = np.random.default_rng(seed)
         pieces = Pieces.of(self.corpus, rng.permutation(documents)).cut(data.cut_documents)

@@ -8,22 +8,31 @@ A corpus folder holds ``meta.json`` and for each split, little-endian and withou
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import os
+import shutil
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources import open_source
-from packmamba.data.sources.source import SEED
-from packmamba.data.tokenize import META, tokenize
-from packmamba.data.tokenizer import TokenIds, Tokenizer, load_tokenizer, token_dtype
+from packmamba.data.sources.source import SEED, Document, Source
+from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
 
 FORMAT = 1
 """Part of every corpus's key: raised when the same keys and files give other tokens or another folder."""
+META = "meta.json"
+CHUNK_CHARACTERS = 1 << 20
+CHUNK_DOCUMENTS = 4096
 
 
 class Corpus:
@@ -64,17 +73,12 @@ class Corpus:
         return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
 
     def document(self, index: int) -> np.ndarray:
-        """Return the tokens of a document, (lengths[index],), a view. Raises IndexError if there is none."""
-        return self.tokens[self._place(index)]
+        """Return the tokens of a document, (lengths[index],), a view."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def answers(self, index: int) -> Any:
         """Return the targets of a document, (lengths[index],), a view; None where the corpus has no targets."""
-        return None if self.targets is None else self.targets[self._place(index)]
-
-    def _place(self, index: int) -> slice:
-        if not 0 <= index < self.num_documents:
-            raise IndexError(f"document {index} of {self.num_documents}")
-        return slice(*self.offsets[index : index + 2].tolist())
+        return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
 
     def __len__(self) -> int:
         return self.num_documents
@@ -114,9 +118,9 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():
-                    tokenize(folder, data, source, tokenizer, identity, progress)
+                    _tokenize(folder, data, source, tokenizer, identity, progress)
         except OSError as error:
-            raise ConfigError(f"data.cache_dir: cannot write '{data.cache_dir}' ({error.strerror or error})") from None
+            raise ConfigError(f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ({error})") from None
     try:
         train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
     except (OSError, ValueError, KeyError) as error:
@@ -129,3 +133,107 @@ def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
     if data.validation_documents is None or data.validation_documents >= corpus.num_documents:
         return np.arange(corpus.num_documents)
     return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[: data.validation_documents])
+
+
+def _tokenize(
+    folder: Path, data: DataConfig, source: Source, tokenizer: Tokenizer, identity: dict[str, Any], progress: bool
+) -> None:
+    """Write a corpus under a temporary name, then rename it: it is whole or absent. The caller holds a lock.
+
+    Its bytes do not depend on the number of threads. Memory holds a few chunks of documents for each thread.
+    """
+    work = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    work.mkdir()
+    ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
+    hidden = None if progress else True  # None: hidden where there is no terminal
+    documents = tqdm(source.read(), f"Tokenising {data.source}", unit=" documents", unit_scale=True, disable=hidden)
+    try:
+        train, validation = splits = [_SplitWriter(work / split, tokenizer) for split in ("train", "validation")]
+        for chunk in map(list, _encoded(documents, tokenizer, data)):
+            for held_out, split in enumerate(splits):
+                split.add([(one, tokens) for one, tokens in chunk if len(tokens) and one.held_out == held_out])
+        counts = [split.counts["documents"] for split in splits]
+        if not any(counts):
+            raise ConfigError(f"data.path: expected documents with a token in them, got none in '{data.path}'")
+        if not all(counts):
+            got = f"{counts[0]} and {counts[1]} with {data.validation_fraction}"
+            raise ConfigError(f"data.validation_fraction: expected training and validation documents, got {got}")
+        header = [*ids.values(), *train.hashes(), *validation.hashes()]
+        corpus_hash = hashlib.blake2b(json.dumps(header).encode(), digest_size=16).hexdigest()
+        counted = {"train": train.meta(), "validation": validation.meta()}
+        meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": counted}
+        (work / META).write_text(json.dumps(meta, indent=1))
+        os.rename(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+class _SplitWriter:
+    """The growing files of one split, and their hashes."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self._path = path
+        begin, end = tokenizer.begin_id, tokenizer.end_id
+        dtype = token_dtype(tokenizer.vocab_size)
+        self._begin, self._end = (np.array([] if i is None else [i], dtype) for i in (begin, end))
+        self.counts = Counter({"documents": 0, "tokens": 0})
+        self._hashes: dict[str, Any] = {}
+        self._groups: dict[str, int] = {}
+        self._append("offsets", np.zeros(1, "<i8"))
+
+    def add(self, documents: list[tuple[Document, np.ndarray]]) -> None:
+        """Append documents and their tokens, at least one each, between begin and end tokens."""
+        if not documents:
+            return
+        around = len(self._begin) + len(self._end)
+        (first, _), lengths = documents[0], np.array([len(ids) + around for _, ids in documents], "<i4")
+        self._append("tokens", np.concatenate([p for _, ids in documents for p in (self._begin, ids, self._end)]))
+        self._append("lengths", lengths)
+        self._append("offsets", self.counts["tokens"] + lengths.cumsum(dtype="<i8"))
+        self.counts.update(documents=len(documents), tokens=int(lengths.sum()))
+        if first.targets is not None:
+            targets = np.concatenate([document.targets for document, _ in documents]).astype("<i4")
+            self._append("targets", targets)
+            self.counts["answers"] += int((targets >= 0).sum())
+        if first.group is not None:
+            numbers = [self._groups.setdefault(str(one.group), len(self._groups)) for one, _ in documents]
+            self._append("groups", np.array(numbers, "<i4"))
+
+    def _append(self, name: str, array: np.ndarray) -> None:
+        with open(f"{self._path}.{name}", "ab") as file:
+            file.write(array.data)
+        self._hashes.setdefault(name, hashlib.blake2b(digest_size=16)).update(array.data)
+
+    def hashes(self) -> list[str]:
+        return [self._hashes[name].hexdigest() for name in ("tokens", "lengths", "targets") if name in self._hashes]
+
+    def meta(self) -> dict[str, Any]:
+        return dict(self.counts) | ({"groups": list(self._groups)} if self._groups else {})
+
+
+def _encoded(
+    documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
+) -> Iterator[Iterator[tuple[Document, np.ndarray]]]:
+    """Yield chunks of documents in order, with their tokens, which threads encode."""
+    # The package tokenizers encodes without Python's lock; bytes and ids hold it.
+    threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
+    pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for chunk in itertools.chain(_chunks(documents), [[]] * 2 * threads):
+            pending.append((chunk, pool.submit(tokenizer.encode_batch, [document.content for document in chunk])))
+            if len(pending) > 2 * threads:
+                chunk, encoded = pending.popleft()
+                yield zip(chunk, encoded.result())
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    chunk: list[Document] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.content)
+        if size >= CHUNK_CHARACTERS or len(chunk) >= CHUNK_DOCUMENTS:
+            yield chunk
+            chunk, size = [], 0
+    yield chunk

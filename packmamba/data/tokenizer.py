@@ -38,7 +38,6 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
-        """Return the ids of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

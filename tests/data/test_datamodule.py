@@ -17,9 +17,9 @@ def module(folder, *overrides):
     return data
 
 
-def documents_of(evaluation):
+def documents_of(rows, groups):
     found = Counter()
-    for batch in (evaluation[i] for i in range(len(evaluation))):
+    for batch in map(rows.batch, groups):
         layout = batch.layout
         for start, end in zip(layout.starts.tolist(), layout.ends.tolist()):
             found[tuple(batch.tokens.flatten()[start:end].tolist())] += 1
@@ -36,7 +36,7 @@ def test_ranks_share_the_validation_of_whole_documents(tmp_path):
         data = PackedDataModule.from_config(tiny_config(tmp_path, "trainer.boundary=leak"), progress=False)
         data.trainer = SimpleNamespace(world_size=2, global_rank=rank)
         data.setup()
-        found.append([documents_of(evaluation) for evaluation in data.evaluations])
+        found.append([documents_of(*evaluation) for evaluation in data.evaluations])
     assert all(share for share, _ in found) and found[0][0] + found[1][0] == all_documents(data.corpora.validation)
     assert found[0][1] == found[1][1], "every rank reads all documents as trained"
 
@@ -45,7 +45,7 @@ def test_a_part_of_the_validation_documents_is_drawn(tmp_path):
     data = module(tmp_path, "data.validation_documents=5")
     drawn = evaluation_documents(data.corpora.validation, data.config).tolist()
     assert drawn == sorted(set(drawn)) and len(drawn) == 5
-    assert documents_of(data.evaluations[0]).total() == 5
+    assert documents_of(*data.evaluations[0]).total() == 5
 
 
 def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):

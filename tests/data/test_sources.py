@@ -67,13 +67,6 @@ def test_compressed_files_that_are_damaged_are_refused_by_name(tmp_path, name):
         assert refused(of(path)).startswith(f"data.path: {path}")
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_file_plain_and_compressed_is_refused(tmp_path, suffix):
-    for name in ("a.jsonl", f"a.jsonl{suffix}", "b.jsonl"):
-        write_lines(tmp_path / name)
-    assert refused(of(tmp_path)).startswith("data.path") and "a.jsonl " in refused(of(tmp_path))
-
-
 @pytest.mark.parametrize("fraction", [0.1, 0.0001])
 def test_the_split_is_by_content_and_holds_out_at_least_one(tmp_path, fraction):
     texts = [f"document {i}" for i in range(1000)] * 2
@@ -250,7 +243,6 @@ def test_a_task_s_corpus_holds_its_examples_and_their_targets(tmp_path):
         ({"path": "corpus"}, "data.path"),
         ({"source": "text"}, "data.path"),
         ({"source": "jsonl", "path": "nowhere"}, "data.path"),
-        ({"source": "text", "path": "one/a.txt"}, "data.path"),
         ({"source": "jsonl", "path": "one"}, "data.path"),
         ({"source": "text", "path": "one"}, "data.validation_fraction"),
         ({"source": "synthetic", "num_documents": 1}, "data.validation_fraction"),

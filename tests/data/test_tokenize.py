@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from packmamba.config import DataConfig
-from packmamba.data import tokenize
+from packmamba.data import token_store
 from packmamba.data.token_store import load_corpora
 from written import of, refused, write_lines
 
@@ -19,7 +19,7 @@ WORDS = "packed rows hold documents of many lengths and nothing leaks from one i
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """A corpus of many chunks."""
-    monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 4000)
+    monkeypatch.setattr(token_store, "CHUNK_CHARACTERS", 4000)
 
 
 def make_texts(count, seed=0):
@@ -52,7 +52,7 @@ def test_the_bytes_do_not_depend_on_threads_or_chunks(data, monkeypatch):
     whole = files(data, "whole")
     for threads in (1, 2, 3):
         assert files(data, str(threads), num_proc=threads) == whole
-    monkeypatch.setattr(tokenize, "CHUNK_DOCUMENTS", 3)
+    monkeypatch.setattr(token_store, "CHUNK_DOCUMENTS", 3)
     assert files(data, "small") == whole
     monkeypatch.undo()
     assert files(data, "one") == whole
@@ -79,7 +79,7 @@ def test_corpus_hashes_are_those_of_committed_records(tmp_path, monkeypatch, key
 
 
 def test_memory_does_not_grow_with_the_corpus(data, monkeypatch):
-    monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 1 << 18)
+    monkeypatch.setattr(token_store, "CHUNK_CHARACTERS", 1 << 18)
     with open(data.path, "w") as file:
         for i in range(4000):
             file.write(json.dumps({"text": f"{i} " + "x" * 8000}) + "\n")
@@ -99,8 +99,8 @@ def test_a_killed_tokenisation_starts_again(data, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(tokenize.os, "rename", dies)
-        patched.setattr(tokenize.shutil, "rmtree", lambda *_, **__: None)  # as if killed: nothing is cleared away
+        patched.setattr(token_store.os, "rename", dies)
+        patched.setattr(token_store.shutil, "rmtree", lambda *_, **__: None)  # as if killed: nothing is cleared away
         with pytest.raises(KeyboardInterrupt):
             files(data, "killed")
     (left,) = [path for path in (Path(data.cache_dir).with_name("killed")).iterdir() if path.is_dir()]

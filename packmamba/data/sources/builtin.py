@@ -15,10 +15,9 @@ from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources.packages import functions_of
 from packmamba.data.sources.source import (
     SEED,
-    Advance,
     Document,
     Source,
-    file_sizes,
+    hash_files,
     held_out_count,
     held_out_files,
     list_files,
@@ -35,17 +34,14 @@ def open_stdlib(data: DataConfig) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     files = list_files(root, (".py",), SKIPPED_FOLDERS)
     files = [name for name in files if (root / name).is_file()]  # systems have links to what is not installed
-    fingerprint, sizes = file_sizes(root, files)
     held_out = held_out_files(files, data)
 
-    def read(advance: Advance) -> Iterator[Document]:
+    def read() -> Iterator[Document]:
         for name in files:
-            code = (root / name).read_bytes()
-            for text in functions_of(code) or ():
+            for text in functions_of((root / name).read_bytes()) or ():
                 yield Document(name in held_out, text)
-            advance(len(code))
 
-    return Source([platform.python_version(), str(root), fingerprint], sum(sizes), "B", read)
+    return Source([platform.python_version(), str(root), hash_files(root, files)], read)
 
 
 def open_synthetic(data: DataConfig) -> Source:
@@ -55,22 +51,17 @@ def open_synthetic(data: DataConfig) -> Source:
     """
     count = held_out_count(data.num_documents, data)
 
-    def read(advance: Advance) -> Iterator[Document]:
+    def read() -> Iterator[Document]:
         lengths = draw_lengths(data.distribution, data.num_documents, SEED)
+        split_rng, token_rng = (np.random.Generator(np.random.PCG64([SEED, stream])) for stream in (1, 2))
         held_out = np.zeros(data.num_documents, bool)
-        split_rng = np.random.Generator(np.random.PCG64([SEED, 1]))
         held_out[split_rng.choice(data.num_documents, count, replace=False)] = True
-        token_rng = np.random.Generator(np.random.PCG64([SEED, 2]))
         for first in range(0, data.num_documents, CHUNK):
-            chunk = lengths[first : first + CHUNK]
-            ends = np.cumsum(chunk, dtype=np.int64)
+            ends = np.cumsum(lengths[first : first + CHUNK], dtype=np.int64)
             tokens = token_rng.integers(data.vocab_size, size=int(ends[-1]), dtype=np.uint32)
-            for index, document in enumerate(np.split(tokens, ends[:-1]), first):
-                yield Document(bool(held_out[index]), document)
-            advance(len(chunk))
+            yield from map(Document, held_out[first : first + CHUNK].tolist(), np.split(tokens, ends[:-1]))
 
-    fingerprint = [data.distribution, data.num_documents, data.vocab_size]
-    return Source(fingerprint, data.num_documents, " documents", read, vocab_size=data.vocab_size)
+    return Source([data.distribution, data.num_documents, data.vocab_size], read, data.vocab_size)
 
 
 def open_task(data: DataConfig) -> Source:
@@ -90,11 +81,9 @@ def open_task(data: DataConfig) -> Source:
         raise ConfigError(f"data.num_documents: task '{data.task}' has {task.num_examples}, got {data.num_documents}")
     trained = data.num_documents - held_out_count(data.num_documents, data)
 
-    def read(advance: Advance) -> Iterator[Document]:
+    def read() -> Iterator[Document]:
         for index in range(data.num_documents):
             example = task.example(SEED, index)
             yield Document(index >= trained, example.tokens, np.where(example.mask, example.targets, -1))
-            advance(1)
 
-    fingerprint = [data.task, dict(sorted(data.task_options.items())), data.num_documents]
-    return Source(fingerprint, data.num_documents, " documents", read, vocab_size=task.vocab_size)
+    return Source([data.task, dict(sorted(data.task_options.items())), data.num_documents], read, task.vocab_size)

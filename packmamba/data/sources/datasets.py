@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources.source import Advance, Read, Source, file_sizes, find_files, list_files, split_by_content
+from packmamba.data.sources.source import Document, Source, find_files, hash_files, list_files, split_by_content
 
 ROWS = 256  # in memory at a time
 
@@ -20,7 +20,7 @@ def open_parquet(data: DataConfig) -> Source:
     paths = [str(root / name) for name in files]
     options = {"data_files": paths, "split": "train", "streaming": True, "batch_size": ROWS, "columns": [data.text_key]}
     read = _read(data, functools.partial(_datasets().load_dataset, "parquet", **options))
-    return Source([str(root.resolve()), data.text_key, "error", file_sizes(root, files)[0]], None, " documents", read)
+    return Source([str(root.resolve()), data.text_key, "error", hash_files(root, files)], read)
 
 
 def open_huggingface(data: DataConfig) -> Source:
@@ -33,7 +33,7 @@ def open_huggingface(data: DataConfig) -> Source:
         raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
     path = Path(data.path)
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        version = file_sizes(path, list_files(path, ("",)))[0]
+        version = hash_files(path, list_files(path, ("",)))
 
         def load() -> Any:
             found = _datasets().load_from_disk(data.path)
@@ -45,12 +45,11 @@ def open_huggingface(data: DataConfig) -> Source:
         options = {"name": data.subset, "split": data.split, "revision": revision}
         load = functools.partial(_datasets().load_dataset, builder.repo_id or data.path, **options)
     name = str(path.resolve()) if path.exists() else data.path
-    fingerprint = [name, data.subset, data.split, data.text_key, "error", version]
-    return Source(fingerprint, None, " documents", _read(data, load))
+    return Source([name, data.subset, data.split, data.text_key, "error", version], _read(data, load))
 
 
-def _read(data: DataConfig, load: Callable[[], Any]) -> Read:
-    def contents(advance: Advance) -> Iterator[str]:
+def _read(data: DataConfig, load: Callable[[], Any]) -> Callable[[], Iterator[Document]]:
+    def contents() -> Iterator[str]:
         row = 0
         try:
             for batch in load().select_columns([data.text_key]).with_format("arrow").iter(ROWS):
@@ -59,7 +58,6 @@ def _read(data: DataConfig, load: Callable[[], Any]) -> Read:
                     if not isinstance(text, str):
                         raise ValueError(f"expected text in the column '{data.text_key}' (data.text_key), got {text!r}")
                     yield text
-                    advance(1)
         except Exception as error:  # the package and those below it raise all kinds
             raise ConfigError(f"data.path: cannot read '{data.path}' after row {row} ({_line(error)})") from None
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources.source import Advance, Document, Source
+from packmamba.data.sources.source import Document, Source
 
 UNITS = ("files", "functions", "mixture")
 
@@ -62,11 +62,10 @@ def open_packages(data: DataConfig) -> Source:
     if data.validation_fraction != DataConfig.validation_fraction:
         raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
     manifest, unit = read_manifest(data.path or ""), data.unit or "files"
-    taken = list(manifest.taken())
     find = functools.lru_cache(importlib.metadata.distribution)
 
-    def read(advance: Advance) -> Iterator[Document]:
-        for package, path, hash, chosen in taken:
+    def read() -> Iterator[Document]:
+        for package, path, hash, chosen in manifest.taken():
             try:
                 code = Path(str(find(package["name"]).locate_file(path))).read_bytes()
             except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
@@ -80,9 +79,8 @@ def open_packages(data: DataConfig) -> Source:
                 raise ConfigError(f"data.path: {path} has other functions here than in the manifest; use its Python")
             for text in texts if whole else itertools.compress(texts, chosen):
                 yield Document(package["split"] == "validation", text, group=package["name"])
-            advance(1)
 
-    return Source([manifest.hash, unit], len(taken), "files", read)
+    return Source([manifest.hash, unit], read)
 
 
 def content_hash(code: bytes) -> str:

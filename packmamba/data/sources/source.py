@@ -34,25 +34,17 @@ class Document(NamedTuple):
     group: str | None = None
 
 
-Advance = Callable[[int], object]
-Read = Callable[[Advance], Iterator[Document]]
-"""read(advance) yields documents and calls advance(n) as it goes."""
-
-
 @dataclass(frozen=True)
 class Source:
     """A stream of documents in a fixed order, which may be read any number of times and is never in memory whole.
 
     Attributes:
         fingerprint: JSON values that change whenever the documents may change, tokenizer and validation fraction apart.
-        total: sum of what ``read`` advances, in ``unit``, such as B or documents; None: unknown.
         vocab_size: upper bound of ids, for documents that are ids; they get no begin and end tokens. None: documents are text.
     """
 
     fingerprint: list[Any]
-    total: int | None
-    unit: str
-    read: Read
+    read: Callable[[], Iterator[Document]]
     vocab_size: int | Callable[[], int] | None = None
 
 
@@ -71,9 +63,8 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
         inside = list_files(one, suffixes) if one.is_dir() else [""]
         names |= {(one / name).relative_to(root).as_posix() for name in inside}
     if not names:
-        raise ConfigError(
-            f"data.path: data.source={data.source} expected files {' '.join(suffixes)}, got '{data.path}'"
-        )
+        expected = f"data.source={data.source} expected files {' '.join(suffixes)}"
+        raise ConfigError(f"data.path: {expected}, got '{data.path}'")
     return root, sorted(names)
 
 
@@ -87,14 +78,13 @@ def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collectio
     return sorted(found)
 
 
-def file_sizes(root: Path, files: list[str]) -> tuple[str, list[int]]:
-    """Return a hash of the files' names, sizes and modification times, and their sizes."""
-    digest, sizes = hashlib.blake2b(digest_size=16), []
+def hash_files(root: Path, files: list[str]) -> str:
+    """Hash the files' names, sizes and modification times."""
+    digest = hashlib.blake2b(digest_size=16)
     for name in files:
         stat = (root / name).stat()
         digest.update(os.fsencode(name) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-        sizes.append(stat.st_size)
-    return digest.hexdigest(), sizes
+    return digest.hexdigest()
 
 
 def held_out_files(files: list[str], data: DataConfig) -> frozenset[str]:
@@ -104,13 +94,11 @@ def held_out_files(files: list[str], data: DataConfig) -> frozenset[str]:
 
 
 def held_out_count(available: int, data: DataConfig) -> int:
-    """Return how many of the files or documents are validation: at least one unless the fraction is 0."""
-    fraction = data.validation_fraction
-    count = max(1, round(fraction * available)) if fraction else 0
-    if count == available:
-        raise ConfigError(
-            f"data.validation_fraction: {fraction} holds out all files or documents ({available}); lower it"
-        )
+    """Return how many of the files or documents are validation, at least one."""
+    count = max(1, round(data.validation_fraction * available))
+    if count >= available:
+        got = f"{data.validation_fraction} of {available}"
+        raise ConfigError(f"data.validation_fraction: expected files or documents left to train on, got {got}")
     return count
 
 
@@ -119,23 +107,20 @@ def share_of(name: bytes, seed: int = SEED) -> float:
     return int.from_bytes(hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest(), "little") / 2**48
 
 
-def split_by_content(contents: Callable[[Advance], Iterable[Any]], fraction: float) -> Read:
+def split_by_content(contents: Callable[[], Iterable[Any]], fraction: float) -> Callable[[], Iterator[Document]]:
     """Hold documents out by a hash of their text or ids, so that equal documents are in one split, whatever their source.
 
     The fraction is met on average, with at least one document.
     """
 
-    def read(advance: Advance) -> Iterator[Document]:
-        limit = fraction
-        if fraction:
-            smallest = 1.0
-            for content in contents(lambda _: None):  # usually about 1 / fraction of them, until one is below
-                smallest = min(smallest, _share(content)) if len(content) else smallest
-                if smallest < fraction:
-                    break
-            else:
-                limit = float(np.nextafter(smallest, 2))
-        for content in contents(advance):
+    def read() -> Iterator[Document]:
+        smallest = 1.0
+        for content in contents():  # usually about 1 / fraction of them, until one is below
+            smallest = min(smallest, _share(content)) if len(content) else smallest
+            if smallest < fraction:
+                break
+        limit = max(fraction, float(np.nextafter(smallest, 2)))
+        for content in contents():
             yield Document(_share(content) < limit, content)
 
     return read
