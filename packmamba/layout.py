@@ -9,6 +9,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -47,8 +48,7 @@ class SequenceLayout:
         self.starts = starts
         self.ends = ends
         self.offsets = offsets
-        self.num_tokens = num_tokens
-        self.longest = longest
+        self.num_tokens, self.longest = num_tokens, longest
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
             starts.schedules = Schedules(longest=longest)  # type: ignore[attr-defined]
         self.flowing: SequenceLayout | None = None  # result of ``flow``, where it may not be computed (in a CUDA graph)
@@ -65,29 +65,23 @@ class SequenceLayout:
             row_length: L.
             offsets: for each length the position in its document of the first token here; None: zeros.
 
-        Raises:
-            TypeError, ValueError: naming the row and document.
+        Raises TypeError or ValueError, naming the row and document.
         """
         row_length = _integer(row_length, "row_length", minimum=1)
         rows = _integers(lengths, "lengths", minimum=1)
         if not rows:
             raise ValueError("lengths: expected at least one row, got none")
         _check_slots(len(rows), row_length)
+        starts = []
         for b, row in enumerate(rows):
             if sum(row) > row_length:
                 raise ValueError(f"lengths[{b}]: documents of {sum(row)} tokens do not fit row_length={row_length}")
+            starts.append([b * row_length + before for before in accumulate([0, *row][:-1])])
         places = [[0] * len(row) for row in rows] if offsets is None else _integers(offsets, "offsets", minimum=0)
         if list(map(len, places)) != list(map(len, rows)):
             raise ValueError("offsets: expected as many as lengths in each row, got others")
-        counts = torch.tensor([len(row) for row in rows])
-        flat = torch.tensor([n for row in rows for n in row], dtype=torch.int64)
-        # A document's start in its row is the sum of the lengths before it there.
-        before = flat.cumsum(0) - flat
-        row_of = torch.repeat_interleave(torch.arange(len(rows)), counts)
-        tokens_before_row = torch.tensor([0] + [sum(row) for row in rows[:-1]]).cumsum(0)
-        starts = before - tokens_before_row[row_of] + row_of * row_length
-        flat_offsets = torch.tensor([n for row in places for n in row], dtype=torch.int64)
-        return cls._checked((len(rows), row_length), starts, starts + flat, flat_offsets)
+        first, tokens, place = (torch.tensor(list(chain(*of)), dtype=torch.int64) for of in (starts, rows, places))
+        return cls._checked((len(rows), row_length), first, first + tokens, place)
 
     @classmethod
     def from_rows(cls, num_rows: int, row_length: int, device: torch.device | str | None = None) -> SequenceLayout:
@@ -101,41 +95,28 @@ class SequenceLayout:
 
     @classmethod
     def from_position_indices(cls, position_indices: Tensor) -> SequenceLayout:
-        """Build from each token's position in its document.
+        """Build from each token's position in its document, (B, L) integer.
 
-        Args:
-            position_indices: (B, L) integer; 0 starts a document, then +1 each; -1 is padding, at a row's tail. A row's
-                first document may begin above 0 (a continuation).
-
-        Raises:
-            TypeError, ValueError: naming the first row and position that are wrong.
+        0 starts a document, then +1 each; -1 is padding, at a row's tail. A row's first document may begin above 0 (a
+        continuation). Raises TypeError or ValueError, naming the first row and position that are wrong.
         """
         pos = _index_matrix(position_indices, "position_indices")
-        previous = torch.cat([torch.full_like(pos[:, :1], -1), pos[:, :-1]], dim=1)
         starts_here = pos == 0
         starts_here[:, 0] |= pos[:, 0] > 0
-        _check_padding(pos, "position_indices")
-        _check_all(
-            (pos == -1) | starts_here | (pos == previous + 1),
-            "position_indices",
-            "expected 0 (a document starts) or one more than the position before; only a row's first may begin above 0",
-            pos,
-        )
-        return cls._from_starts(pos, starts_here)
+        right = (pos == -1) | starts_here
+        right[:, 1:] |= pos[:, 1:] == pos[:, :-1] + 1
+        expected = "0 (a document starts) or one more than the position before; only a row's first may begin above 0"
+        _check_all(right, "position_indices", expected, pos)
+        return cls._from_starts(pos, starts_here, pos)
 
     @classmethod
     def from_seq_idx(cls, seq_idx: Tensor) -> SequenceLayout:
-        """Build from each token's document id, as causal-conv1d and Mamba-2 take it. All documents start at offset 0.
+        """Build from each token's document id, (B, L) integer, as causal-conv1d and Mamba-2 take it, with offsets 0.
 
-        Args:
-            seq_idx: (B, L) integer; equal neighbours are one document; -1 is padding, at a row's tail. An id never
-                returns in a row.
-
-        Raises:
-            TypeError, ValueError: naming the first row and position that are wrong.
+        Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a row.
+        Raises TypeError or ValueError, naming the first row and position that are wrong.
         """
         idx = _index_matrix(seq_idx, "seq_idx")
-        _check_padding(idx, "seq_idx")
         starts_here = idx >= 0
         starts_here[:, 1:] &= idx[:, 1:] != idx[:, :-1]
         for b in range(idx.shape[0]):
@@ -144,20 +125,14 @@ class SequenceLayout:
             if (counts > 1).any():
                 again = int(values[counts > 1][0])
                 raise ValueError(f"seq_idx[{b}]: expected the slots of an id side by side, got id {again} again")
-        return cls._from_starts(idx, starts_here, offsets_from_values=False)
+        return cls._from_starts(idx, starts_here, torch.zeros_like(idx))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int, row_length: int) -> SequenceLayout:
-        """Build from cumulative lengths over all rows, as flash-attention takes them. All documents start at offset 0.
+        """Build from cumulative lengths over all rows, (S + 1,) integer, as flash-attention takes them, with offsets 0.
 
-        Args:
-            cu_seqlens: (S + 1,) integer, strictly increasing from 0 to rows * row_length; holds every row's start,
-                since no document crosses rows and nothing is padding.
-            rows: B.
-            row_length: L.
-
-        Raises:
-            TypeError, ValueError: naming what is wrong.
+        They increase strictly from 0 to rows * row_length and hold every row's start, since no document crosses rows and
+        nothing is padding. Raises TypeError or ValueError, naming what is wrong.
         """
         rows = _integer(rows, "rows", minimum=1)
         row_length = _integer(row_length, "row_length", minimum=1)
@@ -179,17 +154,14 @@ class SequenceLayout:
         return cls._checked((rows, row_length), cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
 
     @classmethod
-    def _from_starts(cls, values: Tensor, starts_here: Tensor, offsets_from_values: bool = True) -> SequenceLayout:
+    def _from_starts(cls, values: Tensor, starts_here: Tensor, offsets: Tensor) -> SequenceLayout:
         rows, row_length = values.shape
-        _check_slots(rows, row_length)
         starts = starts_here.flatten().nonzero().flatten()
         row_of = starts // row_length
         row_ends = (values >= 0).sum(1) + torch.arange(rows) * row_length
         ends = row_ends[row_of]
-        same_row = row_of[1:] == row_of[:-1]
-        ends[:-1] = torch.where(same_row, starts[1:], ends[:-1])
-        offsets = values.flatten()[starts] if offsets_from_values else torch.zeros_like(starts)
-        return cls._checked((rows, row_length), starts, ends, offsets)
+        ends[:-1] = torch.where(row_of[1:] == row_of[:-1], starts[1:], ends[:-1])
+        return cls._checked((rows, row_length), starts, ends, offsets.flatten()[starts])
 
     @classmethod
     def _checked(cls, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor) -> SequenceLayout:
@@ -238,10 +210,7 @@ class SequenceLayout:
         """(B, L) int32, each slot's document, counted over the whole batch; padding -1."""
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
         owner = torch.searchsorted(self.starts, slot, right=True, out_int32=True) - 1
-        if self.num_documents == 0:
-            return owner.view(self.shape)
-        inside = (owner >= 0) & (slot < self.ends[owner.clamp(min=0)])
-        return torch.where(inside, owner, -1).view(self.shape)
+        return torch.where(slot < _and_zero(self.ends)[owner], owner, -1).view(self.shape)
 
     @cached_property
     def token_slots(self) -> Tensor:
@@ -254,8 +223,6 @@ class SequenceLayout:
     @cached_property
     def seq_idx(self) -> Tensor:
         """(B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
-        if self.num_documents == 0:
-            return self.documents
         first_slots = torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
         first_document = torch.searchsorted(self.starts, first_slots, out_int32=True)
         return torch.where(self.documents >= 0, self.documents - first_document[:, None], -1)
@@ -263,10 +230,8 @@ class SequenceLayout:
     @cached_property
     def position_indices(self) -> Tensor:
         """(B, L) int32, the place of each slot in its document, continuations included; padding -1."""
-        if self.num_documents == 0:
-            return self.documents
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device).view(self.shape)
-        first_position = (self.offsets - self.starts)[self.documents.clamp(min=0)]
+        first_position = _and_zero(self.offsets - self.starts)[self.documents]
         return torch.where(self.documents >= 0, slot + first_position, -1)
 
     @cached_property
@@ -280,13 +245,10 @@ class SequenceLayout:
         """Merge each non-empty row's documents into one, with the offset of the first: each leaks into the next."""
         if self.flowing is not None:
             return self.flowing
-        if self.num_documents == 0:
-            return self
         new_row = torch.ones_like(self.starts, dtype=torch.bool)
         new_row[1:] = self.rows[1:] != self.rows[:-1]
-        return SequenceLayout(
-            self.shape, self.starts[new_row], self.ends[new_row.roll(-1)], self.offsets[new_row], self.num_tokens
-        )
+        starts, ends, offsets = self.starts[new_row], self.ends[new_row.roll(-1)], self.offsets[new_row]
+        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
         """Copy to another device."""
@@ -312,8 +274,13 @@ class SequenceLayout:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        documents, tokens = self.num_documents, self.num_tokens
-        return f"SequenceLayout(shape={self.shape}, documents={documents}, tokens={tokens}, device='{self.device}')"
+        counts = f"documents={self.num_documents}, tokens={self.num_tokens}"
+        return f"SequenceLayout(shape={self.shape}, {counts}, device='{self.device}')"
+
+
+def _and_zero(tensor: Tensor) -> Tensor:
+    """Append a zero, for the index -1 of slots without a document."""
+    return torch.cat([tensor, tensor.new_zeros(1)])
 
 
 def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[list[int]]:
@@ -348,6 +315,12 @@ def _index_matrix(tensor: Tensor, name: str) -> Tensor:
     matrix = _integer_tensor(tensor, name)
     if matrix.dim() != 2 or 0 in matrix.shape:
         raise ValueError(f"{name}: expected shape (B, L) with at least one slot, got {tuple(matrix.shape)}")
+    _check_slots(*matrix.shape)
+    _check_all(matrix >= -1, name, "-1 (padding) or at least 0", matrix)
+    padding = matrix == -1
+    right = torch.ones_like(padding)
+    right[:, 1:] = ~padding[:, :-1] | padding[:, 1:]
+    _check_all(right, name, "padding (-1) only at a row's tail", matrix)
     return matrix
 
 
@@ -356,15 +329,7 @@ def _check_slots(rows: int, row_length: int) -> None:
         raise ValueError(f"row_length: expected at most 2**31 - 1 slots, got {rows} rows of {row_length}")
 
 
-def _check_padding(values: Tensor, name: str) -> None:
-    _check_all(values >= -1, name, "expected -1 (padding) or at least 0", values)
-    padding = values == -1
-    returns = torch.zeros_like(padding)
-    returns[:, 1:] = padding[:, :-1] & ~padding[:, 1:]
-    _check_all(~returns, name, "expected padding (-1) only at a row's tail", values)
-
-
 def _check_all(right: Tensor, name: str, expected: str, values: Tensor) -> None:
     if not right.all():
         b, t = (int(i) for i in (~right).nonzero()[0])
-        raise ValueError(f"{name}[{b}, {t}]: {expected}, got {int(values[b, t])}")
+        raise ValueError(f"{name}[{b}, {t}]: expected {expected}, got {int(values[b, t])}")
