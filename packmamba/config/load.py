@@ -8,6 +8,7 @@ import difflib
 import functools
 import importlib
 import json
+import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,14 +23,17 @@ from packmamba.errors import COMMAND, ConfigError
 from packmamba.records import RENAMED
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CONFIGS = next(
-    path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir()
-)  # a wheel's, a checkout's
+CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs")))  # a wheel's, a checkout's
 CONFIGURATION = "configuration.yaml"  # in a run's folder
-OLD_KEYS = {"experiment": "output", **{f"data.{old}": f"data.{new}" for old, new in RENAMED["data"].items()}}
+OLD_KEYS = {
+    "experiment": "output",
+    "only": "arms=[...] and grid.seed=[...]",
+    **{f"data.{old}": f"data.{new}" for old, new in RENAMED["data"].items()},
+}
 # Words of OmegaConf's errors, and the values that are valid.
 TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "to string": "text", "None": "a value"}
 TYPES |= {"List": "a list such as [a,b]", "": "keys and values, or a list, as in the defaults"}
+BOUNDS = {"low": "at least", "above": "above", "high": "at most"}
 Schema = TypeVar("Schema")
 to_dict = dataclasses.asdict
 
@@ -89,7 +93,7 @@ def _defaults(schema: type) -> DictConfig:
 
 def _instead(key: str, config: Any) -> str:
     """Return a hint at the key's new name, the one of this name in another section, or the nearest."""
-    if isinstance(config, Config) and key in OLD_KEYS:
+    if key in OLD_KEYS:
         return f"; rename it to {OLD_KEYS[key]}"
     section, _, name = key.rpartition(".")
     known = [prefix + field.name for prefix, one in sections_of(config) for field in dataclasses.fields(one)]
@@ -120,19 +124,17 @@ def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     yield prefix, config
 
 
-def _check(
-    name: str, value: Any, low: Any = None, above: Any = None, high: Any = None, choices: Any = (), check: Any = None
-) -> None:
+def _check(name: str, value: Any, choices: Any = (), check: Any = None, **bounds: Any) -> None:
     """Check a key's value against its limits; see ``schema.key``."""
-    bounds = {"at least": low, "above": above, "at most": high}
-    expected = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+    holds = {"low": operator.ge, "above": operator.gt, "high": operator.le}
+    expected = " and ".join(f"{BOUNDS[bound]} {limit}" for bound, limit in bounds.items())
     for one in [] if value is None else value if isinstance(value, list) else [value]:
         if choices and one not in (names := registry(choices)):
             renamed = RENAMED.get(name.rpartition(".")[2], {}).get(one)
             hint = f"; it is {renamed} now" if renamed else suggest(str(one), names).partition("; known")[0]
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}")
-        low_enough = (low is None or one >= low) and (above is None or one > above)
-        if expected and not (low_enough and one < float("inf") and (high is None or one <= high)):
+        within = all(holds[bound](one, limit) for bound, limit in bounds.items())
+        if expected and not (within and one < float("inf")):
             raise ConfigError(f"{name}: expected {expected}, got {shown(one)}")
     if value is not None and check is not None and not check[1](value):
         raise ConfigError(f"{name}: expected {check[0]}, got {shown(value)}")

@@ -17,6 +17,12 @@ OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
 """Keys of the section ``model`` that are arguments of a mixer."""
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+NAMED = ("csv", "tensorboard", "wandb", "mlflow")
+# Descriptions of valid values, and predicates.
+AUTO = "auto or an integer above 0", lambda value: value == "auto" or (type(value) is int and value > 0)
+LOGGERS = f"{', '.join(NAMED)} or class paths", lambda names: all(name in NAMED or "." in str(name) for name in names)
+TWO_RATES = "two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
 
 
 def key(default: Any, help: str, **limits: Any) -> Any:
@@ -29,10 +35,6 @@ def key(default: Any, help: str, **limits: Any) -> Any:
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def _is_logger(name: Any) -> bool:
-    return name in ("csv", "tensorboard", "wandb", "mlflow") or "." in str(name)
 
 
 def registry(place: Any) -> Any:
@@ -109,11 +111,7 @@ class ModelConfig:
     d_state: int = key(16, "States per channel of the scan.", low=1)
     d_conv: int = key(4, "Width of the causal convolution, 2 to 4.", low=2, high=4)
     expand: int = key(2, "d_inner = expand * d_model.", low=1)
-    dt_rank: Any = key(
-        "auto",
-        "Rank of the projection to delta; auto is ceil(d_model / 16).",
-        check=("auto or an integer above 0", lambda value: value == "auto" or (type(value) is int and value > 0)),
-    )
+    dt_rank: Any = key("auto", "Rank of the projection to delta; auto is ceil(d_model / 16).", check=AUTO)
     tie_embeddings: bool = key(True, "The head shares the embedding's weight.")
     learned_initial_state: bool = key(False, "Learn each layer's initial scan state instead of zero.")
     compile: bool = key(False, "Compile each block and the loss with torch.compile.")
@@ -130,11 +128,7 @@ class OptimizerConfig:
     name: str = key("adamw", "The optimizer.", choices=OPTIMIZERS)
     options: dict[str, Any] = key({}, "Further arguments of the optimizer; adamw has none.")
     lr: float = key(2e-3, "Peak learning rate.", above=0)
-    betas: list[float] = key(
-        [0.9, 0.95],
-        "Decay rates of AdamW's moments.",
-        check=("two numbers in [0, 1)", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value)),
-    )
+    betas: list[float] = key([0.9, 0.95], "Decay rates of AdamW's moments.", check=TWO_RATES)
     weight_decay: float = key(0.1, "Of matrices; biases, norms, A_log, D and initial states have none.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
     schedule_steps: Optional[int] = key(None, "Steps of the learning rate schedule; null: trainer.max_steps.", low=1)
@@ -144,11 +138,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainerConfig:
-    boundary: str = key(
-        "reset",
-        "State at a document's start: zero (reset), the previous document's (leak), or its own, of the last batch (carry).",
-        choices=BOUNDARIES,
-    )
+    boundary: str = key("reset", "State at a document's start: zero, or what crosses a boundary.", choices=BOUNDARIES)
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
     mean_over: str = key("targets", "Mean of a step's loss; rows: of each row's mean.", choices=("targets", "rows"))
     max_steps: int = key(200, "Optimizer steps.", low=1)
@@ -158,16 +148,10 @@ class TrainerConfig:
     evaluate_every: Optional[int] = key(None, "Steps between evaluations; null for only at the end.", low=1)
     checkpoint_every: int = key(50, "Steps between checkpoints.", low=1)
     log_every: int = key(10, "Steps between logged points.", low=1)
-    loggers: list[Any] = key(
-        ["csv", "tensorboard"],
-        "csv, tensorboard, wandb, mlflow, a logger's class path, or {class_path: ..., init_args: {...}}.",
-        check=("csv, tensorboard, wandb, mlflow or class paths", lambda names: all(map(_is_logger, names))),
-    )
+    loggers: list[Any] = key(["csv", "tensorboard"], "csv, tensorboard, wandb, mlflow or class paths.", check=LOGGERS)
     callbacks: list[Any] = key([], "Class paths of Lightning callbacks, or {class_path: ..., init_args: {...}}.")
     leakcheck_every: Optional[int] = key(0, "Steps between leakchecks; 0: only the first batch; null: none.", low=0)
-    precision: str = key(
-        "32-true", "Lightning's.", choices=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-    )
+    precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
     accelerator: str = key("auto", "Lightning's.", choices=("auto", "cpu", "gpu", "cuda", "mps", "tpu"))
     devices: int = key(1, "Devices of each machine.", low=1)
     num_nodes: int = key(1, "Machines, each started by torchrun or SLURM.", low=1)

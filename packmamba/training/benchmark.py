@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,8 +18,7 @@ from packmamba.training.fit import configured_runtime
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import name_of, recorded_config
 
-WARM_UP = 1
-"""Rounds that are dropped, after each arm's first step."""
+WARM_UP = 1  # rounds that are dropped, after each arm's first step
 
 
 class Arm:
@@ -28,8 +28,8 @@ class Arm:
         data = PackedDataModule.from_config(config, progress=False)
         lightning.seed_everything(config.seed, verbose=False)
         self.config, self.corpus_hash, self.steps = config, data.corpora.corpus_hash, StepDataset(data.schedule())
-        options: dict[str, Any] = {"accelerator": config.trainer.accelerator, "precision": config.trainer.precision}
-        self.fabric = lightning.Fabric(**options, devices=1)
+        precision: Any = config.trainer.precision
+        self.fabric = lightning.Fabric(accelerator=config.trainer.accelerator, precision=precision, devices=1)
         self.module = PackedLitModule.from_config(config, data.vocab_size).to(self.fabric.device)
         _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
 
@@ -44,13 +44,11 @@ class Arm:
         return timing.seconds(take, self.fabric.device), step.num_tokens, step.num_slots
 
 
-def measure_throughput(
-    configs: list[Config], rounds: int, output: str, progress: bool = True
-) -> Iterator[dict[str, Any]]:
+def measure_throughput(configs: list[Config], rounds: int, output: str, progress: bool = True) -> Iterator[Any]:
     """Yield one record per configuration: in each round every arm in turn takes its next step (A B C A B C ...).
 
-    Raises RuntimeError where arms with the same weights disagree on the loss of the first step's documents, the same in matched
-    batching. Records belong to the experiment named as the folder ``output``.
+    Raises RuntimeError where arms with the same weights disagree on the loss of the same documents. Records belong to the
+    experiment named as the folder ``output``.
     """
     with configured_runtime(max(configs, key=lambda config: config.model.compile)):
         arms = {config.name: Arm(config) for config in configs}
@@ -78,8 +76,8 @@ def measure_throughput(
             metrics = {
                 "seconds_per_step_median": timing.median(seconds),
                 "seconds_per_step_spread": timing.spread(seconds),
-                "real_tokens_per_second": timing.median(n / taken for n, taken in zip(tokens, seconds)),
-                "slots_per_second": timing.median(n / taken for n, taken in zip(slots, seconds)),
+                "real_tokens_per_second": timing.median(map(operator.truediv, tokens, seconds)),
+                "slots_per_second": timing.median(map(operator.truediv, slots, seconds)),
                 "padding_fraction": 1 - sum(tokens) / sum(slots),
                 "rounds": rounds,
                 "cores_of_others": cores,

@@ -1,7 +1,6 @@
-"""Boundary schemes: what crosses from one document to the next, by the name that ``trainer.boundary`` takes.
+"""Boundary schemes: what crosses from one document to the next, by layouts and initial states.
 
-A scheme has two means: the layouts that tell convolutions and recurrences where documents start, and the initial states. The
-constructor's arguments, all with defaults, are the keys of ``trainer.boundary_options``. Shapes: B rows, S documents.
+A constructor's arguments, all with defaults, are the keys of ``trainer.boundary_options``. Shapes: B rows, S documents.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ States = list[State]
 
 
 class Boundary:
-    """Nothing crosses: every document starts from zero, or from the learned states. A scheme overrides what differs."""
+    """Start every document from zero, or from the learned states. A scheme overrides what differs."""
 
     continues = False  # row b of a batch continues row b of the one before: needs data.strategy=concat_split
     as_trained = True  # validate a second time, with documents arranged and read as in training
-    stateful = False  # documents start from states of earlier batches; see StatefulBoundary
-    sharded = True  # works with sharded parameters (trainer.strategy=fsdp2)
+    stateful = False  # see StatefulBoundary
+    sharded = True  # works with trainer.strategy=fsdp2
     least_rows = 1  # of a batch
     step = 0  # the optimizer step, from 0, of the next batches
 
@@ -57,17 +56,17 @@ class Boundary:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        """Resume from a checkpoint."""
+        pass
 
 
 class Reset(Boundary):
-    """Every document, or piece of one, starts from zero (the paper)."""
+    """Start every document, or piece of one, from zero (the paper)."""
 
     as_trained = False  # every run is validated so
 
 
 class Leak(Boundary):
-    """Each row flows as one document (naive packing)."""
+    """Read each row as one document (naive packing)."""
 
     convolution = recurrence = True
 
@@ -76,19 +75,19 @@ class Leak(Boundary):
 
 
 class LeakConv(Leak):
-    """Only convolutions leak."""
+    """Leak in convolutions alone."""
 
     recurrence = False
 
 
 class LeakScan(Leak):
-    """Only recurrences leak."""
+    """Leak in recurrences alone."""
 
     convolution = False
 
 
 class StatefulBoundary(Boundary):
-    """Documents start from detached final states of rows of earlier batches (truncated backpropagation through time).
+    """Start documents from detached final states of rows of earlier batches (truncated backpropagation through time).
 
     Between ``incoming`` and ``store``, ``forward`` may be replayed as a CUDA graph: it and ``initial_states`` do only tensor
     operations, and read of a layout only ``shape``, ``starts`` and ``offsets``.
@@ -134,7 +133,7 @@ class RowStates(NamedTuple):
 
 
 class Carry(StatefulBoundary):
-    """A document cut at a row's end continues from its own state in the next batch; other documents start from zero."""
+    """Continue a document cut at a row's end from its own state in the next batch; start others from zero."""
 
     continues = True
 
@@ -144,15 +143,13 @@ class Carry(StatefulBoundary):
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         fresh, layout = detached(model.start_states(batch.layout.shape[0])), on_host(batch.layout)
-        continues = layout.continues
-        if not continues.any():
+        rows, offsets = layout.rows[layout.continues], layout.offsets[layout.continues]
+        if not len(rows):
             return fresh
-        if batch.turn not in self.stored:
-            raise ValueError("layout: a document continues, but no batch came before")
-        stored = self.stored[batch.turn]
-        rows, positions = layout.rows[continues], stored.positions
-        if len(positions) != layout.shape[0] or not torch.equal(positions[rows], layout.offsets[continues]):
-            expected, given = positions.tolist(), dict(zip(rows.tolist(), layout.offsets[continues].tolist()))
+        stored = self.stored.get(batch.turn)
+        positions = torch.empty(0) if stored is None else stored.positions
+        if stored is None or len(positions) != layout.shape[0] or not torch.equal(positions[rows], offsets):
+            expected, given = positions.tolist(), dict(zip(rows.tolist(), offsets.tolist()))
             raise ValueError(f"layout: expected documents to continue at {expected}, by row, got {given}")
         self.age = self.step - stored.step
         return self.exchange(stored, fresh)
@@ -194,17 +191,16 @@ class Carry(StatefulBoundary):
 
 
 class CarryScan(Carry):
-    """A continuing document continues the state of its recurrence; its convolution starts fresh."""
+    """Continue the state of a document's recurrence; start its convolution fresh."""
 
     def continued(self, incoming: States, fresh: States) -> States:
         return [(*new[:-1], old[-1]) for old, new in zip(incoming, fresh)]
 
 
 class StatePassing(Carry):
-    """A continuing document starts from another stream's state (arXiv 2507.02782), of the batch that computed its own.
+    """Start a continuing document from another stream's state (arXiv 2507.02782), of the batch that computed its own.
 
-    Each row takes the state of a row that stopped at nearly the same position, all in one ring, so that none returns soon. Where
-    only one row has a state, at the end of the documents, it starts fresh.
+    Each row takes the state of a row that stopped at nearly the same position, all in one ring, so that none returns soon.
     """
 
     least_rows = 2
@@ -219,14 +215,11 @@ class StatePassing(Carry):
 
 
 class FittedNoise(Carry):
-    """A continuing document starts from normal noise with the mean and variance of the states (arXiv 2507.02782).
+    """Start a continuing document from normal noise with the mean and variance of the states (arXiv 2507.02782).
 
-    Args:
-        memory: decay of the moments' exponential average over batches, between 0 and 1.
+    ``memory`` is the decay of the moments' exponential average over batches.
     """
 
-    first: list[Tensor]
-    second: list[Tensor]
     generator: torch.Generator | None
 
     def __init__(self, memory: float = 0.99) -> None:
@@ -280,10 +273,7 @@ class FittedNoise(Carry):
 
 
 class StatePassingWithinRow(StatefulBoundary):
-    """Each document that follows another in its row starts from a row's final state in the previous batch, without gradient.
-
-    These are the documents into which ``leak`` lets their predecessor's state.
-    """
+    """Start each document that follows another in its row from a row's final state in the previous batch, without gradient."""
 
     stored: States | None = None
 
@@ -316,7 +306,7 @@ class StatePassingWithinRow(StatefulBoundary):
 
 
 def on_host(layout: SequenceLayout) -> SequenceLayout:
-    """Return the layout on the CPU: the one that it was moved from, without a wait for the GPU, or a copy."""
+    """Return the layout on the CPU, without a wait for the GPU where it was moved from there."""
     while layout.device.type != "cpu":
         layout = layout.origin or layout.to("cpu")
     return layout
@@ -343,8 +333,7 @@ def row_of(layout: SequenceLayout) -> Tensor:
 
 def filled_rows(states: States, positions: Tensor) -> States:
     """Return the states of rows with documents, given ``end_positions``."""
-    (rows,) = torch.where(positions >= 0)
-    return states if len(rows) == len(positions) else index_states(states, rows)
+    return index_states(states, torch.where(positions >= 0)[0])
 
 
 def map_states(function: Callable[..., Tensor], *states: States) -> States:
@@ -374,14 +363,8 @@ def unflatten_states(parts: Iterable[Tensor], like: States) -> States:
 
 
 def select_states(documents: Tensor, states: States, others: States) -> States:
-    """Select ``states`` where documents (S,) bool is true, else ``others``. Raises ValueError where their shapes differ."""
-
-    def select(part: Tensor, other: Tensor) -> Tensor:
-        if part.shape != other.shape:  # which torch.where would broadcast
-            raise ValueError(f"states of continuing documents: expected shape {other.shape}, got {part.shape}")
-        return torch.where(documents.view(-1, *(1,) * (part.dim() - 1)), part, other)
-
-    return map_states(select, states, others)
+    """Select ``states`` where documents (S,) bool is true, else ``others``."""
+    return map_states(lambda a, b: torch.where(documents.view(-1, *(1,) * (a.dim() - 1)), a, b), states, others)
 
 
 BOUNDARIES: dict[str, type[Boundary]] = {

@@ -52,8 +52,8 @@ class SavedCallback(Callback):
 class RunMetrics(SavedCallback):
     """Count tokens, slots and seconds of training, and keep the curves of the run's record.
 
-    Seconds are those of optimizer steps and their data, without evaluations and checkpoints; ``timed`` leaves out each process's
-    first steps. Stops the run at a loss that is not finite; ``diverged`` is that step.
+    Seconds are those of optimizer steps and their data; ``timed`` leaves out each process's first steps. Stops the run at a loss
+    that is not finite; ``diverged`` is that step.
     """
 
     WARMUP_STEPS = 3
@@ -97,9 +97,8 @@ class RunMetrics(SavedCallback):
                 self.timed[key] += amount
 
     def _point(self, loss: Tensor) -> dict[str, float]:
-        totals = self.totals
-        point = {"step": totals["steps"], "real_tokens": totals["real_tokens"], "seconds": totals["seconds"]}
-        return point | {"loss": float(loss)}
+        totals = {name: self.totals[name] for name in ("real_tokens", "seconds")}
+        return {"step": self.totals["steps"], **totals, "loss": float(loss)}
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         self._clock = time.perf_counter()
@@ -141,11 +140,9 @@ class RunMetrics(SavedCallback):
             point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
         # A run killed between a validation and its checkpoint validates that step again.
         self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
-        buckets = zip(
-            POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), *(results[k].tolist() for k in ("by_position", "counts"))
-        )
-        keys = ("start", "end", "loss", "count")
-        self.by_position = [dict(zip(keys, bucket)) for bucket in buckets if bucket[-1]]
+        means, counts = results["by_position"].tolist(), results["counts"].tolist()
+        buckets = zip(POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), means, counts)
+        self.by_position = [dict(zip(("start", "end", "loss", "count"), one)) for one in buckets if one[-1]]
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
@@ -183,8 +180,7 @@ class Stopped(UserError):
 class Checkpoint(LightningCheckpoint):
     """Save every ``trainer.checkpoint_every`` steps and at the last, after that step's validation; keep the two newest.
 
-    A signal, or ``stop`` returning True after a step, stops the run with a checkpoint; ``stopped`` is the exception to raise
-    then. Several ranks agree on a stop at logged steps.
+    A signal or ``stop`` ends the run with a checkpoint, several ranks at a logged step; ``stopped`` is the exception to raise.
     """
 
     def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
@@ -226,8 +222,8 @@ class Checkpoint(LightningCheckpoint):
             told = torch.tensor(signum, device=trainer.strategy.root_device)
             agree = step % self.metrics.log_every == 0
             signum = int(trainer.strategy.reduce(told, reduce_op="max")) if agree else 0
-        stop = bool(signum) and step != trainer.max_steps
-        if step % self.every and step != trainer.max_steps and not stop:
+        last = step == trainer.max_steps
+        if step % self.every and not last and not signum:
             return
         with self.metrics.paused():
             self.metrics.check_finite(trainer, module)
@@ -236,7 +232,7 @@ class Checkpoint(LightningCheckpoint):
             trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
             for old in checkpoints(self.folder)[:-2]:
                 old.unlink(missing_ok=True)
-        if stop:
+        if signum and not last:
             self.stopped = Stopped(step, trainer.max_steps, signum if signum > 1 else 0)
             trainer.should_stop, trainer.limit_val_batches = True, 0  # without a last validation
 
@@ -251,7 +247,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint on the CPU. Raises ConfigError for a damaged one, and for one that would run code."""
+    """Load a checkpoint on the CPU, without running code. Raises ConfigError."""
     try:
         if (damaged := zipfile.ZipFile(path).testzip()) is not None:  # torch.load does not check CRCs
             raise ValueError(f"{damaged} is damaged")
@@ -297,10 +293,7 @@ class Average(SavedCallback):
 
 
 class LeakCheck(Callback):
-    """Check documents of a batch's lengths for isolation at a process's first step, and every ``every`` steps (0: no further).
-
-    Raises UserError where documents leak. Schemes under which something crosses, and sharded weights, are not checked.
-    """
+    """Check documents of a batch's lengths for isolation at a process's first step, and every ``every`` steps (0: no further)."""
 
     def __init__(self, every: int, metrics: RunMetrics) -> None:
         self.every, self.metrics = every, metrics
@@ -313,7 +306,7 @@ class LeakCheck(Callback):
 
 
 def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) -> None:
-    """Raise UserError where documents as long as the first eight of the layout's fullest row leak."""
+    """Raise UserError where documents as long as the first eight of the layout's fullest row leak against the scheme."""
     rows = layout.rows.cpu()
     lengths = layout.lengths.cpu()[rows == rows.mode().values][:8].tolist() if len(rows) else []
     if len(lengths) < 2 or boundary.stateful or any(used != layout for used in boundary.layouts(layout)):
@@ -361,18 +354,16 @@ class Evaluations(SavedCallback):
                     model = MambaLM(**module.model.config)
                 model.load_state_dict(weights, assign=True)
                 text = open_source(self.config.data).vocab_size is None
-                self.evaluate(
-                    trainer, model.to(module.device).eval(), load_tokenizer(self.config.data) if text else None
-                )
+                tokenizer = load_tokenizer(self.config.data) if text else None
+                self.evaluate(trainer, model.to(module.device).eval(), tokenizer)
             trainer.strategy.barrier()
 
     def evaluate(self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None) -> dict[str, EvalResult]:
         """Add this step's numbers by ``<evaluation>.<metric>``, null where not finite, to the curve, and log them."""
-        config, step = self.config, trainer.global_step
-        shared = {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}
-        results = {
-            name: evaluate(name, model, evaluation_context(config, name, **shared)) for name in config.evaluations
-        }
+        step, results = trainer.global_step, {}
+        for name in self.config.evaluations:
+            more: Any = {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}
+            results[name] = evaluate(name, model, evaluation_context(self.config, name, **more))
         numbers = {f"{name}.{key}": value for name, result in results.items() for key, value in result.metrics.items()}
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         point = {"step": step, "real_tokens": self.metrics.totals["real_tokens"], **dict.fromkeys(numbers), **finite}

@@ -1,11 +1,11 @@
-"""CUDA graphs of a batch's forward and backward pass: a GPU computes a small model's kernels faster than a host launches them."""
+"""CUDA graphs of a batch's forward and backward pass, for models whose kernels are launched slower than they are computed."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,9 @@ from packmamba.data.batch import PackedBatch
 from packmamba.layout import SequenceLayout
 from packmamba.ops.cuda import one_capture
 
-ROW_MULTIPLE = 128
-"""Rows are padded to a multiple of this: fewer shapes, each of which is captured once."""
-MAX_GRAPHS = 64
-"""Further shapes are not captured but computed eagerly."""
-ABSENT = 2**31 - 1
-"""Start and end of documents that are absent."""
+ROW_MULTIPLE = 128  # rows are padded to a multiple of this: fewer shapes, each of which is captured once
+MAX_GRAPHS = 64  # further shapes are computed eagerly
+ABSENT = 2**31 - 1  # start and end of documents that are absent
 
 Loss = Callable[..., tuple[Tensor, ...]]
 
@@ -43,12 +40,12 @@ class Shape:
 
     @property
     def slots(self) -> tuple[int, int, bool]:
-        """Key of the graph; one graph is kept for each, with the largest maxima so far."""
+        """Return the key of the graph; one graph is kept for each, with the largest maxima so far."""
         return self.rows, self.row_length, self.accumulates
 
 
 class StaticBatch:
-    """A batch at fixed addresses, into which every batch of a shape is copied."""
+    """Hold a batch at fixed addresses, into which every batch of a shape is copied."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         slots = (shape.rows, shape.row_length)
@@ -77,8 +74,6 @@ class StaticBatch:
 
 
 class Captured(NamedTuple):
-    """A graph, its inputs, its results, and each parameter's gradient."""
-
     shape: Shape
     graph: torch.cuda.CUDAGraph
     static: StaticBatch
@@ -91,12 +86,8 @@ class BatchGraphs:
     """Run forward and backward passes of batches as CUDA graphs, captured at a shape's first batch and replayed after.
 
     A graph of one-batch steps has gradients of its own; accumulating graphs share one set. While a shape is captured, nothing
-    may hold a loss of an earlier batch with its autograd graph.
-
-    Args:
-        loss: of a batch and perhaps further tensors; returns the sum over its targets, (B, L) that of each slot, and perhaps
-            further tensors without gradient.
-        parameters: stay at their addresses.
+    may hold a loss of an earlier batch with its autograd graph. ``loss``, of a batch and perhaps further tensors, returns the sum
+    over its targets, (B, L) that of each slot, and perhaps further tensors without gradient.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:
@@ -107,20 +98,10 @@ class BatchGraphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(
-        self,
-        batch: PackedBatch,
-        num_targets: int,
-        first: bool = True,
-        last: bool = True,
-        inputs: Sequence[Tensor] = (),
+        self, batch: PackedBatch, num_targets: int, first: bool = True, last: bool = True, inputs: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
         """Put gradients into the parameters' ``grad``; return the loss over ``num_targets``, (B, L) that of each slot, and the
-        further results. Later calls overwrite them.
-
-        Args:
-            num_targets: of the step.
-            first, last: of the step's batches. A step's only one writes its gradients; several add theirs.
-            inputs: the further tensors, of the same shapes for batches of as many rows.
+        further results. Later calls overwrite them. The step's ``first`` and ``last`` batch alone writes, several add gradients.
         """
         shape = Shape.of(batch, accumulates=not (first and last))
         if shape.accumulates:
@@ -132,11 +113,8 @@ class BatchGraphs:
         if captured is None and len(self.captured) == MAX_GRAPHS:
             return self._run(batch, num_targets, *inputs)
         if captured is not None:
-            documents, longest = (
-                max(shape.documents, captured.shape.documents),
-                max(shape.longest, captured.shape.longest),
-            )
-            shape = replace(shape, documents=documents, longest=longest)
+            most = {name: max(getattr(shape, name), getattr(captured.shape, name)) for name in ("documents", "longest")}
+            shape = replace(shape, **most)
         if captured is None or captured.shape != shape:
             captured = self.captured[shape.slots] = self._capture(shape, batch, num_targets, inputs)
         captured.static.fill(batch, num_targets)
@@ -147,7 +125,7 @@ class BatchGraphs:
         total, losses, *others = captured.results
         return total, losses[:, : batch.layout.shape[1]], *others
 
-    def _run(self, batch: PackedBatch, num_targets: int | Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, batch: PackedBatch, num_targets: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         total, losses, *others = self.loss(batch, *inputs)
         total = total / num_targets
         total.backward()
@@ -180,5 +158,5 @@ class BatchGraphs:
 
 
 def _power_of_four(n: int) -> int:
-    """Return the first power of four that is at least ``n``."""
+    """Round up to a power of four."""
     return 4 ** -(-max(0, n - 1).bit_length() // 2)

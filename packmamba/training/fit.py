@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import inspect
 import logging
@@ -49,15 +48,8 @@ MAX_COMPILED_SHAPES = 256
 def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool] | None = None) -> dict[str, Any]:
     """Train and evaluate a run, append its record, and return it.
 
-    A finished run is not repeated. An unfinished one resumes from its newest checkpoint, on a CPU to the same bits as if it had
-    not been interrupted.
-
-    Args:
-        stop: called after each step with the run's metrics; True stops the run, with a checkpoint. Several ranks stop together.
-
-    Raises:
-        ConfigError: naming the key.
-        Stopped: by ``stop``, SIGTERM or Ctrl-C, with a checkpoint.
+    A finished run is not repeated. An unfinished one resumes from its newest checkpoint, on a CPU to the same bits as if never
+    interrupted. Raises Stopped, with a checkpoint, on SIGTERM or Ctrl-C, or where ``stop`` returns True after a step.
     """
     with configured_runtime(config), redirect_stdout(sys.stderr):  # Lightning's progress bar writes to stdout
         try:
@@ -107,20 +99,16 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     check_run(config)
     check_accelerator(config)
     path, folder, options = run_id.record_path(config), run_id.run_folder(config), config.trainer
-    data = PackedDataModule.from_config(config, progress=progress)
+    data, saved = PackedDataModule.from_config(config, progress=progress), folder / "checkpoints"
     if (done := run_id.find_record(config)) is not None:
         if done["corpus_hash"] != data.corpora.corpus_hash:
-            raise ConfigError(
-                f"data: the documents have changed since this run; remove {path} and {folder} to train again"
-            )
+            raise ConfigError(f"data: the documents have changed; remove {path} and {folder} to train again")
         return done
     records.check_writable(folder, "runs_dir")
     records.check_writable(path.parent, "output")
-    reached = max(map(callbacks.step_of, callbacks.checkpoints(folder / "checkpoints")), default=0)
+    reached = max(map(callbacks.step_of, callbacks.checkpoints(saved)), default=0)
     if reached > options.max_steps:
-        raise ConfigError(
-            f"trainer.max_steps: expected at least {reached}, trained in {folder}, got {options.max_steps}"
-        )
+        raise ConfigError(f"trainer.max_steps: expected at least {reached}, as {folder} has, got {options.max_steps}")
     lock, metrics = run_id.RunLock(folder), RunMetrics(options.log_every)
 
     def stops(metrics: RunMetrics) -> bool:
@@ -129,7 +117,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
 
     average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
     evaluations = callbacks.Evaluations(config, metrics)
-    checkpoint = callbacks.Checkpoint(folder / "checkpoints", config, metrics, stops)
+    checkpoint = callbacks.Checkpoint(saved, config, metrics, stops)
     trainer = make_trainer(config, folder, [metrics, average, evaluations, checkpoint], progress, reached)
     with lock if trainer.is_global_zero else nullcontext():
         if (done := run_id.find_record(config)) is not None:  # another process has just finished the run
@@ -141,13 +129,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             metrics.started_from = load_initial_weights(module.model, config)
         if trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
-            text = OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
-            records.write_whole(folder / CONFIGURATION, text.encode())
+            records.write_whole(folder / CONFIGURATION, OmegaConf.to_yaml(to_dict(config)).encode())
             for each in () if reached else trainer.loggers:
                 each.log_hyperparams(run_id.recorded_config(config))
-        resume = callbacks.newest_checkpoint(folder / "checkpoints")
         with checkpoint.signals():
-            trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+            trainer.fit(module, data, ckpt_path=callbacks.newest_checkpoint(saved), weights_only=True)
         if checkpoint.stopped is not None:
             raise checkpoint.stopped
         if not metrics.validation or metrics.validation[-1]["step"] != trainer.global_step:
@@ -177,13 +163,13 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             record["wall_seconds"] = time.perf_counter() - begun
             lock.check()
             records.append_record(path, record)
-            for old in callbacks.checkpoints(folder / "checkpoints")[:-1]:
+            for old in callbacks.checkpoints(saved)[:-1]:
                 old.unlink()
     return record
 
 
 def check_run(config: Config, vocab_size: int | None = None) -> None:
-    """Check options of the boundary scheme and of evaluations, these for a model's vocabulary too. Raises ConfigError."""
+    """Check options of the boundary scheme and of evaluations, these for a model's vocabulary too."""
     BOUNDARIES[config.trainer.boundary](**config.trainer.boundary_options)
     for name in config.evaluations:
         evaluation.check(name, callbacks.evaluation_context(config, name), vocab_size)
@@ -191,16 +177,13 @@ def check_run(config: Config, vocab_size: int | None = None) -> None:
 
 def check_accelerator(config: Config) -> None:
     """Raise ConfigError where the run needs a GPU and this machine has none."""
-    needs = {"accelerator": config.trainer.accelerator in ("gpu", "cuda"), "cuda_graphs": config.trainer.cuda_graphs}
-    for key, needed in needs.items():
-        if needed and not torch.cuda.is_available():
-            raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none; change it")
+    key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
+    if (config.trainer.cuda_graphs or config.trainer.accelerator in ("gpu", "cuda")) and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none; change it")
 
 
-def make_trainer(
-    config: Config, folder: Path, own: list[Any], progress: bool = False, resumed_step: int = 0
-) -> lightning.Trainer:
-    """Make Lightning's trainer of one run, with callbacks of our own, the metrics first, and the user's."""
+def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
+    """Make Lightning's trainer of one run, with our callbacks, the metrics first, and the user's."""
     options = config.trainer
     own = [*own, *(instantiate(one, "trainer.callbacks") for one in options.callbacks)]
     if options.leakcheck_every is not None:
@@ -247,7 +230,7 @@ class FSDP2(ModelParallelStrategy):
 
 
 def make_strategy(options: TrainerConfig) -> Strategy | str:
-    """Make Lightning's strategy for the configured devices; auto is one device, or DDP."""
+    """Make Lightning's strategy; auto is one device, or DDP."""
     devices = options.devices * options.num_nodes
     if options.strategy == "fsdp2":
         return FSDP2(devices)
@@ -259,27 +242,21 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
 
 
 def disable_lightning_signals(trainer: lightning.Trainer) -> None:
-    """Disable Lightning's signal handlers and its SIGTERM broadcast before every step (Lightning issue 20806).
-
-    The broadcast waits for the GPU at each step, and the handler starts a collective in the middle of a step's.
-    """
+    """Disable Lightning's signal handlers and its SIGTERM broadcast, which waits for the GPU at each step (its issue 20806)."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     assert callable(connector.register_signal_handlers) and callable(loop._broadcast_sigterm_tensor)
     connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def quieten() -> None:
-    """Silence Lightning's advice that does not apply: few loader workers, its own resuming, accelerators not used."""
+    """Silence Lightning's advice that does not apply."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for message in ("many workers", "dataloader is not resumable", "litlogger", "LeafSpec", "`srun`", "GPU available"):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
 
 
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
-    """Instantiate a class path, or a mapping with ``class_path`` and ``init_args``, with those ``defaults`` that the class takes.
-
-    Raises ConfigError naming the key.
-    """
+    """Instantiate a class path, or ``class_path`` and ``init_args``, with those ``defaults`` that the class takes."""
     path, arguments = (spec, {}) if isinstance(spec, str) else (spec["class_path"], spec.get("init_args", {}))
     module, _, name = path.rpartition(".")
     try:
@@ -306,17 +283,19 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
 
 
 def load_initial_weights(model: MambaLM, config: Config) -> int:
-    """Load the weights that ``trainer.init_from`` names; return their checksum. Raises ConfigError."""
-    path = weights_path(config)
+    """Load the weights that ``trainer.init_from`` names; return their checksum."""
+    path, checksum = weights_path(config), 0
     try:
-        folder = path.is_dir()
-        state = read_pretrained(path)[1] if folder else callbacks.read_checkpoint(path)["state_dict"]
-        weights = state if folder else callbacks.model_weights(state)
+        if path.is_dir():
+            weights = read_pretrained(path)[1]
+        else:
+            weights = callbacks.model_weights(callbacks.read_checkpoint(path)["state_dict"])
         load_weights(model, weights, path, "this run's keys of model")
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
-    tensors = [tensor.contiguous().view(torch.uint8).numpy().tobytes() for _, tensor in sorted(weights.items())]
-    return functools.reduce(lambda checksum, content: zlib.crc32(content, checksum), tensors, 0)
+    for _, tensor in sorted(weights.items()):
+        checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def weights_path(config: Config) -> Path:
@@ -328,16 +307,12 @@ def weights_path(config: Config) -> Path:
     runs = [r for r in run_id.training_records(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
     paths = {Path(folder) / "runs" / run_id.id_of(arm, record["config"]) for record in runs}
     if len(paths) != 1:
-        raise ConfigError(
-            "trainer.init_from: expected a run's or published checkpoint's folder, a .ckpt file, or <sweep>:<arm> with one run "
-            f"of seed {config.seed}, got '{source}', which is {len(paths)} runs"
-        )
+        expected = f"the folder of a model, a .ckpt file, or <sweep>:<arm> with one run of seed {config.seed}"
+        raise ConfigError(f"trainer.init_from: expected {expected}, got '{source}', which is {len(paths)} runs")
     return paths.pop()
 
 
-def evaluate_run(
-    folder: Path, trainer: lightning.Trainer, record: dict[str, Any], evaluations: callbacks.Evaluations
-) -> None:
+def evaluate_run(folder: Path, trainer: Any, record: dict[str, Any], evaluations: callbacks.Evaluations) -> None:
     """Evaluate the model of the run's folder, as ``eval`` does; add numbers and curves to the record."""
     loaded = load_model(folder, str(trainer.strategy.root_device))
     for name, result in evaluations.evaluate(trainer, loaded.model, loaded.tokenizer).items():
@@ -353,7 +328,7 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunM
     timed = metrics.timed if metrics.timed["seconds"] else totals
     values = {
         **{name: totals[name] for name in ("steps", "real_tokens", "targets")},
-        **{name: last.get(name.removeprefix("val_")) for name in ("val_loss", "val_loss_start", "val_loss_as_trained")},
+        **{f"val_{name}": last.get(name) for name in ("loss", "loss_start", "loss_as_trained")},
         "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
         "slots_per_second": timed["slots"] / timed["seconds"],
         "padding_fraction": 1 - totals["real_tokens"] / totals["slots"],

@@ -34,28 +34,21 @@ from packmamba.training.run_id import LEASE_SECONDS, Locked, RunLock, find_recor
 
 PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
 START_METHOD, CLUSTER = "spawn", "slurm"
-STOP_SECONDS = 10.0
-"""Time that a stopped run has to end its step and write a checkpoint."""
-THREADS = 4
-"""Maximum threads of a run on a GPU, and the threads of a run on a CPU under ``jobs=auto``."""
+STOP_SECONDS = 10.0  # for a stopped run to end its step and write a checkpoint
+THREADS = 4  # maximum of a run on a GPU; those of a run on a CPU under jobs=auto
 
 
 class Outcome(NamedTuple):
-    """``state``: done, stopped (it continues from its checkpoint), locked (by another process), or failed."""
-
-    state: str
+    state: str  # done, stopped (it continues from its checkpoint), locked (by another process), or failed
     why: str = ""
 
 
+# Called with a run and its place when it begins (no outcome), and when it has ended.
 Report = Callable[[Config, Optional[Outcome], str], None]
-"""Called with a run and its place when it begins (no outcome), and when it has ended."""
 
 
 def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Outcome:
-    """Train one run, which ``stop`` may stop after each step; ``wait`` seconds for another process that has locked it.
-
-    An error is the run's outcome, with the traceback on stderr.
-    """
+    """Train a run, which ``stop`` may stop after each step. An error is the run's outcome, with the traceback on stderr."""
     try:
         if config.trainer.devices > 1:
             return _train_in_ranks(config, stop)
@@ -116,23 +109,20 @@ def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
 
 
 class Slot(NamedTuple):
-    """A place for one run at a time: its name, its value of CUDA_VISIBLE_DEVICES, and threads."""
-
     name: str
-    gpu: str
+    gpu: str  # CUDA_VISIBLE_DEVICES of its runs
     threads: int
 
 
 def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
-    """Return slots on the visible GPUs, in turn, or on shares of the cores; ``auto``: one for each GPU or four cores."""
+    """Return slots on the visible GPUs, in turn, or on shares of the cores."""
     count = torch.cuda.device_count() if on_gpu else 0
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = (count or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
     threads = max(1, min(cores // number, THREADS if gpus else cores))
-    if not gpus:
-        return [Slot(f"CPU {i}", "", threads) for i in range(number)]
-    return [Slot(f"GPU {gpus[i % count]}", gpus[i % count], threads) for i in range(number)]
+    places = [("GPU", gpus[i % count]) if gpus else ("CPU", str(i)) for i in range(number)]
+    return [Slot(f"{kind} {name}", name if gpus else "", threads) for kind, name in places]
 
 
 def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")) -> None:
@@ -204,14 +194,13 @@ def _train_in_worker(config: Config, last: float) -> Outcome:
     return train(config, False, lambda: _stop.is_set() or time.monotonic() > last)
 
 
+TIME = "minutes, hours or days, such as 30m, 12h or 2d", re.compile(r"[1-9]\d*[mhd]").fullmatch
+
+
 @dataclass
 class SlurmConfig:
     partition: Optional[str] = key(None, "Partition of the jobs; null for the cluster's default.")
-    time: str = key(
-        "4h",
-        "Time limit of a job, such as 30m, 12h or 2d; a run that needs longer is requeued.",
-        check=("minutes, hours or days, such as 30m, 12h or 2d", re.compile(r"[1-9]\d*[mhd]").fullmatch),
-    )
+    time: str = key("4h", "Time limit of a job; a run that needs longer is requeued.", check=TIME)
     gpus: int = key(1, "GPUs of a job for each of its run's trainer.devices.", low=0, high=1)
     cpus: int = key(4, "Cores of a job for each of its run's trainer.devices.", low=1)
     memory: Optional[str] = key(None, "Memory of each job, such as 32GB; null for the cluster's default.")
@@ -221,7 +210,7 @@ class SlurmConfig:
 
 
 class Job:
-    """Train one run in a job of SLURM; submitit requeues a job that is preempted or at its time limit."""
+    """Train one run in a job; submitit requeues one that is preempted or at its time limit."""
 
     def __call__(self, config: Config) -> Outcome:
         return train(config, False, wait=1.25 * LEASE_SECONDS)  # for the lock of a job that was killed on another node
@@ -239,7 +228,7 @@ def check_slurm() -> None:
 
 
 def run_as_jobs(configs: list[Config], slurm: SlurmConfig, jobs: int | str, output: str, report: Report) -> None:
-    """Submit an array with a job for each run, of the largest run's size, and wait for all. Interrupted, jobs go on."""
+    """Submit an array with a job for each run, of the largest run's size, and wait for all."""
     from submitit import AutoExecutor
 
     os.environ["PYTHONPATH"] = PYTHONPATH

@@ -24,16 +24,15 @@ from packmamba.training.boundary import BOUNDARIES, Boundary, Reset, StatefulBou
 from packmamba.training.cuda_graphs import BatchGraphs
 from packmamba.training.optimizer import learning_rate, make_optimizer
 
+Backward = Callable[[Tensor], Any]
 RESET = Reset()
 POSITION_EDGES = (0, *(2**n for n in range(17)))
 START_TOKENS = 32
 
 
 class LossByPosition(Metric):
-    """Sum losses and targets by the token's position in its document, and divide once: never a mean of means.
-
-    Update with losses (B, L), loss mask (B, L) bool and position indices (B, L). ``compute`` returns the mean loss, the mean over
-    the first START_TOKENS positions, and the mean in each bucket [edges[i], edges[i+1]) of POSITION_EDGES.
+    """Compute the mean loss, that over a document's first START_TOKENS, and that in each bucket [edges[i], edges[i+1]) of
+    POSITION_EDGES, from losses, loss masks and position indices (B, L): sums, divided once.
     """
 
     full_state_update = False
@@ -43,9 +42,8 @@ class LossByPosition(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        buckets = len(POSITION_EDGES)
-        self.add_state("sums", torch.zeros(buckets, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("counts", torch.zeros(buckets, dtype=torch.int64), dist_reduce_fx="sum")
+        for name, dtype in {"sums": torch.float64, "counts": torch.int64}.items():
+            self.add_state(name, torch.zeros(len(POSITION_EDGES), dtype=dtype), dist_reduce_fx="sum")
         self.register_buffer("edges", torch.tensor(POSITION_EDGES[1:]), persistent=False)
 
     def update(self, losses: Tensor, loss_mask: Tensor, position_indices: Tensor) -> None:
@@ -54,23 +52,21 @@ class LossByPosition(Metric):
         self.counts.index_add_(0, bucket, torch.ones_like(bucket))
 
     def compute(self) -> dict[str, Tensor]:
-        means, start = self.sums / self.counts, POSITION_EDGES.index(START_TOKENS)
-        loss, of_start = (self.sums[:end].sum() / self.counts[:end].sum() for end in (None, start))
-        return {"loss": loss, "loss_start": of_start, "by_position": means, "counts": self.counts}
+        ends = {"loss": None, "loss_start": POSITION_EDGES.index(START_TOKENS)}
+        means = {name: self.sums[:end].sum() / self.counts[:end].sum() for name, end in ends.items()}
+        return {**means, "by_position": self.sums / self.counts, "counts": self.counts}
 
 
 class PackedLitModule(lightning.LightningModule):
     """Train a MambaLM on the StepBatches of a PackedDataModule, in any Trainer.
 
-    The gradient of a step is that of the summed loss over its real targets divided by their number, over all micro-batches and
-    ranks: it does not depend on how documents lie in rows. Optimisation is manual, with one optimizer step per StepBatch.
+    The loss of a step is the sum over its real targets divided by their number, over all micro-batches and ranks: its gradient
+    does not depend on how documents lie in rows. Optimisation is manual, with one optimizer step per StepBatch.
 
     Args:
         model: arguments of MambaLM, which checkpoints hold; a MambaLM; or another module with its methods.
-        boundary: what crosses a document boundary, a key of BOUNDARIES.
-        lr: peak learning rate.
-        boundary_options: arguments of the boundary scheme.
-        mean_over: the loss of a step is the mean over "targets", or over "rows" of each row's mean.
+        boundary: what crosses a document boundary, a key of BOUNDARIES, with ``boundary_options`` as arguments.
+        mean_over: "targets"; or "rows", the mean over rows of each row's mean.
         cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph; one GPU.
         compile: torch.compile the blocks and the loss.
         optimizer: further keys of the section ``optimizer``. ``schedule_steps``: None takes the Trainer's number of steps.
@@ -92,17 +88,15 @@ class PackedLitModule(lightning.LightningModule):
         self.automatic_optimization, self.compiled = False, compile
         if model is None:
             raise ConfigError("model: expected MambaLM's arguments or a module, got None; pass your own module again")
-        scheme: dict[str, Any] = {"boundary": boundary, "boundary_options": boundary_options or {}}
-        trainer = {**scheme, "mean_over": mean_over}
-        validate(TrainerConfig(**trainer))
+        validate(TrainerConfig(boundary=boundary, mean_over=mean_over))
         self.optimizer_config = validate(OptimizerConfig(lr=lr, **optimizer))
         self.boundary, self.evaluation_boundary = (BOUNDARIES[boundary](**boundary_options or {}) for _ in range(2))
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
         self.model: Any = MambaLM(**model) if isinstance(model, dict) else model
+        saved = {"boundary": boundary, "boundary_options": boundary_options, "lr": lr, "mean_over": mean_over}
+        saved |= {"cuda_graphs": cuda_graphs, "compile": compile, **optimizer}
         own = {"model": dict(self.model.config)} if isinstance(self.model, MambaLM) else {}
-        self.save_hyperparameters(
-            {**trainer, "lr": lr, "cuda_graphs": cuda_graphs, "compile": compile, **optimizer, **own}
-        )
+        self.save_hyperparameters({**saved, **own})
         if compile:
             cast(Any, self.model).compile_blocks()
         self.alone, self.as_trained = LossByPosition(), LossByPosition()
@@ -119,8 +113,7 @@ class PackedLitModule(lightning.LightningModule):
         return module
 
     @property
-    def scaled(self) -> bool:
-        """Tell if float16's loss scale skips steps whose gradients are not finite."""
+    def scaled(self) -> bool:  # a loss scale skips steps whose gradients are not finite
         return self._trainer is not None and self._trainer.precision == "16-mixed"
 
     def configure_model(self) -> None:
@@ -136,7 +129,6 @@ class PackedLitModule(lightning.LightningModule):
         return make_optimizer(self.model, self.optimizer_config, fused)
 
     def learning_rate(self, number: int) -> float:
-        """Return the learning rate of a step, from 0."""
         steps = self.optimizer_config.schedule_steps or self.trainer.estimated_stepping_batches
         return learning_rate(self.optimizer_config, number, steps)
 
@@ -157,12 +149,8 @@ class PackedLitModule(lightning.LightningModule):
         head = self.model.lm_head.weight
         return linear_cross_entropy(hidden, head, batch.targets, mask, slots, self.compiled, weights)
 
-    def accumulate(self, step: StepBatch, backward: Callable[[Tensor], Any], world_size: int = 1) -> Tensor:
-        """Add the step's gradients, micro-batch by micro-batch; return its loss on this rank's targets over all targets.
-
-        DDP and FSDP average gradients where the loss needs their sum, hence ``world_size``. Ranks communicate in the last
-        micro-batch's backward pass.
-        """
+    def accumulate(self, step: StepBatch, backward: Backward, world_size: int = 1) -> Tensor:
+        """Add the step's gradients, micro-batch by micro-batch; return its loss on this rank's targets over all targets."""
         if self.cuda_graphs:
             return self._replay(step)
         strategy = self._trainer.strategy if self._trainer is not None else None
@@ -174,7 +162,7 @@ class PackedLitModule(lightning.LightningModule):
             elif isinstance(strategy, DDPStrategy):
                 cast(Any, strategy.model).require_backward_grad_sync = last
             loss = self.loss(batch, self.boundary)[0] / max(step.num_targets, 1)
-            backward(loss * world_size)
+            backward(loss * world_size)  # DDP and FSDP average gradients
             total = total + loss.detach()
         return total
 
@@ -201,28 +189,22 @@ class PackedLitModule(lightning.LightningModule):
         return *self._loss(hidden, batch), *flatten_states(final)
 
     def take_step(
-        self,
-        step: StepBatch,
-        optimizer: torch.optim.Optimizer | LightningOptimizer,
-        number: int,
-        backward: Callable[[Tensor], Any] = Tensor.backward,
-        world_size: int = 1,
+        self, step: StepBatch, optimizer: Any, number: int, backward: Any = Tensor.backward, ranks: int = 1
     ) -> Tensor:
         """Compute the gradients of step ``number``, from 0, and update the weights; return ``accumulate``'s loss."""
         for parameters in optimizer.param_groups:
             parameters["lr"] = self.learning_rate(number)
         self.boundary.step = number
         optimizer.zero_grad()
-        loss = self.accumulate(step, backward, world_size)
+        loss = self.accumulate(step, backward, ranks)
         optimizer.step()
         return loss
 
     def training_step(self, step: StepBatch, step_index: int) -> Tensor:
-        optimizer, number = self.optimizers(), self.global_step
-        assert isinstance(optimizer, LightningOptimizer)
+        optimizer, number = cast(LightningOptimizer, self.optimizers()), self.global_step
         loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
         if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(loss)  # the strategy's reduce has all ranks wait for each other
+            torch.distributed.all_reduce(loss)  # the strategy's reduce would wait for all ranks
         every = getattr(self.trainer, "log_every_n_steps", None) or 1
         if number == 0 or (number + 1) % every == 0 or number + 1 == self.trainer.max_steps:
             # On the CPU, and only here: a progress bar that reads a GPU's number waits for all its work.
@@ -236,9 +218,8 @@ class PackedLitModule(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
-        boundary, metric = (RESET, self.alone) if dataloader_idx == 0 else (self.evaluation_boundary, self.as_trained)
-        losses = self.loss(batch, boundary)[1]
-        metric.update(losses, batch.loss_mask, batch.layout.position_indices)
+        boundary, metric = (self.evaluation_boundary, self.as_trained) if dataloader_idx else (RESET, self.alone)
+        metric.update(self.loss(batch, boundary)[1], batch.loss_mask, batch.layout.position_indices)
 
     def on_validation_epoch_start(self) -> None:
         self.evaluation_boundary.reset()
@@ -267,8 +248,7 @@ class PackedLitModule(lightning.LightningModule):
         if self.trainer.world_size > 1:
             torch.distributed.all_gather_object(carried, carried[0])
         checkpoint["carry"] = carried
-        drawn: Any = np.random.get_state()  # noqa: NPY002, what user code may draw from
-        kind, numbers, *place = drawn
+        kind, numbers, *place = cast(Any, np.random.get_state())  # noqa: NPY002, what user code may draw from
         checkpoint["rng"] = {
             "python": random.getstate(),
             "numpy": (kind, numbers.tolist(), *place),
@@ -295,7 +275,7 @@ class PackedLitModule(lightning.LightningModule):
 
 
 def make_model(config: Config, vocab_size: int) -> MambaLM:
-    """Build the configured model for a corpus of this vocabulary. Raises ConfigError naming the key."""
+    """Build the configured model for a corpus of this vocabulary."""
     model = config.model
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise ConfigError(f"model.vocab_size: expected at least {vocab_size}, the corpus's, got {model.vocab_size}")

@@ -23,8 +23,7 @@ def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw}
 """Functions (model, config, fused, **options) -> an optimizer of all parameters; plugins may add theirs.
 
-config is the section ``optimizer``; options, all with defaults, are the keys of ``optimizer.options``. fused: whether a step may
-read and write each parameter once, and take ``grad_scale``, which it divides gradients by.
+config: the section ``optimizer``. options, with defaults: keys of ``optimizer.options``. fused: a step may take ``grad_scale``.
 """
 
 

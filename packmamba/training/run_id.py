@@ -27,22 +27,20 @@ LEASE_SECONDS = 60.0
 """A process on another machine that has not renewed its lock for so long has lost it."""
 
 
-def flatten(values: dict[str, Any]) -> dict[str, Any]:
+def flatten(values: Any) -> dict[str, Any]:
     """Replace the sections of a configuration by their keys' dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        section = name in SECTIONS and isinstance(value, dict)
-        flat |= {f"{name}.{key}": each for key, each in value.items()} if section else {name: value}
-    return flat
+    sections = {name: values[name] for name in SECTIONS if isinstance(values.get(name), dict)}
+    flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {**{name: value for name, value in values.items() if name not in sections}, **flat}
 
 
 def recorded_config(config: Config) -> dict[str, Any]:
     """Return the configuration as a record holds it: without ``PLACES``, and without later keys at their first values."""
     values = to_dict(config)
-    for name in [*PLACES, *LATER_KEYS]:
+    for name, first in {**dict.fromkeys(PLACES), **LATER_KEYS}.items():
         section, _, key = name.rpartition(".")
         keys = values[section] if section else values
-        if name not in LATER_KEYS or keys.get(key) == LATER_KEYS[name]:
+        if name in PLACES or keys.get(key) == first:
             keys.pop(key, None)
     return values
 
@@ -87,14 +85,13 @@ def training_records(folder: str | Path) -> list[dict[str, Any]]:
 
 def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
     """Read the record of each run, None for one that is not finished."""
-    folders = [record_path(config).parent for config in configs]
+    wanted = [(record_path(config).parent, run_id(config), config.trainer.max_steps) for config in configs]
     records = {
         (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
-        for folder in {*folders}
+        for folder in {folder for folder, *_ in wanted}
         for record in training_records(folder)
     }
-    ids = ((folder, run_id(config), config.trainer.max_steps) for folder, config in zip(folders, configs))
-    return [records.get(one) for one in ids]
+    return [records.get(one) for one in wanted]
 
 
 def find_record(config: Config) -> dict[str, Any] | None:
@@ -118,9 +115,8 @@ class RunLock:
 
     def __init__(self, folder: Path, wait: float = 0.0) -> None:
         self.folder, self.wait = folder, wait  # seconds
-        self._lease = SoftFileLease(
-            folder / ".lock", lease_duration=LEASE_SECONDS, thread_local=False, is_singleton=True
-        )
+        shared: Any = {"thread_local": False, "is_singleton": True}
+        self._lease = SoftFileLease(folder / ".lock", lease_duration=LEASE_SECONDS, **shared)
 
     def __enter__(self) -> RunLock:
         self.folder.mkdir(parents=True, exist_ok=True)

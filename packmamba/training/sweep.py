@@ -9,29 +9,22 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import Config, key, load, parse_override, read_yaml, resolve, to_dict
+from packmamba.config import AUTO, Config, key, load, parse_override, read_yaml, resolve, to_dict
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.records import METRICS, append_record, check_writable, has_records, read_records, write_sweep
+from packmamba.training import launch
 from packmamba.training.benchmark import measure_throughput
 from packmamba.training.fit import check_accelerator, check_run
-from packmamba.training.launch import (
-    Outcome,
-    SlurmConfig,
-    check_slurm,
-    device_slots,
-    run_as_jobs,
-    run_here,
-    run_in_slots,
-)
-from packmamba.training.run_id import find_records, flatten, id_of, record_path, run_id
+from packmamba.training.launch import Outcome, SlurmConfig
+from packmamba.training.run_id import find_records, flatten, id_of, run_folder, run_id
 
 
 @dataclass
@@ -45,7 +38,7 @@ class TuneConfig:
     grid: dict[str, list[Any]] = key({}, "Keys of which each arm takes its best value, as optimizer.lr: [1e-3, 3e-3].")
     seeds: list[int] = key([], "Seeds that the values are tried with, none of grid.seed.")
     metric: str = key("val_loss", "Metric of a run's record that decides, in the mean over seeds.")
-    best: str = key("least", "Whether the least or the most of it is best.", choices=("least", "most"))
+    best: str = key("least", "The best value of the metric.", choices=("least", "most"))
 
 
 @dataclass
@@ -54,9 +47,7 @@ class SweepConfig:
     name: Optional[str] = key(None, "Name of the sweep in sweep.json; null for the name of its file.")
     base: Optional[str] = key(None, "Training configuration that every run starts from, relative to this file.")
     common: dict[str, Any] = key({}, "Keys that every run sets, such as data.row_length: 512.")
-    arms: dict[str, dict[str, Any]] = key(
-        {}, "What is compared: for each arm's name, the keys it sets.", check=("at least one arm", bool)
-    )
+    arms: dict[str, dict[str, Any]] = key({}, "Keys of each arm that is compared.", check=("at least one arm", bool))
     grid: dict[str, list[Any]] = key({}, "Values of keys, in every combination with every arm, such as seed: [0, 1].")
     evaluations: list[str] = key([], "Evaluations of every run's trained model, such as [next_line, passkey].")
     evaluation_options: dict[str, Any] = key({}, "For each of the evaluations its parameters; see the key of a run.")
@@ -66,11 +57,7 @@ class SweepConfig:
     baseline: Optional[str] = key(None, "Arm that tables compare with; null: the first of padded, single, packed.")
     table: TableConfig = field(default_factory=TableConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
-    jobs: Any = key(
-        1,
-        "Runs at a time, on GPUs or shares of the cores; auto: one on each free GPU, or one on each four cores.",
-        check=("auto or an integer of at least 1", lambda jobs: jobs == "auto" or (type(jobs) is int and jobs > 0)),
-    )
+    jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
     launcher: str = key("local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm"))
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
@@ -87,31 +74,22 @@ class SweepConfig:
         if both := set(self.tune.seeds).intersection(self.grid.get("seed", [0])):
             yield f"tune.seeds: expected none of grid.seed, got {both.pop()}"
         arms = {f"arms.{arm}": keys for arm, keys in self.arms.items()}
-        for where, keys in {"common": self.common, "grid": self.grid, **arms}.items():
-            for name in keys.keys() & {"name", "output", "runs_dir"}:
-                yield f"{where}.{name}: expected no such key; the sweep sets it for each run"
         grids = {"grid": (self.grid, arms), "tune.grid": (self.tune.grid, {**arms, "grid": self.grid})}
         for where, (grid, others) in grids.items():
             for name, values in grid.items():
                 if not values or len(values) != len(set(map(str, values))):
                     yield f"{where}.{name}: expected at least one value and none twice, got {values}"
-                for other in [
-                    other for other, keys in others.items() if any(_overlap(name, one) for one in flatten(keys))
-                ]:
+                for other in [other for other, keys in others.items() if _overlaps(name, flatten(keys))]:
                     yield f"{where}.{name}: expected a key that {other} does not set"
 
 
-def _overlap(one: str, other: str) -> bool:
-    """Return whether setting one key changes the other."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+def _overlaps(name: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys that setting one changes, or that change it."""
+    return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
-    """Load a sweep and the configurations of its runs.
-
-    Args:
-        overrides: of the sweep's own keys, such as ``output=runs/mine``, or of every run's.
-    """
+    """Load a sweep and its runs' configurations; overrides are of the sweep's own keys, or of every run's."""
     of_runs = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
     own = [override for override in overrides if re.split(r"[.=]", override)[0] not in of_runs]
     # A key of a grid is a whole name: grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
@@ -121,7 +99,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     base = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
     last = [(parse_override(override), f"'{override}'") for override in overrides if override not in own]
     for layer, origin in last:
-        _check_override(sweep, layer, origin)
+        _check_override(sweep, flatten(OmegaConf.to_container(layer)), origin)
     configs = [resolve(Config, copy.deepcopy([*base, (_layer(keys), str(path)), *last])) for keys in _runs(sweep)]
     for config in {repr(replace(config, seed=0)): config for config in configs}.values():
         check_run(config)
@@ -137,17 +115,15 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     return sweep, configs
 
 
-def _check_override(sweep: SweepConfig, layer: DictConfig, origin: str) -> None:
-    """Refuse a key for all runs that the grid or the arms give different values."""
-    arms = [flatten(keys) for keys in sweep.arms.values()]
-    keys: Any = OmegaConf.to_container(layer)
-    for given in flatten(keys):
+def _check_override(sweep: SweepConfig, given: Iterable[str], origin: str) -> None:
+    """Refuse keys for all runs that the grid or the arms give different values."""
+    for name in given:
         for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
-            for name in [name for name in grid if _overlap(name, given)]:
-                raise ConfigError(f"{origin}: expected {where}.{name}=[...], where this sweep has its values")
-        values = [value for arm in arms for name, value in arm.items() if _overlap(name, given)]
-        if len(values) >= len(arms) > 1 and any(value != values[0] for value in values):
-            raise ConfigError(f"{origin}: expected a key in which arms do not differ; set arms.<name>.{given}")
+            for varied in _overlaps(name, grid):
+                raise ConfigError(f"{origin}: expected {where}.{varied}=[...], where this sweep has its values")
+        values = [[arm[one] for one in _overlaps(name, arm)] for arm in map(flatten, sweep.arms.values())]
+        if all(values) and any(value != values[0] for value in values):
+            raise ConfigError(f"{origin}: expected a key in which arms do not differ; set arms.<name>.{name}")
 
 
 def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -178,10 +154,10 @@ def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
     """Return the runs that choose an arm's values: for each combination, a run with each seed."""
     points, output = _points(tune.grid) if tune.grid else [], f"{config.output}/tuning"
     keys = [{"name": config.name + _suffix(point), "output": output, **point} for point in points]
-    return [[_with(config, {**each, "seed": seed}) for seed in tune.seeds] for each in keys]
+    return [[_with(config, **each, seed=seed) for seed in tune.seeds] for each in keys]
 
 
-def _with(config: Config, keys: dict[str, Any]) -> Config:
+def _with(config: Config, **keys: Any) -> Config:
     return resolve(Config, [(OmegaConf.create(to_dict(config)), config.name), (_layer(keys), "tune.grid")])
 
 
@@ -192,44 +168,37 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
     """
     means: dict[int, float] = {}
     for number, runs in enumerate(tried):
-        records = [record["metrics"] for record in find_records(runs) if record is not None]
-        if len(records) < len(runs):
+        records = find_records(runs)
+        if None in records:
             return None
-        if any("diverged_at_step" in metrics for metrics in records):
-            continue
-        if any(metrics.get(tune.metric) is None for metrics in records):
-            raise ConfigError(
-                f"tune.metric: expected one of {', '.join(records[0])}, got '{tune.metric}', which is null"
-            )
-        means[number] = statistics.fmean(metrics[tune.metric] for metrics in records)
+        metrics = [record["metrics"] for record in records if record is not None]
+        if not any("diverged_at_step" in each for each in metrics):
+            if None in (values := [each.get(tune.metric) for each in metrics]):
+                raise ConfigError(f"tune.metric: expected one of {', '.join(metrics[0])}, got '{tune.metric}': null")
+            means[number] = statistics.fmean(values)
     if not means:
         raise Unfinished(f"no {' and '.join(tune.grid)} has a finite {tune.metric} with every seed")
     best = (min if tune.best == "least" else max)(means, key=lambda number: means[number])
-    return _with(config, _points(tune.grid)[best])
+    return _with(config, **_points(tune.grid)[best])
 
 
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
-    """Time a sweep's arms if ``throughput_rounds`` says so, train each run without a record; return the folder of records.
-
-    Args:
-        begun: of ``time.monotonic``, when the deadline's seconds begin; None: now.
-
-    Raises:
-        ConfigError: before any run.
-        Unfinished: runs failed, or are not done. The others are.
+    """Time a sweep's arms, train each run without a record; return the folder of records. The deadline's seconds begin at
+    ``begun``, of ``time.monotonic``, or now. Raises ConfigError before any run, and Unfinished where some are not done.
     """
     runs, arms = configs if sweep.train else [], configs[: len(sweep.arms)]
     tried = {config.name: trials(sweep.tune, config) for config in runs}
     trial_runs = [run for arm in tried.values() for point in arm for run in point]
     check_writable(sweep.output, "output")
     if sweep.launcher == "slurm":
-        check_slurm()
-    for config in [*runs, *(arms if sweep.throughput_rounds else [])] if sweep.launcher == "local" else []:
-        check_accelerator(config)
+        launch.check_slurm()
+    else:
+        for config in [*runs, *arms]:
+            check_accelerator(config)
     _check_corpora([*trial_runs, *runs], progress)
     on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in runs)
     in_slots = sweep.launcher == "local" and (sweep.jobs != 1 or sweep.deadline is not None)
-    slots = device_slots(sweep.jobs, on_gpu) if in_slots else []
+    slots = launch.device_slots(sweep.jobs, on_gpu) if in_slots else []
     deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
     outcomes: list[Outcome] = []
 
@@ -238,8 +207,8 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
             outcomes.append(outcome)
         state, why = outcome or ("begins", "")
         if progress:
-            said = f"{state}{place and f' on {place}'}{why and f': {why}'}"
-            print(f"{config.name}, seed {config.seed}: {said}", flush=True)
+            where, reason = place and f" on {place}", why and f": {why}"
+            print(f"{config.name}, seed {config.seed}: {state}{where}{reason}", flush=True)
 
     def train(wanted: list[Config]) -> None:
         """Train the runs without a record, those that start from others' weights last."""
@@ -253,11 +222,11 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
                 report(run, Outcome("done", "before"))
         for wave in waves:
             if wave and sweep.launcher == "slurm":
-                run_as_jobs(wave, sweep.slurm, sweep.jobs, sweep.output, report)
+                launch.run_as_jobs(wave, sweep.slurm, sweep.jobs, sweep.output, report)
             elif wave and in_slots:
-                run_in_slots(wave, slots, report, deadline)
+                launch.run_in_slots(wave, slots, report, deadline)
             else:
-                run_here(wave, report, progress)
+                launch.run_here(wave, report, progress)
 
     try:
         _measure_throughput(sweep, arms, progress)
@@ -273,15 +242,12 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     finally:
         _write_sweep(sweep, configs)
     states, total = Counter(outcome.state for outcome in outcomes), len(trial_runs) + len(runs)
-    if states["failed"]:
-        raise Unfinished(
-            f"{states['failed']} of {total} runs failed, {states['done']} are done; the same command tries again"
-        )
-    if states["done"] < total:
-        elsewhere = f", other processes train {states['locked']}" if states["locked"] else ""
-        raise Unfinished(
-            f"{states['done']} of {total} runs are done{elsewhere}; the same command resumes the others", status=3
-        )
+    done, failed, locked = (states[name] for name in ("done", "failed", "locked"))
+    if failed:
+        raise Unfinished(f"{failed} of {total} runs failed, {done} are done; the same command tries again")
+    if done < total:
+        elsewhere = f", other processes train {locked}" if locked else ""
+        raise Unfinished(f"{done} of {total} runs are done{elsewhere}; the same command resumes the others", status=3)
     return Path(sweep.output)
 
 
@@ -292,10 +258,8 @@ def _check_corpora(runs: list[Config], progress: bool) -> None:
         documents = repr(run.data)
         hashes[documents] = hashes.get(documents) or load_corpora(run.data, progress=progress).corpus_hash
         if record is not None and record["corpus_hash"] != hashes[documents]:
-            raise ConfigError(
-                f"data: the documents have changed since {run.name}, seed {run.seed}, was trained; give another output, or "
-                f"remove its record in {record_path(run).parent} and its folder in {run.runs_dir}"
-            )
+            changed = f"data: the documents have changed since {run.name}, seed {run.seed}, was trained"
+            raise ConfigError(f"{changed}; give another output, or remove its record and its folder {run_folder(run)}")
 
 
 def _measure_throughput(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:

@@ -11,7 +11,7 @@ from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError
 from packmamba.errors import UserError
 from packmamba.training.boundary import BOUNDARIES, Boundary, Leak
-from packmamba.training.callbacks import Average, Stopped, check_isolation
+from packmamba.training.callbacks import Average, check_isolation
 from packmamba.training.fit import fit
 from packmamba.training.run_id import run_folder, run_id
 from runs import CARRY, final_state, losses_of, tiny_config
@@ -34,17 +34,10 @@ class Gradients(Boundary):
         return super().hidden(model, batch) + (leaked - leaked.detach())
 
 
-class Tight(Leak):
-    """Says that it leaks, and does not; not checked."""
-
-    def hidden(self, model, batch):
-        return Boundary().hidden(model, batch)
-
-
 def test_a_leak_ends_the_run(tmp_path, monkeypatch, recwarn):
     torch.manual_seed(0)
     model = MambaLM(23, 8, 2, d_state=4)
-    for scheme in (*BOUNDARIES.values(), Tight):
+    for scheme in BOUNDARIES.values():
         check_isolation(model, scheme(), LAYOUT)
     for scheme in (Lying, Gradients):
         with pytest.raises(UserError, match="expected isolated documents"):
@@ -113,15 +106,10 @@ class Counter(lightning.Callback):
 def test_callbacks_by_class_path(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning.pytorch.callbacks.Counter", Counter, raising=False)
     path = "lightning.pytorch.callbacks.Counter"
-    for callbacks, counts in (
-        ([path], [1, 2, 3, 4, 5, 6]),
-        ([{"class_path": path, "init_args": {"every": 3}}], [3, 6]),
-    ):
-        config = tiny_config(tmp_path, "trainer.loggers=[]")
-        config.trainer.callbacks = callbacks
-        Counter.counts.clear()
-        fit(config, progress=False)
-        assert Counter.counts == counts
+    config = tiny_config(tmp_path, "trainer.loggers=[]")
+    config.trainer.callbacks = [path, {"class_path": path, "init_args": {"every": 3}}]
+    fit(config, progress=False)
+    assert Counter.counts == [1, 2, 3, 3, 4, 5, 6, 6]
     assert run_id(config) != run_id(tiny_config(tmp_path)), "a callback may change the training"
     for wrong in ("nowhere.Callback", "lightning.Nothing", {"class_path": path, "init_args": {"unknown": 1}}):
         config.trainer.callbacks = [wrong]
@@ -138,7 +126,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("loggers", [[], *([name] for name in FILES), ["tensorboard", "csv"]], ids="-".join)
+@pytest.mark.parametrize("loggers", [[], *([name] for name in FILES)], ids="-".join)
 def test_loggers_by_name_or_class_path(tmp_path, monkeypatch, loggers):
     for name in {"wandb", "mlflow"} & {*loggers}:
         pytest.importorskip(name)
@@ -172,10 +160,6 @@ def test_loggers_have_the_record_s_numbers_after_a_resume_too(tmp_path):
 
 
 def test_the_progress_bar_is_on_stderr(tmp_path, capsys):
-    config = tiny_config(tmp_path, "trainer.max_steps=4", "trainer.validate_every=4")
-    with pytest.raises(Stopped):
-        fit(config, progress=True, stop=lambda metrics: metrics.totals["steps"] == 2)
-    assert " 2/4 " in capsys.readouterr().err
-    fit(config, progress=True)
+    fit(tiny_config(tmp_path, "trainer.max_steps=4", "trainer.validate_every=4"), progress=True)
     shown = capsys.readouterr()
     assert "4/" in shown.err and "train/loss" in shown.err and "val/loss" in shown.err and not shown.out

@@ -1,8 +1,5 @@
 """A batch's forward and backward pass as a CUDA graph: how a batch fills a shape, and the gradients of eager steps."""
 
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -10,7 +7,6 @@ from packmamba.config import load_config
 from packmamba.data.batch import PackedBatch
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.layout import SequenceLayout
-from packmamba.training import cuda_graphs
 from packmamba.training.boundary import BOUNDARIES, flatten_states
 from packmamba.training.cuda_graphs import ABSENT, BatchGraphs, Shape, StaticBatch
 from packmamba.training.fit import fit
@@ -32,11 +28,8 @@ def test_a_batch_fills_its_shape(lengths):
     shape = Shape.of(batch, accumulates=False)
     assert shape.row_length % 128 == 0 and shape.documents == 4 and shape.longest in (128, 256)
     static = StaticBatch(shape, torch.device("cpu"))
-    for before in (
-        random_batch([[7], [9], [4]], shape.row_length),
-        batch,
-    ):  # nothing of an earlier batch is left
-        static.fill(before, num_targets=5)
+    for filled in (random_batch([[7], [9], [4]], shape.row_length), batch):  # nothing of an earlier batch is left
+        static.fill(filled, num_targets=5)
     mine, count = static.batch, batch.layout.num_documents
     assert static.num_targets == 5
     assert (mine.layout.starts[count:] == ABSENT).all() and (mine.layout.ends[count:] == ABSENT).all()
@@ -51,10 +44,10 @@ def test_a_batch_fills_its_shape(lengths):
     assert mine.layout.flow() == SequenceLayout.from_rows(*mine.layout.shape)
 
 
-def module(*overrides, device="cuda"):
+def module(*overrides):
     torch.manual_seed(0)
     config = load_config(None, ["model.vocab_size=50", "model.d_model=64", "model.recompute=inner", *overrides])
-    with torch.device(device):
+    with torch.device("cuda"):
         return PackedLitModule.from_config(config, 50)
 
 
@@ -95,77 +88,6 @@ def check_steps(lit, replay, steps, boundary, tolerance):
                 parameter.mul_(1.05)
 
 
-class Emulated:
-    """A graph on a CPU: what a capture ran is run again, from the same tensors into the same."""
-
-    def replay(self):
-        """To be set by the capture."""
-
-
-@pytest.fixture
-def emulated(monkeypatch):
-    """CUDA's graphs as far as BatchGraphs sees them; documents that are absent are left out of layouts, as CUDA's kernels do."""
-    run, fill, recorded = BatchGraphs._run, StaticBatch.fill, []
-
-    def record(self, *arguments):
-        recorded[:] = [self, arguments, run(self, *arguments)]
-        return recorded[2]
-
-    @contextmanager
-    def capture(graph, **_):
-        sums = [None if p.grad is None else p.grad.clone() for p in torch.nn.ModuleList([BatchGraphs.lit]).parameters()]
-        yield
-        owner, arguments, results = recorded
-        kept = [p.grad for p in owner.parameters]
-        for gradient, before in zip(kept, sums):
-            if before is not None:
-                gradient.copy_(before)  # a capture computes nothing
-
-        def replay():
-            owner._set_gradients([None if before is None else total for total, before in zip(kept, sums)])
-            for to, of in zip(results, run(owner, *arguments)):
-                to.copy_(of)
-            for gradient, parameter in zip(kept, owner.parameters):
-                gradient.copy_(parameter.grad)
-
-        graph.replay = replay
-
-    def fill_present(self, batch, num_targets):
-        if not hasattr(self, "whole"):
-            self.whole = self.batch.layout
-        self.batch.layout = self.whole
-        fill(self, batch, num_targets)
-        here = slice(batch.layout.num_documents)
-        present = (t[here].clone() for t in (self.whole.starts, self.whole.ends, self.whole.offsets))
-        self.batch.layout = SequenceLayout(self.whole.shape, *present, self.whole.num_tokens, self.whole.longest)
-        self.batch.layout.flowing = self.whole.flowing
-
-    streams = SimpleNamespace(wait_stream=lambda _: None)
-    for name, value in {
-        "CUDAGraph": Emulated, "graph": capture, "graph_pool_handle": lambda: None, "Stream": lambda: streams,
-        "current_stream": lambda: streams, "stream": lambda _: nullcontext(),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(BatchGraphs, "_run", record)
-    monkeypatch.setattr(StaticBatch, "fill", fill_present)
-    return monkeypatch
-
-
-@pytest.mark.parametrize("most", [64, 1])
-@pytest.mark.parametrize("boundary", ["reset", "leak"])
-def test_gradients_are_those_of_eager_steps_where_capturing_is_emulated(emulated, boundary, most):
-    emulated.setattr(cuda_graphs, "MAX_GRAPHS", most)
-    lit = module("model.learned_initial_state=true", "model.d_model=16", "ops.backend=cpu", device="cpu")
-    emulated.setattr(BatchGraphs, "lit", lit, raising=False)
-    replay = BatchGraphs(lambda batch: lit.loss(batch, BOUNDARIES[boundary]()), list(lit.parameters()))
-    steps = [BATCHES, *([batch] for batch in BATCHES), BATCHES[2:], BATCHES[1:2], BATCHES[:2]]
-    check_steps(lit, replay, steps, boundary, 1e-5)
-    assert len(replay.captured) == (4 if most > 1 else 1)
-
-
-STATEFUL = [name for name, scheme in BOUNDARIES.items() if scheme.stateful]
-
-
 def stored(boundary):
     """The states that a scheme has for later batches, and where their documents stopped."""
     if isinstance(boundary.stored, dict):
@@ -174,49 +96,33 @@ def stored(boundary):
     return flatten_states(boundary.stored), []
 
 
-def check_stateful(folder, device, tolerance, **options):
-    """Steps of two batches in turns of a pool, replayed and eager: losses, gradients, and what is left for later batches."""
-    keys = ["data.strategy=concat_split", "data.streams=12", "data.stagger=true", "data.batching=stream", "data.row_length=24",
-            "data.tokens_per_step=144", "data.max_tokens_per_batch=72", "model.learned_initial_state=true"]  # fmt: skip
-    for scheme in options.pop("schemes", STATEFUL):
-        torch.manual_seed(0)
-        config = tiny_config(
-            folder, *keys, f"trainer.boundary={scheme}", *(f"model.{k}={v}" for k, v in options.items())
-        )
-        data = PackedDataModule.from_config(config, progress=False)
-        data.setup()
-        eager, replayed = (
-            PackedLitModule.from_config(config, data.corpora.train.vocab_size).to(device) for _ in range(2)
-        )
-        replayed.load_state_dict(eager.state_dict())  # a copy would not be compiled
-        replayed.cuda_graphs = True
-        yield replayed
-        continuing = 0
-        for number in (0, 1, 2, 3, 0, 1):
-            step = data.steps[number].to(device)
-            continuing += sum(int(batch.layout.continues.sum()) for batch in step.batches)
-            found = []
-            for lit in (replayed, eager):
-                lit.zero_grad()
-                lit.boundary.step = number
-                found.append([lit.accumulate(step, torch.Tensor.backward), *gradients(lit)])
-            assert_near(*found, tolerance)
-            (states, positions), (expected_states, expected) = (stored(lit.boundary) for lit in (replayed, eager))
-            assert_near(states, expected_states, tolerance)
-            assert positions == expected
-        assert continuing > 3
-
-
-def test_stateful_schemes_are_replayed_where_capturing_is_emulated(emulated, tmp_path):
-    for lit in check_stateful(tmp_path, torch.device("cpu"), 1e-5):
-        emulated.setattr(BatchGraphs, "lit", lit.model, raising=False)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_stateful_schemes_are_replayed(tmp_path, compiled):
-    for _ in check_stateful(tmp_path, torch.device("cuda"), 1e-5, compile=compiled):
-        torch._dynamo.reset()
+@pytest.mark.parametrize("scheme", [name for name, scheme in BOUNDARIES.items() if scheme.stateful])
+def test_stateful_schemes_are_replayed(tmp_path, scheme, compiled):
+    """Steps of two batches in turns of a pool, replayed and eager: losses, gradients, and what is left for later batches."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    keys = ["data.strategy=concat_split", "data.streams=12", "data.stagger=true", "data.batching=stream", "data.row_length=24",
+            "data.tokens_per_step=144", "data.max_tokens_per_batch=72", "model.learned_initial_state=true"]  # fmt: skip
+    config = tiny_config(tmp_path, *keys, f"trainer.boundary={scheme}", f"model.compile={compiled}")
+    data = PackedDataModule.from_config(config, progress=False)
+    data.setup()
+    eager, replayed = (PackedLitModule.from_config(config, data.vocab_size).to("cuda") for _ in range(2))
+    replayed.load_state_dict(eager.state_dict())  # a copy would not be compiled
+    replayed.cuda_graphs, continuing = True, 0
+    for number in (0, 1, 2, 3, 0, 1):
+        step, found = data.steps[number].to("cuda"), []
+        continuing += sum(int(batch.layout.continues.sum()) for batch in step.batches)
+        for lit in (replayed, eager):
+            lit.zero_grad()
+            lit.boundary.step = number
+            found.append([lit.accumulate(step, torch.Tensor.backward), *gradients(lit)])
+        assert_near(*found, 1e-5)
+        (states, positions), (expected_states, expected) = (stored(lit.boundary) for lit in (replayed, eager))
+        assert_near(states, expected_states, 1e-5)
+        assert positions == expected
+    assert continuing > 3
 
 
 @pytest.mark.gpu
@@ -236,15 +142,6 @@ def test_losses_and_gradients_are_those_of_eager_steps(dtype, tolerance, boundar
 
 
 @pytest.mark.gpu
-def test_more_shapes_than_graphs(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
-    lit = module()
-    replay = BatchGraphs(lit.loss, list(lit.parameters()))
-    check_steps(lit, replay, [BATCHES, *([batch] for batch in BATCHES)], "reset", 1e-5)
-    assert len(replay.captured) == 1
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["single", "padded", "best_fit_decreasing"])
 def test_a_run_learns_the_same(tmp_path, strategy):
     keys = [f"data.strategy={strategy}", "data.overlong=truncate", "trainer.accelerator=gpu"]
@@ -253,3 +150,17 @@ def test_a_run_learns_the_same(tmp_path, strategy):
     for a, b in zip(plain["curves"]["train"], graph["curves"]["train"], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
     assert plain["metrics"]["val_loss"] == pytest.approx(graph["metrics"]["val_loss"], rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_clipping_in_the_fused_step_is_clipping(tmp_path):
+    losses = []
+    for accelerator in ("cpu", "gpu"):
+        keys = [
+            "data.strategy=greedy",
+            "optimizer.grad_clip=0.9",
+            f"trainer.accelerator={accelerator}",
+        ]  # of some steps
+        config = tiny_config(tmp_path, f"name={accelerator}", *keys)
+        losses.append([point["loss"] for point in fit(config, progress=False)["curves"]["train"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

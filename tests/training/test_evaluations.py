@@ -81,8 +81,6 @@ def test_several_ranks_have_the_curve_of_one(tmp_path, strategy):
 
 
 def test_an_evaluation_is_refused_before_training(tmp_path):
-    with pytest.raises(ConfigError, match="evaluate_every"):
-        fit(tiny_config(tmp_path, "trainer.evaluate_every=2"), progress=False)
     with pytest.raises(ConfigError, match="evaluation_options.parity"):
         check_run(tiny_config(tmp_path, *ASKED, "evaluation_options.parity.unknown=6"))
 
@@ -90,13 +88,10 @@ def test_an_evaluation_is_refused_before_training(tmp_path):
 def test_a_run_whose_evaluation_failed_only_evaluates(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, "trainer.max_steps=2", "trainer.validate_every=2", *ASKED)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "packmamba.training.callbacks.evaluate", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
-        )
-        with pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr("packmamba.training.callbacks.evaluate", None)
+        with pytest.raises(TypeError):
             fit(config, progress=False)
     monkeypatch.setattr(PackedLitModule, "training_step", lambda *_: pytest.fail("trained again"))
     record = fit(config, progress=False)
-    assert record["metrics"]["steps"] == 2 and record["metrics"]["perplexity.loss"] == pytest.approx(
-        record["metrics"]["val_loss"], abs=1e-5
-    )
+    metrics = record["metrics"]
+    assert metrics["steps"] == 2 and metrics["perplexity.loss"] == pytest.approx(metrics["val_loss"], abs=1e-5)

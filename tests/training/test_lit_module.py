@@ -36,8 +36,8 @@ def data_module(folder, **keys):
 
 
 def trainer_of(folder, **keys):
-    quiet = {f"enable_{name}": False for name in ("checkpointing", "model_summary", "progress_bar")}
-    return lightning.Trainer(default_root_dir=folder, accelerator="cpu", **{"logger": False} | quiet | keys)
+    quiet = {f"enable_{name}": False for name in ("checkpointing", "model_summary", "progress_bar")} | {"logger": False}
+    return lightning.Trainer(default_root_dir=folder, accelerator="cpu", **quiet | keys)
 
 
 def lit_module(data, **keys):
@@ -96,19 +96,14 @@ def test_two_ranks_train_as_one_under_lightnings_default_sampler(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tests.parent, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    for (targets, all_of_them), (a, of_a), (b, of_b) in zip(
-        alone["steps"], first["steps"], second["steps"], strict=True
-    ):
-        assert targets == all_of_them == a == b == of_a + of_b
-        assert of_a and of_b
+    for (targets, every), (a, of_a), (b, of_b) in zip(*(one["steps"] for one in (alone, first, second)), strict=True):
+        assert targets == every == a == b == of_a + of_b and of_a and of_b
     one, two = torch.tensor(alone["weights"]), torch.tensor(first["weights"])
     assert (one - two).norm() <= 1e-5 * one.norm()
     assert first["weights"] == second["weights"]
     assert first["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert first["validation"] == pytest.approx(alone["validation"], rel=1e-5)
-    assert (
-        first["targets"] + second["targets"] == alone["targets"]
-    )  # each rank's own, after the metric has been computed
+    assert first["targets"] + second["targets"] == alone["targets"]  # each rank's own, after the metric is computed
 
 
 @pytest.mark.parametrize("limits", [{"max_steps": 12}, {"max_epochs": 2}, {"max_epochs": 9, "max_steps": 12}])
@@ -163,10 +158,8 @@ def test_a_checkpoint_rebuilds_the_module(tmp_path, given):
     tokens = torch.arange(6)[None]
     layout = SequenceLayout.from_lengths([[4, 2]], row_length=6)
     assert torch.equal(loaded(tokens, layout=layout), module(tokens, layout=layout))
-    (of_loaded,), (of_module,) = (
-        [trainer_of(tmp_path).validate(each, data, verbose=False)[0]] for each in (loaded, module)
-    )
-    assert of_loaded == of_module
+    validated = [trainer_of(tmp_path).validate(each, data, verbose=False) for each in (loaded, module)]
+    assert validated[0] == validated[1]
 
 
 def test_a_foreign_model_is_passed_again(tmp_path):
@@ -196,17 +189,14 @@ def test_losses_reach_loggers_callbacks_and_results(tmp_path, boundary):
     module = lit_module(data, boundary=boundary)
     stop = EarlyStopping("train/loss", stopping_threshold=1e9)
     best = ModelCheckpoint(tmp_path / "best", monitor="val/loss")
-    trainer = trainer_of(
-        tmp_path, max_steps=12, val_check_interval=4, check_val_every_n_epoch=None, log_every_n_steps=2,
-        logger=CSVLogger(tmp_path, "log"), callbacks=[best], enable_checkpointing=True,
-    )  # fmt: skip
+    limits = {"max_steps": 12, "val_check_interval": 4, "check_val_every_n_epoch": None, "log_every_n_steps": 2}
+    more = {"logger": CSVLogger(tmp_path, "log"), "callbacks": [best], "enable_checkpointing": True}
+    trainer = trainer_of(tmp_path, **limits, **more)
     trainer.fit(module, data)
     lines = (tmp_path / "log" / "version_0" / "metrics.csv").read_text().splitlines()
     header, *rows = (line.split(",") for line in lines)
     at_steps = {name: [r[header.index("step")] for r in rows if r[header.index(name)]] for name in header}
-    assert (
-        len(at_steps["train/loss"]) == len(at_steps["train/learning_rate"]) == len(at_steps["train/gradient_norm"]) == 6
-    )
+    assert {len(at_steps[f"train/{name}"]) for name in ("loss", "learning_rate", "gradient_norm")} == {6}
     assert len(at_steps["val/loss"]) == 3
     assert ("val/loss_as_trained" in header) is (boundary == "leak")
     assert best.best_model_score == min(float(r[header.index("val/loss")]) for r in rows if r[header.index("val/loss")])
@@ -214,7 +204,7 @@ def test_losses_reach_loggers_callbacks_and_results(tmp_path, boundary):
     assert result["val/loss"] == pytest.approx(float(trainer.callback_metrics["val/loss"]))
     (tested, *_) = trainer.test(module, data, verbose=False)
     assert tested["test/loss"] == result["val/loss"]
-    stopped = trainer_of(tmp_path, max_steps=12, val_check_interval=4, check_val_every_n_epoch=None, callbacks=[stop])
+    stopped = trainer_of(tmp_path, **limits, callbacks=[stop])
     stopped.fit(lit_module(data, boundary=boundary), data)
     assert stopped.global_step == 4
 
@@ -243,23 +233,19 @@ def test_users_own_module_of_ten_lines(tmp_path):
             self.model = MambaLM(vocab_size=vocab_size, **SHAPE)
 
         def training_step(self, step, _):
-            sums = [
-                torch.nn.functional.cross_entropy(
-                    self.model(b.tokens, layout=b.layout)[b.loss_mask], b.targets[b.loss_mask], reduction="sum"
-                )
-                for b in step.batches
-            ]
-            return torch.stack(sums).sum() / step.num_targets
+            total = 0
+            for b in step.batches:
+                logits = self.model(b.tokens, layout=b.layout)[b.loss_mask]
+                total += torch.nn.functional.cross_entropy(logits, b.targets[b.loss_mask], reduction="sum")
+            return total / step.num_targets
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     data, seen = data_module(tmp_path), Seen()
     data.prepare_data()
-    trainer = trainer_of(
-        tmp_path, max_steps=5, accumulate_grad_batches=2, gradient_clip_val=1.0, limit_val_batches=0, callbacks=[seen]
-    )
-    trainer.fit(Own(data.vocab_size), data)
+    limits = {"max_steps": 5, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "limit_val_batches": 0}
+    trainer_of(tmp_path, callbacks=[seen], **limits).fit(Own(data.vocab_size), data)
     assert [tokens_of(step) for step in seen.steps] == [tokens_of(data.steps[i]) for i in range(10)]
 
 

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import run
 from packmamba.config import ConfigError
@@ -50,17 +51,6 @@ def default_handlers():
     assert now == [signal.default_int_handler, signal.SIG_DFL], "handlers are put back"
 
 
-def leaves(value):
-    if isinstance(value, dict):
-        for key in sorted(value, key=str):
-            yield from leaves(value[key])
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
 def assert_same(config, expected):
     """Finish the run; compare its record and last state with those of an uninterrupted one."""
     record = fit(config, progress=False)
@@ -68,7 +58,7 @@ def assert_same(config, expected):
     assert record["metrics"]["val_loss"] == expected[0]["metrics"]["val_loss"]
     state = final_state(config)
     for part in ("state_dict", "optimizer_states", "carry", "rng"):
-        for x, y in zip(leaves(state[part]), leaves(expected[1][part]), strict=True):
+        for x, y in zip(tree_leaves(state[part]), tree_leaves(expected[1][part]), strict=True):
             assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, part
     assert read_records(run_folder(config)) == [record]
     assert fit(config, progress=False) == record, "a finished run is not repeated"
@@ -107,10 +97,13 @@ def test_a_run_killed_at_any_moment(tmp_path, whole, scheme):
     assert_same(config, whole(scheme))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
-    ("where", "step", "signum"),
-    [("training_step", 7, signal.SIGTERM), ("training_step", 3, signal.SIGINT), ("validation_step", 5, signal.SIGTERM)],
+    ("scheme", "where", "step", "signum"),
+    [
+        ("packed", "training_step", 7, signal.SIGTERM),
+        ("carry", "training_step", 3, signal.SIGINT),
+        ("fitted_noise", "validation_step", 5, signal.SIGTERM),
+    ],
 )
 def test_a_run_stopped_by_a_signal(tmp_path, monkeypatch, capsys, whole, scheme, where, step, signum):
     config = tiny_config(tmp_path, *KEYS, *SCHEMES[scheme])
@@ -143,19 +136,6 @@ def test_a_handler_of_the_user_stays(tmp_path, monkeypatch):
     assert received == [True]
 
 
-def test_a_run_stopped_in_a_validation_validates_that_step_again(tmp_path, monkeypatch):
-    config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=1", "trainer.validate_every=3")
-
-    def stop(module, *arguments):
-        raise RuntimeError("stopped")
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
-        patch.setattr(PackedLitModule, "validation_step", stop)
-        fit(config, progress=False)
-    assert checkpoints(run_folder(config) / "checkpoints")[-1].name == "step=2.ckpt"
-    assert [point["step"] for point in fit(config, progress=False)["curves"]["validation"]] == [3, 6]
-
-
 def test_a_run_does_not_go_on_with_other_documents(tmp_path):
     config = tiny_config(tmp_path)
     with pytest.raises(Stopped):
@@ -172,11 +152,3 @@ def test_a_run_does_not_go_on_with_other_documents(tmp_path):
         documents.write('{"text": "abcd"}\n')
     with pytest.raises(ConfigError, match="^data: "):
         fit(config, progress=False)
-
-
-def test_more_steps_are_trained_from_where_the_run_ended(tmp_path):
-    keys = ["trainer.threads=1", "optimizer.schedule_steps=12", "trainer.validate_every=6"]
-    whole = tiny_config(tmp_path, *keys, "trainer.max_steps=12", f"runs_dir={tmp_path}/whole")
-    fit(tiny_config(tmp_path, *keys, "trainer.max_steps=6"), progress=False)
-    raised = fit(tiny_config(tmp_path, *keys, "trainer.max_steps=12"), progress=False)
-    assert losses_of(raised)["train"] == losses_of(fit(whole, progress=False))["train"]

@@ -43,7 +43,7 @@ def pretended(monkeypatch):
             done(config)
             report(config, Outcome("done"))
 
-    monkeypatch.setattr(sweep_module, "run_here", pretend)
+    monkeypatch.setattr(sweep_module.launch, "run_here", pretend)
     monkeypatch.setattr(sweep_module, "_check_corpora", lambda *_: None)
     return seen
 
@@ -66,9 +66,6 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
     assert {(c.name, c.optimizer.lr, c.seed, c.model.d_model) for c in configs} == {
         ("padded lr=0.3", 0.3, 7, 4), ("packed lr=0.3", 0.3, 7, 4)
     }  # fmt: skip
-    arms = {"plain": {}, "leak": {"trainer.boundary": "leak"}}
-    _, configs = load_sweep(write_sweep(tmp_path, arms=arms), ["trainer.boundary=reset"])
-    assert {config.trainer.boundary for config in configs} == {"reset"}
 
 
 @pytest.mark.parametrize(
@@ -77,12 +74,9 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"arm": {}}, "unknown key 'arm'.*'arms'"),
         ({"arms": {}}, "arms: expected at least one arm"),
         ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
-        ({"arms": {"x": {"trainer.boundary": "lek"}}}, "trainer.boundary: expected one of"),
         ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected concat_split"),
-        ({"arms": {"x": {"runs_dir": "y"}}}, "arms.x.runs_dir: expected no such key"),
         ({"arms": {"x": {"model": {"d_state": 2}}}, "grid": {"model.d_state": [4]}}, "grid.model.d_state: .*arms.x"),
         ({"common": {"trainer.devices": 2}, "jobs": 2}, "jobs: expected 1 with trainer.devices=2"),
-        ({"grid": {"seed": []}}, "grid.seed"),
         ({"grid": {"seed": [0, 1, 0]}}, "grid.seed"),
         ({"train": False}, "train: expected true without throughput_rounds"),
         ({"jobs": 0}, "jobs: expected auto or an integer"),
@@ -123,13 +117,6 @@ def test_a_gpu_that_is_not_there_is_named_before_any_run(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="trainer.accelerator"):
         run_sweep(*load_sweep(path), progress=False)
     run_sweep(*load_sweep(path, ["arms=[packed]"]), progress=False)
-
-
-def test_documents_that_are_not_there_are_refused_before_any_run(tmp_path, capsys):
-    arms = {"one": {}, "two": {"data.source": "text", "data.path": str(tmp_path / "nowhere")}}
-    assert cli.main(["sweep", str(write_sweep(tmp_path, arms=arms))]) == 2
-    said = capsys.readouterr()
-    assert f"{tmp_path}/nowhere" in said.err and "begins" not in said.out
 
 
 def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys):
