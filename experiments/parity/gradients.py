@@ -88,20 +88,19 @@ def _measure(c: Config, runs: dict[str, Run], begun: float, progress: bool) -> I
     if len({data.corpora.corpus_hash for data in datas.values()}) > 1:
         raise ConfigError("arms: expected the same documents in every arm, got several corpora")
     torch.manual_seed(runs[first].seed)
-    modules: dict[str, PackedLitModule] = {}  # by backend; their weights are the first arm's
+    modules: dict[tuple[str, str], PackedLitModule] = {}  # their weights are the first arm's
+    kinds = {name: (config.ops.backend, config.trainer.boundary) for name, config in runs.items()}
     for name, config in runs.items():
-        if config.ops.backend not in modules:
-            modules[config.ops.backend] = PackedLitModule.from_config(config, datas[name].corpora.train.vocab_size).to(
-                device
-            )
-    module = modules[runs[first].ops.backend]
+        if kinds[name] not in modules:
+            modules[kinds[name]] = PackedLitModule.from_config(config, datas[name].corpora.train.vocab_size).to(device)
+    module = modules[kinds[first]]
     optimizer = module.configure_optimizers()
     curves: dict[tuple[str, str], list[dict[str, float]]] = {(name, p): [] for p in c.precisions for name in runs}
     for number in tqdm(range(max(c.at) + 1), unit="step", disable=not progress):
         if number in c.at:
             for other in modules.values():
                 other.load_state_dict(module.state_dict())
-            arms = {name: (modules[runs[name].ops.backend], datas[name].steps[number].to(device)) for name in runs}
+            arms = {name: (modules[kinds[name]], datas[name].steps[number].to(device)) for name in runs}
             _compare(c, arms, number, curves)
         with _autocast(c.precisions[0], device):
             module.take_step(datas[first].steps[number].to(device), optimizer, number, _backward)

@@ -21,7 +21,7 @@ SMALL = (*TINY, "jobs=1", "grid.seed=[1,2,3]", "common={data.row_length: 256}")
 GRADIENTS = (
     f"keys=[{', '.join(key for key in TINY if 'precision' not in key)}]",
     "arms={padded: [data.strategy=padded, data.row_length=null], packed-reset: [data.strategy=greedy, data.row_length=256], "
-    "single: [data.strategy=single]}",
+    "packed-leak: [data.strategy=greedy, data.row_length=256, trainer.boundary=leak], single: [data.strategy=single]}",
     "at=[0, 20, 39]",
 )
 PEERS = ("mamba_ssm", "causal_conv1d")

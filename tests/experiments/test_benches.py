@@ -327,6 +327,7 @@ def test_gradients_of_packed_and_padded_along_a_run(tmp_path, monkeypatch):
     for step in ("step_0", "step_20", "step_39"):
         rounded = float(rows["padded", "bf16-mixed"][step])
         assert 0 < float(rows["packed-reset", "32-true"][step]) <= 1e-5, "other sums, and nothing else"
+        assert float(rows["packed-leak", "32-true"][step]) > 1e-3
         assert 0 < float(rows["single", "32-true"][step]) <= 1e-5 and 1e-4 < rounded < 0.1
 
 
