@@ -23,7 +23,7 @@ class Schedules(dict):
 
     def __reduce__(self) -> tuple:
         # A copy's tensors lie elsewhere. As a type that torch.load knows.
-        return OrderedDict, ([("longest", self.get("longest"))],)
+        return OrderedDict, ([(name, self.get(name)) for name in ("longest", "offsets")],)
 
 
 class SequenceLayout:
@@ -37,7 +37,7 @@ class SequenceLayout:
         starts, ends: (S,) int32, each document's span in the flattened B * L slots.
         offsets: (S,) int32, position in its document of its first token here; above 0 for a continuation.
         num_tokens: slots that hold a token.
-        longest: an upper bound of the documents' lengths, where the host knew one; else None.
+        longest: an upper bound of the documents' lengths, offsets included, where the host knew one; else None.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SequenceLayout:
         self.offsets = offsets
         self.num_tokens, self.longest = num_tokens, longest
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
-            starts.schedules = Schedules(longest=longest)  # type: ignore[attr-defined]
+            starts.schedules = Schedules(longest=longest, offsets=offsets)  # type: ignore[attr-defined]
         self.flowing: SequenceLayout | None = None  # result of ``flow``, where it may not be computed (in a CUDA graph)
         self.origin: SequenceLayout | None = None  # the layout that this is a copy of
 
@@ -168,7 +168,7 @@ class SequenceLayout:
         if offsets.numel() and int((offsets + (ends - starts)).max()) > _MAX_SLOTS:
             raise ValueError(f"offsets: positions must stay below 2**31, got {int(offsets.max())}")
         num_tokens = int((ends - starts).sum())
-        longest = int((ends - starts).max()) if ends.numel() else 0
+        longest = int((offsets + (ends - starts)).max()) if ends.numel() else 0
         return cls(shape, starts.to(torch.int32), ends.to(torch.int32), offsets.to(torch.int32), num_tokens, longest)
 
     @property

@@ -68,11 +68,11 @@ int64_t schedule_size(int64_t documents, int64_t rows, int64_t row_length, int64
   return Schedule::size({int(documents), int(rows), int(row_length), int(cut_above), int(cut_length), int(window)});
 }
 
-void schedule(const Tensor starts, const Tensor ends, int64_t rows, int64_t row_length, int64_t cut_above, int64_t cut_length,
+void schedule(const Tensor starts, const Tensor ends, const OptionalTensor offsets, int64_t rows, int64_t row_length, int64_t cut_above, int64_t cut_length,
               int64_t window, Tensor memory, int64_t stream) {
   const Plan plan = plan_of(starts, rows, row_length, cut_above, cut_length, window);
   STD_TORCH_CHECK(memory.numel() >= Schedule::size(plan), "too little room for the schedule");
-  make_schedule(pointer<int>(starts), pointer<int>(ends), plan, Schedule(pointer<int>(memory), plan), cudaStream_t(stream));
+  make_schedule(pointer<int>(starts), pointer<int>(ends), pointer<int>(offsets), plan, Schedule(pointer<int>(memory), plan), cudaStream_t(stream));
   launched();
 }
 
@@ -208,7 +208,7 @@ STABLE_TORCH_LIBRARY(packmamba_cuda, m) {
   m.def(
       "schedule_size(int documents, int rows, int row_length, int cut_above, int cut_length, int window) -> int");
   m.def(
-      "schedule(Tensor starts, Tensor ends, int rows, int row_length, int cut_above, int cut_length, int window, "
+      "schedule(Tensor starts, Tensor ends, Tensor? offsets, int rows, int row_length, int cut_above, int cut_length, int window, "
       "Tensor(a!) memory, int stream) -> ()");
   m.def(
       "conv1d_forward(Tensor x, Tensor weight, Tensor? bias, Tensor starts, Tensor ends, Tensor? initial_state, bool silu, "

@@ -2,6 +2,7 @@
 // Shape letters: B rows, L slots of a row, S documents, D channels, N states per channel, W taps.
 #pragma once
 #include <cuda_runtime.h>
+#include <climits>
 #include <cstdint>
 
 enum class Dtype : int { bfloat16, float16, float32 };
@@ -26,21 +27,25 @@ constexpr bool PER_TOKEN_INDICES = true;
 constexpr bool PER_TOKEN_INDICES = false;
 #endif
 
-// How a batch is made into work: documents longer than cut_above are cut into pieces of cut_length tokens (a multiple of
-// SAVE_EVERY), documents that begin in the same window of slots, but those longer than it, share a work item.
+// How a batch is made into work. A document is walked in segments that end at multiples of cut_length tokens (a multiple of
+// SAVE_EVERY) from its token 0: there its state is the combination of the segment's start and of its end from zero, so that the
+// bits are the same whether segments are walked in turn, by one work item, or at once: those of documents longer than cut_above.
+// cut_length is INT_MAX where no document reaches a multiple: then kernels without that second walk are launched.
+// Documents that begin in the same window of slots, but those longer than it, share a work item.
 struct Plan {
   int documents, rows, row_length, cut_above, cut_length, window;
   __host__ __device__ int64_t slots() const { return (int64_t)rows * row_length; }
   __host__ __device__ int64_t tiles() const { return rows * ((row_length + CONV_TILE - 1) / CONV_TILE); }
-  // Most there can be: a document of n tokens is cut into at most n / cut_length + 1 pieces.
+  // Most there can be: n tokens of a document, from any of its tokens on, are at most n / cut_length + 2 segments.
+  bool combines() const { return cut_length < INT_MAX; }
   bool cuts() const { return documents > 0 && row_length > cut_above; }
   int64_t cut_documents() const { return cuts() ? slots() / cut_above : 0; }
-  int64_t cut_segments() const { return cuts() ? slots() / cut_length + cut_documents() : 0; }
-  int64_t segments() const { return documents + cut_segments(); }
-  // At most two items begin in a window: one of short segments, and one long one.
+  int64_t cut_segments() const { return cuts() ? slots() / cut_length + 2 * cut_documents() : 0; }
+  int64_t segments() const { return combines() ? 2 * (int64_t)documents + slots() / cut_length : documents; }
+  // At most two items of documents begin in a window, one of short ones and one long one, but for those beside cut ones.
   int64_t items() const {
-    const int64_t windows = 2 * ((slots() + window - 1) / window);
-    return segments() < windows ? segments() : windows;
+    const int64_t most = 2 * ((slots() + window - 1) / window) + cut_segments() + cut_documents();
+    return segments() < most ? segments() : most;
   }
 };
 
@@ -53,7 +58,7 @@ struct Spans {
 // Made by schedule.cu once per batch and plan (forward's, backward's); every kernel of every layer reads it.
 struct Schedule {
   int* counts;         // items, segments, cut segments, cut documents
-  int4* segments;      // first slot, end slot, document, place among the cut segments or -1
+  int4* segments;      // first slot, end slot, document with flags, place among the segments walked at once or -1
   int4* cut_documents; // first cut segment, how many, document
   int2* items;         // first segment, end segment; longest first
   int2* unsorted;
@@ -62,18 +67,26 @@ struct Schedule {
   int* tile_documents; // the first document that ends after each tile of CONV_TILE slots begins
   int* positions;      // of each slot in its document, -1 for padding; only if PER_TOKEN_INDICES
   int max_items, max_cut_segments, max_cut_documents;  // grids are made from these
+  bool combines;
   Schedule() = default;
   Schedule(int* memory, const Plan& p)
       : counts(memory), segments((int4*)(memory + 4)), cut_documents(segments + p.segments()),
         items((int2*)(cut_documents + p.cut_documents())), unsorted(items + p.items()), cut_segments((int*)(unsorted + p.items())),
         row_ends(cut_segments + p.cut_segments()), tile_documents(row_ends + p.rows),
         positions(tile_documents + p.tiles()), max_items(p.items()),
-        max_cut_segments(p.cut_segments()), max_cut_documents(p.cut_documents()) {}
+        max_cut_segments(p.cut_segments()), max_cut_documents(p.cut_documents()), combines(p.combines()) {}
   static int64_t size(const Plan& p) {
     return 4 + 4 * (p.segments() + p.cut_documents()) + 4 * p.items() + p.cut_segments() + p.rows + p.tiles() +
            (PER_TOKEN_INDICES ? p.slots() : 0);
   }
 };
+
+// A segment's flags: its first token, or the one after its last, is at a multiple of cut_length above 0 of the whole document.
+constexpr int STARTS_AT_CUT = 1, ENDS_AT_CUT = 2;
+__host__ __device__ constexpr int with_flags(int document, bool starts, bool ends) {
+  return document << 2 | (starts ? STARTS_AT_CUT : 0) | (ends ? ENDS_AT_CUT : 0);
+}
+__host__ __device__ constexpr int document_of(int4 segment) { return segment.z >> 2; }
 
 struct ScanParams {
   View u, delta, z, B, C, dy;
@@ -135,7 +148,7 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
-void make_schedule(const int* starts, const int* ends, const Plan& plan, const Schedule& schedule, cudaStream_t stream);
+void make_schedule(const int* starts, const int* ends, const int* offsets, const Plan& plan, const Schedule& schedule, cudaStream_t stream);
 // Zeros the padding of a (B, L, *) tensor whose slots are token_bytes apart and width_bytes wide.
 void zero_padding(void* data, int64_t token_bytes, int64_t width_bytes, const int* row_ends, int rows, int row_length,
                   cudaStream_t stream);

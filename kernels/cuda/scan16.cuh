@@ -232,16 +232,33 @@ template <class T, int C, int N> __device__ __forceinline__ void zero_if(bool ze
 #pragma unroll
     for (int j = 0; j < N; j++) h[c][j] = zero ? T(0) : h[c][j];
 }
-// One token of the recurrence. e: the step sizes of the lane's channels; w: split delta * u of the token's half of the tile.
-__device__ __forceinline__ void advance(float (&h)[2][4], float2 e, const float (&A)[2][4], const uint32_t (&w)[2],
-                                        const uint32_t (&B)[2][2], int t, int s) {
+// One token of the recurrence; with FROM_ZERO also of the one that started from zero. e: the step sizes of the lane's channels;
+// w: split delta * u of the token's half of the tile.
+template <bool FROM_ZERO>
+__device__ __forceinline__ void advance(float (&h)[2][4], float (&zero)[2][4], float2 e, const float (&A)[2][4],
+                                        const uint32_t (&w)[2], const uint32_t (&B)[2][2], int t, int s) {
   float wB[2][4];
 #pragma unroll
   for (int q = 0; q < 2; q++) mma_outer(wB[q], w, s == (t & 3) ? B[q][t >> 2] : 0u, 0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    h[0][j] = fmaf(h[0][j], ex2(e.x * A[0][j]), wB[j >> 1][j & 1]);
-    h[1][j] = fmaf(h[1][j], ex2(e.y * A[1][j]), wB[j >> 1][2 + (j & 1)]);
+  for (int j = 0; j < 4; j++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const float a = ex2((c ? e.y : e.x) * A[c][j]), v = wB[j >> 1][2 * c + (j & 1)];
+      h[c][j] = fmaf(h[c][j], a, v);
+      if (FROM_ZERO) zero[c][j] = fmaf(zero[c][j], a, v);
+    }
+}
+// The state after a segment that was walked from `start`: as `combine` of scan16_cut.cu has it, to the bit. sum: of the lane's own
+// tokens' step sizes.
+__device__ __forceinline__ void combine_segment(float (&h)[2][4], const float (&start)[2][4], const float (&zero)[2][4],
+                                                const float (&sum)[2], const float (&A)[2][4]) {
+#pragma unroll
+  for (int c = 0; c < 2; c++) {
+    float v = sum[c];
+    v += __shfl_xor_sync(~0u, v, 1), v += __shfl_xor_sync(~0u, v, 2);
+#pragma unroll
+    for (int j = 0; j < 4; j++) h[c][j] = fmaf(start[c][j], ex2(v * A[c][j]), zero[c][j]);
   }
 }
 // Saved states: one for each SAVE_EVERY tokens of a document but its start, bf16, in A operand order. Documents never overlap there,

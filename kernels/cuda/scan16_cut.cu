@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(WARPS * 32, 6) piece(const __grid_constant__ S
   let_next_start();
   if (blockIdx.y >= p.schedule.counts[2]) return;
   const int4 segment = p.schedule.segments[p.schedule.cut_segments[blockIdx.y]];
-  const int document = segment.z, length = segment.y - segment.x;
+  const int document = document_of(segment), length = segment.y - segment.x;
   if (REVERSE ? segment.x == p.starts[document] : segment.y == p.ends[document]) return;
   const Lane l(p.channels);
   const int lane = l.lane, g = l.g, s = l.s;
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(WARPS * 32, 6) piece(const __grid_constant__ S
         e[c] = inside ? e[c] : 0.f;
         sum[c] += e[c];
         if (REVERSE) {
-          const float zt = half_of(m.in[o][4 + k][lane], c), gate = GATE ? zt * sigmoid(zt) : 1.f;
-          w[k][c] = split(inside ? vt * gate : 0.f);
+          const float zt = half_of(m.in[o][4 + k][lane], c), gate = GATE ? vt * sigmoid(zt) * zt : vt;
+          w[k][c] = split(inside ? gate : 0.f);
         } else {
           w[k][c] = split(e[c] * vt);
         }
@@ -122,7 +122,8 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ ScanParam
   const int64_t stride = (int64_t)p.channels * 4;
   const float4* first = (const float4*)(REVERSE ? p.dfinal : p.initial_state);
   float4 h = first ? first[pieces.z * stride + i] : make_float4(0.f, 0.f, 0.f, 0.f);
-  const float4 A = ((const float4*)p.A)[i];
+  float4 A = ((const float4*)p.A)[i];
+  A.x *= LOG2E, A.y *= LOG2E, A.z *= LOG2E, A.w *= LOG2E;
   for (int n0 = 0; n0 < pieces.y; n0 += AHEAD) {
     float4 end[AHEAD];
     float sum[AHEAD];
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ ScanParam
     for (int k = 0; k < AHEAD; k++)
       if (n0 + k + 1 < pieces.y) {  // the last has no end state
         end[k] = ((const float4*)p.cut_states)[place(n0 + k) * stride + i];
-        sum[k] = p.cut_sums[place(n0 + k) * p.channels + (i >> 2)] * LOG2E;
+        sum[k] = p.cut_sums[place(n0 + k) * p.channels + (i >> 2)];
       }
 #pragma unroll
     for (int k = 0; k < AHEAD; k++)

@@ -88,7 +88,7 @@ template <class T> __global__ void forward(const __grid_constant__ ScanParams p)
   for (int i = item.x; i < item.y; i++) {
     const int4 segment = p.schedule.segments[i];
     float h[EACH] = {};
-    if (p.initial_state) c.load(h, p.initial_state, segment.z);
+    if (p.initial_state) c.load(h, p.initial_state, document_of(segment));
     c.enter(segment.x);
     for (int t = 0; t < segment.y - segment.x; t++) {
       if (p.saved && t % CHUNK == 0 && t > 0) c.store(h, (float*)p.saved, c.saved(segment.x, t));
@@ -104,7 +104,7 @@ template <class T> __global__ void forward(const __grid_constant__ ScanParams p)
       }
       if (c.live && c.j == 0) ((T*)p.y)[(int64_t)(segment.x + t) * p.channels + c.channel] = from_float<T>(y);
     }
-    if (p.final_state) c.store(h, p.final_state, segment.z);
+    if (p.final_state) c.store(h, p.final_state, document_of(segment));
   }
 }
 
@@ -138,13 +138,13 @@ template <class T> __global__ void backward(const __grid_constant__ ScanParams p
       const int4 segment = p.schedule.segments[i];
       const int length = segment.y - segment.x;
       float carry[EACH] = {};
-      if (p.dfinal && c.live) c.load(carry, p.dfinal, segment.z);
+      if (p.dfinal && c.live) c.load(carry, p.dfinal, document_of(segment));
       c.enter(segment.x);
       for (int c0 = (length - 1) / CHUNK * CHUNK; c0 >= 0; c0 -= CHUNK) {
         const int end = min(length, c0 + CHUNK);
         float h[EACH] = {};
         if (c0 > 0) c.load(h, (const float*)p.saved, c.saved(segment.x, c0));
-        else if (p.initial_state) c.load(h, p.initial_state, segment.z);
+        else if (p.initial_state) c.load(h, p.initial_state, document_of(segment));
         for (int t = c0; t < end; t++) {
           if ((t - c0) % STEPS == 0)
 #pragma unroll
@@ -216,7 +216,7 @@ template <class T> __global__ void backward(const __grid_constant__ ScanParams p
           }
         }
       }
-      if (p.dinitial) c.store(carry, p.dinitial, segment.z);
+      if (p.dinitial) c.store(carry, p.dinitial, document_of(segment));
     }
     c.store(dA, p.partial_A, blockIdx.y);
     if (c.live && c.j == 0) {

@@ -1,8 +1,8 @@
 // The schedule of a batch, made on the device so that the host need not wait; and what makes padding zero.
 //
 // `schedule`: one block; 1024 threads walk documents, then segments, then items, with running sums, each writing at places known
-// from prefix sums: the same bits every time. Long documents are cut, short ones that begin in the same window of slots share an
-// item, and items are sorted by length in quarter octaves by a counting sort, longest first. Some microseconds, once a batch.
+// from prefix sums: the same bits every time. Segments of long documents are items, short documents that begin in the same window
+// of slots share one, and items are sorted by length in quarter octaves by a counting sort, longest first. Some microseconds, once a batch.
 // Documents of no tokens, behind all slots, are absent: a graph's layouts have room for more than each batch has.
 // `zero_tails`: threads along the bytes of a row's tail. Bytes: those of the padding.
 #include "params.h"
@@ -51,7 +51,7 @@ __device__ int first_ending_after(const int* ends, int documents, int64_t slot) 
   return a;
 }
 
-__global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int* ends, const __grid_constant__ Plan plan,
+__global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int* ends, const int* offsets, const __grid_constant__ Plan plan,
                                                     const __grid_constant__ Schedule out) {
   const int documents = plan.documents, rows = plan.rows, row_length = plan.row_length, window = plan.window;
   int4* const segments = out.segments;
@@ -64,8 +64,12 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
   for (int base = 0; base < documents; base += THREADS) {
     const int d = base + me;
     const int start = d < documents ? starts[d] : 0, end = d < documents ? ends[d] : 0, length = end - start;
-    const int pieces = length > plan.cut_above ? (length + plan.cut_length - 1) / plan.cut_length : length > 0;
-    const bool cut = pieces > 1;
+    const int offset = offsets && d < documents ? offsets[d] : 0, past = offset % plan.cut_length;
+    // To the first multiple of cut_length, or, where no token that saves a state lies there, to the next one that does.
+    const int first_length = plan.cut_length - past / SAVE_EVERY * SAVE_EVERY;
+    const int rest = length - first_length;
+    const int pieces = rest > 0 ? 1 + (rest + plan.cut_length - 1) / plan.cut_length : length > 0;
+    const bool cut = length > plan.cut_above && pieces > 1;
     int segment = num_segments + block_sum(pieces, total);
     num_segments += total;
     int place = num_cut + block_sum(cut ? pieces : 0, total);
@@ -73,9 +77,10 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
     const int cut_document = num_cut_documents + block_sum(cut, total);
     num_cut_documents += total;
     if (cut) out.cut_documents[cut_document] = make_int4(place, pieces, d, 0);
-    for (int i = 0; i < pieces; i++, segment++) {
-      const int first = start + i * plan.cut_length;
-      segments[segment] = make_int4(first, cut ? min(end, first + plan.cut_length) : end, d, cut ? place + i : -1);
+    int64_t first = start, next = start + (int64_t)first_length;
+    for (int i = 0; i < pieces; i++, segment++, first = next, next += plan.cut_length) {
+      const int tagged = with_flags(d, i > 0 || (offset > 0 && past == 0), next <= end);
+      segments[segment] = make_int4(first, min(next, (int64_t)end), tagged, cut ? place + i : -1);
       if (cut) out.cut_segments[place + i] = segment;
     }
   }
@@ -87,7 +92,10 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
     bool begins = false;
     if (i < num_segments) {
       const int4 a = segments[i], b = segments[max(i - 1, 0)];
-      begins = i == 0 || a.x / window != b.x / window || a.y - a.x > window || b.y - b.x > window;
+      const int da = document_of(a), db = document_of(b), at = starts[da], previous = starts[db];
+      begins = a.x > at ? a.w >= 0
+                        : i == 0 || at / window != previous / window || ends[da] - at > window || ends[db] - previous > window ||
+                              a.w >= 0 || b.w >= 0;
     }
     const int item = num_items + block_sum(begins, total);
     num_items += total;
@@ -97,11 +105,7 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
   for (int i = me; i < num_items; i += THREADS) unsorted[i].y = i + 1 < num_items ? unsorted[i + 1].x : num_segments;
   __syncthreads();
 
-  auto tokens = [&](int i) {
-    int sum = 0;
-    for (int j = unsorted[i].x; j < unsorted[i].y; j++) sum += segments[j].y - segments[j].x;
-    return sum;
-  };
+  auto tokens = [&](int i) { return segments[unsorted[i].y - 1].y - segments[unsorted[i].x].x; };
   // Counting sort: a quarter of the buckets at a time, each thread a run of items, counts in bucket-major order.
   const int run = (num_items + SORT_THREADS - 1) / SORT_THREADS;
   int placed = 0;
@@ -164,8 +168,9 @@ __global__ void zero_tails(char* data, int64_t token_bytes, int words, const int
 
 }  // namespace
 
-void make_schedule(const int* starts, const int* ends, const Plan& plan, const Schedule& out, cudaStream_t stream) {
-  schedule<<<1, THREADS, 0, stream>>>(starts, ends, plan, out);
+void make_schedule(const int* starts, const int* ends, const int* offsets, const Plan& plan, const Schedule& out,
+                   cudaStream_t stream) {
+  schedule<<<1, THREADS, 0, stream>>>(starts, ends, offsets, plan, out);
   if (PER_TOKEN_INDICES) positions<<<128, 256, 0, stream>>>(starts, ends, plan, out.positions);
 }
 

@@ -12,12 +12,10 @@ from torch import Tensor
 from packmamba.layout import Schedules
 from packmamba.ops.build import operator
 
-# Documents are cut only where they would leave the chip idle: pieces scan their tokens twice.
-MIN_CUT_ABOVE = 384
-CUT_SHARE = {"forward": 0.45, "backward": 0.6}
-"""Documents are cut above this share of the tokens that each scheduler gets. A warp alone is slower than its share of a full
-scheduler by 2.4 in the forward, by 2 in the backward."""
-CUT_LENGTHS = (128, 256)
+SEGMENT = 1024
+"""Tokens between the places, counted from a document's token 0, at which the scan combines states (kernels/cuda/params.h)."""
+CUT_SHARE = {"forward": 1.4, "backward": 0.6}
+"""Segments of documents above this share of the tokens that each scheduler gets are walked at once, which scans them twice."""
 NEVER = 2**31 - 1
 MIN_WINDOW, WINDOWS = 128, 128
 """Documents that begin in the same window of slots share a work item: at least so many slots, at most so many windows."""
@@ -42,15 +40,13 @@ def plan(
     direction: forward or backward.
     """
     window = max(MIN_WINDOW, slots // WINDOWS)
+    if not cuts or longest < SEGMENT:
+        return NEVER, NEVER, window
     # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that cannot hold the others up.
     share = slots * -(-channels // WARP_CHANNELS) // _schedulers(device)
-    cut_above = max(MIN_CUT_ABOVE, int(share * CUT_SHARE[direction]))
-    if not cuts or longest <= cut_above:
-        return NEVER, NEVER, window
-    low, high = CUT_LENGTHS
-    # The grid has room for 65535 pieces.
-    cut_length = max(min(high, max(low, cut_above // 12)), slots // 16384) // 32 * 32
-    return max(cut_above, cut_length), cut_length, window
+    cut_above = max(SEGMENT, int(share * CUT_SHARE[direction]))
+    # The grid has room for 65535 segments walked at once.
+    return (NEVER if longest <= cut_above or slots > SEGMENT << 15 else cut_above), SEGMENT, window
 
 
 def schedule(
@@ -77,13 +73,13 @@ def schedule(
     if known is not None and known.made_of == made_of:
         return known.found
     longest = schedules.get("longest")
-    longest = row_length if longest is None else longest
+    longest = NEVER if longest is None else longest
     planned = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
     known = schedules[key] = schedules.setdefault((planned, rows, row_length, stream), Schedule())
     if known.made_of != made_of:
         size = operator("cuda", "schedule_size")(starts.numel(), rows, row_length, *planned)
         memory = starts.new_empty(size)
-        operator("cuda", "schedule")(starts, ends, rows, row_length, *planned, memory, stream)
+        operator("cuda", "schedule")(starts, ends, schedules.get("offsets"), rows, row_length, *planned, memory, stream)
         known.made_of, known.found = made_of, (memory, *planned)
     return known.found
 

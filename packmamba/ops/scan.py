@@ -19,7 +19,7 @@ from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, re
 # As in the kernels: tokens between states that the scan keeps for its backward, and what channels are padded to.
 KEPT_TOKENS = 32
 KEPT_CHANNELS = 16
-BACKWARD_SHARED_BYTES = 109 << 10
+BACKWARD_SHARED_BYTES = 113 << 10
 """Shared memory of a block of the scan's tensor-core backward."""
 
 

@@ -23,7 +23,7 @@ Loss = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape that a graph is captured for: slots, and maximum number of documents and length of the longest, in powers of four."""
+    """Shape that a graph is captured for: slots, most documents (a power of four), and the longest (of two, offset included)."""
 
     rows: int
     row_length: int
@@ -35,7 +35,8 @@ class Shape:
     def of(cls, batch: PackedBatch, accumulates: bool) -> Shape:
         rows, row_length = batch.layout.shape
         row_length = -(-row_length // ROW_MULTIPLE) * ROW_MULTIPLE
-        longest = min(_power_of_four(batch.layout.longest or row_length), row_length)
+        longest = 1 << max(0, (batch.layout.longest or ABSENT) - 1).bit_length()
+        longest = longest if longest <= row_length else ABSENT  # that of continued documents grows
         return cls(rows, row_length, _power_of_four(batch.layout.num_documents), longest, accumulates)
 
     @property

@@ -44,8 +44,8 @@ def assert_parity(case, dtype):
 
 @pytest.fixture
 def cut_early(monkeypatch):
-    monkeypatch.setattr(cuda, "MIN_CUT_ABOVE", 96)
-    monkeypatch.setattr(cuda, "CUT_LENGTHS", (64, 64))
+    monkeypatch.setattr(cuda, "SEGMENT", 64)
+    monkeypatch.setattr(cuda, "CUT_SHARE", {"forward": 0.0, "backward": 0.0})
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
@@ -320,3 +320,105 @@ def test_more_elements_than_32_bits_count(operator, large):
         del y, dx
     for found, expected, tolerance in zip(*results, TOLERANCES[torch.bfloat16]):
         assert found.isfinite().all() and relative_error(found, expected) <= tolerance
+
+
+def own_tensors(operator, lengths, row_length, offsets=None, channels=1536, states=False):
+    """Return for each document its outputs, final state and the gradients of its own tensors.
+
+    lengths: rows of (tokens, seed): a document's tensors are drawn from its seed, from token 0 on, whatever stands beside it.
+    """
+    tokens = [[n for n, _ in row] for row in lengths]
+    layout = SequenceLayout.from_lengths(tokens, row_length, offsets).to("cuda")
+    spans = list(zip(layout.starts.tolist(), layout.ends.tolist(), layout.offsets.tolist(), strict=True))
+    seeds = [seed for row in lengths for _, seed in row]
+
+    def normal(seed, *shape):
+        return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+    def activations(number, width):
+        flat = torch.full((len(tokens) * row_length, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+        for (start, end, offset), seed in zip(spans, seeds, strict=True):
+            flat[start:end] = normal(10 * seed + number, offset + end - start, width)[offset:]
+        return flat.view(len(tokens), row_length, width)
+
+    def states_of(number, *shape):
+        return torch.stack([normal(10 * seed + number, *shape) for seed in seeds])
+
+    if operator == "ssm_pack":
+        own = {"u": channels, "delta": channels, "B": 16, "C": 16, "z": channels}
+        A = -torch.arange(1, 17, device="cuda").float().repeat(channels, 1) * normal(1, channels, 1).exp()
+        shared = {"A": A, "D": normal(2, channels), "delta_bias": normal(3, channels) - 3}
+        options, shape = {"delta_softplus": True}, (channels, 16)
+    else:
+        own, shared = {"x": channels}, {"weight": normal(1, channels, 4), "bias": normal(2, channels)}
+        options, shape = {"activation": "silu"}, (channels, 3)
+    tensors = {name: activations(i, width).requires_grad_() for i, (name, width) in enumerate(own.items())}
+    if states:
+        tensors["initial_state"] = states_of(7, *shape).requires_grad_()
+    y, final = getattr(ops, operator)(**tensors, **shared, **options, layout=layout, return_final_state=True)
+    outputs, grads = [y], [activations(8, channels)]
+    if states:
+        outputs, grads = [y, final], [*grads, states_of(9, *shape)]
+    gradients = torch.autograd.grad(outputs, list(tensors.values()), grads)
+    per_token = {"y": y.detach()} | {f"grad of {name}": g for name, g in zip(tensors, gradients) if name in own}
+    per_document = {"final_state": final.detach()} | ({"grad of initial_state": gradients[-1]} if states else {})
+    return [
+        {name: value.flatten(0, 1)[start:end] for name, value in per_token.items()}
+        | {name: value[i] for name, value in per_document.items()}
+        for i, (start, end, _) in enumerate(spans)
+    ]
+
+
+NEIGHBOURS = {
+    "first of short ones": lambda n: ([[n] + [600] * ((65536 - n) // 600)], 0),
+    "last of short ones": lambda n: ([[600] * ((65536 - n) // 600) + [n]], (65536 - n) // 600),
+    "among long ones": lambda n: ([[16000, n, 7001], [30000, 10001]], 1),
+    "in a row of its own": lambda n: ([[3000, 3000], [n], [33000]], 2),
+}
+
+
+@pytest.mark.parametrize("operator", ["ssm_pack", "conv1d_pack"])
+@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
+@pytest.mark.parametrize("channels", [1536, 4096])
+@pytest.mark.parametrize("length", [1, 300, 512, 1024, 2048, 4096, 8192, 16384, 32768])
+def test_a_documents_bits_whatever_stands_beside_it(length, channels, states, operator):
+    """Whether a long document was cut depended on the whole batch, and with it the document's bits."""
+    options = {"channels": channels, "states": states}
+    alone = own_tensors(operator, [[(length, 7)]], length, **options)[0]
+    for name, neighbours in NEIGHBOURS.items():
+        lengths, at = neighbours(length)
+        numbered = iter(range(100, 1000))
+        flat = [(n, next(numbered)) for row in lengths for n in row]
+        flat[at] = (length, 7)
+        rows = [[flat.pop(0) for _ in row] for row in lengths]
+        for key, value in own_tensors(operator, rows, 65536, **options)[at].items():
+            assert torch.equal(value, alone[key]), (name, key)
+
+
+@pytest.mark.parametrize("channels", [256, 4096])
+@pytest.mark.parametrize("at", [1024, 4096, 10240])
+def test_a_pass_split_where_states_are_combined_is_one_pass(at, channels):
+    tokens, generator = at + 3000, torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    wide = [normal(1, tokens, width).requires_grad_() for width in (channels, channels, 16, 16, channels)]
+    A = -torch.arange(1, 17, device="cuda").float().repeat(channels, 1)
+    rest = {"D": normal(channels, dtype=torch.float32), "delta_softplus": True, "return_final_state": True}
+    start, grads = normal(1, channels, 16, dtype=torch.float32).requires_grad_(), [normal(1, tokens, channels)]
+    grads.append(normal(1, channels, 16, dtype=torch.float32))
+
+    def scan(first, end, state):
+        layout = SequenceLayout.from_lengths([[end - first]], end - first, [[first]]).to("cuda")
+        u, delta, B, C, z = (tensor[:, first:end] for tensor in wide)
+        return ops.ssm_pack(u, delta - 2, A, B, C, z=z, layout=layout, initial_state=state, **rest)
+
+    y, final = scan(0, tokens, start)
+    one = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
+    y, state = scan(0, at, start)
+    more, final = scan(at, tokens, state)
+    y = torch.cat([y, more], 1)
+    two = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
+    for i, (a, b) in enumerate(zip(one, two, strict=True)):
+        assert torch.equal(a, b), i

@@ -28,7 +28,7 @@ class Device:
         assert (rows, row_length) == LAYOUT.shape
         return 10
 
-    def schedule(self, starts, ends, rows, row_length, cut_above, cut_length, window, memory, stream):
+    def schedule(self, starts, ends, offsets, rows, row_length, cut_above, cut_length, window, memory, stream):
         assert stream == self.stream
         self.made.append(memory.fill_(len(self.made)))
 
