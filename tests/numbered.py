@@ -16,13 +16,7 @@ class Numbered:
         self.lengths = np.array(lengths, np.int32)
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         self.num_documents, self.num_tokens = len(lengths), int(self.offsets[-1])
-        self.vocab_size = self.num_tokens
-
-    def document(self, index):
-        return np.arange(self.offsets[index], self.offsets[index + 1])
-
-    def __len__(self):
-        return self.num_documents
+        self.vocab_size, self.tokens = self.num_tokens, np.arange(self.num_tokens)
 
 
 def steps_of(lengths, ranks=1, carry=False, seed=0, **keys):

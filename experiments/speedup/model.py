@@ -86,13 +86,8 @@ class Documents:
 
     def __init__(self, lengths: np.ndarray, vocab_size: int, seed: int) -> None:
         self.lengths = lengths
-        ends = np.cumsum(lengths, dtype=np.int64)
-        self._parts = np.stack([ends - lengths, ends], axis=1)
-        self._tokens = np.random.default_rng(seed).integers(vocab_size, size=int(ends[-1]))
-
-    def document(self, number: int) -> np.ndarray:
-        start, end = self._parts[number]
-        return self._tokens[start:end]
+        self.offsets = np.cumsum([0, *lengths], dtype=np.int64)
+        self.tokens = np.random.default_rng(seed).integers(vocab_size, size=int(self.offsets[-1]))
 
 
 @dataclass

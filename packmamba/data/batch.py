@@ -96,44 +96,41 @@ class Rows:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def _places(self, rows: Integers) -> tuple[Integers, Integers]:
+        """Return the pieces of these rows, and where in the corpus their tokens lie, in order."""
+        pieces = np.concatenate([np.arange(*self.row_offsets[row : row + 2]) for row in rows])
+        length = self.length[pieces]
+        first = self.corpus.offsets[self.document[pieces]] + self.start[pieces]
+        return pieces, np.repeat(first - (np.cumsum(length) - length), length) + np.arange(length.sum())
+
     def count(self, groups: list[Integers]) -> tuple[int, int, int, int, int]:
         """Return StepBatch's five numbers of batches, given by row numbers."""
-        of_rows = [np.arange(*self.row_offsets[row : row + 2]) for rows in groups for row in rows]
-        pieces, behind = np.concatenate(of_rows), np.concatenate([row[1:] for row in of_rows])
-        document, start, length = self.document[pieces], self.start[pieces], self.length[pieces]
-        targets = int(length.sum() - np.count_nonzero(start + length == self.end[pieces]))
+        pieces, places = self._places(np.concatenate(groups))
+        length = self.length[pieces]
+        targets = len(places) - np.count_nonzero(self.start[pieces] + length == self.end[pieces])
         if self.corpus.targets is not None:
-            each = zip(document.tolist(), start.tolist(), length.tolist())
-            targets = sum(int((self.corpus.answers(d)[begin : begin + n] >= 0).sum()) for d, begin, n in each)
+            targets = np.count_nonzero(self.corpus.targets[places] >= 0)
         slots = sum(max(len(rows), 1) * int(self.slots[rows].max(initial=1)) for rows in groups)
-        return targets, int(length.sum()), slots, len(behind), int(self.length[behind].sum())
+        behind = length[self.row_offsets[np.searchsorted(self.row_offsets, pieces)] != pieces]
+        return int(targets), len(places), slots, len(behind), int(behind.sum())
 
     def batch(self, rows: Integers, turn: int = 0) -> PackedBatch:
         """Return the batch of these rows, given by number; of none, a slot of padding."""
         if not len(rows):
             nothing = torch.zeros(1, 1, dtype=torch.int64)
             return PackedBatch(nothing, nothing, nothing.bool(), SequenceLayout.from_lengths([[]], row_length=1))
-        tokens = np.zeros((len(rows), int(self.slots[rows].max())), np.int64)
-        targets, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
-        lengths, offsets = [], []
-        for b, row in enumerate(rows):
-            pieces = slice(*self.row_offsets[row : row + 2])
-            lengths.append(self.length[pieces].tolist())
-            offsets.append(self.offset[pieces].tolist())
-            places = zip(self.document[pieces].tolist(), self.start[pieces].tolist(), self.end[pieces].tolist())
-            slot = 0
-            for (document, start, end), length in zip(places, lengths[-1]):
-                here = slice(slot, slot + length)
-                # With the target of its last token, if the document goes on.
-                source = self.corpus.document(document)[start : min(start + length + 1, end)]
-                tokens[b, here] = source[:length]
-                if self.corpus.targets is not None:
-                    answers = self.corpus.answers(document)[start : start + length]
-                    targets[b, here], loss_mask[b, here] = np.maximum(answers, 0), answers >= 0
-                else:
-                    targets[b, slot : slot + source.size - 1] = source[1:]
-                    loss_mask[b, slot : slot + source.size - 1] = True
-                slot += length
-        layout = SequenceLayout.from_lengths(lengths, row_length=tokens.shape[1], offsets=offsets)
-        of = torch.from_numpy
-        return PackedBatch(of(tokens), of(targets), of(loss_mask), layout, turn)
+        of_rows = [slice(*self.row_offsets[row : row + 2]) for row in rows]
+        lengths, offsets = ([part[of].tolist() for of in of_rows] for part in (self.length, self.offset))
+        layout = SequenceLayout.from_lengths(lengths, row_length=int(self.slots[rows].max()), offsets=offsets)
+        corpus, (pieces, places) = self.corpus, self._places(rows)
+        if corpus.targets is not None:
+            answers = corpus.targets[places]
+        else:
+            answers = corpus.tokens[np.minimum(places + 1, len(corpus.tokens) - 1)].astype(np.int64)
+            length = self.length[pieces]
+            answers[(np.cumsum(length) - 1)[self.start[pieces] + length == self.end[pieces]]] = -1
+        tokens, targets, loss_mask = np.zeros((3, layout.num_slots), np.int64)
+        slots = layout.token_slots.numpy()
+        tokens[slots], targets[slots], loss_mask[slots] = corpus.tokens[places], np.maximum(answers, 0), answers >= 0
+        tensors = (torch.from_numpy(part).view(layout.shape) for part in (tokens, targets, loss_mask > 0))
+        return PackedBatch(*tensors, layout, turn)

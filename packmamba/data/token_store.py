@@ -76,10 +76,6 @@ class Corpus:
         """Return the tokens of a document, (lengths[index],), a view."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
-    def answers(self, index: int) -> Any:
-        """Return the targets of a document, (lengths[index],), a view; None where the corpus has no targets."""
-        return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
-
     def __len__(self) -> int:
         return self.num_documents
 

@@ -192,13 +192,14 @@ class TrainingLayoutReader:
     """
 
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
-        ids, lengths = [np.asarray(document) for document in documents], np.array([len(d) for d in documents])
-        corpus: Any = SimpleNamespace(document=ids.__getitem__, lengths=lengths, targets=None)
+        lengths = np.array([len(document) for document in documents])
+        tokens, offsets = np.concatenate(documents), np.cumsum([0, *lengths])
+        corpus: Any = SimpleNamespace(tokens=tokens, offsets=offsets, lengths=lengths, targets=None)
         splits = data.overlong == "split" or STRATEGIES[data.strategy].splits_documents
         if not splits and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(lengths.max())))
         self.boundary = boundary
-        self.plan, self.batches = arrange_as_trained(corpus, np.arange(len(ids)), data, boundary.continues)
+        self.plan, self.batches = arrange_as_trained(corpus, np.arange(len(lengths)), data, boundary.continues)
 
     def read(self, model: MambaLM, visit: Visit) -> Iterator[int]:
         """Read all documents batch by batch; yield the number of tokens of each batch."""

@@ -40,7 +40,6 @@ def test_pieces_that_continue_have_their_offset():
 def test_targets_of_a_task_count_where_they_are():
     corpus = Numbered([4, 3])
     corpus.targets = np.array([-1, 7, -1, 8, -1, -1, 9])
-    corpus.answers = lambda index: corpus.targets[corpus.offsets[index] : corpus.offsets[index + 1]]
     rows = arrange(corpus, Pieces.of(corpus, np.arange(2)), DataConfig(strategy="next_fit", row_length=7))
     batch = rows.batch(np.arange(1))
     assert batch.targets[batch.loss_mask].tolist() == [7, 8, 9] and rows.count([np.arange(1)])[0] == 3

@@ -231,7 +231,8 @@ def test_a_task_s_corpus_holds_its_examples_and_their_targets(tmp_path):
         for number in range(len(corpus)):
             example = task.example(0, first + number)
             assert np.array_equal(corpus.document(number), example.tokens)
-            assert np.array_equal(corpus.answers(number), np.where(example.mask, example.targets, -1))
+            targets = corpus.targets[corpus.offsets[number] : corpus.offsets[number + 1]]
+            assert np.array_equal(targets, np.where(example.mask, example.targets, -1))
 
 
 # --- keys
