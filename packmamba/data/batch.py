@@ -129,8 +129,7 @@ class Rows:
             answers = corpus.tokens[np.minimum(places + 1, len(corpus.tokens) - 1)].astype(np.int64)
             length = self.length[pieces]
             answers[(np.cumsum(length) - 1)[self.start[pieces] + length == self.end[pieces]]] = -1
-        tokens, targets, loss_mask = np.zeros((3, layout.num_slots), np.int64)
-        slots = layout.token_slots.numpy()
-        tokens[slots], targets[slots], loss_mask[slots] = corpus.tokens[places], np.maximum(answers, 0), answers >= 0
-        tensors = (torch.from_numpy(part).view(layout.shape) for part in (tokens, targets, loss_mask > 0))
-        return PackedBatch(*tensors, layout, turn)
+        parts = np.zeros((3, layout.num_slots), np.int64)
+        parts[:, layout.token_slots.numpy()] = corpus.tokens[places], np.maximum(answers, 0), answers >= 0
+        tokens, targets, loss_mask = torch.from_numpy(parts).view(3, *layout.shape)
+        return PackedBatch(tokens, targets, loss_mask.bool(), layout, turn)

@@ -80,22 +80,21 @@ class Strategy:
     """Assign whole pieces to rows, or cut documents at the ends of rows.
 
     Attributes:
-        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0; a row each if not given. No piece is longer
-            than a row.
+        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0; without it each has its own.
+        keeps_order: rows hold the documents in their order (in each stream).
+        pads: rows have ``row_length`` slots; else as many as tokens.
+        needs_row_length: ``row_length=None`` is an error; else a row is as long as its document.
         cut: (lengths, row_length, streams) -> (document, start, length, row) of pieces, (P,) each. Stream b is rows b,
             b + streams, b + 2 * streams, ...; each continues where the one before ended.
         drops_tokens: a token may be in no row. ``overlong="truncate"`` drops tails under any strategy.
-        pads: rows have ``row_length`` slots; else as many as tokens.
-        keeps_order: rows hold the documents in their order (in each stream).
-        needs_row_length: ``row_length=None`` is an error; else a row is as long as its document.
     """
 
-    assign: Callable[[Integers, int, int], Integers] = lambda lengths, *_: np.arange(len(lengths))
+    assign: Callable[[Integers, int, int], Any] = lambda lengths, *_: np.arange(len(lengths))
+    keeps_order: bool = True
+    pads: bool = True
+    needs_row_length: bool = True
     cut: Callable[[Integers, int, int], tuple[Integers, Integers, Integers, Integers]] | None = None
     drops_tokens: bool = False
-    pads: bool = True
-    keeps_order: bool = True
-    needs_row_length: bool = True
 
     @property
     def splits_documents(self) -> bool:
@@ -139,7 +138,7 @@ def plan_rows(
         document, start, length, row = chosen.cut(lengths, limit, streams)
     else:
         document, start, length = _fit(lengths, limit, overlong)
-        row = np.asarray(chosen.assign(length, limit, buffer))
+        row = np.asarray(chosen.assign(length, limit, buffer), None if len(length) else np.int64)
         if row.shape != length.shape or row.dtype.kind not in "iu" or row.min(initial=0) < 0:
             raise ValueError(f"strategy '{strategy}': expected {len(length)} row numbers from 0, got {row!r}")
     num_rows = -(-(int(row.max(initial=-1)) + 1) // streams) * streams
@@ -181,22 +180,16 @@ def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Int
     # The stream with the fewest tokens so far, of equals the first: keys are tokens * streams + stream.
     heap = list(range(streams))
     keys = [heapreplace(heap, heap[0] + tokens) for tokens in (lengths * streams).tolist()]
-    stream = np.array(keys, np.int64) % streams
-    documents = np.argsort(stream, kind="stable")
-    stream, lengths = stream[documents], lengths[documents]
-    stream_tokens = np.zeros(streams, np.int64)
-    np.add.at(stream_tokens, stream, lengths)
-    ends = np.cumsum(lengths) - (np.cumsum(stream_tokens) - stream_tokens)[stream]  # places in the stream
-    begins = ends - lengths
-    first = begins // row_length
+    begins, stream = np.divmod(np.array(keys, np.int64), streams)
+    ends, first = begins + lengths, begins // row_length
     of, part = _enumerate((ends - 1) // row_length - first + 1)
     row = first[of] + part
     begin = np.maximum(begins[of], row * row_length)
     end = np.minimum(ends[of], (row + 1) * row_length)
-    return documents[of], begin - begins[of], end - begin, row * streams + stream[of]
+    return of, begin - begins[of], end - begin, row * streams + stream[of]
 
 
-def _next_fit(lengths: Integers, row_length: int, buffer: int) -> Integers:
+def _next_fit(lengths: Integers, row_length: int, buffer: int) -> list[int]:
     """Close a row when the next document does not fit."""
     row_of, row, room = [], -1, 0
     for length in lengths.tolist():
@@ -204,10 +197,10 @@ def _next_fit(lengths: Integers, row_length: int, buffer: int) -> Integers:
             row, room = row + 1, row_length
         room -= length
         row_of.append(row)
-    return np.array(row_of, np.int64)
+    return row_of
 
 
-def _first_fit(lengths: Integers, row_length: int, buffer: int) -> Integers:
+def _first_fit(lengths: Integers, row_length: int, buffer: int) -> list[int]:
     """Put each document, in order, into the first row that has room."""
     # A binary tree of maxima, node n above 2n and 2n + 1; leaves are the free slots of rows.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
@@ -227,7 +220,7 @@ def _first_fit(lengths: Integers, row_length: int, buffer: int) -> Integers:
             if rooms[node] == room:
                 break
             rooms[node] = room
-    return np.array(row_of, np.int64)
+    return row_of
 
 
 def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool = False) -> Integers:
@@ -264,29 +257,20 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
     return row_of
 
 
-def _by_length(lengths: Integers, row_length: int, buffer: int) -> Integers:
-    """Sort, so that batches of consecutive rows have little padding."""
-    return np.argsort(np.argsort(lengths, kind="stable"))
-
-
-def _best_fit_decreasing(lengths: Integers, row_length: int, buffer: int) -> Integers:
-    return _decreasing(lengths, row_length, LONGEST)
-
-
-def _spfhp(lengths: Integers, row_length: int, buffer: int) -> Integers:
-    """Pack shortest-pack-first (arXiv 2107.02027), but equal documents share a new row, as if placed one by one."""
-    return _decreasing(lengths, row_length, LONGEST, emptiest=True)
-
-
+# Batches of consecutive rows have little padding.
+_BY_LENGTH = Strategy(lambda lengths, *_: np.argsort(np.argsort(lengths, kind="stable")), False, needs_row_length=False)
+_BEST_FIT = Strategy(lambda lengths, row_length, _: _decreasing(lengths, row_length, LONGEST), False)
+# Shortest-pack-first (arXiv 2107.02027), but equal documents share a new row, as if placed one by one.
+_SPFHP = Strategy(lambda lengths, row_length, _: _decreasing(lengths, row_length, LONGEST, True), False)
 STRATEGIES = {
     "single": Strategy(pads=False, needs_row_length=False),
     "padded": Strategy(needs_row_length=False),
-    "padded_sorted": Strategy(_by_length, keeps_order=False, needs_row_length=False),
+    "padded_sorted": _BY_LENGTH,
     "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
-    "best_fit_decreasing": Strategy(_best_fit_decreasing, keeps_order=False),
-    "spfhp": Strategy(_spfhp, keeps_order=False),
+    "best_fit_decreasing": _BEST_FIT,
+    "spfhp": _SPFHP,
     "concat_split": Strategy(cut=_concat_split),
 }
 """Strategies by the name that ``data.strategy`` takes; plugins may add to it."""
