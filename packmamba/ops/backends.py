@@ -12,20 +12,17 @@ import torch
 
 from packmamba.ops import build
 
-COMPILED = {
-    "conv1d_pack": "packmamba.ops.conv:compiled",
-    "ssm_pack": "packmamba.ops.scan:compiled",
-    "inner_pack": "packmamba.ops.inner:compiled",
-}
+OPERATORS = {"conv1d_pack": "conv", "ssm_pack": "scan", "inner_pack": "inner"}
+"""Operators and their modules."""
+COMPILED = {operator: f"packmamba.ops.{module}:compiled" for operator, module in OPERATORS.items()}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Implementations of the operators, and what they need.
+    """Implementations of the operators.
 
     Attributes:
-        implementations: by operator, ``module:function``. A function takes the operator's arguments (``ConvArguments``,
-            ``ScanArguments``, ``InnerArguments``).
+        implementations: by operator, ``module:function``; each takes ``ConvArguments``, ``ScanArguments`` or ``InnerArguments``.
         device: device type of the tensors it takes; None: any.
         kernels: kind of compiled kernels that it runs; see ``packmamba.ops.build``.
         packages: packages that must be installed.
@@ -54,7 +51,7 @@ BACKENDS = {
     "cpu": Backend(COMPILED, device="cpu", kernels="cpu"),
     "cuda": Backend(COMPILED, device="cuda", kernels="cuda"),
     "mamba_ssm": Backend(
-        {name: f"packmamba.ops.mamba_ssm:{name}" for name in COMPILED},
+        {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS},
         device="cuda",
         packages=("mamba_ssm", "causal_conv1d"),
     ),
@@ -73,29 +70,25 @@ def load() -> None:
 
 
 def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> Callable:
-    """Return the operator's implementation for ``backend`` on ``device``.
-
-    ``auto`` (and None) takes the compiled kernels of the device. A CPU that cannot build them runs the reference, which is as
-    exact, with one warning; a GPU never falls back.
-
-    Raises:
-        KernelError: the compiled kernels can be neither found nor built.
-        ValueError: an unknown backend, or one that does not run here.
-    """
+    """Return the operator's implementation for ``backend`` on ``device``. Raises as ``backend_name``."""
     if torch.compiler.is_compiling():  # a graph must not depend on the cache
         return _implementations[backend_name(backend, device, operator), operator]
     key = (backend, device, operator)
-    try:
-        return _chosen[key]
-    except (KeyError, TypeError):
-        chosen = _chosen[key] = _implementations[backend_name(backend, device, operator), operator]
-        return chosen
+    if key not in _chosen:
+        _chosen[key] = _implementations[backend_name(backend, device, operator), operator]
+    return _chosen[key]
 
 
 def backend_name(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> str:
-    """Return the name of the backend that ``choose`` takes. Raises as ``choose`` does."""
+    """Return the backend that runs: for ``auto`` (and None) the compiled kernels of the device.
+
+    A CPU that cannot build them runs the reference, which is as exact, with one warning; a GPU never falls back.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not run here.
+    """
     name = "auto" if backend is None else backend
-    if not isinstance(name, str) or name not in BACKENDS:
+    if name not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     if name == "auto":
         name = "reference" if device.type == "cpu" and not build.ready("cpu") else device.type

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,113 +28,91 @@ from filelock import FileLock
 
 from packmamba.errors import COMMAND, KernelError
 
-KINDS = ("cpu", "cuda")
 BUILD_COMMAND = f"{COMMAND} kernels build"
 # Libraries built for this version of the stable ABI load on it and on later ones.
 TORCH_TARGET_VERSION = 0x020B000000000000
 OLDEST_ARCHITECTURE = 80
 TORCH = Path(torch.__file__).parent
+FLAGS = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION:#x}", "-isystem", f"{TORCH}/include"]
+LINK_FLAGS = ["-shared", f"-L{TORCH}/lib", "-ltorch_cpu"]
 
 
 @dataclass(frozen=True)
 class Build:
-    """How one library is made; ``target`` names the instruction set or the architectures, ``identity`` what native means here."""
+    """Recipe of one library; ``target`` names the instruction set or the architectures, ``identity`` what native means here."""
 
     kind: str
     compiler: str
     version: str
     target: str
-    flags: tuple[str, ...]
-    link_flags: tuple[str, ...]
-    sources: tuple[Path, ...]
-    headers: tuple[Path, ...]
+    flags: list[str]
+    link_flags: list[str]
     identity: str = ""
 
+    @property
+    def sources(self) -> list[Path]:
+        return sorted((kernel_folder() / self.kind).glob("*.cpp" if self.kind == "cpu" else "*.cu"))
+
     @functools.cached_property
-    def key(self) -> str:
-        """Hash of everything that changes the result; where torch and the compiler lie does not."""
+    def path(self) -> Path:
+        """Name the library by a hash of everything that changes it; where torch and the compiler lie does not."""
         digest = hashlib.sha256(".".join(torch.__version__.split(".")[:2]).encode())
         for fact in (self.version, *self.flags, *self.link_flags, self.identity):
             for name, folder in (("torch", TORCH), ("compiler", Path(self.compiler).resolve().parents[1])):
                 fact = fact.replace(str(folder), name)
             digest.update(fact.encode() + b"\0")
-        for path in (*self.sources, *self.headers):
+        headers = [path for part in ("common", self.kind) for path in (kernel_folder() / part).glob("*.*h")]
+        for path in (*self.sources, *sorted(headers)):
             digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
-        return digest.hexdigest()[:20]
-
-    @property
-    def path(self) -> Path:
-        return cache_folder() / f"{self.kind}-{self.key}.so"
-
-    @property
-    def built(self) -> bool:
-        return self.path.is_file()
+        return cache_folder() / f"{self.kind}-{digest.hexdigest()[:20]}.so"
 
 
 def cache_folder() -> Path:
     """Return ``PACKMAMBA_CACHE``, else ``XDG_CACHE_HOME``/packmamba, else ~/.cache/packmamba."""
-    if named := os.environ.get("PACKMAMBA_CACHE"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packmamba"
+    default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/packmamba"
+    return Path(os.environ.get("PACKMAMBA_CACHE") or default).expanduser()
 
 
 def kernel_folder() -> Path:
     """Find the sources: package data of an installed wheel, or the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
-    for folder in (package / "kernels", package.parent / "kernels"):
-        if (folder / "cpu").is_dir():
-            return folder
-    raise KernelError(f"kernel sources are missing: expected {package.parent / 'kernels'}")
+    return folder if (folder := package / "kernels").is_dir() else package.parent / "kernels"
 
 
 def describe(kind: str) -> Build:
     """Return how ``kind`` would be built here. Raises KernelError if it cannot be."""
-    return {"cpu": _describe_cpu, "cuda": _describe_cuda}[kind]()
+    return _describe_cpu() if kind == "cpu" else _describe_cuda()
 
 
 def build(kind: str) -> Path:
-    """Compile the library of ``kind`` unless it is cached; concurrent processes compile it once.
-
-    Raises:
-        KernelError: no compiler, or it failed.
-    """
+    """Compile the library of ``kind`` unless it is cached; concurrent processes compile it once. Raises KernelError."""
     recipe = describe(kind)
-    if recipe.built:
-        return recipe.path
     try:
-        recipe.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(recipe.path.with_suffix(".lock")):
-            if not recipe.built:
-                _compile(recipe)
+        if not recipe.path.is_file():
+            recipe.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(recipe.path.with_suffix(".lock")):
+                if not recipe.path.is_file():
+                    _compile(recipe)
     except OSError as error:
         raise KernelError(f"{error}: set PACKMAMBA_CACHE to a writable folder") from error
     return recipe.path
 
 
-_loaded: dict[str, Path | KernelError] = {}
-_loading = threading.Lock()
+@functools.cache
+def _load(kind: str) -> KernelError | None:
+    try:
+        torch.ops.load_library(build(kind))
+    except KernelError as error:
+        return error
+    except OSError as error:
+        return KernelError(f"'{kind}' kernels do not load: {error}")
+    return None
 
 
-def load(kind: str) -> Path:
-    """Build if need be and register ``torch.ops.packmamba_<kind>``, once per process.
-
-    Raises:
-        KernelError: as ``build``, or the library does not load. The first outcome stays.
-    """
-    with _loading:
-        if kind not in _loaded:
-            try:
-                path = build(kind)
-                torch.ops.load_library(path)
-                _loaded[kind] = path
-            except KernelError as error:
-                _loaded[kind] = error
-            except OSError as error:
-                _loaded[kind] = KernelError(f"'{kind}' kernels do not load: {error}")
-    outcome = _loaded[kind]
-    if isinstance(outcome, KernelError):
-        raise outcome
-    return outcome
+def load(kind: str) -> None:
+    """Build if need be and register ``torch.ops.packmamba_<kind>``, once per process. Raises KernelError, at each call."""
+    if error := _load(kind):
+        raise error
 
 
 @functools.cache
@@ -147,12 +124,9 @@ def operator(kind: str, name: str) -> Callable[..., Any]:
 
 def ready(kind: str) -> bool:
     """Return whether ``load`` succeeds; warn that it does not."""
-    try:
-        load(kind)
-    except KernelError as error:
+    if error := _load(kind):
         warnings.warn(f"the slower reference runs instead of compiled kernels: {error}", stacklevel=2)
-        return False
-    return True
+    return error is None
 
 
 # A constant for torch.compile, as by torch.compiler.assume_constant_result, which imports the compiler: seconds.
@@ -160,16 +134,16 @@ ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def info() -> list[dict[str, Any]]:
-    """List ``kind, compiler, target, path, built`` of each kind, and ``problem``: None, or why it cannot be built here."""
-    rows: list[dict[str, Any]] = []
-    for kind in KINDS:
-        rows.append(dict.fromkeys(("compiler", "target", "path", "problem")) | {"kind": kind, "built": False})
+    """List ``kind, compiler, target, built`` of each kind, and ``problem``: None, or why it cannot be built here."""
+    rows = []
+    for kind in ("cpu", "cuda"):
         try:
             of = describe(kind)
             compiler = f"{of.compiler} ({of.version})"
-            rows[-1] |= {"compiler": compiler, "target": of.target, "path": str(of.path), "built": of.built}
+            row = {"compiler": compiler, "target": of.target, "built": of.path.is_file(), "problem": None}
         except KernelError as error:
-            rows[-1]["problem"] = str(error)
+            row = {"built": False, "problem": str(error)}
+        rows.append({"kind": kind, **row})
     return rows
 
 
@@ -177,19 +151,19 @@ def _describe_cpu() -> Build:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
         raise KernelError(f"no C++ compiler: install g++ (conda: gxx) or name one in CXX, then run `{BUILD_COMMAND}`")
-    # A choice at compile time needs no dispatch at run time; the key holds what the choice was.
+    # A choice at compile time needs no dispatch at run time; the hash holds what the choice was.
     march = f"-march={os.environ.get('PACKMAMBA_MARCH') or 'native'}"
-    flags = ["-std=c++17", "-O3", march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+    flags = [*FLAGS, march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
-    link_flags = ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
+    link_flags = LINK_FLAGS
     if sanitizers := os.environ.get("PACKMAMBA_SANITIZE"):
         flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g", "-O1"]
-        link_flags += [f"-fsanitize={sanitizers}"]
+        link_flags = [*LINK_FLAGS, f"-fsanitize={sanitizers}"]
     macros = _output(compiler, march, "-dM", "-E", "-x", "c++", os.devnull)
     sets = {"__AVX512F__": "AVX-512", "__AVX2__": "AVX2", "__ARM_NEON": "NEON"}
     target = next((name for macro, name in sets.items() if f"#define {macro} " in macros), "baseline")
     version = _output(compiler, "--version").splitlines()[0]
-    return _finish("cpu", compiler, version, target, flags, link_flags, "\n".join(sorted(macros.splitlines())))
+    return Build("cpu", compiler, version, target, flags, link_flags, macros)
 
 
 def _describe_cuda() -> Build:
@@ -197,31 +171,17 @@ def _describe_cuda() -> Build:
     if compiler is None:
         raise KernelError(f"no nvcc: pip install 'packmamba[cuda]', then run `{BUILD_COMMAND}`")
     architectures = _cuda_architectures()
-    flags = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+    flags = [*FLAGS, "-Xcompiler", "-fPIC,-fvisibility=hidden"]
     for architecture in architectures:
         flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
     if os.environ.get("PACKMAMBA_PER_TOKEN_INDICES"):
         # An ablation: resets by a position per token instead of the schedule (kernels/cuda/params.h).
         flags.append("-DPACKMAMBA_PER_TOKEN_INDICES")
-    link_flags = ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
     # The wheels' nvcc does not look where the wheels' runtime lies.
-    runtime = Path(compiler).resolve().parents[1] / "lib"
-    if (runtime / "libcudart_static.a").is_file():
-        link_flags.insert(1, f"-L{runtime}")
+    link_flags = [*LINK_FLAGS, f"-L{Path(compiler).resolve().parents[1]}/lib"]
     version = _output(compiler, "--version").splitlines()[-1]
     target = ", ".join(f"sm_{architecture}" for architecture in architectures)
-    return _finish("cuda", compiler, version, target, flags, link_flags)
-
-
-def _finish(
-    kind: str, compiler: str, version: str, target: str, flags: list, link_flags: list, identity: str = ""
-) -> Build:
-    suffix = {"cpu": ".cpp", "cuda": ".cu"}[kind]
-    files = sorted(path for part in ("common", kind) for path in (kernel_folder() / part).glob("*") if path.is_file())
-    sources = tuple(path for path in files if path.parent.name == kind and path.suffix == suffix)
-    headers = tuple(path for path in files if path.suffix in (".h", ".cuh"))
-    flags = [*flags, f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION:#x}", "-isystem", str(TORCH / "include")]
-    return Build(kind, compiler, version, target, tuple(flags), tuple(link_flags), sources, headers, identity)
+    return Build("cuda", compiler, version, target, flags, link_flags)
 
 
 def _find_nvcc() -> str | None:
@@ -232,43 +192,34 @@ def _find_nvcc() -> str | None:
     return next((path for candidate in candidates if candidate and (path := shutil.which(candidate))), None)
 
 
-def _cuda_architectures() -> list[str]:
+def _cuda_architectures() -> list[int]:
     """List compute capabilities without their dot: those named, else those of the devices here."""
-    if named := os.environ.get("PACKMAMBA_CUDA_ARCHS"):
-        parts = {part.strip().replace(".", "") for part in named.split(",")}
-        if wrong := sorted(part for part in parts if not part.isdecimal() or int(part) < OLDEST_ARCHITECTURE):
-            raise KernelError(f"PACKMAMBA_CUDA_ARCHS: expected compute capabilities from 80 up, got {wrong[0]!r}")
-        return sorted(parts, key=int)
-    if not torch.cuda.is_available():
-        raise KernelError("no CUDA device to build for; name architectures in PACKMAMBA_CUDA_ARCHS, such as 80,90")
-    devices = (torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
-    architectures = sorted({10 * major + minor for major, minor in devices})
-    if architectures[-1] < OLDEST_ARCHITECTURE:
-        raise KernelError(f"GPU: expected compute capability 8.0 (A100) or newer, got {architectures[-1] / 10}")
-    return [str(architecture) for architecture in architectures if architecture >= OLDEST_ARCHITECTURE]
+    named = os.environ.get("PACKMAMBA_CUDA_ARCHS", "")
+    given = [part.strip().replace(".", "") for part in named.split(",") if part]
+    devices = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    known = given or [f"{major}{minor}" for major, minor in devices]
+    usable = {int(part) for part in known if part.isdecimal() and int(part) >= OLDEST_ARCHITECTURE}
+    if not usable or (given and len(usable) < len(set(given))):
+        expected = "compute capability 8.0 (A100) or newer, of a GPU here or as PACKMAMBA_CUDA_ARCHS=80,90"
+        raise KernelError(f"GPU: expected {expected}, got {', '.join(known) or 'no GPU'}")
+    return sorted(usable)
 
 
 def _compile(recipe: Build) -> None:
     print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: up to a minute or two", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=recipe.path.parent) as scratch:
-        objects = [str(Path(scratch) / f"{source.stem}.o") for source in recipe.sources]
+        objects = {source: f"{scratch}/{source.stem}.o" for source in recipe.sources}
         compiler = [recipe.compiler, *recipe.flags, "-c"]
-        commands = [[*compiler, str(source), "-o", made] for source, made in zip(recipe.sources, objects)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(functools.partial(_run, recipe.kind), commands))
-        library = Path(scratch) / recipe.path.name
-        _run(recipe.kind, [recipe.compiler, *objects, *recipe.link_flags, "-o", str(library)])
+            list(pool.map(lambda source: _output(*compiler, str(source), "-o", objects[source]), objects))
+        library = f"{scratch}/{recipe.path.name}"
+        _output(recipe.compiler, *objects.values(), *recipe.link_flags, "-o", library)
         os.replace(library, recipe.path)
-
-
-def _run(kind: str, command: list[str]) -> None:
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise KernelError(f"compiling the '{kind}' kernels failed:\n{' '.join(command)}\n{done.stdout[-4000:]}")
 
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, text=True, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise KernelError(f"the compiler does not run: {error}") from error
+        output = getattr(error, "output", None) or ""
+        raise KernelError(f"{error}\n{output[-4000:]}".rstrip()) from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_rows_layouts: dict[tuple, SequenceLayout] = {}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -17,25 +18,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_activations(tensor: Tensor, name: str) -> None:
-    """Check an operator's first argument, which sets the others' shape, dtype and device."""
+    """Check an operator's first argument."""
     check_is_tensor(tensor, name)
     if tensor.dim() != 3 or 0 in tensor.shape:
         raise ValueError(f"{name}: expected shape (B, L, D) with no empty dimension, got {tuple(tensor.shape)}")
     if tensor.dtype not in ACTIVATION_DTYPES:
-        raise TypeError(f"{name}: expected bfloat16, float16, float32 or float64, got {_name(tensor.dtype)}")
+        raise TypeError(f"{name}: expected bfloat16, float16, float32 or float64, got {tensor.dtype}")
     _check_channel_stride(tensor, name)
 
 
 def check_tensor(
-    tensor: Tensor,
-    name: str,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    like: Tensor,
-    like_name: str,
-    unit_stride: bool = False,
+    tensor: Tensor, name: str, shape: tuple, dtypes: tuple, like: Tensor, like_name: str, unit_stride: bool = False
 ) -> None:
-    """Check another argument against the shape, dtypes and device that the first one implies."""
+    """Check another argument; its device is ``like``'s."""
     if (
         isinstance(tensor, Tensor)
         and tensor.shape == shape
@@ -49,8 +44,8 @@ def check_tensor(
         given = f"{like_name} {tuple(like.shape)}"
         raise ValueError(f"{name}: expected shape {tuple(shape)} to go with {given}, got {tuple(tensor.shape)}")
     if tensor.dtype not in dtypes:
-        expected = f"{' or '.join(dict.fromkeys(map(_name, dtypes)))} beside {_name(like.dtype)} {like_name}"
-        raise TypeError(f"{name}: expected {expected}, got {_name(tensor.dtype)}")
+        expected = f"{' or '.join(dict.fromkeys(map(str, dtypes)))} beside {like_name} of {like.dtype}"
+        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
     if tensor.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {tensor.device}")
     _check_channel_stride(tensor, name)
@@ -75,6 +70,14 @@ def check_is_tensor(tensor: object, name: str) -> None:
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
 
 
+def check_columns(matrix: Tensor, name: str, rows: int, least: int, most: int) -> int:
+    """Check a parameter's number of dimensions and columns; return its columns."""
+    check_is_tensor(matrix, name)
+    if matrix.dim() != 2 or not least <= matrix.shape[1] <= most:
+        raise ValueError(f"{name}: expected shape ({rows}, {least} to {most}), got {tuple(matrix.shape)}")
+    return matrix.shape[1]
+
+
 def check_flag(name: str, flag: object) -> None:
     if flag is not True and flag is not False:
         raise TypeError(f"{name}: expected True or False, got {flag!r}")
@@ -82,19 +85,15 @@ def check_flag(name: str, flag: object) -> None:
 
 def check_size(name: str, size: object, most: int) -> None:
     """Check a dimension of parameters."""
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
-    if size > most:
-        raise ValueError(f"{name}: expected at most {most}, got {size:.4g}")
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
+        raise ValueError(f"{name}: expected an integer from 1 to {most}, got {size!r}")
 
 
 def is_tracing() -> bool:
     """Return whether a compiler, a functorch transform or a dispatch mode intercepts calls."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
@@ -102,20 +101,15 @@ def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
     if is_tracing() or (like.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return SequenceLayout.from_rows(rows, row_length, like.device)
     stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
-    key = (rows, row_length, like.device, stream)
-    layout = _rows_layouts.get(key)
-    if layout is None:
-        if len(_rows_layouts) == 16:
-            _rows_layouts.clear()
-        with torch.inference_mode(False):  # an inference tensor could not be kept for a backward
-            layout = _rows_layouts[key] = SequenceLayout.from_rows(rows, row_length, like.device)
-    return layout
+    return _cached_rows_layout(rows, row_length, like.device, stream)
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_rows_layout(rows: int, row_length: int, device: torch.device, stream: int) -> SequenceLayout:
+    with torch.inference_mode(False):  # an inference tensor could not be kept for a backward
+        return SequenceLayout.from_rows(rows, row_length, device)
 
 
 def _check_channel_stride(tensor: Tensor, name: str) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name}: expected unit channel stride, got stride {tensor.stride(-1)}; use .contiguous()")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -17,8 +17,8 @@ SEGMENT = 1024
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}
 """Segments of documents above this share of the tokens that each scheduler gets are walked at once, which scans them twice."""
 NEVER = 2**31 - 1
+# Documents that begin in the same window of slots share a work item: minimum slots, maximum windows.
 MIN_WINDOW, WINDOWS = 128, 128
-"""Documents that begin in the same window of slots share a work item: at least so many slots, at most so many windows."""
 WARP_CHANNELS = 16
 
 Found = tuple[Tensor, int, int, int]
@@ -26,7 +26,7 @@ _capture: object | None = None  # inside ``one_capture``
 
 
 class Schedule:
-    """One of a layout's schedules: the version of the tensors it was made of, its memory and its plan."""
+    """One of a layout's schedules: the versions of the tensors that it was made of, its memory and its plan."""
 
     made_of: tuple | None = None
     found: Found
@@ -35,10 +35,7 @@ class Schedule:
 def plan(
     slots: int, longest: int, channels: int, cuts: bool, device: torch.device, direction: str
 ) -> tuple[int, int, int]:
-    """Return (cut_above, cut_length, window) of a batch, without a device synchronisation.
-
-    direction: forward or backward.
-    """
+    """Return (cut_above, cut_length, window) of a batch for a direction of ``CUT_SHARE``."""
     window = max(MIN_WINDOW, slots // WINDOWS)
     if not cuts or longest < SEGMENT:
         return NEVER, NEVER, window
@@ -50,15 +47,9 @@ def plan(
 
 
 def schedule(
-    starts: Tensor,
-    ends: Tensor,
-    rows: int,
-    row_length: int,
-    channels: int,
-    cuts: bool,
-    direction: str,
+    starts: Tensor, ends: Tensor, rows: int, row_length: int, channels: int, cuts: bool, direction: str,
     stream: int | None = None,
-) -> Found:
+) -> Found:  # fmt: skip
     """Return the batch's schedule and its plan, made on the device at the first call for a layout and cached.
 
     A graph under capture makes its own, since its layout's tensors are filled again before each replay: at every call, or at
@@ -72,8 +63,7 @@ def schedule(
     known = schedules.get(key)
     if known is not None and known.made_of == made_of:
         return known.found
-    longest = schedules.get("longest")
-    longest = NEVER if longest is None else longest
+    longest = NEVER if schedules.get("longest") is None else schedules["longest"]
     planned = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
     known = schedules[key] = schedules.setdefault((planned, rows, row_length, stream), Schedule())
     if known.made_of != made_of:
@@ -115,13 +105,17 @@ def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
 
 
 def launch(
-    name: str, direction: str, arguments: tuple, u: Tensor, documents: tuple, cuts: bool, last: tuple = ()
+    name: str,
+    direction: str,
+    arguments: tuple,
+    u: Tensor,
+    documents: tuple[Tensor, Tensor],
+    cuts: bool,
+    last: tuple = (),
 ) -> None:
     """Call ``torch.ops.packmamba_cuda.<name>`` with the arguments, the schedule and its plan, the stream, and ``last``.
 
-    Args:
-        direction: forward or backward.
-        u: (B, L, D), any of the activations; documents: its layout's starts and ends; cuts: whether long ones may be cut.
+    u: (B, L, D), any of the activations; documents: its layout's starts and ends; cuts: long ones may be cut.
     """
     if u.dtype == torch.float64:
         raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
@@ -131,9 +125,8 @@ def launch(
             launch(name, direction, arguments, u, documents, cuts, last)
         return
     rows, row_length, channels = u.shape
-    starts, ends = documents
     stream = current_stream(device)
-    found = schedule(starts, ends, rows, row_length, channels, cuts, direction, stream)
+    found = schedule(*documents, rows, row_length, channels, cuts, direction, stream)
     operator("cuda", name)(*arguments, *found, stream, *last)
 
 

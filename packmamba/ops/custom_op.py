@@ -32,36 +32,23 @@ PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool}
 """Argument types without overloads."""
 KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {}, "cuda": {}}
 """Kernels by device type, with the schemas of kernels/cpu, outputs last."""
-OUTPUTS: dict[str, int] = {}
-"""Number of outputs at the end of a kernel's arguments."""
 
 _library = torch.library.Library("packmamba", "FRAGMENT")
 
 
 def declare(name: str, outputs: int, cuda: Callable[..., None]) -> None:
     """Declare a kernel: ``torch.ops.packmamba_cpu.<name>`` and the CUDA launch. Callers allocate the outputs."""
-    OUTPUTS[name] = outputs
-    KERNELS["cpu"][name] = _cpu(name, -outputs)
-    KERNELS["cuda"][name] = cuda
 
-
-def _cpu(name: str, first: int) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
-        outputs = arguments[first:]
-        for t in outputs:
-            if t is not None and not t.is_contiguous():
-                break
-        else:
-            operator("cpu", name)(*arguments)
-            return
-        # Slices (dx, dz, dB and dC may be): written elsewhere first.
-        written = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in outputs]
-        operator("cpu", name)(*arguments[:first], *written)
-        for t, made in zip(outputs, written):
+        # Slices (dx, dz, dB and dC may be) are written elsewhere first.
+        written = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in arguments[-outputs:]]
+        operator("cpu", name)(*arguments[:-outputs], *written)
+        for t, made in zip(arguments[-outputs:], written):
             if made is not t:
                 t.copy_(made)
 
-    return run
+    KERNELS["cpu"][name] = run
+    KERNELS["cuda"][name] = cuda
 
 
 Documents = namedtuple("Documents", ("starts", "ends"))
@@ -83,51 +70,43 @@ def register(
     torch.library.custom_op and register_autograd would add 0.5 ms and 0.2 ms to each call (PyTorch 2.11).
 
     Args:
-        arguments: a named tuple: first tensors, then layouts, then options; its annotations make the operator's schema.
+        arguments: a named tuple of tensors, then layouts, then options; its annotations make the operator's schema.
         forward, fake: (arguments, whether there will be a backward) -> outputs and what is kept for it; None where absent.
         backward: (arguments, what was kept, gradients of outputs, None: zero) -> those of the first tensors.
-        outputs, kept, gradients: how many there are.
+        outputs, kept, gradients: their numbers.
     """
     hints = get_type_hints(arguments)
     kinds = list(hints.values())
     tensors = sum(kind in (Tensor, Tensor | None) for kind in kinds)
     layouts = kinds.count(SequenceLayout)
-    options = tensors + layouts
-    flat = tensors + 2 * layouts
+    flat, values = tensors + 2 * layouts, len(kinds) + layouts
     schema = ", ".join(SCHEMA[kind].format(field) for field, kind in hints.items())
-    values = flat + len(kinds) - options
-
     make = functools.partial(tuple.__new__, arguments)  # without arguments' own __new__
-    without = (None,) * (tensors - gradients)
 
     def places(others: tuple) -> list[Tensor]:
         return [place for layout in others[:layouts] for place in (layout.starts, layout.ends)]
 
     def flatten(a: Arguments) -> tuple:
-        return (*a[:tensors], *places(a[tensors:]), *a[options:])
+        return (*a[:tensors], *places(a[tensors:]), *a[tensors + layouts :])
 
     def gather(values: tuple) -> Arguments:
         documents = (Documents(*values[i : i + 2]) for i in range(tensors, flat, 2))
         return arguments(*values[:tensors], *documents, *values[flat:])
 
-    def run(*given: Any) -> tuple[Tensor, ...]:
-        return none_to_empty(forward(gather(given[:-1]), given[-1]), given[0])
-
-    def run_fake(*given: Any) -> tuple[Tensor, ...]:
-        return none_to_empty(fake(gather(given[:-1]), given[-1]), given[0])
+    def dispatched(compute: Callable) -> Callable[..., tuple[Tensor, ...]]:
+        return lambda *given: none_to_empty(compute(gather(given[:-1]), given[-1]), given[0])
 
     def run_backward(*given: Any) -> tuple[Tensor, ...]:
-        grads, of, saved = given[:outputs], given[outputs : outputs + values], given[outputs + values :]
-        return none_to_empty(backward(gather(of), saved, grads), of[0])
+        of, saved = given[outputs : outputs + values], given[outputs + values :]
+        return none_to_empty(backward(gather(of), saved, given[:outputs]), of[0])
 
-    def run_backward_fake(*given: Any) -> tuple[Tensor, ...]:
-        of = given[outputs : outputs + gradients]
-        return none_to_empty(map(empty_grad_like, of), of[0])
+    def fake_backward(*given: Any) -> tuple[Tensor, ...]:
+        return none_to_empty(map(empty_grad_like, given[outputs : outputs + gradients]), given[outputs])
 
     grads = "".join(f"Tensor? grad_{i}, " for i in range(outputs))
     saved = "".join(f", Tensor kept_{i}" for i in range(kept))
-    _define(name, f"({schema}, bool keep)", outputs + kept, run, run_fake)
-    _define(f"{name}_backward", f"({grads}{schema}{saved})", gradients, run_backward, run_backward_fake)
+    _define(name, f"({schema}, bool keep)", outputs + kept, dispatched(forward), dispatched(fake))
+    _define(f"{name}_backward", f"({grads}{schema}{saved})", gradients, run_backward, fake_backward)
     operator = getattr(torch.ops.packmamba, name).default
     operator_backward = getattr(torch.ops.packmamba, f"{name}_backward").default
 
@@ -175,7 +154,7 @@ def register(
                 found = tuple(None if t is None else grad for t, grad in zip(saved, found))
                 if torch.is_grad_enabled():
                     found = Gradients.apply(found, *grads, *saved[:tensors])
-            return None, *found, *without
+            return None, *found, *(None,) * (tensors - gradients)
 
     def differentiated(keys: Any, *given: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(given[:gradients])):

@@ -19,9 +19,6 @@ from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.custom_op import KERNELS, dense, empty_grad_like, register
 from packmamba.ops.scan import allocate_scan
 
-MAKE_Y = ("cuda",)
-"""Devices whose ``ssm_backward`` can also write y."""
-
 
 def inner_pack(
     xz: Tensor,
@@ -52,13 +49,13 @@ def inner_pack(
         conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is SiLU.
         x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; the compiled kernels sum
             gradients of wider ones without rounding them to xz's.
-        A, D, delta_bias: (D, N), (D,), (D,), as ``ssm_pack`` takes them.
-        conv_layout, ssm_layout: where documents lie for the convolution and for the scan; None: each row is one.
-        conv_state, ssm_state: as the operators' initial_state, indexed by the documents of their layouts.
+        A, D, delta_bias: (D, N), (D,), (D,), as of ``ssm_pack``.
+        conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is one.
+        conv_state, ssm_state: the operators' initial states, by the documents of their layouts.
         return_state: also return (final convolution state, final scan state).
         recompute: the backward computes the convolution's output and delta again instead of keeping them (compiled kernels only),
             and on a GPU y: its kernel has it at hand, from states that are rounded at times, so its bits may differ.
-        backend: see ``ops.BACKENDS``.
+        backend: a name in ``ops.BACKENDS``.
 
     Returns:
         (B, L, d_model) in xz's dtype, and the final states or None.
@@ -67,22 +64,40 @@ def inner_pack(
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     checks.check_activations(xz, "xz")
+    if xz.shape[2] % 2:
+        raise ValueError(f"xz: expected shape (B, L, 2 D), got {tuple(xz.shape)}")
     conv_layout = checks.check_layout(conv_layout, xz, "xz", "conv_layout")
     ssm_layout = checks.check_layout(ssm_layout, xz, "xz", "ssm_layout")
+    channels = xz.shape[2] // 2
+    near, wide, any_dtype = (xz.dtype, torch.float32), (accumulation_dtype(xz.dtype),), checks.ACTIVATION_DTYPES
+    width = checks.check_columns(conv_weight, "conv_weight", channels, 2, 4)
+    rank = checks.check_columns(dt_weight, "dt_weight", channels, 1, 2**31)
+    states = checks.check_columns(A, "A", channels, 1, 256)
+    checks.check_is_tensor(out_weight, "out_weight")
+    for name, tensor, shape, dtypes in (
+        ("conv_weight", conv_weight, (channels, width), near),
+        ("conv_bias", conv_bias, (channels,), near),
+        ("x_weight", x_weight, (rank + 2 * states, channels), any_dtype),
+        ("dt_weight", dt_weight, (channels, rank), any_dtype),
+        ("out_weight", out_weight, (*out_weight.shape[:1], channels), any_dtype),
+        ("A", A, (channels, states), wide),
+        ("D", D, (channels,), wide),
+        ("delta_bias", delta_bias, (channels,), wide),
+        ("conv_state", conv_state, (conv_layout.num_documents, channels, width - 1), near),
+        ("ssm_state", ssm_state, (ssm_layout.num_documents, channels, states), wide),
+    ):
+        if tensor is not None or name not in ("conv_bias", "conv_state", "ssm_state"):
+            checks.check_tensor(tensor, name, shape, dtypes, xz, "xz")  # type: ignore[arg-type]
     a = InnerArguments(
         xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_state, ssm_state, None, None, None,
         conv_layout, ssm_layout, return_state, recompute,
     )  # fmt: skip
-    a.check()
     mixed, *state = choose(backend, xz.device, "inner_pack")(a)
     return mixed, (state[0], state[1]) if return_state else None
 
 
 class InnerArguments(NamedTuple):
-    """Arguments of every implementation, under the names of ``inner_pack``; layouts are never None.
-
-    x_used, dt_used, out_used: x_weight, dt_weight and out_weight in xz's dtype, where their own is another.
-    """
+    """Arguments of every implementation; x_used, dt_used, out_used: weights in xz's dtype, where their own is another."""
 
     xz: Tensor
     conv_weight: Tensor
@@ -105,7 +120,7 @@ class InnerArguments(NamedTuple):
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """x_weight, dt_weight and out_weight in xz's dtype."""
+        """(x_weight, dt_weight, out_weight) in xz's dtype."""
         return tuple(own if used is None else used for own, used in zip(self[3:6], self[11:14]))
 
     def parts(self, projected: Tensor) -> tuple[Tensor, ...]:
@@ -113,62 +128,19 @@ class InnerArguments(NamedTuple):
         rank, states = self.dt_weight.shape[1], self.A.shape[1]
         return projected.split((rank, states, states), dim=2)
 
-    def check(self) -> None:
-        """Check the other arguments against xz and the layouts."""
-        xz, out_weight = self.xz, self.out_weight
-        if xz.shape[2] % 2:
-            raise ValueError(f"xz: expected shape (B, L, 2 D), got {tuple(xz.shape)}")
-        channels = xz.shape[2] // 2
-        sizes = []
-        for name, matrix, expected, most in (
-            ("conv_weight", self.conv_weight, "W) with W from 2 to 4", range(2, 5)),
-            ("dt_weight", self.dt_weight, "R) with R at least 1", range(1, 2**31)),
-            ("A", self.A, "N) with N from 1 to 256", range(1, 257)),
-        ):
-            checks.check_is_tensor(matrix, name)
-            if matrix.dim() != 2 or matrix.shape[1] not in most:
-                raise ValueError(f"{name}: expected shape ({channels}, {expected}, got {tuple(matrix.shape)}")
-            sizes.append(matrix.shape[1])
-        width, rank, states = sizes
-        checks.check_is_tensor(out_weight, "out_weight")
-        near, wide = (xz.dtype, torch.float32), (accumulation_dtype(xz.dtype),)
-        for name, shape, dtypes in (
-            ("conv_weight", (channels, width), near),
-            ("conv_bias", (channels,), near),
-            ("x_weight", (rank + 2 * states, channels), checks.ACTIVATION_DTYPES),
-            ("dt_weight", (channels, rank), checks.ACTIVATION_DTYPES),
-            ("out_weight", (*out_weight.shape[:1], channels), checks.ACTIVATION_DTYPES),
-            ("A", (channels, states), wide),
-            ("D", (channels,), wide),
-            ("delta_bias", (channels,), wide),
-            ("conv_state", (self.conv_layout.num_documents, channels, width - 1), near),
-            ("ssm_state", (self.ssm_layout.num_documents, channels, states), wide),
-        ):
-            tensor = getattr(self, name)
-            if tensor is not None or name not in ("conv_bias", "conv_state", "ssm_state"):
-                checks.check_tensor(tensor, name, shape, dtypes, xz, "xz")
-
 
 def compiled(a: InnerArguments) -> tuple[Tensor, ...]:
     wide = accumulation_dtype(a.xz.dtype)
     used = (None if weight.dtype == a.xz.dtype else weight.detach().to(a.xz.dtype) for weight in a[3:6])
-    x_used, dt_used, out_used = used
-    mixed, conv_final, ssm_final = _registered(
-        a._replace(
-            conv_weight=a.conv_weight.to(wide),
-            conv_bias=None if a.conv_bias is None else a.conv_bias.to(wide),
-            conv_state=None if a.conv_state is None else a.conv_state.to(wide),
-            x_used=x_used,
-            dt_used=dt_used,
-            out_used=out_used,
-        )
-    )
+    changed: dict[str, Any] = dict(zip(("x_used", "dt_used", "out_used"), used))
+    for name in ("conv_weight", "conv_bias", "conv_state"):
+        changed[name] = None if getattr(a, name) is None else getattr(a, name).to(wide)
+    mixed, conv_final, ssm_final = _registered(a._replace(**changed))
     if a.return_state:
         conv_final = conv_final.to(a.xz.dtype if a.conv_state is None else a.conv_state.dtype)
     return mixed, conv_final, ssm_final
 
 
-# Launching must not take longer than the GPU's work on a small model, so views are made once and nothing is looked up twice.
 def _forward(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
     """Return mixed, both final states, and saved for the backward: the scan's states, projected, x, delta, y."""
     x_in, z = a.xz.chunk(2, dim=2)
@@ -194,16 +166,17 @@ def _fake(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
 
 def _room(a: InnerArguments, x_in: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Allocate y, both final states and the scan's saved states."""
-    channels, width = a.conv_weight.shape
     y, ssm_final, kept = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, keep)
-    shape = (a.conv_layout.starts.shape[0], channels, width - 1)
-    return y, a.conv_weight.new_empty(shape) if a.return_state else None, ssm_final, kept
+    if not a.return_state:
+        return y, None, None, kept
+    channels, width = a.conv_weight.shape
+    return y, a.conv_weight.new_empty(a.conv_layout.starts.shape[0], channels, width - 1), ssm_final, kept
 
 
 def _kept(a: InnerArguments, keep: bool, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Select those of projected, x, delta and y that are saved for the backward."""
+    """Select those of projected, x, delta and y that are saved for the backward; CUDA's ``ssm_backward`` can also write y."""
     whole = keep and not a.recompute
-    wanted = (keep, whole, whole, whole or (keep and a.xz.device.type not in MAKE_Y))
+    wanted = (keep, whole, whole, whole or (keep and a.xz.device.type != "cuda"))
     return tuple(value if keeps else None for value, keeps in zip(values, wanted))
 
 
@@ -219,7 +192,7 @@ def _kernel_arguments(a: InnerArguments) -> tuple[tuple, tuple]:
 def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
     kept, projected, x, delta, y = saved
     dmixed, dconv_final, dssm_final = grads
-    gradients: Any = tuple(map(empty_grad_like, a[:GRADIENTS]))
+    gradients: Any = tuple(map(empty_grad_like, a[:11]))
     dxz, dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = gradients
     if dmixed is None:
         dmixed = a.xz.new_zeros(*a.xz.shape[:2], len(a.out_weight))
@@ -275,5 +248,4 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(a, b, out=a.new_empty(out.shape)))
 
 
-GRADIENTS = 11
-_registered = register("inner_pack", InnerArguments, _forward, _fake, _backward, outputs=3, kept=5, gradients=GRADIENTS)
+_registered = register("inner_pack", InnerArguments, _forward, _fake, _backward, outputs=3, kept=5, gradients=11)

@@ -26,8 +26,7 @@ from packmamba.ops.scan import ScanArguments
 def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
     """Import a function of a submodule without running the package's ``__init__``, which imports far more."""
     if package not in sys.modules:
-        found = importlib.util.find_spec(package)
-        if found is None or found.submodule_search_locations is None:
+        if (found := importlib.util.find_spec(package)) is None:
             raise ValueError(f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed")
         sys.modules[package] = importlib.util.module_from_spec(found)
     return getattr(importlib.import_module(f"{package}.{module}"), name)
@@ -36,8 +35,8 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
 def _real(layout: SequenceLayout) -> Tensor:
     """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds more than one document."""
     if layout.packed:
-        got = f"{layout.num_documents} documents in {layout.shape[0]} rows; use layout.flow() to leak on purpose"
-        raise ValueError(f"layout: backend 'mamba_ssm' takes one document per row, got {got}")
+        got = f"{layout.num_documents} in {layout.shape[0]} rows; use layout.flow() to leak on purpose"
+        raise ValueError(f"layout: backend 'mamba_ssm' expected one document per row, got {got}")
     return (layout.documents >= 0)[..., None]
 
 
@@ -50,16 +49,14 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     if layout.num_tokens < layout.num_slots:
         # A step of size zero leaves the state as it is; what padding holds must not be looked at.
         delta = torch.where(real, delta, -1e4 if delta_softplus else 0)
-        u, B, C = (torch.where(real, tensor, 0) for tensor in (u, B, C))
-        z = None if z is None else torch.where(real, z, 0)
+        masked: Any = (None if t is None else torch.where(real, t, 0) for t in (u, B, C, z))
+        u, B, C, z = masked
     scan = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
     u, delta, B, C = (tensor.transpose(1, 2).contiguous() for tensor in (u, delta, B, C))
-    gate = None if z is None else z.transpose(1, 2).contiguous()
-    y = scan(u, delta, A, B, C, D, gate, delta_bias, delta_softplus, return_final_state)
+    z = None if z is None else z.transpose(1, 2).contiguous()
+    y = scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_final_state)
     y, final = y if return_final_state else (y, None)
-    if final is not None and layout.num_documents < layout.shape[0]:
-        final = final[layout.rows.long()]
-    return torch.where(real, y.transpose(1, 2), 0), final
+    return torch.where(real, y.transpose(1, 2), 0), None if final is None else final[layout.rows.long()]
 
 
 class _OwnStrides(torch.autograd.Function):

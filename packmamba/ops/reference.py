@@ -1,7 +1,6 @@
 """Plain implementations of the packed operators: the specification, and a vectorised path that computes the same.
 
-The loops are the specification: every token of every document in turn. Sums and the scan's states are float32, or float64 for
-float64 activations. Autograd differentiates each.
+Sums and the scan's states are float32, or float64 for float64 activations. Autograd differentiates each.
 
 Shapes: B rows, L slots, S documents, T real tokens, K chunks, D channels, N states, W taps.
 """
@@ -22,9 +21,9 @@ from packmamba.ops.scan import ScanArguments
 CHUNK_LENGTH = 64
 
 
-def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
+def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor]:
     """Convolve token by token."""
-    x, weight, bias, initial_state, layout, activation, return_final_state = a
+    x, weight, bias, initial_state, layout, activation, _ = a
     dtype = accumulation_dtype(x.dtype)
     width = weight.shape[1]
     slots = x.flatten(0, 1)
@@ -43,12 +42,9 @@ def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
             if activation == "silu":
                 y[t] = F.silu(y[t])
         finals.append(torch.stack(window[1 - width :], dim=-1))
-    final_state = None
-    if return_final_state:
-        state_dtype = x.dtype if initial_state is None else initial_state.dtype
-        empty = slots.new_zeros(0, x.shape[2], width - 1, dtype=state_dtype)
-        final_state = torch.stack(finals).to(state_dtype) if finals else empty
-    return torch.stack(y).view(x.shape).to(x.dtype), final_state
+    final_state = torch.stack(finals) if finals else slots.new_zeros(0, x.shape[2], width - 1)
+    state_dtype = x.dtype if initial_state is None else initial_state.dtype
+    return torch.stack(y).view(x.shape).to(x.dtype), final_state.to(state_dtype)
 
 
 def conv1d_pack_vectorised(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
@@ -89,9 +85,9 @@ def conv1d_pack_vectorised(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     return output, last.to(x.dtype if initial_state is None else initial_state.dtype).contiguous()
 
 
-def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
+def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor]:
     """Scan token by token."""
-    u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
+    u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, _ = a
     dtype = accumulation_dtype(u.dtype)
     u_slots, delta_slots, B_slots, C_slots = (tensor.flatten(0, 1) for tensor in (u, delta, B, C))
     y = [torch.zeros_like(u_slots[0], dtype=dtype)] * layout.num_slots
@@ -108,18 +104,12 @@ def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
             if z is not None:
                 y[t] = y[t] * F.silu(z.flatten(0, 1)[t].to(dtype))
         finals.append(h)
-    final_state = None
-    if return_final_state:
-        final_state = torch.stack(finals) if finals else A.new_zeros(0, *A.shape)
+    final_state = torch.stack(finals) if finals else A.new_zeros(0, *A.shape)
     return torch.stack(y).view(u.shape).to(u.dtype), final_state
 
 
 def ssm_pack_vectorised(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
-    """Scan all chunks of all documents in parallel.
-
-    Chunks that have a successor are scanned from zero for their end states; a short loop over the chunks of each
-    document turns these into start states; then every chunk is scanned from its own.
-    """
+    """Scan all chunks of all documents in parallel: from zero for their end states, then each from its start state."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
     dtype = accumulation_dtype(u.dtype)
     if layout.num_documents == 0:
@@ -174,7 +164,7 @@ def _step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) -
 def _scan_steps(
     size: Tensor, drive: Tensor, B: Tensor, C: Tensor | None, A: Tensor, h: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Step all chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), h."""
+    """Step chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), h."""
     y = []
     for t in range(size.shape[0]):
         h = torch.addcmul(drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h)
@@ -185,11 +175,10 @@ def _scan_steps(
 
 
 def _start_states(first: Tensor, ends: Tensor, decays: Tensor, per_document: Tensor) -> Tensor:
-    """Compute the start state of each chunk.
+    """Compute the start state of each chunk, (K, D, N), from those of documents, (S, D, N).
 
-    first: (S, D, N), start states of documents; ends, decays: (K - S, D, N), of the chunks that have a successor, in
-    document order: their end states from zero, and what they leave of their start state; per_document: (S,) chunks.
-    Returns (K, D, N).
+    ends, decays: (K - S, D, N), of the chunks that have a successor, in document order: their end states from zero, and what
+    they leave of their start state; per_document: (S,) chunks.
     """
     first_continued = (per_document - 1).cumsum(0) - (per_document - 1)
     documents = torch.arange(per_document.numel(), device=first.device)

@@ -46,35 +46,51 @@ def ssm_pack(
     Differentiable in every tensor, also through the final state.
 
     Args:
-        u, delta, z: (B, L, D), one dtype of bfloat16, float16, float32 or float64 (not on a GPU's kernels); any row
-            stride, unit channel stride. z None: no gate.
+        u, delta, z: (B, L, D), of one dtype: bfloat16, float16, float32 or (not on a GPU) float64; any row stride, unit
+            channel stride. z None: no gate.
         B, C: (B, L, N), like u.
-        A: (D, N), negative; float32 (float64 with float64 activations), as are D and delta_bias.
+        A: (D, N), negative; float32 (float64 beside float64 activations), as are D and delta_bias.
         D: (D,), the skip; None: none.
         delta_bias: (D,), added to delta; None: zero.
-        delta_softplus: whether delta passes through softplus after its bias.
+        delta_softplus: apply softplus to delta after its bias.
         layout: where documents lie; None: each row is one.
-        initial_state: (S, D, N), the state each document starts from, whatever ``layout.continues`` says; None: zero.
-            A's dtype.
+        initial_state: (S, D, N) in A's dtype, the state each document starts from, whatever ``layout.continues`` says;
+            None: zero.
         return_final_state: also return each document's last state, (S, D, N) in A's dtype.
-        backend: see ``ops.BACKENDS``.
+        backend: a name in ``ops.BACKENDS``.
 
     Returns:
-        y (B, L, D) in u's dtype, zero at padding, whose contents are never looked at; and the final state if asked for.
+        y (B, L, D) in u's dtype, zero at padding, whose contents are never looked at; with ``return_final_state`` a pair.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came, before any work.
     """
     checks.check_activations(u, "u")
     layout = checks.check_layout(layout, u, "u")
+    rows, row_length, channels = shape = u.shape
+    states = checks.check_columns(A, "A", channels, 1, 256)
+    near, wide = (u.dtype,), (accumulation_dtype(u.dtype),)
+    checks.check_tensor(A, "A", (channels, states), wide, u, "u")
+    checks.check_tensor(delta, "delta", shape, near, u, "u", True)
+    checks.check_tensor(B, "B", (rows, row_length, states), near, u, "u", True)
+    checks.check_tensor(C, "C", (rows, row_length, states), near, u, "u", True)
+    if z is not None:
+        checks.check_tensor(z, "z", shape, near, u, "u", True)
+    if D is not None:
+        checks.check_tensor(D, "D", (channels,), wide, u, "u")
+    if delta_bias is not None:
+        checks.check_tensor(delta_bias, "delta_bias", (channels,), wide, u, "u")
+    if initial_state is not None:
+        checks.check_tensor(initial_state, "initial_state", (layout.num_documents, channels, states), wide, u, "u")
+    checks.check_flag("delta_softplus", delta_softplus)
+    checks.check_flag("return_final_state", return_final_state)
     a = ScanArguments(u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state)
-    a.check()
     y, final_state = choose(backend, u.device, "ssm_pack")(a)
     return (y, final_state) if return_final_state else y
 
 
 class ScanArguments(NamedTuple):
-    """Arguments of every implementation, under the names of ``ops.ssm_pack``; the layout is never None."""
+    """Arguments of every implementation."""
 
     u: Tensor
     delta: Tensor
@@ -88,30 +104,6 @@ class ScanArguments(NamedTuple):
     layout: SequenceLayout
     delta_softplus: bool
     return_final_state: bool
-
-    def check(self) -> None:
-        """Check the other arguments against u and the layout."""
-        u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = self
-        rows, row_length, channels = shape = u.shape
-        checks.check_is_tensor(A, "A")
-        if A.dim() != 2 or not 1 <= A.shape[1] <= 256:
-            raise ValueError(f"A: expected shape ({channels}, N) with N from 1 to 256, got {tuple(A.shape)}")
-        states = A.shape[1]
-        near, wide = (u.dtype,), (accumulation_dtype(u.dtype),)
-        checks.check_tensor(A, "A", (channels, states), wide, u, "u")
-        checks.check_tensor(delta, "delta", shape, near, u, "u", True)
-        for name, tensor in (("B", B), ("C", C)):
-            checks.check_tensor(tensor, name, (rows, row_length, states), near, u, "u", True)
-        if z is not None:
-            checks.check_tensor(z, "z", shape, near, u, "u", True)
-        if D is not None:
-            checks.check_tensor(D, "D", (channels,), wide, u, "u")
-        if delta_bias is not None:
-            checks.check_tensor(delta_bias, "delta_bias", (channels,), wide, u, "u")
-        if initial_state is not None:
-            checks.check_tensor(initial_state, "initial_state", (layout.num_documents, channels, states), wide, u, "u")
-        checks.check_flag("delta_softplus", delta_softplus)
-        checks.check_flag("return_final_state", return_final_state)
 
 
 def _forward(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
@@ -132,12 +124,11 @@ def allocate_scan(
     channels, states = A.shape
     y = empty_grad_like(u)
     final = A.new_empty((starts.shape[0], channels, states)) if return_final_state else None
+    intervals = u.shape[0] * u.shape[1] // KEPT_TOKENS
     if not keep:
         return y, final, None
-    intervals = u.shape[0] * u.shape[1] // KEPT_TOKENS
-    if u.is_cuda:
-        # Room for 16 bits a number, which is also 32 bits at half as many tokens.
-        return y, final, torch.empty((intervals, channels, states), dtype=torch.bfloat16, device=u.device)
+    if u.is_cuda:  # 16 bits a number, or 32 bits at half as many tokens
+        return y, final, A.new_empty((intervals, channels, states), dtype=torch.bfloat16)
     # A document's kept states begin at its number + its start // KEPT_TOKENS: none overlap, without sums over lengths.
     padded = -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS
     return y, final, A.new_empty((starts.shape[0] + intervals, padded, states))
@@ -173,11 +164,10 @@ def _cuda_forward(*arguments: Any) -> None:
 
 def _cuda_backward(*arguments: Any, y: Tensor | None = None) -> None:
     """Launch the backward; write the forward's output to ``y`` if given, from the states that the backward replays."""
-    dy, u = arguments[0], arguments[2]
     cuts = _cuts(*arguments[2:9])
-    if cuts and not _even(dy):
-        arguments = (dy.contiguous(), *arguments[1:])
-    launch("ssm_backward", "backward", arguments, u, arguments[11:13], cuts, (y,))
+    if cuts and not _even(arguments[0]):
+        arguments = (arguments[0].contiguous(), *arguments[1:])
+    launch("ssm_backward", "backward", arguments, arguments[2], arguments[11:13], cuts, (y,))
 
 
 @functools.cache
@@ -186,8 +176,8 @@ def _check_backward_fits(device: torch.device) -> None:
     properties = torch.cuda.get_device_properties(device)
     room = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
     if room < BACKWARD_SHARED_BYTES:
-        needed = f"need {BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block, this GPU has {room >> 10}"
-        raise KernelError(f"gradients of bfloat16 activations {needed}; take float16 or float32 activations")
+        needed = f"expected {BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block, got {room >> 10}"
+        raise KernelError(f"GPU: {needed}; take float16 or float32 activations instead of bfloat16")
 
 
 def _even(tensor: Tensor) -> bool:
@@ -197,9 +187,8 @@ def _even(tensor: Tensor) -> bool:
 
 
 def _cuts(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> bool:
-    if not scans_by_tensor_cores(u, A.shape[1]):
-        return False
-    return _even(u) and _even(delta) and _even(B) and _even(C) and (z is None or _even(z))
+    tensors = (u, delta, B, C) if z is None else (u, delta, B, C, z)
+    return scans_by_tensor_cores(u, A.shape[1]) and all(map(_even, tensors))
 
 
 declare("ssm_forward", outputs=3, cuda=_cuda_forward)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from packmamba.ops import build
-from packmamba.ops.custom_op import OUTPUTS
+from packmamba.ops.custom_op import KERNELS
 from processes import ROOT, fork, statuses
 
 FORWARD = """
@@ -48,10 +48,10 @@ def small_kernels(tmp_path, monkeypatch):
 
 
 def test_the_key_covers_sources_headers_and_flags(small_kernels, monkeypatch):
-    keys = [build.describe("cpu").key]
+    keys = [build.describe("cpu").path]
 
     def changed():
-        keys.append(build.describe("cpu").key)
+        keys.append(build.describe("cpu").path)
         return keys[-1] not in keys[:-1]
 
     (small_kernels / "cpu" / "a.cpp").write_text("int a() { return 1; }\n")
@@ -136,7 +136,7 @@ def test_cuda_kernels_take_what_the_cpu_s_kernels_take():
         given = [a for a in schema if not a.has_default_value()]
         return [(a.name, str(a.type), a.alias_info is not None and a.alias_info.is_write) for a in given]
 
-    for name in OUTPUTS:
+    for name in KERNELS["cpu"]:
         cpu, cuda = arguments("cpu", name), arguments("cuda", name)
         assert cuda[: len(cpu)] == cpu
         schedule = ["schedule", "cut_above", "cut_length", "window", "stream"]
