@@ -11,66 +11,53 @@ from packmamba.data.token_store import evaluation_documents
 from runs import CARRY, SCHEMES, tiny_config
 
 
-def module(folder, *overrides):
+def module(folder, *overrides, trainer=None):
     data = PackedDataModule.from_config(tiny_config(folder, *overrides), progress=False)
+    data.trainer = trainer
     data.setup()
     return data
 
 
 def documents_of(rows, groups):
-    found = Counter()
-    for batch in map(rows.batch, groups):
-        layout = batch.layout
-        for start, end in zip(layout.starts.tolist(), layout.ends.tolist()):
-            found[tuple(batch.tokens.flatten()[start:end].tolist())] += 1
-    return found
-
-
-def all_documents(corpus):
-    return Counter(tuple(corpus.document(i).tolist()) for i in range(corpus.num_documents))
+    layouts = [(batch.tokens.flatten().tolist(), batch.layout) for batch in map(rows.batch, groups)]
+    spans = [(tokens, span) for tokens, at in layouts for span in zip(at.starts.tolist(), at.ends.tolist())]
+    return Counter(tuple(tokens[slice(*span)]) for tokens, span in spans)
 
 
 def test_ranks_share_the_validation_of_whole_documents(tmp_path):
     found = []
     for rank in range(2):
-        data = PackedDataModule.from_config(tiny_config(tmp_path, "trainer.boundary=leak"), progress=False)
-        data.trainer = SimpleNamespace(world_size=2, global_rank=rank)
-        data.setup()
+        data = module(tmp_path, "trainer.boundary=leak", trainer=SimpleNamespace(world_size=2, global_rank=rank))
         found.append([documents_of(*evaluation) for evaluation in data.evaluations])
-    assert all(share for share, _ in found) and found[0][0] + found[1][0] == all_documents(data.corpora.validation)
+    corpus = data.corpora.validation
+    every = Counter(tuple(corpus.document(i).tolist()) for i in range(corpus.num_documents))
+    assert all(share for share, _ in found) and found[0][0] + found[1][0] == every
     assert found[0][1] == found[1][1], "every rank reads all documents as trained"
 
 
 def test_a_part_of_the_validation_documents_is_drawn(tmp_path):
     data = module(tmp_path, "data.validation_documents=5")
     drawn = evaluation_documents(data.corpora.validation, data.config).tolist()
-    assert drawn == sorted(set(drawn)) and len(drawn) == 5
-    assert documents_of(*data.evaluations[0]).total() == 5
+    assert drawn == sorted(set(drawn)) and len(drawn) == documents_of(*data.evaluations[0]).total() == 5
 
 
 def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):
     """Documents cut by no row: their counted (token, target) pairs."""
-    steps = {name: module(tmp_path, *keys) for name, keys in SCHEMES.items()} | {"carry": module(tmp_path, *CARRY)}
+    steps = {name: module(tmp_path, *keys).steps for name, keys in {**SCHEMES, "carry": CARRY}.items()}
     for number in range(6):
-        pairs = {
-            name: Counter((a, b) for batch in data.steps[number].batches
-                          for a, b in zip(batch.tokens[batch.loss_mask].tolist(), batch.targets[batch.loss_mask].tolist()))
-            for name, data in steps.items()
-        }  # fmt: skip
+        pairs = {}
+        for name, of in steps.items():
+            masked = [(b.tokens[b.loss_mask].tolist(), b.targets[b.loss_mask].tolist()) for b in of[number].batches]
+            pairs[name] = Counter(pair for both in masked for pair in zip(*both))
         assert pairs["packed"].total() > 50 and all(found == pairs["single"] for found in pairs.values())
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        "data.strategy=bestfit", "data.overlong=error", "data.streams=2", "trainer.boundary=carry", "data.row_length=null",
-        "data.validation_documents=0", "data.tokens_per_step=0",
-    ],
-)  # fmt: skip
-def test_a_wrong_key_is_named(tmp_path, override):
-    key = {"trainer.boundary": "data.strategy", "data.overlong": "data.row_length"}
-    name = override.partition("=")[0]
-    with pytest.raises(ConfigError, match=key.get(name, name)):
+    ("override", "key"),
+    [("data.strategy=bestfit", "data.strategy"), ("data.overlong=error", "data.row_length")],
+)
+def test_a_wrong_key_is_named(tmp_path, override, key):
+    with pytest.raises(ConfigError, match=key):
         module(tmp_path, override)
 
 
@@ -83,16 +70,15 @@ def test_a_changed_corpus_is_refused_where_a_run_resumes(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "concat_split"])
 def test_every_answer_of_a_task_is_a_target_once(tmp_path, strategy):
-    options = "data.task_options={num_pairs: 4, length: [20, 40], vocab_size: 64}"
     keys = [
         "data.source=task",
         "data.path=null",
         "data.task=mqar",
-        options,
         "data.num_documents=60",
         "data.tokens_per_step=100000",
     ]
-    data = module(tmp_path, *keys, f"data.strategy={strategy}")
+    keys += ["data.task_options={num_pairs: 4, length: [20, 40], vocab_size: 64}", f"data.strategy={strategy}"]
+    data = module(tmp_path, *keys)
     step = data.steps[0]
     found = [target for batch in step.batches for target in batch.targets[batch.loss_mask].tolist()]
     answers = data.corpora.train.targets
