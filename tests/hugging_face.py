@@ -28,10 +28,6 @@ def modeling(family):
 
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch):
-    take_own_path(monkeypatch)
-
-
-def take_own_path(monkeypatch):
     """Also where the peers' kernels are installed, which Hugging Face's models would hand tensors of a CPU."""
     for family in FAMILIES:
         module = modeling(family)
@@ -47,19 +43,17 @@ def wide(monkeypatch, plain_torch):
     monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype == torch.float64 else real(t))
     for family in FAMILIES:
         norm = getattr(modeling(family), f"{family}RMSNorm")
-        monkeypatch.setattr(
-            norm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-        )
+        wide_norm = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
+        monkeypatch.setattr(norm, "forward", wide_norm)
 
 
 def build(family, dtype=torch.float32, seed=0, **config):
     import transformers
 
     torch.manual_seed(seed)
-    small = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
-    model = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, f"{family}Config")(**small | config)
-    ).to(dtype)
+    config = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4} | config
+    made = getattr(transformers, f"{family}Config")(**config)
+    model = getattr(transformers, f"{family}ForCausalLM")(made).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -102,18 +96,14 @@ def places(rows):
 
 
 def alone(model, tokens, rows):
-    """[(logits (1, n, vocab), place)] of each document by itself."""
+    """Return [(logits (1, n, vocab), place)] of each document by itself."""
     return [(model(tokens[b, a:e][None], use_cache=False).logits, (b, a, e)) for b, a, e in places(rows)]
 
 
-def loss_and_gradients(model, logits, tokens, rows, pick):
-    """Cross entropy inside documents, summed, and every parameter's gradient."""
-    total = logits[0][0].new_zeros(()) if pick else logits.new_zeros(())
-    for s, (b, a, e) in enumerate(places(rows)):
-        own = logits[s][0][0] if pick else logits[b, a:e]
-        total = (
-            total + F.cross_entropy(own[:-1].double(), tokens[b, a + 1 : e], reduction="sum") if e - a > 1 else total
-        )
+def loss_and_gradients(model, documents, tokens, rows):
+    """Return cross entropy inside documents, given the logits of each, summed, and every parameter's gradient."""
+    pairs = [(logits[:-1].double(), tokens[b, a + 1 : e]) for logits, (b, a, e) in zip(documents, places(rows))]
+    total = sum(F.cross_entropy(logits, targets, reduction="sum") for logits, targets in pairs if len(targets))
     model.zero_grad()
     total.backward()
     return total.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -130,8 +120,8 @@ def check_same(packed, model, logits, tokens, rows, tolerance):
     expected = alone(model, tokens, rows)
     for single, (b, a, e) in expected:
         assert error(logits[b, a:e], single[0]) < tolerance
-    loss, found = loss_and_gradients(packed, logits, tokens, rows, pick=False)
-    wanted, gradients = loss_and_gradients(model, expected, tokens, rows, pick=True)
+    loss, found = loss_and_gradients(packed, [logits[b, a:e] for b, a, e in places(rows)], tokens, rows)
+    wanted, gradients = loss_and_gradients(model, [single[0] for single, _ in expected], tokens, rows)
     assert abs(loss - wanted) < tolerance * wanted
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():

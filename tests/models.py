@@ -36,10 +36,11 @@ def random_tokens(layout=LAYOUT, seed=1):
 
 def random_states(model, documents, seed=2):
     generator = torch.Generator().manual_seed(seed)
-    return [
-        tuple(torch.randn(s.shape, generator=generator, dtype=torch.float64).to(s.dtype).requires_grad_() for s in pair)
-        for pair in model.start_states(documents)
-    ]
+
+    def draw(like):
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype).requires_grad_()
+
+    return [tuple(map(draw, pair)) for pair in model.start_states(documents)]
 
 
 def flat(states):
@@ -60,10 +61,8 @@ def summed_loss(logits, tokens, layout):
 def gradients(loss, model, states=()):
     """By name; of parameters, then of states."""
     named = dict(model.named_parameters()) | {f"states {i}": state for i, state in enumerate(flat(states))}
-    found = torch.autograd.grad(
-        loss, list(named.values()), retain_graph=True, allow_unused=True, materialize_grads=True
-    )
-    return dict(zip(named, found))
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values()), **options)))
 
 
 def error(result, expected):

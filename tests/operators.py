@@ -30,20 +30,20 @@ TOLERANCES = {
 }
 
 
+def _layout(*rows: list[int], row_length: int, first: tuple[int, ...] = ()) -> SequenceLayout:
+    """Build a layout whose rows' first documents continue at these places."""
+    offsets = [[place, *[0] * len(row[1:])][: len(row)] for row, place in zip(rows, first or [0] * len(rows))]
+    return SequenceLayout.from_lengths(rows, row_length=row_length, offsets=offsets)
+
+
 # Rows with different splits, padding, one-token documents, continuations.
 AWKWARD = {
-    "splits": SequenceLayout.from_lengths(
-        [[3, 1, 9], [7, 8], [], [16]], row_length=16, offsets=[[5, 0, 0], [0, 0], [], [64]]
-    ),
-    "shorter-than-the-convolution": SequenceLayout.from_lengths(
-        [[1, 2, 1, 3], [2, 1]], row_length=9, offsets=[[1, 0, 0, 0], [2, 0]]
-    ),
-    "chunk-edges": SequenceLayout.from_lengths(
-        [[63, 64, 1], [65, 2], [127], [128], [129]], row_length=130, offsets=[[0, 0, 0], [3, 0], [0], [9], [0]]
-    ),
-    "one-slot": SequenceLayout.from_lengths([[1], []], row_length=1),
+    "splits": _layout([3, 1, 9], [7, 8], [], [16], row_length=16, first=(5, 0, 0, 64)),
+    "shorter-than-the-convolution": _layout([1, 2, 1, 3], [2, 1], row_length=9, first=(1, 2)),
+    "chunk-edges": _layout([63, 64, 1], [65, 2], [127], [128], [129], row_length=130, first=(0, 3, 0, 9, 0)),
+    "one-slot": _layout([1], [], row_length=1),
 }
-LONG = SequenceLayout.from_lengths([[7, 2047, 1], [2049], [8, 2048]], row_length=2060, offsets=[[3, 0, 0], [0], [0, 0]])
+LONG = _layout([7, 2047, 1], [2049], [8, 2048], row_length=2060, first=(3, 0, 0))
 
 
 @st.composite
@@ -56,18 +56,13 @@ def rows_of_lengths(draw, max_rows: int = 4, max_row_length: int = 40):
         while sum(row) < row_length and draw(st.booleans() if row else st.integers(0, 4).map(bool)):
             row.append(draw(st.integers(1, row_length - sum(row))))
         lengths.append(row)
-    offsets = [[0] * len(row) for row in lengths]
-    for row in offsets:
-        if row:
-            row[0] = draw(st.sampled_from([0, 0, 1, 77]))
+    offsets = [[draw(st.sampled_from([0, 0, 1, 77])), *[0] * len(row)][: len(row)] for row in lengths]
     return lengths, offsets, row_length
 
 
 def layouts(**kwargs):
-    """Random layouts."""
-    return rows_of_lengths(**kwargs).map(
-        lambda drawn: SequenceLayout.from_lengths(drawn[0], row_length=drawn[2], offsets=drawn[1])
-    )
+    """Draw layouts."""
+    return rows_of_lengths(**kwargs).map(lambda drawn: SequenceLayout.from_lengths(drawn[0], drawn[2], drawn[1]))
 
 
 def on(backend: str, *more: Any, **options: Any) -> Any:
@@ -76,11 +71,7 @@ def on(backend: str, *more: Any, **options: Any) -> Any:
 
 
 def dtypes_of(backend: str) -> list[torch.dtype]:
-    return {
-        "reference": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
-        "cpu": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
-        "cuda": [torch.float32, torch.bfloat16, torch.float16],
-    }[backend]
+    return [torch.float64] * (backend != "cuda") + [torch.float32, torch.bfloat16, torch.float16]
 
 
 def device_of(backend: str) -> str:
@@ -102,22 +93,15 @@ class Case:
     grad_final: Tensor | None
 
     def run(self, backend: str) -> dict[str, Tensor]:
-        """Output, final state and every gradient, through the public operator."""
-        function = getattr(ops, self.operator)
-        return self._differentiate(
-            lambda tensors: function(**tensors, **self.options, layout=self.layout, backend=backend)
-        )
+        """Return output, final state and every gradient, through the public operator."""
+        options = self.options | {"layout": self.layout, "backend": backend}
+        return self._differentiate(lambda tensors: getattr(ops, self.operator)(**tensors, **options))
 
     def specification(self) -> dict[str, Tensor]:
-        """The same from the loops, in float64 on the CPU."""
-        wide = Case(
-            self.operator,
-            self.layout.to("cpu"),
-            {name: tensor.detach().cpu().double() for name, tensor in self.tensors.items()},
-            self.options,
-            self.grad_y.cpu().double(),
-            None if self.grad_final is None else self.grad_final.cpu().double(),
-        )
+        """Return the same from the loops, in float64 on the CPU."""
+        tensors = {name: tensor.detach().cpu().double() for name, tensor in self.tensors.items()}
+        grads = [None if grad is None else grad.cpu().double() for grad in (self.grad_y, self.grad_final)]
+        wide = Case(self.operator, self.layout.to("cpu"), tensors, self.options, *grads)
         return wide._differentiate(wide.loops)
 
     def loops(self, tensors: dict[str, Tensor]):
@@ -158,9 +142,7 @@ def random_case(
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
-    rows, row_length = layout.shape
-    documents = layout.num_documents
-    wide = accumulation_dtype(dtype)
+    (rows, row_length), documents, wide = layout.shape, layout.num_documents, accumulation_dtype(dtype)
     x, z = normal(rows, row_length, 2 * channels).split(channels, dim=-1)
     tensors: dict[str, Tensor]
     if operator == "conv1d_pack":
@@ -172,9 +154,7 @@ def random_case(
         options: dict = {"activation": "silu" if optional else None}
     else:
         _, B, C = normal(rows, row_length, 3 + 2 * d_state).split([3, d_state, d_state], dim=-1)
-        A = -(
-            torch.arange(1, d_state + 1, dtype=wide).repeat(channels, 1) * normal(channels, 1, dtype=wide).cpu().exp()
-        )
+        A = -torch.arange(1, d_state + 1, dtype=wide) * normal(channels, 1, dtype=wide).cpu().exp()
         tensors = {"u": x, "delta": normal(rows, row_length, channels), "A": A.to(device), "B": B, "C": C}
         if optional:
             tensors |= {"D": normal(channels, dtype=wide), "z": z, "delta_bias": normal(channels, dtype=wide) - 3}

@@ -1,8 +1,8 @@
-"""README and docs/: their code blocks run on little data, their links lead somewhere."""
+"""README and docs/: code blocks run on little data, links lead somewhere, proofs name tests that exist."""
 
+import ast
 import glob
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("configs", "experiments"):
         shutil.copytree(ROOT / name, tmp_path / name)
     mine = tmp_path / "my"
-    for name in ("folder", "code", "lines", "tables", "data_set"):
+    for name in ("folder", "code", "tables", "data_set"):
         (mine / name).mkdir(parents=True)
     for number in range(20):
         (mine / "folder" / f"{number}.txt").write_text("a few words of my own, " * (number % 4 + 1))
@@ -51,13 +51,10 @@ def folder(tmp_path, monkeypatch):
     (mine / "lines.txt").write_text("".join(f"line {number} of many\n" for number in range(200)))
     (mine / "documents.jsonl").write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
     write_megatron(mine / "ids", [[number % 7, 3] for number in range(100)])
-    contents = [f"content {number}" for number in range(100)]
-    if importlib.util.find_spec("zstandard"):
-        lines = "".join(json.dumps({"text": one}) + "\n" for one in contents).encode()
-        (mine / "lines" / "a.json.zst").write_bytes(importlib.import_module("zstandard").compress(lines))
     if importlib.util.find_spec("pyarrow"):
         import pyarrow.parquet
 
+        contents = [f"content {number}" for number in range(100)]
         for path in (mine / "tables" / "a.parquet", mine / "data_set" / "train.parquet"):
             pyarrow.parquet.write_table(pyarrow.table({"content": contents}), path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
@@ -135,3 +132,14 @@ def test_every_link_leads_somewhere(page):
             headings = re.findall(r"^#+ (.*)$", target.read_text() if anchor else "", flags=re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert target.exists() and (not anchor or anchor in anchors), f"{page.name}: {link}"
+
+
+def test_every_statement_of_the_page_of_proofs_names_tests_that_exist():
+    page = (ROOT / "docs" / "pui.md").read_text(encoding="utf-8")
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", page)
+    for path, name in named:
+        module = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        assert name in {node.name for node in module.body if isinstance(node, ast.FunctionDef)}, f"{path}::{name}"
+    statements = re.split(r"^(?=\*\*(?:Lemma|Proposition|Theorem|Corollary) \d)", page, flags=re.MULTILINE)[1:]
+    assert len(statements) == 9 and len(named) > 15
+    assert all(re.search(r"∎.*?\*Checked by\* `tests/", statement, flags=re.DOTALL) for statement in statements)
