@@ -19,19 +19,11 @@ COMPILED = {operator: f"packmamba.ops.{module}:compiled" for operator, module in
 
 @dataclass(frozen=True)
 class Backend:
-    """Implementations of the operators.
-
-    Attributes:
-        implementations: by operator, ``module:function``; each takes ``ConvArguments``, ``ScanArguments`` or ``InnerArguments``.
-        device: device type of the tensors it takes; None: any.
-        kernels: kind of compiled kernels that it runs; see ``packmamba.ops.build``.
-        packages: packages that must be installed.
-    """
+    """Implementations of the operators: by operator, ``module:function``, which takes its named tuple of arguments."""
 
     implementations: dict[str, str] = field(default_factory=dict)
-    device: str | None = None
-    kernels: str | None = None
-    packages: tuple[str, ...] = ()
+    device: str | None = None  # type of the tensors it takes; None: any
+    packages: tuple[str, ...] = ()  # that must be installed
 
     @property
     def missing(self) -> list[str]:
@@ -48,8 +40,8 @@ BACKENDS = {
             "inner_pack": "packmamba.ops.reference:inner_pack_composed",
         }
     ),
-    "cpu": Backend(COMPILED, device="cpu", kernels="cpu"),
-    "cuda": Backend(COMPILED, device="cuda", kernels="cuda"),
+    "cpu": Backend(COMPILED, device="cpu"),
+    "cuda": Backend(COMPILED, device="cuda"),
     "mamba_ssm": Backend(
         {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS},
         device="cuda",
@@ -71,11 +63,11 @@ def load() -> None:
 
 def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> Callable:
     """Return the operator's implementation for ``backend`` on ``device``. Raises as ``backend_name``."""
-    if torch.compiler.is_compiling():  # a graph must not depend on the cache
-        return _implementations[backend_name(backend, device, operator), operator]
     key = (backend, device, operator)
+    if torch.compiler.is_compiling():  # a graph must not depend on the cache
+        return _implementations[backend_name(*key), operator]
     if key not in _chosen:
-        _chosen[key] = _implementations[backend_name(backend, device, operator), operator]
+        _chosen[key] = _implementations[backend_name(*key), operator]
     return _chosen[key]
 
 

@@ -39,7 +39,7 @@ LINK_FLAGS = ["-shared", f"-L{TORCH}/lib", "-ltorch_cpu"]
 
 @dataclass(frozen=True)
 class Build:
-    """Recipe of one library; ``target`` names the instruction set or the architectures, ``identity`` what native means here."""
+    """Recipe of one library; ``target``: instruction set or architectures; ``identity``: what native means here."""
 
     kind: str
     compiler: str
@@ -79,11 +79,6 @@ def kernel_folder() -> Path:
     return folder if (folder := package / "kernels").is_dir() else package.parent / "kernels"
 
 
-def describe(kind: str) -> Build:
-    """Return how ``kind`` would be built here. Raises KernelError if it cannot be."""
-    return _describe_cpu() if kind == "cpu" else _describe_cuda()
-
-
 def build(kind: str) -> Path:
     """Compile the library of ``kind`` unless it is cached; concurrent processes compile it once. Raises KernelError."""
     recipe = describe(kind)
@@ -117,7 +112,7 @@ def load(kind: str) -> None:
 
 @functools.cache
 def operator(kind: str, name: str) -> Callable[..., Any]:
-    """Return ``torch.ops.packmamba_<kind>.<name>``, loaded. Raises KernelError as ``load``."""
+    """Return ``torch.ops.packmamba_<kind>.<name>``, loaded. Raises KernelError."""
     load(kind)
     return getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
 
@@ -182,6 +177,11 @@ def _describe_cuda() -> Build:
     version = _output(compiler, "--version").splitlines()[-1]
     target = ", ".join(f"sm_{architecture}" for architecture in architectures)
     return Build("cuda", compiler, version, target, flags, link_flags)
+
+
+def describe(kind: str) -> Build:
+    """Return how ``kind`` would be built here. Raises KernelError if it cannot be."""
+    return _describe_cpu() if kind == "cpu" else _describe_cuda()
 
 
 def _find_nvcc() -> str | None:

@@ -91,9 +91,8 @@ def check_size(name: str, size: object, most: int) -> None:
 
 def is_tracing() -> bool:
     """Return whether a compiler, a functorch transform or a dispatch mode intercepts calls."""
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
+    compiling = torch.compiler.is_compiling()
+    return compiling or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:

@@ -1,7 +1,4 @@
-"""Depthwise causal convolution over packed documents. Shapes: B rows, L slots, S documents, D channels, W taps.
-
-The compiled kernels read weight, bias and states in float32 (float64 beside float64 activations).
-"""
+"""Depthwise causal convolution over packed documents. Shapes: B rows, L slots, S documents, D channels, W taps."""
 
 from __future__ import annotations
 
@@ -49,8 +46,7 @@ def conv1d_pack(
     Returns:
         y (B, L, D) in x's dtype, zero at padding, whose contents are never looked at; with ``return_final_state`` a pair.
 
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came, before any work.
+    Raises TypeError or ValueError, naming the argument, what was expected and what came, before any work.
     """
     checks.check_activations(x, "x")
     layout = checks.check_layout(layout, x, "x")
@@ -82,58 +78,43 @@ class ConvArguments(NamedTuple):
     return_final_state: bool
 
 
-def _forward(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    """Return y, the final state, and the widened weight, bias and initial state."""
-    widened = _widened(a)
-    y, final = empty_grad_like(a.x), _empty_final(a, accumulation_dtype(a.x.dtype))
-    KERNELS[a.x.device.type]["conv1d_forward"](a.x, *_places(a, widened), a.activation == "silu", y, final)
-    if final is not None:
+def compiled(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
+    """Run the kernels, which read weight, bias and states in float32 (float64 beside float64 activations)."""
+    wide = accumulation_dtype(a.x.dtype)
+    bias, initial_state = (None if t is None else t.to(wide) for t in a[2:4])
+    y, final = _registered(a._replace(weight=a.weight.to(wide), bias=bias, initial_state=initial_state))
+    if a.return_final_state:
         final = final.to((a.x if a.initial_state is None else a.initial_state).dtype)
-    return (y, final, *widened) if keep else (y, final, None, None, None)
+    return y, final
+
+
+def _forward(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
+    """Return y and the final state."""
+    results = _fake(a, keep)
+    KERNELS[a.x.device.type]["conv1d_forward"](*_kernel_arguments(a), *results)
+    return results
 
 
 def _fake(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    final = _empty_final(a, (a.x if a.initial_state is None else a.initial_state).dtype)
-    return empty_grad_like(a.x), final, *(_widened(a) if keep else (None, None, None))
-
-
-def _backward(a: ConvArguments, widened: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
-    x, weight, bias, initial_state, _, activation, return_final_state = a
-    dy, dfinal = grads
-    places = _places(a, widened)
-    dx, dweight, dbias, dinitial = map(empty_grad_like, (x, *places[:2], places[4]))
-    KERNELS[x.device.type]["conv1d_backward"](
-        x.new_zeros(x.shape) if dy is None else unit_stride(dy),
-        dfinal.to(dweight.dtype).contiguous() if return_final_state and dfinal is not None else None,
-        x, *places, activation == "silu", dx, dweight, dbias, dinitial,
-    )  # fmt: skip
-    return dx, _as(dweight, weight), _as(dbias, bias), _as(dinitial, initial_state)
-
-
-def _widened(a: ConvArguments) -> tuple[Tensor | None, ...]:
-    """Convert weight, bias and initial state to the kernels' dtype; None for those absent or of that dtype."""
-    wide = accumulation_dtype(a.x.dtype)
-    return tuple(None if t is None or t.dtype == wide else t.to(wide) for t in a[1:4])
-
-
-def _places(a: ConvArguments, widened: tuple) -> tuple[Any, ...]:
-    """Return weight, bias, starts, ends, initial_state as the kernels read them."""
-    weight, bias, initial_state = map(_dense, a[1:4], widened)
-    return weight, bias, a.layout.starts, a.layout.ends, initial_state
-
-
-def _dense(given: Any, wide: Tensor | None) -> Any:
-    return dense(given) if wide is None or not wide.numel() else wide.contiguous()
-
-
-def _empty_final(a: ConvArguments, dtype: torch.dtype) -> Tensor | None:
     channels, width = a.weight.shape
     shape = a.layout.starts.shape[0], channels, width - 1
-    return a.x.new_empty(shape, dtype=dtype) if a.return_final_state else None
+    return empty_grad_like(a.x), a.weight.new_empty(shape) if a.return_final_state else None
 
 
-def _as(gradient: Any, tensor: Tensor | None) -> Tensor | None:
-    return gradient if tensor is None else gradient.to(tensor.dtype)
+def _backward(a: ConvArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
+    dy, dfinal = grads
+    gradients = tuple(map(empty_grad_like, a[:4]))
+    KERNELS[a.x.device.type]["conv1d_backward"](
+        a.x.new_zeros(a.x.shape) if dy is None else unit_stride(dy),
+        dense(dfinal) if a.return_final_state else None,
+        *_kernel_arguments(a), *gradients,
+    )  # fmt: skip
+    return gradients
+
+
+def _kernel_arguments(a: ConvArguments) -> tuple:
+    x, weight, bias, initial_state, layout, activation, _ = a
+    return x, dense(weight), dense(bias), layout.starts, layout.ends, dense(initial_state), activation == "silu"
 
 
 def _cuda_forward(*arguments: Any) -> None:
@@ -148,4 +129,4 @@ def _cuda_backward(*arguments: Any) -> None:
 
 declare("conv1d_forward", outputs=2, cuda=_cuda_forward)
 declare("conv1d_backward", outputs=4, cuda=_cuda_backward)
-compiled = register("conv1d_pack", ConvArguments, _forward, _fake, _backward, outputs=2, kept=3, gradients=4)
+_registered = register("conv1d_pack", ConvArguments, _forward, _fake, _backward, outputs=2, kept=0, gradients=4)

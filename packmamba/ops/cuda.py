@@ -56,7 +56,7 @@ def schedule(
     the first inside ``one_capture``. So does each stream: another's work might come before a schedule is there.
     """
     schedules = schedules_of(starts)
-    stream = current_stream(starts.get_device()) if stream is None else stream
+    stream = torch._C._cuda_getCurrentRawStream(starts.get_device()) if stream is None else stream
     capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None
     made_of = (ends.data_ptr(), _version(starts), _version(ends), capture)
     key = (direction, rows, row_length, channels, cuts, stream)
@@ -125,16 +125,12 @@ def launch(
             launch(name, direction, arguments, u, documents, cuts, last)
         return
     rows, row_length, channels = u.shape
-    stream = current_stream(device)
+    stream = torch._C._cuda_getCurrentRawStream(device)
     found = schedule(*documents, rows, row_length, channels, cuts, direction, stream)
     operator("cuda", name)(*arguments, *found, stream, *last)
 
 
 # torch.cuda's functions, without what each does first: operators are called often, and some are short.
-def current_stream(device: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(device)
-
-
 def current_device() -> int:
     return torch._C._cuda_getDevice()
 

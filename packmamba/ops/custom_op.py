@@ -193,10 +193,7 @@ def none_to_empty(values: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor
 
 
 def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
+    return any(t is not None and t.requires_grad for t in tensors)
 
 
 def empty_grad_like(tensor: Any) -> Any:

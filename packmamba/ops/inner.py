@@ -1,7 +1,6 @@
 """The Mamba block after its first projection as one operator (mamba-ssm's ``mamba_inner_fn``), packed.
 
-The compiled backward is explicit: gradients land in parts of wider tensors without copies, and it may keep less than autograd.
-
+The compiled backward writes gradients into parts of wider tensors, and may keep less than autograd.
 Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 """
 
@@ -46,22 +45,15 @@ def inner_pack(
 
     Args:
         xz: (B, L, 2 D), the convolution's input and the gate.
-        conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is SiLU.
         x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; the compiled kernels sum
             gradients of wider ones without rounding them to xz's.
-        A, D, delta_bias: (D, N), (D,), (D,), as of ``ssm_pack``.
         conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is one.
         conv_state, ssm_state: the operators' initial states, by the documents of their layouts.
-        return_state: also return (final convolution state, final scan state).
         recompute: the backward computes the convolution's output and delta again instead of keeping them (compiled kernels only),
             and on a GPU y: its kernel has it at hand, from states that are rounded at times, so its bits may differ.
-        backend: a name in ``ops.BACKENDS``.
 
-    Returns:
-        (B, L, d_model) in xz's dtype, and the final states or None.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+    Returns (B, L, d_model) in xz's dtype, and (final convolution state, final scan state) or None. Raises TypeError or
+    ValueError as the operators.
     """
     checks.check_activations(xz, "xz")
     if xz.shape[2] % 2:
@@ -212,9 +204,7 @@ def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | N
     by_slot = dmixed.flatten(0, 1)
     dy = torch.empty_like(x)
     torch.mm(by_slot, out_weight, out=dy.flatten(0, 1))
-    make_y = {}
-    if y is None or not y.numel():
-        make_y["y"] = y = torch.empty_like(x)
+    make_y = {} if y is not None and y.numel() else {"y": (y := torch.empty_like(x))}
     du, ddelta, dprojected = torch.empty_like(x), torch.empty_like(x), torch.empty_like(projected)
     dlow, dB, dC = a.parts(dprojected)
     kernels["ssm_backward"](

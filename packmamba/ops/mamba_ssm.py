@@ -18,7 +18,7 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
-from packmamba.ops.reference import composed
+from packmamba.ops.reference import inner_pack_composed
 from packmamba.ops.scan import ScanArguments
 
 
@@ -35,8 +35,7 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
 def _real(layout: SequenceLayout) -> Tensor:
     """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds more than one document."""
     if layout.packed:
-        got = f"{layout.num_documents} in {layout.shape[0]} rows; use layout.flow() to leak on purpose"
-        raise ValueError(f"layout: backend 'mamba_ssm' expected one document per row, got {got}")
+        raise ValueError("layout: backend 'mamba_ssm' expected one document per row, got more; layout.flow() leaks")
     return (layout.documents >= 0)[..., None]
 
 
@@ -87,4 +86,4 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
 
 def inner_pack(a: InnerArguments) -> tuple[Tensor | None, ...]:
     """Compute ``ops.inner_pack`` by both, between matrix products."""
-    return composed(a, conv1d_pack, ssm_pack)
+    return inner_pack_composed(a, conv1d_pack, ssm_pack)

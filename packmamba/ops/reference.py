@@ -175,10 +175,9 @@ def _scan_steps(
 
 
 def _start_states(first: Tensor, ends: Tensor, decays: Tensor, per_document: Tensor) -> Tensor:
-    """Compute the start state of each chunk, (K, D, N), from those of documents, (S, D, N).
+    """Compute the start state of each chunk, (K, D, N), from documents' (S, D, N) and their numbers of chunks (S,).
 
-    ends, decays: (K - S, D, N), of the chunks that have a successor, in document order: their end states from zero, and what
-    they leave of their start state; per_document: (S,) chunks.
+    ends, decays: (K - S, D, N), of chunks with a successor: end states from zero, and what is left of start states.
     """
     first_continued = (per_document - 1).cumsum(0) - (per_document - 1)
     documents = torch.arange(per_document.numel(), device=first.device)
@@ -194,7 +193,9 @@ def _start_states(first: Tensor, ends: Tensor, decays: Tensor, per_document: Ten
     return torch.cat(levels)[torch.argsort(torch.argsort(index, stable=True))]
 
 
-def composed(a: InnerArguments, conv1d_pack: Callable, ssm_pack: Callable) -> tuple[Tensor | None, ...]:
+def inner_pack_composed(
+    a: InnerArguments, conv1d_pack: Callable = conv1d_pack_vectorised, ssm_pack: Callable = ssm_pack_vectorised
+) -> tuple[Tensor | None, ...]:
     """Compute ``ops.inner_pack`` by implementations of the two operators."""
     x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
     x, z = a.xz.chunk(2, dim=-1)
@@ -205,8 +206,3 @@ def composed(a: InnerArguments, conv1d_pack: Callable, ssm_pack: Callable) -> tu
     scan = ScanArguments(x, delta, a.A, B, C, a.D, z, a.delta_bias, a.ssm_state, a.ssm_layout, True, a.return_state)
     y, ssm_final = ssm_pack(scan)
     return F.linear(y, out_weight), conv_final, ssm_final
-
-
-def inner_pack_composed(a: InnerArguments) -> tuple[Tensor | None, ...]:
-    """Compute ``ops.inner_pack`` by the references."""
-    return composed(a, conv1d_pack_vectorised, ssm_pack_vectorised)

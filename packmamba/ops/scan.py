@@ -16,9 +16,7 @@ from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
 
-# As in the kernels: tokens between states that the scan keeps for its backward, and what channels are padded to.
-KEPT_TOKENS = 32
-KEPT_CHANNELS = 16
+KEPT_TOKENS, KEPT_CHANNELS = 32, 16  # tokens between states kept for the backward; what channels are padded to there
 BACKWARD_SHARED_BYTES = 113 << 10
 """Shared memory of a block of the scan's tensor-core backward."""
 
@@ -62,8 +60,7 @@ def ssm_pack(
     Returns:
         y (B, L, D) in u's dtype, zero at padding, whose contents are never looked at; with ``return_final_state`` a pair.
 
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came, before any work.
+    Raises TypeError or ValueError, naming the argument, what was expected and what came, before any work.
     """
     checks.check_activations(u, "u")
     layout = checks.check_layout(layout, u, "u")
@@ -76,12 +73,13 @@ def ssm_pack(
     checks.check_tensor(C, "C", (rows, row_length, states), near, u, "u", True)
     if z is not None:
         checks.check_tensor(z, "z", shape, near, u, "u", True)
-    if D is not None:
-        checks.check_tensor(D, "D", (channels,), wide, u, "u")
-    if delta_bias is not None:
-        checks.check_tensor(delta_bias, "delta_bias", (channels,), wide, u, "u")
-    if initial_state is not None:
-        checks.check_tensor(initial_state, "initial_state", (layout.num_documents, channels, states), wide, u, "u")
+    optional = ("D", D, (channels,)), ("delta_bias", delta_bias, (channels,))
+    for name, given, expected in (
+        *optional,
+        ("initial_state", initial_state, (layout.num_documents, channels, states)),
+    ):
+        if given is not None:
+            checks.check_tensor(given, name, expected, wide, u, "u")
     checks.check_flag("delta_softplus", delta_softplus)
     checks.check_flag("return_final_state", return_final_state)
     a = ScanArguments(u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state)

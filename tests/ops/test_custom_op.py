@@ -30,7 +30,9 @@ def arguments_of(case):
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "optional"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(operator, optional, dtype):
-    case = random_case(operator, AWKWARD["splits"], dtype, optional=optional, states=optional)
+    case = random_case(
+        operator, AWKWARD["splits"], dtype, optional=optional, states=optional, parameter_dtype=torch.float32
+    )
     torch.library.opcheck(getattr(torch.ops.packmamba, operator).default, arguments_of(case))
 
 
