@@ -27,9 +27,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Select the tests marked ``gpu`` if PACKMAMBA_TEST_GPU is set, else all others."""
-    skipped = [item for item in items if bool(item.get_closest_marker("gpu")) is not ON_GPU]
-    config.hook.pytest_deselected(items=skipped)
-    items[:] = [item for item in items if item not in set(skipped)]
+    items[:] = [item for item in items if bool(item.get_closest_marker("gpu")) is ON_GPU]
 
 
 @pytest.fixture(autouse=True)

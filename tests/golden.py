@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ OLD_KEYS, OLD_VALUES = CONFIGURATIONS["old_keys"], CONFIGURATIONS["old_values"]
 NEW_STRATEGIES = list(CONFIGURATIONS["runs"])[:8]
 PACKAGES = ["tqdm", "jinja2", "packaging", "markupsafe"]
 FEW = " data.overlong=truncate model.d_model=8 model.n_layer=1 trainer.max_steps=1"
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 LONG = " trainer.max_steps=120 trainer.checkpoint_every=3 trainer.validate_every=40"
 
 
@@ -61,39 +62,33 @@ def digest(*values: torch.Tensor | np.ndarray) -> str:
 
 def operators(_: Path) -> dict[str, object]:
     results: dict[str, object] = {}
-    layouts = {
-        "rows": ([[3, 5, 6], [9], [], [1, 1, 14]], 16, [[0, 0, 0], [7], [], [0, 0, 0]]),
-        "long": ([[130, 1, 127], [257]], 260, None),
-    }
-    for name, (lengths, row_length, offsets) in layouts.items():
-        layout = SequenceLayout.from_lengths(lengths, row_length=row_length, offsets=offsets)
-        (rows, slots), documents = layout.shape, layout.num_documents
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            generator = torch.Generator().manual_seed(0)
+    rows = SequenceLayout.from_lengths([[3, 5, 6], [9], [], [1, 1, 14]], 16, [[0, 0, 0], [7], [], [0, 0, 0]])
+    long = SequenceLayout.from_lengths([[130, 1, 127], [257]], row_length=260)
+    for (name, layout), dtype in product({"rows": rows, "long": long}.items(), DTYPES):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        generator = torch.Generator().manual_seed(0)
 
-            def draw(*shape: int, dtype: torch.dtype = dtype, generator: torch.Generator = generator) -> torch.Tensor:
-                return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        def draw(*shape: int, dtype: torch.dtype = dtype, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
-            x, delta, z = (draw(rows, slots, 24) for _ in range(3))
-            b, c = draw(rows, slots, 16), draw(rows, slots, 16)
-            a = (-draw(24, 16, dtype=wide).detach().exp()).requires_grad_()
-            skip, bias = draw(24, dtype=wide), draw(24, dtype=wide)
-            state, conv_state = draw(documents, 24, 16, dtype=wide), draw(documents, 24, 3)
-            weight, conv_bias = draw(24, 4), draw(24)
-            for backend in ("cpu", "reference"):
-                options = {"layout": layout, "return_final_state": True, "backend": backend}
-                conv = (x, weight, conv_bias, conv_state)
-                y, last = ops.conv1d_pack(x, weight, conv_bias, activation="silu", initial_state=conv_state, **options)
-                gradients = torch.autograd.grad(y.square().sum() + last.square().sum(), conv)
-                results[f"conv {name} {dtype} {backend}"] = digest(y, last, *gradients)
-                scan = (x, delta, a, b, c, skip, z, bias, state)
-                given = {"z": z, "delta_bias": bias, "delta_softplus": True, "initial_state": state}
-                y, last = ops.ssm_pack(x, delta, a, b, c, skip, **given, **options)
-                gradients = torch.autograd.grad(y.square().sum() + last.square().sum(), scan)
-                results[f"scan {name} {dtype} {backend}"] = digest(y, last, *gradients)
-                plain = ops.ssm_pack(x, delta.abs(), a, b, c, backend=backend)
-                results[f"plain {name} {dtype} {backend}"] = digest(ops.conv1d_pack(x, weight, backend=backend), plain)
+        x, delta, z = (draw(*layout.shape, 24) for _ in range(3))
+        b, c = draw(*layout.shape, 16), draw(*layout.shape, 16)
+        a = (-draw(24, 16, dtype=wide).detach().exp()).requires_grad_()
+        skip, bias = draw(24, dtype=wide), draw(24, dtype=wide)
+        state, conv_state = draw(layout.num_documents, 24, 16, dtype=wide), draw(layout.num_documents, 24, 3)
+        weight, conv_bias = draw(24, 4), draw(24)
+        for backend in ("cpu", "reference"):
+            options = {"layout": layout, "return_final_state": True, "backend": backend}
+            conv, scan = (x, weight, conv_bias, conv_state), (x, delta, a, b, c, skip, z, bias, state)
+            given = {"z": z, "delta_bias": bias, "delta_softplus": True, "initial_state": state}
+            outputs = {"scan": (ops.ssm_pack(x, delta, a, b, c, skip, **given, **options), scan)}
+            given = {"activation": "silu", "initial_state": conv_state}
+            outputs["conv"] = ops.conv1d_pack(x, weight, conv_bias, **given, **options), conv
+            for operator, ((y, last), inputs) in outputs.items():
+                gradients = torch.autograd.grad(y.square().sum() + last.square().sum(), inputs)
+                results[f"{operator} {name} {dtype} {backend}"] = digest(y, last, *gradients)
+            plain = ops.ssm_pack(x, delta.abs(), a, b, c, backend=backend)
+            results[f"plain {name} {dtype} {backend}"] = digest(ops.conv1d_pack(x, weight, backend=backend), plain)
     return results
 
 
@@ -114,10 +109,8 @@ def model(_: Path) -> dict[str, object]:
     results["layer"] = digest(layer(x, layout=layout), *layer.state_dict().values())
     lm.eval()
     requests = [([5, 6, 7][: i % 3], [(3 * i + j) % 97 for j in range(1 + i % 7)]) for i in range(20)]
-    scores = score(lm, requests, max_slots=64, begin_token=0)
-    results["score"] = digest(
-        torch.tensor([[one.log_likelihood, one.is_greedy] for one in scores], dtype=torch.float64)
-    )
+    scores = [[s.log_likelihood, s.is_greedy] for s in score(lm, requests, max_slots=64, begin_token=0)]
+    results["score"] = digest(torch.tensor(scores, dtype=torch.float64))
     for temperature in (0.0, 0.8):
         continued = generate(lm, [[1, 2, 3], [4]], max_new_tokens=12, temperature=temperature, seed=1)
         results[f"generate {temperature}"] = str(continued)
@@ -137,29 +130,15 @@ def tasks(_: Path) -> dict[str, object]:
     return results
 
 
-def graphs(_: Path) -> dict[str, object]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    lm = MambaLM(vocab_size=97, d_model=32, n_layer=2)
-    lm.compile_blocks(backend="aot_eager")
-    for lengths in ([[30, 5], [64]], [[1, 2, 3], [40]], [[64], [64]]):
-        layout = SequenceLayout.from_lengths(lengths, row_length=64)
-        lm(torch.randint(97, (2, 64)), layout=layout).sum().backward()
-    counters = torch._dynamo.utils.counters
-    return {"breaks": str(dict(counters["graph_break"])), "graphs": str(counters["stats"]["unique_graphs"])}
-
-
 def plans(_: Path) -> dict[str, object]:
     lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1, 3000).astype(np.int64) + 1, 5000)
     results: dict[str, object] = {}
-    for strategy in NEW_STRATEGIES:
-        for streams in (1, 3) if strategy == "concat_split" else (1,):
-            for overlong in ("truncate", "split"):
-                options = {"overlong": named("data.overlong", overlong), "buffer": 256, "streams": streams}
-                plan = plan_rows(lengths, 1024, named("data.strategy", strategy), **options)
-                parts = (plan.document, plan.start, plan.length, plan.row_offsets, plan.slots)
-                results[f"{strategy} {streams} {overlong}"] = digest(*parts)
+    for strategy, streams, overlong in product(NEW_STRATEGIES, (1, 3), ("truncate", "split")):
+        if streams == 1 or strategy == "concat_split":
+            options = {"overlong": named("data.overlong", overlong), "buffer": 256, "streams": streams}
+            plan = plan_rows(lengths, 1024, named("data.strategy", strategy), **options)
+            parts = (plan.document, plan.start, plan.length, plan.row_offsets, plan.slots)
+            results[f"{strategy} {streams} {overlong}"] = digest(*parts)
     return results
 
 
@@ -189,13 +168,10 @@ def arguments(folder: Path, name: str, keys: str) -> list[str]:
 
 
 def command(*words: str) -> str:
-    """Run a command of the package in this process."""
+    """Run a command of the package in this process; return what went wrong."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            status = cli.main(list(words))
-        except Exception:
-            status = traceback.format_exc()
+        status = cli.main(list(words))
     return "" if not status else f"{' '.join(words)} ended with {status}: {output.getvalue()[-600:]}"
 
 
@@ -204,16 +180,16 @@ def run_folder(folder: Path, name: str) -> Path:
     return path
 
 
-def record_of(folder: Path, name: str) -> dict[str, Any]:
-    run = run_folder(folder, name)
+def record_of(run: Path) -> dict[str, Any]:
     (path,) = [*run.glob("record.json"), *run.glob("records/*.jsonl")]
     return json.loads(path.read_text().splitlines()[-1])
 
 
 def results_of(folder: Path, name: str) -> dict[str, object]:
     """Losses, other numbers that repeat, and a hash of the final weights of the run in ``runs/<name>``."""
-    run, record = run_folder(folder, name), record_of(folder, name)
-    curves, times = record["curves"], re.compile("second|memory|wall|time")
+    run = run_folder(folder, name)
+    record, times = record_of(run), re.compile("second|memory|wall|time")
+    curves = record["curves"]
     positions = [list(point.values()) for point in curves.get("loss_by_position", [])]
     return {
         "train": [point["loss"] for point in curves["train"]],
@@ -236,16 +212,12 @@ def runs(folder: Path) -> dict[str, object]:
 def kills(folder: Path) -> dict[str, object]:
     """Runs that are killed after a checkpoint, three times, then left alone; and the same undisturbed."""
     results: dict[str, object] = {}
-    cases = {
-        "average": "trainer.average_snapshots=5 trainer.average_share=0.9",
-        "carry": CONFIGURATIONS["runs"]["carry, turns"],
-    }
-    for name, keys in cases.items():
+    average, carry = "trainer.average_snapshots=5 trainer.average_share=0.9", CONFIGURATIONS["runs"]["carry, turns"]
+    for name, keys in {"average": average, "carry": carry}.items():
         words = [sys.executable, "run.py", *arguments(folder, f"{name} killed", keys + LONG)]
-        before, killed = set(), 0
+        before, killed, null = set(), 0, subprocess.DEVNULL
         for _ in range(3):
-            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            process = subprocess.Popen(words, cwd=ROOT, start_new_session=True, **quiet)
+            process = subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=null, stderr=null)
             while process.poll() is None and not set((folder / "runs").rglob("*.ckpt")) - before:
                 time.sleep(0.02)
             time.sleep(random.uniform(0, 1))
@@ -253,10 +225,9 @@ def kills(folder: Path) -> dict[str, object]:
                 os.killpg(process.pid, signal.SIGKILL)
             killed += process.wait() == -signal.SIGKILL
             before |= set((folder / "runs").rglob("*.ckpt"))
-        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        failed = ended.stderr if ended.returncode else command(*arguments(folder, name, keys + LONG))
-        results[name] = failed or results_of(folder, name)
-        results[f"{name} killed"] = failed or results_of(folder, f"{name} killed")
+        subprocess.run(words, cwd=ROOT, check=True, stdout=null, stderr=null)
+        failed = command(*arguments(folder, name, keys + LONG))
+        results |= {one: failed or results_of(folder, one) for one in (name, f"{name} killed")}
         print(f"  {name}: killed {killed} times")
     return results
 
@@ -291,7 +262,7 @@ def tables(folder: Path) -> dict[str, object]:
     return results
 
 
-PARTS = {f.__name__: f for f in (operators, model, tasks, graphs, plans, tables, corpora, runs, kills)}
+PARTS = {f.__name__: f for f in (operators, model, tasks, plans, tables, corpora, runs, kills)}
 
 
 def differences(was: object, now: object, place: str) -> list[str]:
@@ -315,17 +286,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name).resolve()
             write_documents(folder)
-            if "manifest" not in golden:
-                recipe = importlib.import_module(
-                    "packmamba.data.recipe"
-                )  # of the old commit, where values are recorded
+            if "manifest" not in golden and IS_OLD:
+                recipe = importlib.import_module("packmamba.data.recipe")
                 golden["manifest"] = recipe.make_manifest(PACKAGES, progress=False)._text()
+            elif "manifest" not in golden:
+                importlib.import_module("experiments.corpus.build").make_manifest(folder / "manifest.gz", PACKAGES)
+                golden["manifest"] = gzip.decompress((folder / "manifest.gz").read_bytes()).decode()
             (folder / "manifest.gz").write_bytes(gzip.compress(golden["manifest"].encode(), mtime=0))
-            try:
-                found = json.loads(json.dumps(PARTS[part](folder)))
-            except Exception:
-                traceback.print_exc()
-                found = {}
+            found = json.loads(json.dumps(PARTS[part](folder)))
         lines = [f"{part}: {value}" for value in found.values() if " ended with " in str(value)]
         lines += differences(golden[part], found, part) if action == "compare" else []
         title = f"{part}: {len(found)} values, {len(lines)} differ, {time.monotonic() - begun:.0f} s"

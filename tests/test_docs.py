@@ -2,12 +2,12 @@
 
 import ast
 import glob
-import importlib.util
 import os
 import re
 import shlex
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,17 +23,12 @@ from written import write_megatron
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUNNING = [
-    pytest.param(page, id=page.name, marks=[pytest.mark.extras] * ("<!-- extra" in page.read_text(encoding="utf-8")))
-    for page in PAGES
-]
+EXTRAS = {page: [pytest.mark.extras] * ("<!-- extra" in page.read_text(encoding="utf-8")) for page in PAGES}
 BLOCK = re.compile(r"(?:<!-- (?P<note>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
-TINY_RUN = [
-    *("data.source=text", "data.path=my/folder", "data.row_length=64", "data.tokens_per_step=128"),
-    *("data.max_tokens_per_batch=128", "data.validation_documents=4", "model.d_model=8", "model.n_layer=1"),
-    *("trainer.max_steps=2", "trainer.validate_every=2", "trainer.checkpoint_every=2", "trainer.log_every=1"),
-    *("trainer.threads=1", "optimizer.warmup_steps=1"),
-]
+TINY_RUN = "data.source=text data.path=my/folder data.row_length=64 data.tokens_per_step=128".split()
+TINY_RUN += "data.max_tokens_per_batch=128 data.validation_documents=4 model.d_model=8 model.n_layer=1".split()
+TINY_RUN += "trainer.max_steps=2 trainer.validate_every=2 trainer.checkpoint_every=2 trainer.log_every=1".split()
+TINY_RUN += "trainer.threads=1 optimizer.warmup_steps=1".split()
 
 
 @pytest.fixture
@@ -51,7 +46,7 @@ def folder(tmp_path, monkeypatch):
     (mine / "lines.txt").write_text("".join(f"line {number} of many\n" for number in range(200)))
     (mine / "documents.jsonl").write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
     write_megatron(mine / "ids", [[number % 7, 3] for number in range(100)])
-    if importlib.util.find_spec("pyarrow"):
+    if find_spec("pyarrow"):
         import pyarrow.parquet
 
         contents = [f"content {number}" for number in range(100)]
@@ -84,10 +79,8 @@ def in_folder(folder, arguments):
     return cli.main(arguments, prog="run.py")
 
 
-def load(words):
-    """Load the configuration of a command that cannot run here."""
-    loaders = {"train": load_config, "sweep": load_sweep, "bench": load_bench, "reproduce": lambda name, _: find(name)}
-    loaders[words[0]](words[1], [word for word in words if "=" in word and not word.startswith("-")])
+# Of commands that cannot run here the configuration is loaded.
+LOADERS = {"train": load_config, "sweep": load_sweep, "bench": load_bench, "reproduce": lambda name, _: find(name)}
 
 
 def run_page(page, folder):
@@ -102,7 +95,7 @@ def run_page(page, folder):
                 file.write(text)
     names = {}
     for note, language, text in found:
-        if note.startswith("file: ") or (note.startswith("extra ") and not importlib.util.find_spec(note[6:])):
+        if note.startswith("file: ") or (note.startswith("extra ") and not find_spec(note[6:])):
             continue
         if language == "python":
             exec(compile(text, page.name, "exec"), names)
@@ -114,10 +107,13 @@ def run_page(page, folder):
                 build.main(words[3:])
             elif "run.py" in words:
                 words = words[words.index("run.py") + 1 :]
-                load(words) if note.startswith("needs ") else run(words, folder)
+                if note.startswith("needs "):
+                    LOADERS[words[0]](words[1], [word for word in words if "=" in word and not word.startswith("-")])
+                else:
+                    run(words, folder)
 
 
-@pytest.mark.parametrize("page", RUNNING)
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name, marks=marks) for page, marks in EXTRAS.items()])
 def test_every_code_block_of_a_page_runs(page, folder):
     output = folder / "page.txt"
     assert statuses(fork(run_page, page, folder, output=output)) == [0], output.read_text()[-3000:]

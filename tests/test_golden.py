@@ -5,13 +5,14 @@ In a checkout, ``PYTHONPATH=. python tests/test_golden.py`` records them. tests/
 
 import json
 import tempfile
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from golden import CONFIGURATIONS, arguments, command, digest, plans, record_of
+from golden import CONFIGURATIONS, arguments, command, digest, plans, record_of, run_folder
 from packmamba import MambaLM
 from packmamba.config import load_config
 from packmamba.data.datamodule import PackedDataModule
@@ -34,13 +35,12 @@ def steps(folder, name):
     """Hashes of the tokens, targets and layouts of each of a run's first steps."""
     data = PackedDataModule.from_config(load_config(None, arguments(folder, name, RUNS[name])[1:]))
     data.setup()
-    results = []
-    for step in map(data.steps.__getitem__, range(4)):
-        batches = [
-            (b.tokens, b.targets * b.loss_mask, b.layout.position_indices, b.layout.seq_idx) for b in step.batches
-        ]
-        results.append(digest(*(tensor for batch in batches for tensor in batch)))
-    return [*results, data.corpora.corpus_hash]
+    results = [data.corpora.corpus_hash]
+    for number in reversed(range(4)):
+        layouts = [(b, b.layout) for b in data.steps[number].batches]
+        parts = ((b.tokens, b.targets * b.loss_mask, of.position_indices, of.seq_idx) for b, of in layouts)
+        results.insert(0, digest(*chain(*parts)))
+    return results
 
 
 def losses(folder, name):
@@ -55,7 +55,7 @@ def losses(folder, name):
 
     with mock.patch.object(MambaLM, "__init__", make_exactly):
         assert not command(*arguments(folder, name, RUNS[name]))
-    curves = record_of(folder, name)["curves"]
+    curves = record_of(run_folder(folder, name))["curves"]
     return [point["loss"] for part in ("train", "validation") for point in curves[part]]
 
 

@@ -43,14 +43,13 @@ def of(path, source="jsonl", **keys):
     return DataConfig(source=source, path=str(path), **{"validation_fraction": 0.2, **keys})
 
 
-def write_megatron(prefix, documents, code=8, dtype="<u2", cut=1, version=1):
+def write_megatron(prefix, documents, code=8, dtype="<u2", cut=1):
     """Write as Megatron does: a sequence for each document, or ``cut`` sequences."""
     sequences = [part for document in documents for part in np.array_split(np.array(document, dtype), cut)]
-    lengths = [len(one) for one in sequences]
-    places = np.cumsum([0, *lengths])[:-1] * np.dtype(dtype).itemsize
-    starts = np.arange(len(documents) + 1) * cut
-    prefix.with_suffix(".bin").write_bytes(b"".join(one.tobytes() for one in sequences))
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", version, code, len(lengths), len(starts))
-    body = np.array(lengths, "<i4").tobytes() + places.astype("<i8").tobytes() + starts.astype("<i8").tobytes()
-    prefix.with_suffix(".idx").write_bytes(head + body)
+    ends = np.cumsum([0, *map(len, sequences)])
+    prefix.with_suffix(".bin").write_bytes(np.concatenate(sequences).tobytes())
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sequences), len(documents) + 1)
+    places, starts = ends[:-1] * np.dtype(dtype).itemsize, np.arange(len(documents) + 1) * cut
+    parts = np.diff(ends).astype("<i4"), places.astype("<i8"), starts.astype("<i8")
+    prefix.with_suffix(".idx").write_bytes(head + b"".join(part.tobytes() for part in parts))
     return prefix
