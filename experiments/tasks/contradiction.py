@@ -19,7 +19,7 @@ class Contradiction:
     defaults 56 % of the answers are none. The last event is a read.
     """
 
-    WRITE, READ, NONE, num_examples = 0, 1, 2, None
+    WRITE, READ, NONE = 0, 1, 2
 
     def __init__(
         self, events: Span = (8, 64), num_keys: int = 16, num_values: int = 16, read_fraction: float = 0.5, begin: bool = False

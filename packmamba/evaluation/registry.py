@@ -16,7 +16,6 @@ from packmamba.nn import MambaLM
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 EVALUATIONS: ChainMap[str, Any] = ChainMap(language_modeling.EVALUATIONS, TASKS)
-"""Both registries; plugins may add to either."""
 
 
 def default_max_slots(model: MambaLM) -> int:
@@ -26,7 +25,7 @@ def default_max_slots(model: MambaLM) -> int:
 
 
 def check(name: str, context: EvalContext, vocab_size: int | None = None) -> None:
-    """Raise ConfigError for what ``evaluate`` would refuse; without a vocabulary size check options alone, read no documents."""
+    """Raise ConfigError for what ``evaluate`` would refuse; without a vocabulary size read no documents."""
     (synthetic.make_task if name in TASKS else language_modeling.validation)(name, context, vocab_size)
 
 

@@ -91,8 +91,9 @@ def summarize(items: Items) -> tuple[dict[str, float], Curves]:
 def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate accuracy and loss of a task's answers; of multiple choice the choices' accuracy too."""
     task = make_task(name, context, len(model.lm_head.weight))
-    count = min(context.examples, task.num_examples or context.examples)
-    numbers = [i * (task.num_examples or count) // count for i in range(count)]  # evenly spaced over a finite task
+    total = getattr(task, "num_examples", None) or context.examples
+    count = min(context.examples, total)
+    numbers = [i * total // count for i in range(count)]  # evenly spaced over a finite task
     examples = [task.example(context.seed, number) for number in numbers]
     if getattr(task, "of_bytes", False) and not isinstance(context.tokenizer, (ByteTokenizer, type(None))):
         examples = [tokenize(example, context.tokenizer) for example in examples]

@@ -77,8 +77,9 @@ def open_task(data: DataConfig) -> Source:
         task: Any = TASKS[data.task](**data.task_options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"data.task_options: {error}") from None
-    if task.num_examples is not None and data.num_documents > task.num_examples:
-        raise ConfigError(f"data.num_documents: task '{data.task}' has {task.num_examples}, got {data.num_documents}")
+    most = getattr(task, "num_examples", None)
+    if most is not None and data.num_documents > most:
+        raise ConfigError(f"data.num_documents: task '{data.task}' has {most}, got {data.num_documents}")
     trained = data.num_documents - held_out_count(data.num_documents, data)
 
     def read() -> Iterator[Document]:

@@ -18,8 +18,7 @@ class Example:
     """One document of a task, of n tokens.
 
     Attributes:
-        tokens, targets: (n,); ``targets[t]`` is the answer after ``tokens[: t + 1]``, any valid id outside of ``mask``.
-        mask: (n,), positions whose answers count.
+        tokens, targets, mask: (n,); ``targets[t]`` is the answer after ``tokens[: t + 1]`` where ``mask[t]``.
         load: how much there is to remember: pairs, data tokens, or the distance to the answer.
         choices: continuations of ``context`` in multiple choice; ``answer``: index of the right one.
     """
@@ -54,19 +53,17 @@ def draw(name: str, seed: int, index: int) -> np.random.Generator:
 
 def within(rng: np.random.Generator, span: tuple[int, int]) -> int:
     """Draw an integer of a span."""
-    return int(rng.integers(span[0], span[1] + 1))
+    return int(rng.integers(*span, endpoint=True))
 
 
 def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
     """Return the minimum and maximum. Raises ValueError naming the argument."""
     low, high = value if isinstance(value, (tuple, list)) else (value, value)
-    require(
-        isinstance(low, int) and minimum <= low <= high, name, f"at least {minimum}, or a minimum and maximum", value
-    )
+    holds = isinstance(low, int) and minimum <= low <= high
+    require(holds, name, f"at least {minimum}, or a minimum and maximum", value)
     return low, high
 
 
 def require(holds: bool, name: str, expected: str, value: Any) -> None:
-    """Raise ValueError naming the argument unless ``holds``."""
     if not holds:
         raise ValueError(f"{name}: expected {expected}, got {value!r:.60}")

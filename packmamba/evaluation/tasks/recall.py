@@ -10,12 +10,10 @@ from packmamba.evaluation.tasks.base import Example, Span, draw, make_example, r
 class MultiQueryRecall:
     """MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
 
-    Gaps between pairs and queries follow a power law; the tokens between are values, so that only a key asks.
-    The lower half of the ids are keys, the upper half values. With a small exponent ``power_a`` most keys return early.
-    Published settings: ``vocab_size=8192``, (length, num_pairs) (64, 4), (128, 8), (256, 16), ``power_a=0.01``.
+    Gaps between pairs and queries follow a power law: with a small exponent ``power_a`` most keys return early. The lower
+    half of the ids are keys, the upper half values, also between queries. Published: ``vocab_size=8192``, ``power_a=0.01``,
+    (length, num_pairs) (64, 4), (128, 8), (256, 16).
     """
-
-    num_examples = None
 
     def __init__(
         self, num_pairs: Span = 8, length: Span = (64, 128), vocab_size: int = 8192, power_a: float = 0.01
@@ -44,15 +42,11 @@ class MultiQueryRecall:
 class Induction:
     """Induction heads (Mamba, arXiv 2312.00752): a second mark at the document's end asks for the first one's successor.
 
-    ``length`` counts both marks; the largest id is the mark. Published setting: length 256 in training, tested to 2**20;
-    vocabulary 16.
+    ``length`` counts both marks; the largest id is the mark. Published: length 256, tested to 2**20; vocabulary 16.
     """
 
-    num_examples = None
-
     def __init__(self, length: Span = (128, 256), vocab_size: int = 16) -> None:
-        self.length = span("length", length, 3)
-        self.vocab_size = vocab_size
+        self.length, self.vocab_size = span("length", length, 3), span("vocab_size", vocab_size, 2)[0]
         self.chance = 1 / (vocab_size - 1)
 
     def example(self, seed: int, index: int) -> Example:
@@ -67,14 +61,12 @@ class Induction:
 class FuzzyRecall:
     """Fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to ``motif`` tokens.
 
-    Pairs are drawn with replacement; a key seen before asks for its value. Each document has its own motifs; a key's first
-    token belongs to no other key. Half the ids are keys', half values'. Published setting: vocabulary 16, length 128.
+    Each document has its own motifs; a key seen before asks for its value, and no other key has its first token. Half the ids
+    are keys', half values'. Published: vocabulary 16, length 128.
     """
 
-    num_examples = None
-
     def __init__(self, length: Span = (64, 128), vocab_size: int = 16, motif: int = 3, num_keys: int = 8) -> None:
-        self.length = span("length", length, 4 * motif)
+        self.length = span("length", length, 4 * span("motif", motif, 1)[0])
         require(0 < num_keys <= vocab_size // 2, "num_keys", f"at most the {vocab_size // 2} tokens of keys", num_keys)
         self.vocab_size, self.motif, self.num_keys = vocab_size, motif, num_keys
         self.chance = 1 / (vocab_size - vocab_size // 2)
@@ -105,15 +97,13 @@ class FuzzyRecall:
 class NoisyRecall:
     """Noisy in-context recall (MAD, arXiv 2403.17844): pairs among noise; a key seen before asks for its value.
 
-    A quarter of the ids are keys, a quarter values, half noise. Published setting: vocabulary 32, noise 0.2, length 128.
+    A quarter of the ids are keys, a quarter values, half noise. Published: vocabulary 32, noise 0.2, length 128.
     """
 
-    num_examples = None
-
     def __init__(self, length: Span = (64, 128), vocab_size: int = 32, noise: float = 0.2) -> None:
-        self.length = span("length", length, 4)
+        self.length, self.vocab_size = span("length", length, 4), span("vocab_size", vocab_size, 4)[0]
         require(0 <= noise < 1, "noise", "at least 0 and below 1", noise)
-        self.vocab_size, self.noise, self.keys = vocab_size, noise, vocab_size // 4
+        self.noise, self.keys = noise, vocab_size // 4
         self.chance = 1 / self.keys
 
     def example(self, seed: int, index: int) -> Example:
@@ -138,11 +128,9 @@ class NoisyRecall:
 class SelectiveCopying:
     """Selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844): repeat ``num_data`` tokens among noise in order.
 
-    ``length`` counts the tokens before the markers that ask for them; the two largest ids are noise and marker.
-    Published settings: Mamba 16 data tokens in 4096, alphabet 16; MAD 16 in 256, vocabulary 16.
+    ``length`` counts the tokens before the markers that ask for them; the two largest ids are noise and marker. Published: 16
+    data tokens in 4096 (Mamba) or 256 (MAD), vocabulary 16.
     """
-
-    num_examples = None
 
     def __init__(self, num_data: Span = 16, length: Span = (128, 256), vocab_size: int = 16) -> None:
         self.data = span("num_data", num_data, 1)
@@ -165,8 +153,7 @@ class SelectiveCopying:
 class Parity:
     """Parity of ``length`` bits, which Mamba's positive eigenvalues cannot learn (arXiv 2411.12537)."""
 
-    vocab_size, chance, num_examples = 3, 0.5, None
-    QUESTION = 2
+    vocab_size, chance = 3, 0.5
 
     def __init__(self, length: Span = (8, 40)) -> None:
         self.length = span("length", length, 1)
@@ -174,4 +161,4 @@ class Parity:
     def example(self, seed: int, index: int) -> Example:
         rng = draw("parity", seed, index)
         bits = rng.integers(0, 2, within(rng, self.length))
-        return make_example([*bits, self.QUESTION], {len(bits): int(bits.sum() % 2)}, load=len(bits))
+        return make_example([*bits, 2], {len(bits): int(bits.sum() % 2)}, load=len(bits))

@@ -41,7 +41,7 @@ class Passkey:
     ``depth`` of it (None: one of 0.1, 0.5, 0.9). ``load`` is the distance from the key's line to the end of the question.
     """
 
-    vocab_size, of_bytes, chance, num_examples = 256, True, 0.1, None
+    vocab_size, of_bytes, chance = 256, True, 0.1
     DEPTHS = (0.1, 0.5, 0.9)
 
     def __init__(
@@ -52,7 +52,7 @@ class Passkey:
         others: int = 2,
         documents: Documents = None,
     ) -> None:
-        self.digits, self.others, self.depth = digits, others, depth
+        self.digits, self.others, self.depth = span("digits", digits, 1)[0], span("others", others, 0)[0], depth
         self.length = span("length", length, (32 + digits) * (others + 2))
         require(depth is None or 0 <= depth <= 1, "depth", "0 to 1 or None", depth)
         self.code = b"\n".join(text.encode() for _, text in with_packages(documents))
@@ -63,23 +63,22 @@ class Passkey:
         rng = draw("passkey", seed, index)
         length = within(rng, self.length)
         depth = self.depth if self.depth is not None else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]
-        numbers = rng.choice(26**3, self.others + 2, replace=False)
+        numbers = rng.choice(26**3, self.others + 2, replace=False)[1:]
         names = ["".join(chr(97 + int(n) // 26**i % 26) for i in range(3)) for n in numbers]
-        values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in names[1:]]
-        question = f"print(KEY_{names[1]}) # ".encode()
-        lines = [f"KEY_{name} = {value}\n".encode() for name, value in zip(names[1:], values)]
+        values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in names]
+        question = f"print(KEY_{names[0]}) # ".encode()
+        lines = [f"KEY_{name} = {value}\n".encode() for name, value in zip(names, values)]
         size = length - len(question) - self.digits - sum(map(len, lines))
         start = int(rng.integers(len(self.code) - size))
         code = self.code[start : start + size]
         places = [int(depth * size), *rng.integers(0, size + 1, self.others).tolist()]
         line_starts = [code.rfind(b"\n", 0, place) + 1 for place in places]
-        parts, key_end, before = [], 0, 0
+        prompt, key_end, before = b"", 0, 0
         for place, number in sorted((place, number) for number, place in enumerate(line_starts)):
-            parts += [code[before:place], lines[number]]
+            prompt += code[before:place] + lines[number]
             before = place
-            if number == 0:
-                key_end = sum(map(len, parts))
-        prompt = b"".join([*parts, code[before:], question])
+            key_end = key_end if number else len(prompt)
+        prompt += code[before:] + question
         tokens = np.frombuffer(prompt + values[0].encode(), dtype=np.uint8)
         answers = {len(prompt) - 1 + i: int(tokens[len(prompt) + i]) for i in range(self.digits)}
         return make_example(tokens[:-1], answers, load=len(prompt) - key_end, notes={"depth": depth})
@@ -89,8 +88,7 @@ class NextLine:
     """Multiple choice on real code: which of four lines follows about ``context`` bytes of a file?
 
     The wrong lines stand in the same file with the same indentation, differ by less than a third in length, and do not stand
-    in the context. ``tokens`` are the context and the right line but its last byte, ``targets`` the right line's bytes;
-    ``load`` is the context's length. A package has at most ``per_package`` items.
+    in the context, whose length is ``load``. A package has at most ``per_package`` items.
     """
 
     vocab_size, of_bytes = 256, True
@@ -101,8 +99,8 @@ class NextLine:
     def __init__(
         self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None
     ) -> None:
-        self.context, self.num_choices, self.per_package = context, num_choices, per_package
-        self.chance = 1 / num_choices
+        self.context, self.num_choices = span("context", context, 1)[0], span("num_choices", num_choices, 2)[0]
+        self.per_package, self.chance = per_package, 1 / num_choices
         packages: dict[str, list[bytes]] = {}
         for package, text in with_packages(documents):
             packages.setdefault(package, []).append(text.encode())
@@ -136,21 +134,13 @@ class NextLine:
             if len(right.strip()) < self.MIN_LINE:
                 continue
             context = b"".join(lines[:place])[-self.context :].lstrip(self.INSIDE_CHARACTER)
-            if right in context or any(item[1] == right and item[0] == context for item in items):
+            if right in context or any(item[:2] == (context, right) for item in items):
                 continue
-            indentation, size = _indentation(right), _size_class(len(right))
-            alike = {
-                line
-                for line in lines
-                if _size_class(len(line)) == size  # few are: the costlier conditions come after it
-                and line.startswith(indentation)
-                and _indentation(line) == indentation
-                and line.strip() != right.strip()
-                and line not in context
-            }
-            if len(alike) >= self.num_choices - 1:
-                chosen = rng.choice(len(alike), self.num_choices - 1, replace=False)
-                wrong = sorted(alike)
+            size, indentation = _size_class(len(right)), _indentation(right)
+            alike = {line for line in lines if _size_class(len(line)) == size and _indentation(line) == indentation}
+            alike = {line for line in alike if line.strip() != right.strip()}
+            if len(wrong := sorted(line for line in alike if line not in context)) >= self.num_choices - 1:
+                chosen = rng.choice(len(wrong), self.num_choices - 1, replace=False)
                 items.append((context, right, [wrong[i] for i in chosen]))
         return items
 
