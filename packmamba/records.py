@@ -1,7 +1,4 @@
-"""Records, one JSON line per run: kind of record, experiment, arm, seed, corpus, configuration, metrics, curves, provenance.
-
-``read_records`` adds ``sweep`` from ``sweep.json``: the arm's baseline and seeds, and what was tuned.
-"""
+"""Records, one JSON line per run: what ran, its configuration, metrics, curves and provenance; ``sweep.json`` beside them."""
 
 from __future__ import annotations
 
@@ -29,44 +26,27 @@ KEYS = ["schema", "kind", "experiment", "arm", "seed", "corpus_hash", "config", 
 
 # Losses are nats per target; validation runs documents one at a time from zero state. val_loss_start is over a document's
 # first 32 tokens. Arms with one config["run"] were timed in turns; the spread is the interquartile range.
-METRICS = {
-    "training": tuple(
-        "steps real_tokens targets val_loss val_loss_start val_loss_as_trained real_tokens_per_second slots_per_second "
-        "padding_fraction train_seconds parameters peak_memory_bytes".split()
-    ),
-    "throughput": tuple(
-        "seconds_per_step_median seconds_per_step_spread real_tokens_per_second slots_per_second padding_fraction rounds".split()
-    ),
+_SPEED = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
+_TRAINED = ("steps", "real_tokens", "targets", "train_seconds", "parameters", "peak_memory_bytes")
+METRICS: dict[str, tuple[str, ...]] = {
+    "training": (*_TRAINED, "val_loss", "val_loss_start", "val_loss_as_trained", *_SPEED),
+    "throughput": ("rounds", "seconds_per_step_median", "seconds_per_step_spread", *_SPEED),
 }
 
-# Configurations in records lack these keys at these values: the keys came after runs were named.
-LATER_KEYS: dict[str, Any] = {
-    key: value
-    for value, keys in (
-        (None, "data.task data.unit data.cut_documents data.shuffle_steps data.subset optimizer.schedule_steps"),
-        (None, "trainer.init_from trainer.evaluate_every"),
-        (False, "data.cut_at_steps data.stagger trainer.cuda_graphs trainer.deterministic"),
-        ({}, "data.task_options model.mixer_options optimizer.options trainer.boundary_options evaluation_options"),
-        ([], "evaluations plugins trainer.callbacks"),
-        *(
-            (200, "evaluation_examples"),
-            ("train", "data.split"),
-            ("mamba1", "model.mixer"),
-            ("adamw", "optimizer.name"),
-        ),
-        *((1, "trainer.average_snapshots"), (0.1, "trainer.average_share"), ("targets", "trainer.mean_over")),
-    )
-    for key in keys.split()
-}
+# Configurations in records lack these keys where they have their defaults: the keys came after runs were named.
+LATER_KEYS = (
+    *("data.task", "data.unit", "data.cut_documents", "data.shuffle_steps", "data.subset", "data.stagger"),
+    *("data.split", "data.task_options", "model.mixer", "model.mixer_options", "optimizer.name", "optimizer.options"),
+    *("optimizer.schedule_steps", "trainer.init_from", "trainer.evaluate_every", "trainer.cuda_graphs"),
+    *("trainer.deterministic", "trainer.boundary_options", "trainer.callbacks", "trainer.average_snapshots"),
+    *("trainer.average_share", "trainer.mean_over", "evaluations", "evaluation_options", "evaluation_examples"),
+    "plugins",
+)
+STRATEGIES = {"in_order": "next_fit", "best_fit": "best_fit_decreasing", "histogram": "spfhp", "split": "concat_split"}
 # Old names of keys of a configuration and of keys' values: the names today.
 RENAMED: dict[str, dict[str, str]] = {
     "data": {"mode": "batching", "slots_per_batch": "max_tokens_per_batch"},
-    "strategy": {
-        "in_order": "next_fit",
-        "best_fit": "best_fit_decreasing",
-        "histogram": "spfhp",
-        "split": "concat_split",
-    },
+    "strategy": STRATEGIES,
     "overlong": {"pieces": "split"},
     "boundary": {"foreign": "state_passing", "noise": "fitted_noise", "foreign_heads": "state_passing_within_row"},
 }
@@ -83,9 +63,7 @@ def make_record(
     wall_seconds: float,
     curves: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """Make a run's record, with its provenance. Raises ValueError where a metric of ``METRICS`` is missing."""
-    if missing := set(METRICS.get(kind, ())) - metrics.keys():
-        raise ValueError(f"metrics of a {kind} record lack {', '.join(sorted(missing))}")
+    """Make a run's record, with its provenance."""
     values = (1, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
     time = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return _plain({**dict(zip(KEYS, values)), "time": time, **provenance()})
@@ -103,8 +81,8 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
     """Read all records of a folder, in the order of ``FILES``, names and lines. Raises ConfigError naming a wrong line."""
-    records = []
-    for path in [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]:
+    records, sweeps = [], Path(folder) / SWEEPS
+    for path in record_files(folder):
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
@@ -115,23 +93,27 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
                         raise ConfigError(f"{path}:{number}: expected a record, got one without {error}") from None
     if not records:
         raise ConfigError(f"{folder}: expected a folder with {' or '.join(FILES)}, got no record")
-    return _with_sweeps(records, Path(folder) / SWEEPS) if (Path(folder) / SWEEPS).is_file() else records
+    return _with_sweeps(records, json.loads(sweeps.read_text()).values()) if sweeps.is_file() else records
+
+
+def record_files(folder: str | Path) -> list[Path]:
+    return [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]
 
 
 def has_records(folder: str | Path) -> bool:
-    return any(True for pattern in FILES for _ in Path(folder).glob(pattern))
+    return bool(record_files(folder))
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
     """Give an old record's configuration the names of today."""
     record.pop("checksum", None)
     if record["kind"] == "packing":  # whose arms are strategies
-        record["arm"] = RENAMED["strategy"].get(record["arm"], record["arm"])
+        record["arm"] = STRATEGIES.get(record["arm"], record["arm"])
     config = record["config"]
-    for name in {"data", "trainer"} & config.keys():
-        config[name] = {RENAMED.get(name, {}).get(key, key): value for key, value in config[name].items()}
+    if "data" in config:
+        config["data"] = {RENAMED["data"].get(key, key): value for key, value in config["data"].items()}
     for section in (config, config.get("data", {}), config.get("trainer", {})):
-        for key in section.keys() & RENAMED.keys():
+        for key in section.keys() & {"strategy", "overlong", "boundary"}:
             section[key] = RENAMED[key].get(str(section[key]), section[key])
     return record
 
@@ -139,8 +121,7 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
 def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:
     """Write a sweep's entry of ``sweep.json``, its seeds by arm and its baseline; entries of other sweeps stay.
 
-    ``more``: ``tuned`` (``keys``, the values ``tried`` of each, ``seeds`` that chose), ``steps`` (by arm, of the runs in its
-    tables), ``table`` (``metrics``, ``columns``), ``apart`` (compared with the baseline in any case).
+    ``more``: ``tuned`` (``keys``, the values ``tried`` of each, ``seeds`` that chose), ``table`` (``metrics``, ``columns``).
     """
     path = Path(folder) / SWEEPS
     entry = {"arms": {arm: sorted(seeds) for arm, seeds in arms.items()}, "baseline": baseline, "tuned": None}
@@ -151,23 +132,19 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
 
 
-def _with_sweeps(records: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Add ``sweep`` to the training records of a sweep's arms: baseline, seeds, steps, arms without a record, what was tuned."""
+def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add ``sweep`` to training records of a sweep's arms: its entry, all seeds, values tried, and arms without a record."""
     made = {record["arm"] for record in records if record["kind"] == "training"}
     sweeps: dict[str, dict[str, Any]] = {}
-    for entry in json.loads(path.read_text()).values():
-        own = {key: entry[key] for key in ("baseline", "tuned", "table", "apart") if key in entry}
-        own["absent"] = {arm: seeds for arm, seeds in entry["arms"].items() if arm not in made}
-        tried = [dict(zip(entry["tuned"]["keys"], entry["tuned"].get("tried", ())))] if entry["tuned"] else []
+    for entry in entries:
+        tuned, absent = entry["tuned"] or {}, [arm for arm in entry["arms"] if arm not in made]
+        tried = [dict(zip(tuned["keys"], tuned.get("tried", ())))] if tuned else []
         for arm, seeds in entry["arms"].items():
-            before = sweeps.get(arm, {"seeds": [], "steps": [], "tried": []})
-            steps = {*before["steps"], *([entry["steps"][arm]] if arm in entry.get("steps", {}) else [])}
-            merged = {"seeds": sorted({*before["seeds"], *seeds}), "steps": sorted(steps)}
-            sweeps[arm] = {**own, **merged, "tried": before["tried"] + tried}
-    for record in records:
-        if record["kind"] == "training" and record["arm"] in sweeps:
-            record["sweep"] = sweeps[record["arm"]]
-    return records
+            before = sweeps.get(arm, {"seeds": [], "tried": []})
+            merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried, "absent": absent}
+            sweeps[arm] = {key: value for key, value in entry.items() if key != "arms"} | merged
+    held = [record["kind"] == "training" and record["arm"] in sweeps for record in records]
+    return [{**r, "sweep": sweeps[r["arm"]]} if its else r for r, its in zip(records, held)]
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -195,15 +172,14 @@ def provenance() -> dict[str, Any]:
     """Return commit (``PACKMAMBA_COMMIT`` where .git does not travel, with ``-dirty``), hardware and versions, once."""
     root = Path(__file__).resolve().parents[1]
     git = ("git", "--no-optional-locks", "-C", str(root))
-    commit, dirty = os.environ.get("PACKMAMBA_COMMIT"), None
-    if commit:
-        commit, dirty = commit.removesuffix("-dirty"), commit.endswith("-dirty")
+    given, commit, dirty = os.environ.get("PACKMAMBA_COMMIT"), None, None
+    if given:
+        commit, dirty = given.removesuffix("-dirty"), given.endswith("-dirty")
     elif _output(*git, "rev-parse", "--show-toplevel") == str(root):  # not of a repository around an installed package
         commit, dirty = _output(*git, "rev-parse", "HEAD"), bool(_output(*git, "status", "--porcelain", "--", *SOURCES))
-    cpus = _output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo") or platform.processor() or platform.machine()
-    gpus = (_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "").splitlines()
+    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     hardware = {
-        "cpu": cpus.splitlines()[0],
+        "cpu": (_output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo") or platform.machine()).splitlines()[0],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [line.split(",")[0].strip() for line in gpus],
@@ -214,12 +190,12 @@ def provenance() -> dict[str, Any]:
     return {"commit": commit, "dirty": dirty, "hardware": hardware, "versions": versions}
 
 
-def _output(*command: str) -> str | None:
-    """Return the stripped output of a command, None if it is missing or fails."""
+def _output(*command: str) -> str:
+    """Return the stripped output of a command, nothing if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
 
 
 def _plain(value: Any) -> Any:

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtr
 
 from experiments.common import make_columns
-from packmamba.records import METRICS
-from packmamba.report.aggregate import Record, Seeds, frame, interval
+from packmamba.report import aggregate
+from packmamba.report.aggregate import Record, Seeds, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.html import Kind
-from packmamba.report.statistics import DRAWS, Resampled, bootstrap, difference_by_group, holm, within
+from packmamba.report.statistics import DRAWS, Estimate, bootstrap, difference_by_group, holm, interval, within
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
 STARTS = {
@@ -98,6 +97,7 @@ class Arm:
     name: str
     setting: Setting
     runs: pd.DataFrame
+    points = aggregate.Arm.points
 
     @property
     def expected(self) -> set[int]:
@@ -194,7 +194,7 @@ def paired(
     return differences[np.isfinite(differences).all(axis=1)], targets
 
 
-def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None) -> Resampled | None:
+def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None) -> Estimate | None:
     """One arm's loss minus the other's at places from low up to high, nats per target, as ``paired`` has it.
 
     Of records that do not tell packages apart the interval is Student's t over seeds.
@@ -205,17 +205,12 @@ def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm
     found = bootstrap(*both)
     if found.groups > 1 or found.seeds < 2:
         return found
-    differences, targets = both
-    means = pd.Series(differences.sum(axis=1) / targets.sum())
-    mean, bottom, top, count = interval(means) or (found.mean, np.nan, np.nan, found.seeds)
-    error = means.sem()
-    p = 2 * float(stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
-    return Resampled(mean, bottom, top, p, count, 1)
+    return interval(both[0].sum(axis=1) / both[1].sum())
 
 
 def gain_pairs(arm: Arm, other: Arm, windows: int) -> tuple[np.ndarray, np.ndarray]:
     arm, other = of_one_start(arm, other)
-    return difference_by_group(arm, other, GAINS, "gain", "documents", {"windows": windows})
+    return difference_by_group(arm, other, GAINS, "gain", "documents", f"windows == {windows}")
 
 
 def dose(arm: Arm) -> float | None:
@@ -328,7 +323,7 @@ def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[
     return [finish(fig, name, caption)]
 
 
-def _halves(found: Sequence[Resampled]) -> np.ndarray:
+def _halves(found: Sequence[Estimate]) -> np.ndarray:
     """Lengths of error bars; 0 without an interval."""
     return np.maximum(np.nan_to_num([[one.mean - one.low for one in found], [one.high - one.mean for one in found]]), 0)
 
@@ -471,8 +466,7 @@ def _exploratory(settings: dict[Setting, dict[str, Arm]]) -> Table:
             for places, span in spans(setting.T).items():
                 both = paired(some[arm], some[other], *span)
                 if both and len(both[0]) > 2:
-                    means = pd.Series(both[0].sum(axis=1) / both[1].sum())
-                    p = 2 * float(stdtr(len(means) - 1, -abs(means.mean()) / means.sem()))
+                    p = interval(both[0].sum(axis=1) / both[1].sum()).p
                     head = [word(setting.label()), word(what), word(other), word(places)]
                     cells = [_cell(contrast(some[arm], some[other], *span)), _same(some[arm], some[other])]
                     found.append(([*head, *cells], p))
@@ -665,7 +659,7 @@ def _mean(arm: Arm, span: tuple[float, float]) -> float | None:
     return float(nats.mean(axis=0).sum() / targets.sum()) if targets.size and seeds else None
 
 
-def _cell(one: Resampled | None, digits: int = 4) -> Cell:
+def _cell(one: Estimate | None, digits: int = 4) -> Cell:
     if one is None:
         return Cell("-", (None, None, None, None))
     mean, low, high = (f"{value:+.{digits}f}" for value in (one.mean, one.low, one.high))
@@ -679,4 +673,4 @@ def texts(records: Sequence[Record]) -> str:
     return (data.get("unit") or data["source"]) + ("" if data.get("begin_token") else "-unmarked")
 
 
-KINDS = {"training": Kind(starts_tables, figures, texts, METRICS["training"])}
+KINDS = {"training": Kind(starts_tables, figures, texts)}

@@ -10,7 +10,7 @@ from experiments.common import make_columns, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
-from packmamba.report.statistics import equivalence, holm, within
+from packmamba.report.statistics import Estimate, equivalence, holm, interval, within
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
 MARGIN = 0.02
@@ -60,7 +60,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     gains = {arm.name: arm[f"{task}.nats"].mean() if _at_an_end(arm) else 0.0 for arm in arms}
     for arm in arms:
         accuracy, nats = arm[f"{task}.accuracy"], arm[f"{task}.nats"]
-        found = aggregate.interval(pairs[arm.name]) if arm.name in pairs else None
+        found = interval(pairs[arm.name]) if arm.name in pairs else None
         table.rows.append([
             word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
             percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found),
@@ -83,10 +83,10 @@ def _runs(arm: Arm, task: str) -> Cell:
     """Of the seeds that every arm should have those that have answered, and what became of the others."""
     have, diverged = int(arm[f"{task}.nats"].notna().sum()), int(arm["val_loss"].isna().sum())
     found = aggregate.Seeds(have, diverged, max(SEEDS - have - diverged, 0))
-    return Cell(str(found), tuple(found))
+    return Cell(str(found), tuple(found[:4]))
 
 
-def _within(found: aggregate.Interval | None, gain: float, padded_gain: float) -> str:
+def _within(found: Estimate | None, gain: float, padded_gain: float) -> str:
     """By the interval, unless it says otherwise once either arm's loss is less by what another learning rate may gain."""
     said = within(found, MARGIN)
     turned = found and found._replace(low=found.low - gain, high=found.high + padded_gain)
@@ -105,13 +105,13 @@ def _rate(arm: Arm) -> Cell:
     return Cell(f"{rate.text}, an end", rate.values) if _at_an_end(arm) else rate
 
 
-def _interval(found: aggregate.Interval | None) -> Cell:
+def _interval(found: Estimate | None) -> Cell:
     if found is None:
         return Cell("-", (None,) * 4)
-    if found.n < 2:
-        return Cell(f"{found.mean:+.4f} (no claim)", tuple(found))
+    if found.seeds < 2:
+        return Cell(f"{found.mean:+.4f} (no claim)", tuple(found[:4]))
     form = "+.4f" if max(map(abs, found[:3])) >= 1e-4 else "+.1e"
-    return Cell(f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]", tuple(found))
+    return Cell(f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]", tuple(found[:4]))
 
 
 KINDS = {

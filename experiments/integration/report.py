@@ -11,6 +11,7 @@ from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish
 from packmamba.report.html import Kind
+from packmamba.report.statistics import interval
 from packmamba.report.tables import Cell, Table, gibibytes, number, percent, word
 
 BATCHES = {"padded": "padded", "grouped": "sorted by length, padded", "flattened": "flattened"}
@@ -62,11 +63,11 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _over(patched: Record | None, record: Record) -> Cell:
     """Patched's speed over the arm's, turn by turn."""
-    found = None if patched is None else aggregate.interval(pd.Series(_rates(patched)) / pd.Series(_rates(record)))
+    found = None if patched is None else interval(pd.Series(_rates(patched)) / pd.Series(_rates(record)))
     if found is None:
         return number(None, "")
     text = f"{found.mean:.2f}x" + (
-        f" [{found.low:.2f}, {found.high:.2f}]" if found.n > 1 and found.low < found.high else ""
+        f" [{found.low:.2f}, {found.high:.2f}]" if found.seeds > 1 and found.low < found.high else ""
     )
     return Cell(text, (found.mean, found.low, found.high))
 
@@ -107,9 +108,5 @@ KINDS = {
         tables,
         figures,
         label=lambda records: aggregate.of_kind(records, "integration")[0]["config"]["model"],
-        metrics=(
-            "real_tokens_per_second", "real_tokens_per_second_spread", "seconds_per_step", "slots_per_second",
-            "padding_fraction", "tokens_per_step", "peak_memory_bytes", "first_loss", "last_loss", "difference",
-        ),
     )
 }  # fmt: skip

@@ -10,11 +10,6 @@ from packmamba.report.aggregate import Record
 from packmamba.report.html import Kind
 from packmamba.report.tables import Cell, Column, Table, number, word
 
-METRICS = (
-    "leaks", "isolated_forward", "isolated_backward", "same_as_alone", "raises", "ignored", "largest", "difference", "reach",
-    "endless", "padding_left", "padding_right",
-)  # fmt: skip
-
 
 def latest(records: Sequence[Record]) -> dict[str, list[Record]]:
     """By device, of the newest version of transformers that was audited there, by arm and argument the latest; in their order."""
@@ -127,4 +122,4 @@ def _flag(value: float | None) -> Cell:
     return Cell("-" if value is None else "yes" if value else "no", (value,))
 
 
-KINDS = {"audit": Kind(audit_tables, metrics=METRICS)}
+KINDS = {"audit": Kind(audit_tables)}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import statistics
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from experiments.operators.gpu_implementations import (
     STATES,
     Implementation,
     Inputs,
+    Phases,
     Reference,
     build,
     relative_error,
@@ -25,7 +30,6 @@ from packmamba import SequenceLayout, timing
 from packmamba.config import ConfigError, key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.records import append_record, make_record, provenance
-from packmamba.timing import Phases, clock_hz, device_seconds, launch_cycles
 
 HERE = [name for name, arm in GPU_ARMS.items() if not arm.per_token]
 COPY = "copy"
@@ -128,7 +132,7 @@ def _measure(c: Config, tokens: int, channels: int, documents: str, rows: list[l
     hardware = {
         "copy_bytes_per_second": timing.median(times.pop(COPY)),
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
-        "clock_hz": timing.clock_hz(),
+        "clock_hz": clock_hz(),
     }
     results: dict[str, Metrics] = {}
     for name, rounds in times.items():
@@ -197,6 +201,50 @@ class Prepared:
     def memory(self, name: str) -> tuple[float, float]:
         """What an arm's forward keeps besides its outputs, and its backward's peak besides its results, in activations."""
         return _memory(self.arms[name], self.layouts[0])
+
+
+def device_seconds(runs: Iterable[Phases], wait: int) -> list[float]:
+    """Time each phase on the GPU, a mean over runs of the same phases (inputs larger than L2 together read memory).
+
+    The GPU waits ``wait`` cycles (``launch_cycles``) before each run, so that the host has launched all of it.
+    """
+    marks = []
+    gc.collect()
+    gc.disable()  # a collection between two launches would show
+    try:
+        for run in runs:
+            next(run)
+            torch.cuda._sleep(wait)
+            marks.append([_event(), *(_event() for _ in run)])
+        torch.cuda.synchronize()
+    finally:
+        gc.enable()
+    phases = zip(*([a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])] for events in marks))
+    return [statistics.fmean(taken) for taken in phases]
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def launch_cycles(phases: Callable[[], Phases]) -> int:
+    """Return GPU cycles in which the host surely launches all phases: twice the slowest of three runs, after a warm-up."""
+    taken = []
+    for _ in range(4):
+        run = phases()
+        next(run)
+        torch.cuda.synchronize()
+        taken.append(timing.seconds(lambda: list(run)))  # noqa: B023
+    return int(min(2 * max(taken[1:]) + 3e-4, 0.05) * clock_hz())
+
+
+@cache
+def clock_hz() -> float:
+    """Return the highest clock of the GPU's multiprocessors."""
+    command = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits", "--id=0"]
+    return 1e6 * float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def check(

@@ -7,7 +7,7 @@ Shapes: T tokens of the one row, S documents, P slots of a padded document, D ch
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from experiments.operators.arms import GpuArm
 from packmamba import SequenceLayout, ops
 from packmamba.ops.cuda import schedule
 from packmamba.ops.mamba_ssm import _peer as find_peer
-from packmamba.timing import Phases
 
+Phases = Iterator[Any]  # a generator: what precedes its first yield is not timed, each further yield ends a phase
 STATES = 16
 # Where the channels lie; None: the tensor has none; the last dimension if not named.
 _CHANNEL_DIM = {"A": 0, "D": 0, "delta_bias": 0, "weight": 0, "bias": 0, "initial_state": 1, "B": None, "C": None}

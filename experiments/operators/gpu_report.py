@@ -25,11 +25,6 @@ SCAN, SCAN_STATES, SCAN_INDICES, UNPACKED, BY_DOCUMENT, PADDED, SSD, CONV, CONV_
 # config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved rounds,
 # spreads interquartile ranges, activations bfloat16 tensors of tokens x channels, errors relative to float64, position bytes
 # what all warps read together; null where it was not measured or has no meaning.
-METRICS = (
-    "forward_seconds", "forward_spread", "backward_seconds", "backward_spread", "total_seconds", "total_spread",
-    "kept_activations", "workspace_activations", "output_error", "gradient_error", "position_bytes_forward",
-    "position_bytes_backward", "copy_bytes_per_second", "multiprocessors", "clock_hz",
-)  # fmt: skip
 # What the hardware allows, per token and channel. The scan forward: of its exponentials, one a state, three quarters on the
 # special-function units (16 a clock), the rest as polynomials; or u, delta, z read and y, kept states written. Backward:
 # instruction slots (128 a clock) a state: 18 multiply-adds, 2 exponentials, 1.5 exchanges; or 14 bytes, u, delta, z, dy and

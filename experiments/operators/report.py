@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from experiments.common import make_columns, records_of
 from experiments.operators.arms import CPU_ARMS, CpuArm
-from experiments.operators.gpu_report import METRICS as GPU_METRICS
 from experiments.operators.gpu_report import gpu_operators_figures, gpu_operators_tables
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
@@ -118,7 +117,6 @@ PHASES = {
     "floor": "backward's floor",
     "one_by_one": "backward, one by one",
 }
-HOST_METRICS = tuple(f"{phase}_{what}" for phase in PHASES for what in ("seconds", "spread"))
 _NAMES = {"scan": "ssm_pack", "conv": "conv1d_pack"}
 
 
@@ -157,9 +155,8 @@ def host_tables(records: Sequence[Record]) -> list[Table]:
 
 # config: operator, implementation and sizes. One implementation of one operator, forward and backward; arms of one operator were
 # timed in turns. bound_seconds is what the machine's rates, measured in the same run, allow. Spreads are interquartile ranges.
-_METRICS = ("seconds_median", "seconds_spread", "bound_seconds", "rounds")
 KINDS = {
-    "operators": Kind(operators_tables, operators_figures, metrics=_METRICS),
-    "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures, metrics=GPU_METRICS),
-    "host_time": Kind(host_tables, metrics=HOST_METRICS),
+    "operators": Kind(operators_tables, operators_figures),
+    "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures),
+    "host_time": Kind(host_tables),
 }

@@ -15,6 +15,7 @@ from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.html import Kind
+from packmamba.report.statistics import interval
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
@@ -142,9 +143,9 @@ def _by_buffer(plans: pd.DataFrame) -> Figure:
 
 def _line(ax: Axes, chosen: pd.DataFrame, along: str, values: pd.Series, style: dict[str, Any]) -> None:
     """Means over seeds with their intervals; what is zero is not on a logarithmic axis."""
-    found = {x: aggregate.interval(each) for x, each in values.groupby(chosen[along])}
+    found = {x: interval(each) for x, each in values.groupby(chosen[along])}
     points = [(x, one) for x, one in found.items() if one and one.mean > 0]
-    halves = [0 if one.n == 1 else one.high - one.mean for _, one in points]
+    halves = [0 if one.seeds == 1 else one.high - one.mean for _, one in points]
     ax.errorbar([x for x, _ in points], [one.mean for _, one in points], yerr=halves, capsize=2, **style)
 
 
@@ -194,7 +195,7 @@ def _rows(
 
 
 def _interval_cell(scale: float, metric: str, group: pd.DataFrame) -> Cell:
-    found = aggregate.interval(scale * group[metric])
+    found = interval(scale * group[metric])
     if found is None:
         return Cell("-", (None, None, None))
     return Cell(f"{found.mean:#.3g} [{found.low:#.3g}, {found.high:#.3g}]", found[:3])
@@ -210,5 +211,4 @@ def _bars(plans: pd.DataFrame) -> str:
 
 
 # config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
-_METRICS = ("padding_fraction", "planning_seconds", "num_rows", "num_documents")
-KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label, _METRICS)}
+KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label)}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +20,7 @@ from packmamba.report.statistics import (
     bootstrap,
     difference_by_group,
     equivalence,
+    interval,
     seeds_for_equivalence,
     seeds_needed,
     within,
@@ -185,7 +184,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
             table.rows.append([*head, *none, tail])
             continue
         pairs = (arm[LOSS] - baseline[LOSS]).dropna()
-        over_seeds = aggregate.interval(pairs)
+        over_seeds = interval(pairs)
         found = bootstrap(*difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets"))
         main = over_seeds if math.isnan(found.low) else found  # documents without packages
         differences = [_interval(main, 3), _interval(over_seeds, 4)]
@@ -228,9 +227,9 @@ def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         inside, beyond, others = (
             difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets", where)
             for where in (
-                {"start": functools.partial(operator.gt, cut)},
-                {"start": functools.partial(operator.le, cut)},
-                {"group": functools.partial(operator.ne, targets.idxmax())},
+                f"start < {cut}",
+                f"start >= {cut}",
+                f"group != {targets.idxmax()}",
             )
         )
         if len(inside[0]) > 1:
@@ -260,8 +259,7 @@ def _leak(arms: Sequence[Arm]) -> Table:
     for arm in (arm for arm in arms if arm.name.startswith("packed-leak")):
         padded, reset = (by_name[arm.name.replace("packed-leak", name)] for name in ("padded", "packed-reset"))
         for one, other in ((arm, padded), (arm, reset), (reset, padded)):
-            for places, end in {"all": math.inf, "first 256": 256, "first 2048": 2048}.items():
-                where = {"start": functools.partial(operator.gt, end)}
+            for places, where in {"all": "", "first 256": "start < 256", "first 2048": "start < 2048"}.items():
                 sums, weights = difference_by_group(one, other, BY_PACKAGE, "nats", "targets", where)
                 found, above = bootstrap(sums, weights), int((sums.sum(axis=1) > 0).sum())
                 head, counts = [word(one.name), word(other.name), word(places)], (found.seeds, above)
@@ -332,11 +330,11 @@ def _calibration(reset: Arm, control: Arm) -> Table:
     )
     for weights, metric in WEIGHTS.items():
         pairs = (control[metric] - reset[metric]).dropna()
-        one, sd = aggregate.interval(pairs), pairs.std()
+        one, sd = interval(pairs), pairs.std()
         if one is None or pd.isna(sd):
             continue
         table.rows.append([
-            word(control.name), word(weights), number(one.n, "d"), number(reset[metric].mean(), ".5f"),
+            word(control.name), word(weights), number(one.seeds, "d"), number(reset[metric].mean(), ".5f"),
             _interval(one, 3), number(sd, ".5f"),
             number(pairs.abs().max(), ".5f"), number(reset[metric].std(), ".5f"),
             *(number(seeds_needed(sd, effect), "d") for effect in (0.01, 0.005, 0.002)),
@@ -426,5 +424,5 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
 KINDS = {
     "training": without_speeds(replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit)),
     "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
-    "gradients": Kind(gradient_tables, label=unit, metrics=GRADIENT_METRICS),
+    "gradients": Kind(gradient_tables, label=unit),
 }

@@ -115,27 +115,14 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
     return [table] if table.rows else []
 
 
-SCORING = (
-    "seconds", "seconds_spread", "requests", "requests_per_second", "peak_memory_bytes", "largest_difference",
-    "mean_difference", "greedy_flips", "choice_flips",
-)  # fmt: skip
-GENERATION = (
-    "prompt_tokens", "prefill_seconds", "prefill_tokens_per_second", "step_seconds", "tokens_per_second",
-    "peak_memory_bytes",
-)  # fmt: skip
-EXACTNESS = (
-    "largest_difference", "greedy", "greedy_flips", "choice_flips", "shuffled_differ", "split_differ", "unshared_differ",
-)  # fmt: skip
 KINDS = {
     "exactness": Kind(
         exactness_tables,
         label=lambda records: aggregate.of_kind(records, "exactness")[0]["config"]["device"],
-        metrics=EXACTNESS,
     ),
     "scoring": Kind(
         scoring_tables,
         label=lambda records: aggregate.of_kind(records, "scoring")[0]["config"]["workload"],
-        metrics=SCORING,
     ),
-    "generation": Kind(generation_tables, metrics=GENERATION),
+    "generation": Kind(generation_tables),
 }

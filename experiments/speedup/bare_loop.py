@@ -134,10 +134,9 @@ class BareLoop:
         peak = timing.PeakMemory(self.model.device)
         taken = timing.seconds(lambda: self.forward_backward(case), self.model.device)
         # A graph's memory is taken when it is captured, and kept: what other arms keep is not this one's.
-        more = peak.more()
-        if more is not None and turn == (0 if case.arm.graphs else self.model.c.rounds):
+        if (most := peak.bytes()) is not None and turn == (0 if case.arm.graphs else self.model.c.rounds):
             weights = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
-            case.peak_memory_bytes = more + weights
+            case.peak_memory_bytes = most - peak.held + weights
         return taken / len(case.batches)
 
     def rates(self, case: Case, times: list[float]) -> dict[str, Any]:

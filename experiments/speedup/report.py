@@ -483,26 +483,11 @@ KINDS = {
     "speedup": Kind(
         speedup_tables,
         speedup_figures,
-        metrics=(
-            "seconds_per_batch", "seconds_spread", "real_tokens_per_batch", "real_tokens_per_second", "slots_per_second",
-            "padding_fraction", "model_flops_utilisation", "peak_memory_bytes", "position_bytes", "loss_error", "leak_error",
-        ),
     ),
     # Seconds of one call by family of kernels; their sum is seconds.
-    "breakdown": Kind(breakdown_tables, metrics=(*FAMILIES, "seconds")),
+    "breakdown": Kind(breakdown_tables),
     # config: axis (row_length or mean_length) and its value.
-    "growth": Kind(
-        growth_tables,
-        metrics=(
-            "seconds_per_batch", "seconds_spread", "num_documents", "real_tokens_per_second", "model_flops_utilisation",
-        ),
-    ),
+    "growth": Kind(growth_tables),
     # Whole optimizer steps; losses of the first steps, which all arms take on the same documents, are in curves["loss"].
-    "multi_gpu": Kind(
-        multi_gpu_tables,
-        metrics=(
-            "seconds_per_step", "seconds_spread", "real_tokens_per_second", "slots_per_second", "peak_memory_bytes",
-            "loss_error",
-        ),
-    ),
+    "multi_gpu": Kind(multi_gpu_tables),
 }  # fmt: skip

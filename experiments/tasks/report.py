@@ -10,9 +10,10 @@ from scipy.special import stdtrit
 
 from experiments.common import make_columns
 from packmamba.report import aggregate
-from packmamba.report.aggregate import Arm, Interval, Record, frame
+from packmamba.report.aggregate import Arm, Record, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.html import Kind
+from packmamba.report.statistics import Estimate, interval
 from packmamba.report.tables import Cell, Column, Table, number, percent, word
 
 SEED = "#0072B2"
@@ -79,7 +80,7 @@ def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
         for reads, name in (("of keys that only the predecessor wrote", "_intruding"), ("all", "")):
             # What comes before changes nothing for reset: as trained it answers as it does alone.
             base, own = (arm[f"contradiction.accuracy{name}{end}"] for arm, end in ((reset, ""), (leak, suffix)))
-            found = aggregate.interval(100 * (own - base))
+            found = interval(100 * (own - base))
             best = leak[f"contradiction.best{name}_as_trained"].mean() if suffix else 1.0
             intrusions = leak[f"contradiction.intrusions{suffix}"].mean() if name else None
             table.rows.append([
@@ -93,11 +94,11 @@ def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
     return [table]
 
 
-def _points_cell(found: Interval | None) -> Cell:
+def _points_cell(found: Estimate | None) -> Cell:
     if found is None:
         return number(None, "")
-    text = f"{found.mean:+.1f}" + (f" [{found.low:+.1f}, {found.high:+.1f}]" if found.n > 1 else "")
-    return Cell(text, tuple(found))
+    text = f"{found.mean:+.1f}" + (f" [{found.low:+.1f}, {found.high:+.1f}]" if found.seeds > 1 else "")
+    return Cell(text, tuple(found[:4]))
 
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
@@ -141,12 +142,12 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         ],
     )
     for (arm, value), group in points.groupby(["arm", "value"], sort=False):
-        found = aggregate.interval(group["accuracy"])
+        found = interval(group["accuracy"])
         assert found is not None
         low, high = max(0.0, found.low), min(1.0, found.high)
-        text = f"{100 * found.mean:.1f} %" + (f" [{100 * low:.1f}, {100 * high:.1f}]" if found.n > 1 else "")
+        text = f"{100 * found.mean:.1f} %" + (f" [{100 * low:.1f}, {100 * high:.1f}]" if found.seeds > 1 else "")
         table.rows.append([
-            word(str(arm)), number(value, "d"), word("yes" if group["trained"].iloc[0] else "no"), number(found.n, "d"),
+            word(str(arm)), number(value, "d"), word("yes" if group["trained"].iloc[0] else "no"), number(found.seeds, "d"),
             Cell(text, (found.mean, low, high)), percent(group["accuracy"].min()), number(group["answers"].mean(), ",.0f"),
             percent(chance),
         ])  # fmt: skip
@@ -237,7 +238,6 @@ KINDS = {
         answers_tables,
         answers_figures,
         label=lambda records: _task(records, "answers"),
-        metrics=("chance",),
     ),
-    "untrained": Kind(untrained_tables, metrics=("accuracy", "answers", "chance", "most_frequent")),
+    "untrained": Kind(untrained_tables),
 }

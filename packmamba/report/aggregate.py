@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
-from scipy.special import stdtrit
 
-from packmamba.report.statistics import Resampled, bootstrap, over_items
+from packmamba.report.statistics import Estimate, bootstrap, interval, over_items
 
 Record = Mapping[str, Any]
 
@@ -24,13 +23,10 @@ BASELINES = ("padded", "single", "packed-reset")
 """Schemes of the baseline, by preference, where the sweep names none."""
 OPEN_END = 2**31 - 1
 """End of a range of positions without an end."""
-NOT_SETTINGS = {
-    f"config.{key}"
-    for key in (
-        *("name", "experiment", "output", "seed", "runs_dir", "run", "data.cache_dir", "evaluations"),
-        *("data.num_workers", "trainer.log_every", "trainer.checkpoint_every", "trainer.threads"),
-    )
-}
+NOT_SETTINGS = (
+    *("name", "experiment", "output", "seed", "runs_dir", "run", "evaluations", "data.cache_dir", "data.num_workers"),
+    *("trainer.log_every", "trainer.checkpoint_every", "trainer.threads"),
+)
 """Keys in which the runs of one arm may differ."""
 
 
@@ -57,38 +53,11 @@ def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
     Columns: the record's keys, ``config.<key>`` for every key of the flattened configuration, ``curves.<name>``, and metrics by
     name as floats, NaN where they are null.
     """
-    chosen = of_kind(records, kind)
-    rows = pd.DataFrame(
-        [
-            {key: value for key, value in record.items() if key not in ("config", "curves", "metrics")}
-            | {f"config.{key}": value for key, value in flatten(record["config"]).items()}
-            | {f"curves.{name}": points for name, points in record["curves"].items()}
-            for record in chosen
-        ],
-        dtype=object,
-    )
-    metrics = pd.DataFrame([record["metrics"] for record in chosen], dtype=float)
-    joined = pd.concat([rows.where(rows.notna(), None), metrics], axis=1)
-    return joined.sort_values("time", kind="stable", ignore_index=True) if chosen else joined
-
-
-class Interval(NamedTuple):
-    """A mean with its 95 % confidence interval by Student's t; ``low`` and ``high`` are NaN with one value."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-
-def interval(values: pd.Series) -> Interval | None:
-    """Return the interval over the values that are not NaN; None without any."""
-    values = values.dropna()
-    if values.empty:
-        return None
-    # The quantile to three decimals, as books print it, so that intervals published before scipy made them stay.
-    half = round(stdtrit(len(values) - 1, 0.975), 3) * values.sem() if len(values) > 1 else math.nan
-    return Interval(values.mean(), values.mean() - half, values.mean() + half, len(values))
+    rows = [{**r, **flatten({key: r[key] for key in ("config", "curves")})} for r in of_kind(records, kind)]
+    metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
+    others = pd.DataFrame(rows, dtype=object)
+    joined = pd.concat([others.where(others.notna(), None), metrics], axis=1)
+    return joined.sort_values("time", kind="stable", ignore_index=True) if rows else joined
 
 
 def parts_of(name: str) -> tuple[str, str]:
@@ -99,12 +68,10 @@ def parts_of(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """The runs of one arm under one configuration.
+    """The runs of one arm under one configuration: rows of ``frame`` by seed, of a repeated run the latest.
 
-    Attributes:
-        name: may end in a point of a sweep's grid: ``padded d_model=64``.
-        variant: configuration keys, with values, in which records of arms of one name differ.
-        runs: rows of ``frame`` by seed; of a repeated run the latest.
+    ``name`` may end in a point of a sweep's grid (``padded d_model=64``); ``variant``: configuration keys, with values, in which
+    records of arms of one name differ.
     """
 
     name: str
@@ -115,11 +82,15 @@ class Arm:
         """Return a metric by seed; NaN where it is null or missing."""
         return self.runs[metric] if metric in self.runs else pd.Series(math.nan, self.runs.index)
 
+    def says(self, key: str, absent: Any = None) -> Any:
+        """Return the value of a configuration's key."""
+        value = self.runs.iloc[0].get(f"config.{key}")
+        return absent if value is None else value
+
     @property
     def scheme(self) -> str:
         """One of ``SCHEMES``, or ``packed-`` and the boundary scheme."""
-        config = self.runs.iloc[0]
-        strategy, boundary = config.get("config.data.strategy"), config.get("config.trainer.boundary") or "reset"
+        strategy, boundary = self.says("data.strategy"), self.says("trainer.boundary", "reset")
         return strategy if strategy in SCHEMES else f"packed-{boundary.replace('_', '-')}"
 
     @property
@@ -144,8 +115,7 @@ class Arm:
     @property
     def sweep(self) -> Mapping[str, Any]:
         """The sweep's entry for the arm (``packmamba.records``); empty without one."""
-        entries = self.runs.get("sweep", pd.Series(dtype=object)).dropna()
-        return {} if entries.empty else entries.iloc[0]
+        return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
 
     def points(self, curve: str) -> pd.DataFrame:
         """Return the points of a curve of all seeds, with a column ``seed``."""
@@ -158,7 +128,7 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     runs = frame(records, "training")
     if runs.empty:
         return []
-    settings = [key for key in runs if key.startswith("config.") and key not in NOT_SETTINGS]
+    settings = [key for key in runs if key.startswith("config.") and key.removeprefix("config.") not in NOT_SETTINGS]
     differ = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
     keys = sorted(differ.index[differ])
     runs["variant"] = [tuple((key.removeprefix("config."), run[key]) for key in keys) for _, run in runs.iterrows()]
@@ -193,38 +163,30 @@ def timed_arms(records: Iterable[Record]) -> list[Arm]:
 
 def with_speeds(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Arm]:
     """Give arms the speed of the latest of the timings that hold most of them: only arms timed together compare."""
-
-    def matches(arm: Arm, peer: Arm) -> bool:
-        run = peer.runs.iloc[0]
-        return peer.name == arm.name and all(run.get(f"config.{key}") == value for key, value in arm.variant)
-
-    same = [[peer for peer in timed if matches(arm, peer)] for arm in arms]
-    held = Counter(peer.timing for peers in same for peer in peers)
-    names = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing")
+    held = Counter(one.timing for one in timed if any(one.name == arm.name for arm in arms))
+    timing = max(held, key=held.__getitem__, default=None)
+    names = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
     found = []
-    for arm, peers in zip(arms, same):
-        best = max(peers, key=lambda peer: held[peer.timing], default=None)
-        speeds = {name: best.runs[name].iloc[0] for name in names} if best else {"speedup": math.nan, "timing": None}
-        if baseline_of(arm, arms).name not in {peer.name for peer in timed if peer.timing == speeds["timing"]}:
+    for arm in arms:
+        its = [t for t in timed if t.timing == timing and t.name == arm.name]
+        its = [one for one in its if all(one.says(key) == value for key, value in arm.variant)]
+        speeds = dict(its[0].runs.iloc[0][names]) if its else {"speedup": math.nan, "timing": None}
+        if baseline_of(arm, arms).name not in [one.name for one in timed if one.timing == timing]:
             speeds["speedup"] = math.nan
         found.append(replace(arm, runs=arm.runs.assign(**speeds)))
     return found
 
 
-def timed_together(arms: Iterable[Arm]) -> str | None:
-    """Return the timing of most arms; None if none was timed."""
-    return next((timing for timing, _ in Counter(arm.timing for arm in arms if arm.timing).most_common(1)), None)
-
-
 def _in_order(arms: Sequence[Arm]) -> list[Arm]:
     """Sort by setting, then the first arm of each scheme as in SCHEMES, then further arms of these schemes."""
-    by_time = sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name))
-    places = [(arm.setting, arm.scheme) for arm in by_time]
-    keyed = [
-        (tuple(map(natural, arm.setting)), places[:i].count(places[i]), (*SCHEMES, arm.scheme).index(arm.scheme), i)
-        for i, arm in enumerate(by_time)
-    ]
-    return [by_time[i] for *_, i in sorted(keyed)]
+    arms = sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name))
+    places = [(arm.setting, arm.scheme) for arm in arms]
+
+    def key(i: int) -> Any:
+        again = places[:i].count(places[i])
+        return tuple(map(natural, arms[i].setting)), again, (*SCHEMES, arms[i].scheme).index(arms[i].scheme), i
+
+    return [arms[i] for i in sorted(range(len(arms)), key=key)]
 
 
 class Seeds(NamedTuple):
@@ -234,13 +196,9 @@ class Seeds(NamedTuple):
     diverged: int
     missing: int
 
-    @property
-    def expected(self) -> int:
-        return sum(self)
-
     def __str__(self) -> str:
         words = [f"{n} {what}" for n, what in ((self.diverged, "diverged"), (self.missing, "missing")) if n]
-        return ", ".join([f"{self.finite} of {self.expected}", *words]) if words else str(self.finite)
+        return ", ".join([f"{self.finite} of {sum(self)}", *words]) if words else str(self.finite)
 
 
 def seeds_of(arm: Arm, arms: Sequence[Arm], metric: str = "val_loss") -> Seeds:
@@ -252,11 +210,10 @@ def seeds_of(arm: Arm, arms: Sequence[Arm], metric: str = "val_loss") -> Seeds:
 
 def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
     """Return the arm that the arms of this setting are compared with: the sweep's ``baseline``, else by scheme."""
-    named, apart = arm.sweep.get("baseline"), arm.sweep.get("apart")
-    peers = [peer for peer in arms if peer.setting == arm.setting or apart]
-    if found := [peer for peer in peers if named == peer.label or (named and peer.title == parts_of(named)[0])]:
-        return next((peer for peer in found if peer.label == named), found[0])
-    return next((peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), peers[0])
+    named = arm.sweep.get("baseline") or ""
+    peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
+    found = [peer for peer in peers if peer.label == named] + [p for p in peers if p.title == parts_of(named)[0]]
+    return [*found, *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), *peers][0]
 
 
 def versus(arms: Sequence[Arm]) -> str:
@@ -265,13 +222,13 @@ def versus(arms: Sequence[Arm]) -> str:
     return " or ".join(sorted({one.label if one.sweep.get("apart") else one.title for one in baselines}))
 
 
-def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Interval | None:
+def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Estimate | None:
     """Return the arm's metric minus its baseline's, paired by seed; None of the baseline."""
     baseline = baseline_of(arm, arms)
     return None if baseline is arm else interval(arm[metric] - baseline[metric])
 
 
-def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Interval]]:
+def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Estimate]]:
     """Return for each range of positions [start, end) the arm's loss minus its baseline's, paired by seed."""
     baseline = baseline_of(arm, arms)
     sides = [side.points("loss_by_position") for side in (arm, baseline)]
@@ -294,15 +251,19 @@ def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def item_difference(ours: Mapping[int, Any], theirs: Mapping[int, Any], metric: str) -> Resampled | None:
+ITEM_MEASURES = {"choice_accuracy": ("correct", "one"), "accuracy": ("right", "answers"), "loss": ("nats", "targets")}
+"""An item's part of a metric that is a mean, and its weight there."""
+
+
+def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     """Return the difference of two models' metric, paired item by item; None if they cannot be paired.
 
-    Each model is given as files of items by seed. The interval is over seeds and groups of items with several common seeds, else
-    over groups of items.
+    The interval is over seeds and groups of items with several common seeds, else over groups of items.
     """
-    pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    ours, theirs = (side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline))
+    pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
     if not pairs and len(ours) == len(theirs) == 1:
-        pairs = [(*ours.values(), *theirs.values())]
+        pairs = [(ours.iloc[0], theirs.iloc[0])]
     if not pairs or metric not in ITEM_MEASURES:
         return None
     sides = [[_by_group(path, *ITEM_MEASURES[metric]) for path in pair] for pair in pairs]
@@ -311,10 +272,6 @@ def item_difference(ours: Mapping[int, Any], theirs: Mapping[int, Any], metric: 
         return None  # the items differ
     sums = [one["value"] - other["value"] for one, other in sides]
     return bootstrap(sums, weights) if len(sums) > 1 else over_items(sums[0], weights)
-
-
-ITEM_MEASURES = {"choice_accuracy": ("correct", "one"), "accuracy": ("right", "answers"), "loss": ("nats", "targets")}
-"""An item's part of a metric that is a mean, and its weight there."""
 
 
 def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 
@@ -53,11 +53,6 @@ class Figure:
     pdf: bytes
     narrow: bytes = b""
 
-    @property
-    def inches(self) -> float:
-        """Return the PNG's width."""
-        return int.from_bytes(self.png[16:20], "big") / DPI
-
 
 @contextlib.contextmanager
 def house_style(narrow: bool = False) -> Iterator[None]:
@@ -75,15 +70,17 @@ def style_of(name: str, rank: int = 0) -> dict[str, Any]:
     return STYLES.get(name, {"color": OTHERS[rank % len(OTHERS)], "linewidth": 1.8} | again)
 
 
+def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
+    """Return the style of an arm's scheme, of further arms of a scheme a colour of their own."""
+    firsts = {one.scheme: one for one in reversed(arms) if one.scheme in STYLES}.values()
+    others = [one for one in arms if one not in firsts]
+    return style_of("", others.index(arm)) if arm in others else style_of(arm.scheme)
+
+
 def axes(
     panels: int, width: float = 10.0, height: float = 4.2, columns: int | None = None
 ) -> tuple[Canvas, list[Axes]]:
-    """Return a canvas with panels side by side, at most ``columns`` in a row, or one below the other where it is narrow.
-
-    Args:
-        width: of the canvas, in inches.
-        height: of a row of panels, in inches.
-    """
+    """Return a canvas, of a width and a height of each row in inches, with panels side by side, at most ``columns`` in a row."""
     across = 1 if _narrow else min(panels, columns or panels)
     rows = -(-panels // across)
     size = (NARROW if _narrow else width, rows * height)
@@ -95,10 +92,10 @@ def axes(
 
 def finish(fig: Canvas, name: str, caption: str) -> Figure:
     """Return the canvas as a figure, as large as its content."""
-    png, pdf = io.BytesIO(), io.BytesIO()
     for ax in fig.axes if _narrow else ():
         ax.set_title("\n".join(textwrap.fill(line, 34) for line in ax.get_title("left").splitlines()))
         ax.set_xlabel(textwrap.fill(ax.get_xlabel(), 40))
+    png, pdf = io.BytesIO(), io.BytesIO()
     fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None}, bbox_inches="tight")
     if not _narrow:
         nobody = {"CreationDate": None, "Creator": None, "Producer": None}
@@ -125,16 +122,13 @@ def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
     ax.grid(axis="y", visible=False)
 
 
-class Panel(NamedTuple):
-    """Settings of axes, and by arm a line: a frame of ``mean``, ``low`` and ``high`` by place."""
-
-    settings: dict[str, Any]
-    lines: dict[Arm, pd.DataFrame]
+Panel = tuple[dict[str, Any], Mapping[Arm, pd.DataFrame]]
+"""Settings of axes, and by arm a line: a frame of ``mean``, ``low`` and ``high`` by place."""
 
 
 def line_figure(name: str, caption: str, arms: Sequence[Arm], panels: Sequence[Panel]) -> list[Figure]:
     """Draw a line for each arm, its interval as a band, in panels side by side; nothing where no line has two points."""
-    panels = [panel for panel in panels if any(len(line) > 1 for line in panel.lines.values())]
+    panels = [panel for panel in panels if any(len(line) > 1 for line in panel[1].values())]
     if not panels:
         return []
     fig, grid = axes(len(panels), width=10.0 if len(panels) > 1 else 6.5)
@@ -149,14 +143,6 @@ def line_figure(name: str, caption: str, arms: Sequence[Arm], panels: Sequence[P
     return [finish(fig, name, caption)]
 
 
-def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
-    """Return the style of an arm's scheme, of further arms of a scheme a colour of their own."""
-    firsts = {one.scheme: one for one in reversed(arms) if one.scheme in STYLES}.values()
-    return (
-        style_of(arm.scheme) if arm in firsts else style_of("", [one for one in arms if one not in firsts].index(arm))
-    )
-
-
 def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
     """Return the mean of a value by place, with its range over seeds."""
     return points.groupby(place)[value].agg(mean="mean", low="min", high="max")
@@ -165,20 +151,16 @@ def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
 def training_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw learning curves, differences, speed, loss by position and evaluations during training."""
     arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
-    drawn = [
-        *_learning_curves(arms),
-        *_differences(arms, "val_loss", "differences", "validation loss, nats per target"),
-    ]
-    drawn += [*_speed_bars(arms), *_loss_by_position(arms)]
+    drawn = [*_learning_curves(arms), *_differences(arms, "val_loss", "differences", "validation loss, nats")]
+    drawn += [*_speed_bars([arm for arm in arms if arm.timing]), *_loss_by_position(arms)]
     for name, (main, *_) in evaluations_of(arms).items():
         metric, what = f"{name}.{main}", f"{name}, {title(main)}"
         drawn += _differences(arms, metric, f"differences-{name}", what)
         curves = {arm: points for arm in arms if metric in (points := arm.points("evaluations"))}
         lines = {arm: over_seeds(points, metric, "step") for arm, points in curves.items()}
-        panel = Panel({"title": f"{name} during the training", "xlabel": "steps", "ylabel": title(main)}, lines)
-        drawn += line_figure(
-            f"evaluations-{name}", f"{what}, during the training. Bands: range of seeds.", arms, [panel]
-        )
+        settings = {"title": f"{name} during the training", "xlabel": "steps", "ylabel": title(main)}
+        caption = f"{what}, during the training. Bands: range of seeds."
+        drawn += line_figure(f"evaluations-{name}", caption, arms, [(settings, lines)])
     return drawn
 
 
@@ -189,29 +171,24 @@ def throughput_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
-    # The time of an arm's own run depends on the machine's other load.
-    timed = all(arm.timing and arm["real_tokens_per_second"].mean() > 0 for arm in arms)
+    """Draw loss against tokens; against time only where all arms were timed together, as runs may share a machine."""
     by_tokens, by_time = {}, {}
     for arm in arms:
         points = arm.points("validation")
-        if points.empty or (points := points[points["step"] > 0]).empty:
-            continue  # the loss before the first step would squeeze the rest into a corner
-        if timed:
-            points = points.assign(seconds=points["real_tokens"] / arm["real_tokens_per_second"].mean())
-        line, places = over_seeds(points, "loss", "step"), points.groupby("step")[["real_tokens", "seconds"]].mean()
-        by_tokens[arm], by_time[arm] = line.set_axis(places["real_tokens"]), line.set_axis(places["seconds"])
-    speed = "at the speed of arms timed in turns" if timed else "of each arm's own run: no comparison"
-    shared = {"ylabel": "validation loss (nats per target)"}
-    panels = [
-        Panel(shared | {"title": "Validation loss against data", "xlabel": "real tokens trained on"}, by_tokens),
-        Panel(shared | {"title": "Validation loss against time", "xlabel": "training time (s)"}, by_time),
-    ]
-    caption = f"Validation loss against real tokens, and against time {speed}. Bands: range of seeds."
+        points = points[points["step"] > 0] if len(points) else points  # the loss at step 0 would squeeze the rest
+        if len(points):
+            line, tokens = over_seeds(points, "loss", "step"), points.groupby("step")["real_tokens"].mean()
+            by_tokens[arm] = line.set_axis(tokens)
+            by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
+    panels = [({"title": "Against data", "xlabel": "real tokens", "ylabel": "validation loss (nats)"}, by_tokens)]
+    if all(arm.timing for arm in arms):
+        panels += [({"title": "Against time", "xlabel": "training time (s), at the speed timed in turns"}, by_time)]
+    caption = "Validation loss against real tokens and against time. Bands: range of seeds."
     return line_figure("learning-curves", caption, arms, panels)
 
 
 def _differences(arms: Sequence[Arm], metric: str, name: str, what: str) -> list[Figure]:
-    pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, arms, metric)) and one.n > 1}
+    pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, arms, metric)) and one.seeds > 1}
     if not pairs:
         return []
     fig, (ax,) = axes(1, height=1.4 + 0.45 * len(pairs))
@@ -226,46 +203,39 @@ def _differences(arms: Sequence[Arm], metric: str, name: str, what: str) -> list
     return [finish(fig, name, f"Paired differences in {what}: each seed (dots), mean and 95 % confidence interval.")]
 
 
-def _speed_bars(arms: Sequence[Arm]) -> list[Figure]:
-    """Draw arms that were timed together, or where none was, training runs."""
-    together = aggregate.timed_together(arms)
-    bars = [arm for arm in arms if arm.timing == together and arm["real_tokens_per_second"].mean() > 0]
+def _speed_bars(bars: Sequence[Arm]) -> list[Figure]:
     if not bars:
         return []
     fig, (ax,) = axes(1, height=1.3 + 0.5 * len(bars))
     rates = [[arm[f"{what}_per_second"].mean() for what in ("real_tokens", "slots")] for arm in bars]
     for y, (arm, (real, slots)) in enumerate(zip(bars, rates)):
-        color, slots = style_in(arm, arms)["color"], np.nanmax([real, slots])
+        color, faster = style_in(arm, bars)["color"], arm["speedup"].mean()
         ax.barh(y, real, height=0.62, color=color)
         ax.barh(y, slots - real, left=real, height=0.62, facecolor="white", edgecolor=color, hatch="////")
-        faster = arm["speedup"].mean()
         ax.text(slots, y, f" {real:,.0f}" + ("" if pd.isna(faster) else f"   {faster:.2f}x"), va="center")
     name_bars(ax, [arm.label for arm in bars])
-    ax.set_xlim(0, 1.2 * np.nanmax(rates))
+    ax.set_xlim(0, 1.2 * np.max(rates))
     ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     ax.set(title="Speed: real tokens per second, and slots lost to padding (hatched)", xlabel="slots per second")
-    how = "whole optimizer steps, arms interleaved in one process" if together else "own training runs: no comparison"
-    return [finish(fig, "speed", f"Real tokens per second (solid) and slots of padding (hatched); {how}.")]
+    caption = "Real tokens per second (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
+    return [finish(fig, "speed", caption)]
 
 
 def _loss_by_position(arms: Sequence[Arm]) -> list[Figure]:
     """Draw each arm's loss, and beside it the paired differences where there is a baseline."""
-    log = {"xscale": "log", "xlabel": "position in the document (tokens)"}
+    axis = {"xscale": "log", "xlabel": "position in the document (tokens)"}
     losses, differences = {}, {}
     for arm in arms:
-        if not (points := arm.points("loss_by_position")).empty:
-            losses[arm] = over_seeds(points, "loss", ["start", "end"])
-            losses[arm].index = [_middle(*place) for place in losses[arm].index]
+        if len(points := arm.points("loss_by_position")):
+            line = over_seeds(points, "loss", ["start", "end"])
+            losses[arm] = line.set_axis([_middle(*place) for place in line.index])
         if found := aggregate.difference_by_position(arm, arms):
             differences[arm] = pd.DataFrame([one for *_, one in found], [_middle(*place) for *place, _ in found])
-    against = f"The same, minus {aggregate.versus(arms)}"
     panels = [
-        Panel(log | {"title": "Validation loss by position", "ylabel": "loss (nats per target)"}, losses),
-        Panel(log | {"title": against, "ylabel": "difference (nats per target)"}, differences),
+        (axis | {"title": "Validation loss by position", "ylabel": "loss (nats)"}, losses),
+        (axis | {"title": f"The same, minus {aggregate.versus(arms)}", "ylabel": "difference (nats)"}, differences),
     ]
-    caption = (
-        "Validation loss by the target's position in its document; paired differences with 95 % intervals over seeds."
-    )
+    caption = "Validation loss by position in the document; paired differences with 95 % intervals over seeds."
     return line_figure("loss-by-position", caption, arms, panels)
 
 

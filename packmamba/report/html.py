@@ -12,9 +12,9 @@ from typing import Any
 
 import jinja2
 
-from packmamba.records import METRICS, read_records
+from packmamba.records import read_records
 from packmamba.report.aggregate import Record, flatten, of_kind, with_items
-from packmamba.report.figures import Figure, house_style, throughput_figures, training_figures
+from packmamba.report.figures import DPI, Figure, house_style, throughput_figures, training_figures
 from packmamba.report.tables import (
     Table,
     evaluation_label,
@@ -30,12 +30,11 @@ MakeFigures = Callable[[Sequence[Record]], list[Figure]]
 
 @dataclass(frozen=True)
 class Kind:
-    """Tables and figures of the records of one corpus, their name in files, and metrics that each record must hold."""
+    """Tables and figures of the records of one corpus, and their name in files."""
 
     tables: MakeTables = lambda records: []
     figures: MakeFigures = lambda records: []
     label: Callable[[Sequence[Record]], str] = lambda records: records[0]["corpus_hash"][:12]
-    metrics: tuple[str, ...] = ()
 
     def extended(self, tables: MakeTables, figures: MakeFigures = lambda records: []) -> Kind:
         """Return this kind with further tables and figures after its own."""
@@ -47,11 +46,12 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "training": Kind(training_tables, training_figures, metrics=METRICS["training"]),
-    "throughput": Kind(throughput_tables, throughput_figures, metrics=METRICS["throughput"]),
+    "training": Kind(training_tables, training_figures),
+    "throughput": Kind(throughput_tables, throughput_figures),
     "evaluation": Kind(evaluation_tables, label=evaluation_label),
 }
 """The library's kinds. An experiment's own are in its report.py."""
+Kinds = Mapping[str, Kind] | None
 
 
 @dataclass
@@ -64,35 +64,27 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
 
 
-def build_sections(
-    records: Iterable[Record], figures: bool = True, kinds: Mapping[str, Kind] | None = None
-) -> list[Section]:
+def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds = None) -> list[Section]:
     """Make tables and figures by corpus: records of different corpora are not compared.
 
-    ``kinds``: further kinds of records, or other tables and figures of the library's. Raises ValueError for an unknown kind or a
-    record that lacks a metric of its kind.
+    ``kinds``: further kinds of records, or other tables and figures of the library's. Raises ValueError for an unknown kind.
     """
     known, sections = {**KINDS, **(kinds or {})}, {}  # type: ignore[var-annotated]
     for record in sorted(records, key=lambda record: record["corpus_hash"]):
         if record["kind"] not in known:
             raise ValueError(f"kind: expected one of {', '.join(known)}, got {record['kind']}")
-        if missing := [metric for metric in known[record["kind"]].metrics if metric not in record["metrics"]]:
-            raise ValueError(f"metrics of the {record['kind']} record of {record['arm']} lack {', '.join(missing)}")
         corpus = record["corpus_hash"]
         sections.setdefault(corpus, Section(corpus, [])).records.append(record)
     for name, kind in known.items():
         having = [section for section in sections.values() if of_kind(section.records, name)]
-        taken: Counter[str] = Counter()
-        for section in having:
-            label, notes = "", []
-            if len(having) > 1:
-                label = "-" + re.sub(r"[^\w.-]+", "-", kind.label(section.records))
-                taken[label] += 1
-                label += f"-{taken[label]}" if taken[label] > 1 else ""
-                notes = [f"Corpus {section.corpus}, one of {len(having)}."]
+        labels = [re.sub(r"[^\w.-]+", "-", kind.label(section.records)) for section in having]
+        for i, section in enumerate(having):
+            again = labels[: i + 1].count(labels[i])
+            label = f"-{labels[i]}{f'-{again}' * (again > 1)}" * (len(having) > 1)
+            note = [f"Corpus {section.corpus}, one of {len(having)}."] * (len(having) > 1)
             for table in kind.tables(section.records):
                 stem = table.name.removesuffix(label) + label
-                section.tables.append(replace(table, name=stem, notes=[*table.notes, *notes]))
+                section.tables.append(replace(table, name=stem, notes=[*table.notes, *note]))
             for figure in _drawn(kind, section.records) if figures else ():
                 section.figures.append(replace(figure, name=figure.name.removesuffix(label) + label))
     return [*sections.values()]
@@ -106,32 +98,24 @@ def _drawn(kind: Kind, records: list[Record]) -> list[Figure]:
     return [replace(figure, narrow=other.png) for figure, other in zip(wide, narrow)]
 
 
-def format_table(records: Iterable[Record], kinds: Mapping[str, Kind] | None = None) -> str:
+def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
     """Return the headline table of every corpus, for a terminal."""
     sections = build_sections(records, figures=False, kinds=kinds)
     return "\n".join(write_table(section.tables[0], "txt") for section in sections if section.tables)
 
 
-def table_files(records: Iterable[Record], kinds: Mapping[str, Kind] | None = None) -> dict[str, str]:
+def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str]:
     """Return the text of every table, by file name."""
     tables = [table for section in build_sections(records, False, kinds) for table in section.tables]
     return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in ("md", "csv")}
 
 
 def write_report(
-    folder: str | Path,
-    kinds: Mapping[str, Kind] | None = None,
-    records: Sequence[Record] | None = None,
-    latex: bool = False,
+    folder: str | Path, kinds: Kinds = None, records: Sequence[Record] | None = None, latex: bool = False
 ) -> Path:
-    """Write tables/, figures/ and report.html into a folder; return the page's path.
+    """Write tables/, figures/ and report.html of records (None: the folder's); return the page's path.
 
-    Files of an earlier report that are not made any more are removed.
-
-    Args:
-        kinds: as ``build_sections``.
-        records: None: the folder's.
-        latex: write tables as LaTeX and figures as PDF too.
+    ``latex``: write tables as LaTeX and figures as PDF too. Files of an earlier report that are not made any more are removed.
     """
     folder, files = Path(folder), {}  # type: ignore[var-annotated]
     sections = build_sections(with_items(folder, read_records(folder)) if records is None else records, kinds=kinds)
@@ -154,10 +138,11 @@ def render(sections: Sequence[Section]) -> str:
     records = [record for section in sections for record in section.records]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    environment.filters["image"] = lambda content: f"data:image/png;base64,{base64.b64encode(content).decode()}"
     return environment.get_template("page.html").render(
         title=f"PackMamba: {Path(records[0]['experiment']).name}",
         sections=sections,
+        density=DPI / 96,
         provenance=_values([_provenance(record) for record in records]),
         configuration=_values([flatten(record["config"]) for record in records]),
         count=len(records),
@@ -166,11 +151,9 @@ def render(sections: Sequence[Section]) -> str:
 
 def _values(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return each key with its values in all records."""
-    found: dict[str, set[str]] = {}
-    for record in records:
-        for key, value in record.items():
-            found.setdefault(key, set()).add("null" if value is None else str(value))
-    return {key: sorted(values) for key, values in found.items()}
+    keys = dict.fromkeys(key for record in records for key in record)
+    texts = {key: {"null" if r[key] is None else str(r[key]) for r in records if key in r} for key in keys}
+    return {key: sorted(values) for key, values in texts.items()}
 
 
 def _provenance(record: Record) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A difference is one arm's number minus another's with the same seed. Groups are 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,18 +17,30 @@ from scipy.special import stdtr, stdtrit
 DRAWS = 10_000
 
 
-class Resampled(NamedTuple):
-    """A mean with its 95 % interval, and the two-sided p of zero; NaN with fewer than two seeds or groups."""
+class Estimate(NamedTuple):
+    """A mean with its 95 % confidence interval and the two-sided p of zero, NaN where seeds or groups are too few."""
 
     mean: float
     low: float
     high: float
-    p: float
     seeds: int
-    groups: int
+    p: float = math.nan
+    groups: int = 1
 
 
-def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Resampled:
+def interval(values: Any) -> Estimate | None:
+    """Return the mean of the values that are not NaN, with an interval by Student's t; None without any."""
+    values = pd.Series(values, dtype=float).dropna()
+    n, mean, error = len(values), values.mean(), values.sem()
+    if n < 2:
+        return Estimate(mean, math.nan, math.nan, n) if n else None
+    # The quantile to three decimals, as books print it, so that intervals published before scipy made them stay.
+    half = round(stdtrit(n - 1, 0.975), 3) * error
+    p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
+    return Estimate(mean, mean - half, mean + half, n, p)
+
+
+def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     """Bootstrap over seeds and groups (Owen 2007), both resampled with replacement.
 
     The estimate is the sum over groups of the mean over seeds of ``sums``, over the sum of ``weights``. Deviations are widened by
@@ -43,7 +55,7 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Resampled:
     seeds, groups = sums.shape
     mean = float(sums.mean(axis=0).sum() / weights.sum()) if seeds and weights.sum() else math.nan
     if seeds < 2 or groups < 2 or math.isnan(mean):
-        return Resampled(mean, math.nan, math.nan, math.nan, seeds, groups)
+        return Estimate(mean, math.nan, math.nan, seeds, math.nan, groups)
     rng = np.random.default_rng(0)
     of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
     of_groups = rng.multinomial(groups, np.full(groups, 1 / groups), draws)
@@ -53,10 +65,10 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Resampled:
     found = mean + few * (found - mean)
     low, high = np.quantile(found, [0.025, 0.975])
     beyond = min((found <= 0).mean(), (found >= 0).mean())
-    return Resampled(mean, float(low), float(high), float(min(1.0, 2 * max(beyond, 1 / draws))), seeds, groups)
+    return Estimate(mean, float(low), float(high), seeds, float(min(1.0, 2 * max(beyond, 1 / draws))), groups)
 
 
-def over_items(sums: Any, weights: Any) -> Resampled:
+def over_items(sums: Any, weights: Any) -> Estimate:
     """Return the interval of one pair of models over groups: a ratio of sums, its error by the delta method, Student's t.
 
     Args:
@@ -65,59 +77,47 @@ def over_items(sums: Any, weights: Any) -> Resampled:
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     groups, mean = len(sums), float(sums.sum() / weights.sum())
     if groups < 2:
-        return Resampled(mean, math.nan, math.nan, math.nan, 1, groups)
+        return Estimate(mean, math.nan, math.nan, 1, math.nan, groups)
     error = math.sqrt(groups / (groups - 1) * ((sums - mean * weights) ** 2).sum()) / weights.sum()
     half = stdtrit(groups - 1, 0.975) * error
     p = 2 * stdtr(groups - 1, -abs(mean) / error) if error else float(mean == 0)
-    return Resampled(mean, mean - half, mean + half, float(p), 1, groups)
+    return Estimate(mean, mean - half, mean + half, 1, float(p), groups)
 
 
 def difference_by_group(
-    arm: Any,
-    baseline: Any,
-    curve: str,
-    value: str,
-    weight: str,
-    where: Mapping[str, Any] | None = None,
+    arm: Any, baseline: Any, curve: str, value: str, weight: str, where: str = ""
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return ``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
 
-    Points are summed over all keys but the group, of seeds that both arms have. ``where``: values of the points to keep, or
-    functions of a column that select them.
+    Points are summed over all keys but the group, of seeds that both arms have; ``where`` selects points: ``start < 2048``.
     """
-    sides, where = [], where or {}
-    for side in (arm, baseline):
-        points = side.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
-        rows = [{**point, "seed": seed} for seed, some in points.items() for point in some]
-        table = pd.DataFrame(rows, columns=[*dict.fromkeys(["seed", "group", value, weight, *where])])
-        for key, wanted in where.items():
-            table = table[wanted(table[key]) if callable(wanted) else table[key] == wanted]
-        sides.append(table.groupby(["seed", "group"])[[value, weight]].sum())
+    sides = [side.points(curve) for side in (arm, baseline)]
+    if any(points.empty for points in sides):
+        return np.empty((0, 0)), np.empty(0)
+    sides = [points.query(where) if where else points for points in sides]
+    sides = [points.groupby(["seed", "group"])[[value, weight]].sum() for points in sides]
     ours, theirs = (side[value].unstack("group") for side in sides)
     both = (ours - theirs).dropna(how="all").dropna(axis=1)
-    if both.empty:
-        return np.empty((0, 0)), np.empty(0)
-    weights = sides[0][weight].unstack("group").loc[both.index, both.columns]
-    return both.to_numpy(float), weights.iloc[0].to_numpy(float)
+    weights = sides[0][weight].unstack("group").reindex(both.index)[both.columns]
+    return both.to_numpy(float), weights.to_numpy(float)[:1].ravel()
 
 
-def equivalence(values: Sequence[float] | pd.Series, margin: float) -> float:
+def equivalence(values: Any, margin: float) -> float:
     """Return p of two one-sided t tests (Schuirmann 1987) that a mean of paired differences lies within ± margin."""
     found = pd.Series(values, dtype=float).dropna()
     n, nearest = len(found), margin - abs(found.mean())
     if n < 2:
         return math.nan
-    error = found.std() / math.sqrt(n)
-    return float(stdtr(n - 1, -nearest / error)) if error else float(nearest <= 0)
+    return float(stdtr(n - 1, -nearest / found.sem())) if found.sem() else float(nearest <= 0)
 
 
-def within(interval: Any, margin: float) -> str:
+def within(found: Estimate | None, margin: float) -> str:
     """Return yes if an interval lies inside ± margin, no if outside, else open."""
-    if interval is None or math.isnan(interval.low):
+    if found is None or math.isnan(found.low):
         return "open"
-    if -margin < interval.low and interval.high < margin:
+    if -margin < found.low and found.high < margin:
         return "yes"
-    return "no" if interval.low > margin or interval.high < -margin else "open"
+    return "no" if found.low > margin or found.high < -margin else "open"
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

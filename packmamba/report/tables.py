@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from packmamba.records import LATER_KEYS
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
+from packmamba.report.statistics import Estimate
 
 
 class Cell(NamedTuple):
@@ -42,16 +42,16 @@ class Table:
     rows: list[list[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def texts(self) -> pd.DataFrame:
-        """Return the cells as readers see them."""
-        titles = [column.title for column in self.columns]
-        return pd.DataFrame([[cell.text for cell in row] for row in self.rows], columns=titles, dtype=object)
-
     def shown(self) -> Table:
         """Return the table without columns of dashes."""
         kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i].text != "-" for row in self.rows)]
         rows = [[row[i] for i in kept] for row in self.rows]
         return Table(self.name, self.title, [self.columns[i] for i in kept], rows, self.notes)
+
+    def texts(self) -> pd.DataFrame:
+        """Return the cells as readers see them."""
+        titles = [column.title for column in self.columns]
+        return pd.DataFrame([[cell.text for cell in row] for row in self.rows], columns=titles, dtype=object)
 
 
 def write_table(table: Table, form: str) -> str:
@@ -126,8 +126,8 @@ def difference_cell(found: Any, expected: int = 0) -> Cell:
     values = pd.Series(found[:3], dtype=float).dropna()
     form = "+.4f" if values.abs().max() >= 1e-4 else "+.1e"
     mean, *bounds = (f"{value:{form}}" for value in values)
-    pairs = f" ({found[3]} pairs)" if 1 < found[3] < expected else ""
-    return Cell(f"{mean} [{', '.join(bounds)}]{pairs}" if bounds else mean, tuple(found))
+    pairs = f" ({found.seeds} pairs)" if 1 < found.seeds < expected else ""
+    return Cell(f"{mean} [{', '.join(bounds)}]{pairs}" if bounds else mean, tuple(found[:4]))
 
 
 TITLES = {
@@ -142,11 +142,10 @@ TITLES = {
 }
 COUNTS = ("chance", "answers", "examples", "documents", "targets", "reads_intruding")
 WHOLE = ("real_tokens", "real_tokens_per_second", "slots_per_second", "rounds", *COUNTS[1:])
+EXACT = ("seconds_per_step_median", "seconds_per_step_spread", "chance")
 FORMATS: dict[str, Callable[[float], Cell]] = {
     **dict.fromkeys(WHOLE, functools.partial(number, form=",.0f")),
-    **dict.fromkeys(
-        ("seconds_per_step_median", "seconds_per_step_spread", "chance"), functools.partial(number, form=".4g")
-    ),
+    **dict.fromkeys(EXACT, functools.partial(number, form=".4g")),
     "padding_fraction": percent,
     "peak_memory_bytes": gibibytes,
     "speedup": functools.partial(number, form=".2f", unit="x"),
@@ -166,9 +165,7 @@ def title(metric: str) -> str:
     return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
 
 
-def arms_table(
-    name: str, heading: str, arms: Sequence[Arm], columns: Sequence[ArmColumn], notes: Sequence[str]
-) -> Table:
+def arms_table(name: str, heading: str, arms: Sequence[Arm], columns: Sequence[ArmColumn], *notes: str) -> Table:
     """Make a table of a row for each arm, whose first column is the arm's name."""
     columns = [(Column("arm", ("arm",), False), lambda arm: word(arm.label)), *columns]
     return Table(name, heading, [c for c, _ in columns], [[cell(arm) for _, cell in columns] for arm in arms], [*notes])
@@ -187,18 +184,17 @@ def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColu
     if form := FORMATS.get(metric.rpartition(".")[2]):
         heading = f"speedup over {aggregate.versus(arms)}" if metric == "speedup" and arms else title(metric)
         return Column(heading, (metric,)), lambda arm: form(arm[prefix + metric].mean())
-    if metric in LATER_KEYS or any(f"config.{metric}" in arm.runs for arm in arms):
-        setting = lambda arm: word(str(arm.runs.iloc[0].get(f"config.{metric}", LATER_KEYS.get(metric))))  # noqa: E731
-        return Column(metric, (metric,)), setting
+    if any(f"config.{metric}" in arm.runs for arm in arms):
+        return Column(metric, (metric,)), lambda arm: word(str(arm.says(metric)))
     column = Column(title(metric), (metric, f"{metric}_sd"))
-    return column, lambda arm: mean_sd(arm[prefix + metric], aggregate.seeds_of(arm, arms).expected)
+    return column, lambda arm: mean_sd(arm[prefix + metric], sum(aggregate.seeds_of(arm, arms)))
 
 
 def difference_column(
     metric: str, arms: Sequence[Arm], heading: str = "", names: tuple[str, ...] = DIFFERENCE
 ) -> ArmColumn:
     def cell(arm: Arm) -> Cell:
-        return difference_cell(aggregate.difference(arm, arms, metric), aggregate.seeds_of(arm, arms).expected)
+        return difference_cell(aggregate.difference(arm, arms, metric), sum(aggregate.seeds_of(arm, arms)))
 
     return Column(f"{heading or f'minus {aggregate.versus(arms)}'} [95% CI]", names), cell
 
@@ -234,21 +230,23 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     for metric in metrics:
         columns += [metric_column(metric, arms), difference_column(metric, arms, names=_names(f"{metric}_difference"))]
     columns += [metric_column(metric, arms) for metric in further]
-    whole = arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, _notes(arms))
+    whole = arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))
     both = ("val_loss", "val_loss_start")
     columns = [(Column("minus", ("baseline",), False), lambda arm: word(aggregate.baseline_of(arm, arms).label))]
     columns += [difference_column(metric, arms, title(metric), _names(metric)) for metric in both]
-    differing = [arm for arm in arms if any((one := aggregate.difference(arm, arms, m)) and one.n > 1 for m in both)]
+    differing = [
+        arm for arm in arms if any((one := aggregate.difference(arm, arms, m)) and one.seeds > 1 for m in both)
+    ]
     note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
     heading = "Paired differences over seeds, in nats per target"
-    tables = [whole, arms_table("differences", heading, differing, columns, [note]), _positions(arms)]
+    tables = [whole, arms_table("differences", heading, differing, columns, note), _positions(arms)]
     for name, own in evaluations.items():
         main = f"{name}.{own[0]}"
         asked = [arm for arm in arms if arm[main].notna().any()]
         if asked:
             first, *others = (metric_column(metric, asked, f"{name}.") for metric in own)
             columns = [seeds_column(asked, main), first, difference_column(main, asked), *others]
-            tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", asked, columns, []))
+            tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", asked, columns))
     return [table for table in tables if table.rows]
 
 
@@ -258,9 +256,7 @@ def _names(metric: str) -> tuple[str, ...]:
 
 def _notes(arms: Sequence[Arm]) -> list[str]:
     notes = ["Losses are nats per real target, of documents one at a time from zero state in every arm."]
-    if others := ", ".join(
-        arm.label for arm in arms if arm.timing is None or arm.timing != aggregate.timed_together(arms)
-    ):
+    if others := ", ".join(arm.label for arm in arms if arm.timing is None):
         notes.append(f"Speed is no comparison where arms were not timed together: {others}.")
     fewest = min(len(arm.runs) for arm in arms)
     if fewest < PARITY_SEEDS and len(arms) > 1:
@@ -274,85 +270,66 @@ def _positions(arms: Sequence[Arm]) -> Table:
     columns = [Column("arm", ("arm",), False), Column("from token", ("start",)), Column("to token", ("end",))]
     columns.append(Column(f"minus {aggregate.versus(arms)} [95% CI]", DIFFERENCE))
     table = Table("loss-by-position", "Loss by position in the document, in nats per target", columns)
-    excluding = 0
-    for arm in arms:
-        for start, end, one in aggregate.difference_by_position(arm, arms):
-            if one.n > 1:
-                last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
-                cell = difference_cell(one, aggregate.seeds_of(arm, arms).expected)
-                table.rows.append([word(arm.label), number(start, ",.0f"), last, cell])
-                excluding += one.low > 0 or one.high < 0
+    found = [(arm, *one) for arm in arms for one in aggregate.difference_by_position(arm, arms) if one[-1].seeds > 1]
+    for arm, start, end, one in found:
+        last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
+        cell = difference_cell(one, sum(aggregate.seeds_of(arm, arms)))
+        table.rows.append([word(arm.label), number(start, ",.0f"), last, cell])
+    excluding = sum(one.low > 0 or one.high < 0 for *_, one in found)
     table.notes = [
-        f"Paired over seeds. {excluding} of {len(table.rows)} intervals exclude zero; one in twenty would by chance."
+        f"Paired over seeds. {excluding} of {len(found)} intervals exclude zero; one in twenty would by chance."
     ]
     return table
 
 
 def throughput_tables(records: Sequence[Record]) -> list[Table]:
     """Make the table of interleaved timings."""
-    timed = aggregate.timed_arms(records)
-    if not timed:
-        return []
-    metrics = "rounds seconds_per_step_median seconds_per_step_spread real_tokens_per_second slots_per_second "
-    metrics += "padding_fraction speedup"
-    columns = [metric_column(metric, []) for metric in metrics.split()]
+    timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
+    metrics = ["rounds", *EXACT[:2], "real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup"]
+    columns = [metric_column(metric, []) for metric in metrics]
     columns.append((Column("run", ("run",)), lambda arm: Cell((arm.timing or "")[:8], (arm.timing,))))
+    note = "Only arms of one run compare. Speedup: real tokens per second over those of the run's arm with 1.00x."
     heading = "Time of optimizer steps, arms interleaved in one process"
-    notes = ["Only arms of one run compare. Speedup: real tokens per second over those of the run's arm with 1.00x."]
-    return [arms_table("throughput", heading, [replace(arm, variant=()) for arm in timed], columns, notes)]
-
-
-def models_of(records: Sequence[Record]) -> list[tuple[str, str, list[Arm]]]:
-    """Return each evaluation's stem of files, its name with options, and its models, whose runs are the latest by seed."""
-    asked: dict[tuple[str, str], list[Record]] = {}
-    for record in aggregate.of_kind(records, "evaluation"):
-        one = record["config"]["evaluation"]
-        options = "".join(f", {key}={value}" for key, value in sorted((one.get("options") or {}).items()))
-        asked.setdefault((one["name"], options), []).append(record)
-    found = []
-    for (name, options), some in asked.items():
-        alike = [other for other in asked if other[0] == name]
-        stem = name if len(alike) == 1 else f"{name}-{alike.index((name, options)) + 1}"
-        models = aggregate.frame(some, "evaluation").groupby("arm", sort=False)
-        latest = {str(arm): runs.drop_duplicates("seed", keep="last").set_index("seed") for arm, runs in models}
-        found.append((stem, name + options, [Arm(arm, (), runs) for arm, runs in latest.items()]))
-    return found
+    return [arms_table("throughput", heading, timed, columns, note)] if timed else []
 
 
 def evaluation_tables(records: Sequence[Record]) -> list[Table]:
     """Make a table of models for each evaluation and its options, with differences from the first paired by item."""
-    asked = models_of(records)
-    return [
-        _models_table("evaluation" if len(asked) == 1 else f"evaluation-{stem}", heading, models)
-        for stem, heading, models in asked
-    ]
+    asked: dict[str, list[Record]] = {}
+    for record in aggregate.of_kind(records, "evaluation"):
+        one = record["config"]["evaluation"]
+        options = "".join(f", {key}={value}" for key, value in sorted((one.get("options") or {}).items()))
+        asked.setdefault(one["name"] + options, []).append(record)
+    names = [heading.partition(",")[0] for heading in asked]
+    stems = [f"{n}-{names[: i + 1].count(n)}" if names.count(n) > 1 else n for i, n in enumerate(names)]
+    tables = []
+    for stem, (heading, some) in zip(stems, asked.items()):
+        models = [
+            Arm(str(name), (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
+            for name, runs in aggregate.frame(some, "evaluation").groupby("arm", sort=False)
+        ]
+        first = next((m for scheme in aggregate.BASELINES for m in models if m.name == scheme), models[0])
+        main, *others = main_first(list(first.runs.select_dtypes(float)))
+        paired = {arm: aggregate.item_difference(arm, first, main) for arm in models if arm is not first}
+        columns = [(Column("runs", ("runs",)), lambda arm: number(len(arm.runs), "d"))]
+        columns += [metric_column(metric, []) for metric in (main, *others)]
+        notes = []
+        if any(paired.values()):
+            minus = Column(f"minus {first.name} [95% CI]", DIFFERENCE)
+            columns.append((minus, lambda arm, paired=paired: _item_cell(paired.get(arm))))  # type: ignore[misc]
+            notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
+        rows = [first, *(model for model in models if model is not first)]
+        name = "evaluation" if len(asked) == 1 else f"evaluation-{stem}"
+        tables.append(arms_table(name, f"Evaluation: {heading}", rows, columns, *notes))
+    return tables
 
 
-def _models_table(name: str, heading: str, models: list[Arm]) -> Table:
-    preferred = (arm for scheme in aggregate.BASELINES for arm in models if arm.name == scheme)
-    first = next(preferred, models[0])
-    metrics = main_first(list(first.runs.select_dtypes(float)))
-    files = {arm: arm.runs["items"].dropna().to_dict() for arm in models if "items" in arm.runs}
-    paired = {
-        arm: aggregate.item_difference(own, files[first], metrics[0])
-        for arm, own in files.items()
-        if first in files and arm is not first
-    }
-
-    def minus(arm: Arm) -> Cell:
-        found = paired.get(arm)
-        return difference_cell(found and (*found[:3], found.groups))
-
-    made = [(Column("runs", ("runs",)), lambda arm: number(len(arm.runs), "d"))]
-    made += [metric_column(metric, []) for metric in metrics]
-    made += [(Column(f"minus {first.name} [95% CI]", DIFFERENCE), minus)] * any(paired.values())
-    notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
-    rows = [first, *(arm for arm in models if arm is not first)]
-    return arms_table(name, f"Evaluation: {heading}", rows, made, notes if any(paired.values()) else [])
+def _item_cell(found: Estimate | None) -> Cell:
+    return difference_cell(found and found._replace(seeds=found.groups))
 
 
 def evaluation_label(records: Sequence[Record]) -> str:
     """Return the evaluation's name, if there is only one, and a short hash of its documents."""
-    asked = models_of(records)
-    name = asked[0][0] if len(asked) == 1 else "documents"
+    names = {record["config"]["evaluation"]["name"] for record in aggregate.of_kind(records, "evaluation")}
+    name = names.pop() if len(names) == 1 else "documents"
     return f"{name}-{zlib.crc32(records[0]['corpus_hash'].encode()) & 0xFFFF:04x}"

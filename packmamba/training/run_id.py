@@ -37,15 +37,17 @@ def flatten(values: Any) -> dict[str, Any]:
 def recorded_config(config: Config) -> dict[str, Any]:
     """Return the configuration as a record holds it: without ``PLACES``, and without later keys at their first values."""
     values = to_dict(config)
-    for name, first in {**dict.fromkeys(PLACES), **LATER_KEYS}.items():
+    for name in [*PLACES, *LATER]:
         section, _, key = name.rpartition(".")
         keys = values[section] if section else values
-        if name in PLACES or keys.get(key) == first:
+        if name in PLACES or keys.get(key) == LATER[name]:
             keys.pop(key, None)
     return values
 
 
 DEFAULTS = flatten(to_dict(Config()))
+LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}
+"""Values of keys that a record lacks; ``data.cut_at_steps`` has another default since."""
 
 
 def id_of(arm: str, values: dict[str, Any]) -> str:
@@ -53,7 +55,7 @@ def id_of(arm: str, values: dict[str, Any]) -> str:
 
     A run that is to be continued has the id of the one that ends with its learning-rate schedule.
     """
-    keys = DEFAULTS | LATER_KEYS | flatten(values)
+    keys = DEFAULTS | LATER | flatten(values)
     if keys["trainer.average_snapshots"] == 1:
         steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
         constant = keys["optimizer.final_lr_fraction"] == 1

@@ -276,7 +276,5 @@ def _write_sweep(sweep: SweepConfig, configs: list[Config]) -> None:
     if sweep.train and has_records(sweep.output):
         tune, arms = sweep.tune, {c.name: [other.seed for other in configs if other.name == c.name] for c in configs}
         tuned = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
-        longer = [c for c in configs if c.optimizer.schedule_steps or c.optimizer.final_lr_fraction == 1]
-        steps = {config.name: config.trainer.max_steps for config in longer}
         table = asdict(sweep.table) if sweep.table != TableConfig() else None
-        write_sweep(sweep.output, str(sweep.name), arms, sweep.baseline, tuned=tuned, steps=steps, table=table)
+        write_sweep(sweep.output, str(sweep.name), arms, sweep.baseline, tuned=tuned, table=table)

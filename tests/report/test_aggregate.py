@@ -3,12 +3,13 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from made_records import table, throughput, training
 from packmamba.records import append_record, read_records, write_sweep
 from packmamba.report import aggregate
-from packmamba.report.aggregate import item_difference
+from packmamba.report.aggregate import Arm, item_difference
 from packmamba.report.html import table_files
 
 
@@ -91,7 +92,7 @@ def test_speedup_is_over_the_baseline_timed_in_the_same_run():
     records += [throughput("single", 100.0), throughput("padded", 250.0), throughput("packed-reset", 900.0, run="two")]
     rows = rows_of(records)
     assert [rows[arm]["speedup"] for arm in arms] == ["0.4", "1", ""]
-    assert [rows[arm]["real_tokens_per_second"] for arm in arms] == ["100", "250", "900"]
+    assert [rows[arm]["real_tokens_per_second"] for arm in arms] == ["100", "250", "100"], "its own run's"
     timed = {(row["run"], row["arm"]): row["speedup"] for row in table(records, "throughput")}
     assert timed == {("one", "single"): "0.4", ("one", "padded"): "1", ("two", "packed-reset"): ""}
     alone = [record for record in records if record["kind"] == "throughput"]
@@ -117,13 +118,16 @@ def test_items_are_paired_by_what_they_are_and_by_group(tmp_path):
         (tmp_path / name).write_text("".join(json.dumps(item) + "\n" for item in items))
         return tmp_path / name
 
+    def minus(ours, theirs, metric="loss"):
+        return item_difference(*(Arm("", (), pd.DataFrame({"items": side})) for side in (ours, theirs)), metric)
+
     ours, theirs = documents("a", 4.0, 6.0, 8.0), documents("b", 2.0, 6.0, 5.0)
-    found = item_difference({0: ours}, {7: theirs}, "loss")
+    found = minus({0: ours}, {7: theirs})
     assert (found.mean, found.seeds, found.groups) == (pytest.approx(5 / 9), 1, 3)
-    assert item_difference({0: ours, 1: ours}, {0: theirs, 1: theirs}, "loss").seeds == 2
-    assert item_difference({0: ours, 1: ours}, {2: theirs, 3: theirs}, "loss") is None  # no common seed
-    assert item_difference({0: ours}, {0: documents("c", 2.0, 6.0)}, "loss") is None  # other items
-    assert item_difference({0: ours}, {0: theirs}, "quarter") is None
+    assert minus({0: ours, 1: ours}, {0: theirs, 1: theirs}).seeds == 2
+    assert minus({0: ours, 1: ours}, {2: theirs, 3: theirs}) is None  # no common seed
+    assert minus({0: ours}, {0: documents("c", 2.0, 6.0)}) is None  # other items
+    assert minus({0: ours}, {0: theirs}, "quarter") is None
     grouped = [documents(name, *nats, group=["x", "y", "x"]) for name, nats in (("d", (4, 6, 8)), ("e", (2, 6, 5)))]
-    found = item_difference({0: grouped[0]}, {0: grouped[1]}, "loss")
+    found = minus({0: grouped[0]}, {0: grouped[1]})
     assert (found.mean, found.groups) == (pytest.approx(5 / 9), 2)
