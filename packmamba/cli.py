@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import sys
@@ -107,7 +106,7 @@ def demo(words: list[str]) -> None:
 
 
 def evaluate(words: list[str]) -> None:
-    """Evaluate a trained model: perplexity, synthetic tasks, lm-evaluation-harness. Finished evaluations are not repeated."""
+    """Evaluate a trained model: perplexity, synthetic tasks, lm-evaluation-harness."""
     (folder,), overrides = split(words, "the folder of a run or checkpoint", 1, 1)
     from omegaconf import OmegaConf
 
@@ -128,36 +127,35 @@ def evaluate(words: list[str]) -> None:
     model = load_model(folder, config.device, config.dtype)
     max_slots, trainer = config.max_slots or default_max_slots(model.model), model.config.trainer
     harness = _harness([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
-    contexts = {}
+    contexts, own = {}, (config.data, model.tokenizer, config.examples, config.seed, max_slots)
     for name in [name for name in config.tasks if name in EVALUATIONS]:
-        own = (config.data, model.tokenizer, config.examples, config.seed, max_slots, config.options.get(name, {}))
-        contexts[name] = EvalContext(*own, trainer=trainer)
+        contexts[name] = EvalContext(*own, config.options.get(name, {}), trainer=trainer)
         check(name, contexts[name], len(model.model.lm_head.weight))
     weights = float(sum(one.detach().double().sum() for one in model.model.parameters()))  # tells models apart
     records = []
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
-            asked = {"name": name, "max_slots": max_slots, "dtype": config.dtype, "weights": weights}
+            settings = {"name": name, "max_slots": max_slots, "dtype": config.dtype, "weights": weights}
             if context := contexts.get(name):
-                asked |= {"examples": config.examples, "seed": config.seed, "options": context.options}
-                asked["data"] = {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}
+                settings |= {"examples": config.examples, "seed": config.seed, "options": context.options}
+                settings["data"] = {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}
                 scheme = {trainer.boundary: trainer.boundary_options}
-                asked["boundary"] = scheme if context.boundary().as_trained else {}
+                settings["boundary"] = scheme if context.boundary().as_trained else {}
             else:
-                asked |= {"harness": True, "limit": config.limit, "include_path": config.include_path}
-            digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:10]
+                settings |= {"harness": True, "limit": config.limit, "include_path": config.include_path}
+            digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
             old = [r for r in read_records(output) if r["config"].get("id") == digest] if has_records(output) else []
             if not old:
                 begun = time.perf_counter()
                 result = run(name, model.model, context) if context else harness(name, model, max_slots)
                 write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
-                settings = {"id": digest, "evaluation": asked, "model": model.model.config}
+                own_config = {"id": digest, "evaluation": settings, "model": model.model.config}
                 seed, seconds = model.config.seed if model.trained else 0, time.perf_counter() - begun
-                numbers: Any = (settings, seed, result.corpus_hash, result.metrics, seconds, result.curves)
-                record = make_record("evaluation", model.name, model.name, *numbers)
-                append_record(output / "records.jsonl", record)
-            records += old or [record]
+                numbers: Any = (own_config, seed, result.corpus_hash, result.metrics, seconds, result.curves)
+                old = [make_record("evaluation", model.name, model.name, *numbers)]
+                append_record(output / "records.jsonl", *old)
+            records += old
     tables = "\n".join(format_table([record]) for record in records)
     print(f"\n{tables}\n\nRecords and items: {output}")
 
@@ -166,11 +164,12 @@ def _harness(names: list[str], config: EvalConfig, known: list[str]) -> Any:
     """Return a function that runs a task of lm-evaluation-harness. Raises ConfigError for an unknown name."""
     if not names:
         return None
-    if importlib.util.find_spec("lm_eval") is None:
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ModuleNotFoundError:
         hint = "; tasks of lm-evaluation-harness need pip install 'packmamba[eval]'"
-        raise ConfigError(f"tasks: expected an evaluation, got '{names[0]}'{suggest(names[0], known)}{hint}")
-    import lm_eval
-    from lm_eval.tasks import TaskManager
+        raise ConfigError(f"tasks: expected an evaluation, got '{names[0]}'{suggest(names[0], known)}{hint}") from None
 
     from packmamba.evaluation.lm_eval_adapter import PackMambaLM
     from packmamba.evaluation.registry import EvalResult
@@ -180,8 +179,8 @@ def _harness(names: list[str], config: EvalConfig, known: list[str]) -> Any:
         raise ConfigError(f"tasks: expected evaluations or tasks of the harness, got '{name}'{suggest(name, known)}")
 
     def run(name: str, model: Any, max_slots: int) -> EvalResult:
-        adapter, more = PackMambaLM(model.model, str(model.folder), max_slots), {"task_manager": manager}
-        found = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, log_samples=True, **more)
+        adapter = PackMambaLM(model.model, str(model.folder), max_slots)
+        found = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
         metrics = {k.partition(",")[0]: v for k, v in found["results"][name].items() if isinstance(v, (int, float))}
         items = [
             {"doc_id": one["doc_id"], "responses": one["filtered_resps"]} | {m: one[m] for m in one["metrics"]}
@@ -205,8 +204,6 @@ def generate(words: list[str]) -> None:
     if (tokenizer := model.tokenizer) is None:
         raise ConfigError(f"{folder}: expected a model of text, got one without a tokenizer")
     ids = [*([] if tokenizer.begin_id is None else [tokenizer.begin_id]), *tokenizer.encode(prompt).tolist()]
-    if not ids:
-        raise UserError("generate: expected a text, got an empty one")
     sampling = (config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed)
     (new,) = continue_tokens(model.model, [ids], *sampling, max_slots=max(2048, len(ids)))
     print(prompt + tokenizer.decode(new))

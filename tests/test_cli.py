@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,13 +31,6 @@ def trained(folder):
         assert cli.main(["train", str(file), "trainer.max_steps=2", "trainer.loggers=[]"]) == 0
         (runs[name],) = (folder / "runs").glob(f"{name}-*")
     return runs
-
-
-def test_train_resumes_and_repeats_nothing(folder, trained, capsys):
-    before = (trained["single"] / "record.json").read_text()
-    assert cli.main(["train", str(folder / "single.yaml"), "trainer.max_steps=2", "trainer.loggers=[]"]) == 0
-    assert (trained["single"] / "record.json").read_text() == before
-    assert str(trained["single"]) in capsys.readouterr().out
 
 
 def test_sweep_and_report(folder, tmp_path, capsys):
@@ -124,21 +118,16 @@ def test_help_and_version(capsys):
         (["train", "a.yaml", "b.yaml"], "expected a YAML file"),
         (["train", "nowhere.yaml"], "nowhere.yaml: expected a YAML file"),
         (["train", "configs/demo.yaml"], "run.py sweep configs/demo.yaml"),
-        (["train", "trainer.max_steps=1e3"], "trainer.max_steps: expected an integer, got 1000.0"),
-        (["train", "optimizer.lr=fast"], "optimizer.lr: expected a number"),
-        (["train", "data.strategy=greedly"], "did you mean 'greedy'?"),
         (["train", "data.source=text", "data.path=/nowhere"], "data.path"),
         (["train", "runs_dir=/dev/null/mine"], "runs_dir"),
         (["sweep"], "expected a YAML file"),
         (["sweep", "configs/demo.yaml", "jobz=2"], "did you mean 'jobs'?"),
         (["eval", "nowhere"], "nowhere"),
-        (["eval", "runs/a", "runs/b"], "expected the folder"),
         (["generate", "nowhere"], "expected the folder of a run or checkpoint, and a text"),
         (["report", "nowhere"], "expected a folder or an experiment"),
         (["report", "configs"], "configs: expected records"),
         (["leakcheck", "configs"], "configs"),
         (["bench", "packign"], "did you mean 'packing'?"),
-        (["bench", "packing", "roundss=1"], "did you mean 'rounds'?"),
         (["reproduce"], "packing"),
         (["kernels", "bild"], "expected nothing, or build"),
     ],
@@ -157,18 +146,10 @@ def test_interrupted_and_unread(monkeypatch, capsys):
         (ModuleNotFoundError("No module named 'datasets'", name="datasets"), 2, "'datasets'"),
         (RuntimeError("CUDA out of memory"), 2, "reduce data.max_tokens_per_batch"),
     ):
-        monkeypatch.setitem(cli.COMMANDS, "kernels", (_raiser(raised), "", None))
+        monkeypatch.setitem(cli.COMMANDS, "kernels", (Mock(side_effect=raised), "", None))
         assert cli.main(["kernels"]) == status and message in capsys.readouterr().err
     code = "from packmamba import cli; cli.main(['train', '--help'])"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes) as process:
         process.stdout.close()
         assert process.stderr.read() == b"", "as of | head"
-
-
-def _raiser(error):
-    def command(words):
-        raise error
-
-    return command

@@ -114,7 +114,7 @@ class StatefulBoundary(Boundary):
         states = self.initial_states(model, batch.layout, incoming)
         layouts = {"layout": batch.layout, "conv_layout": conv, "ssm_layout": ssm}
         hidden, final = model(batch.tokens, **layouts, states=states, return_states=True, return_hidden=True)
-        final = detached(final)
+        final = map_states(Tensor.detach, final)
         return hidden, index_states(final, last_documents(batch.layout)) if batch.layout.num_documents else final
 
     def hidden(self, model: MambaLM, batch: PackedBatch) -> Tensor:
@@ -142,7 +142,7 @@ class Carry(StatefulBoundary):
         self.age: int | None = None
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
-        fresh, layout = detached(model.start_states(batch.layout.shape[0])), on_host(batch.layout)
+        fresh, layout = map_states(Tensor.detach, model.start_states(batch.layout.shape[0])), on_host(batch.layout)
         rows, offsets = layout.rows[layout.continues], layout.offsets[layout.continues]
         if not len(rows):
             return fresh
@@ -280,7 +280,7 @@ class StatePassingWithinRow(StatefulBoundary):
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         rows = batch.layout.shape[0]
         if self.stored is None:
-            return detached(model.start_states(rows))
+            return map_states(Tensor.detach, model.start_states(rows))
         count = len(self.stored[0][-1])
         return self.stored if count == rows else index_states(self.stored, torch.arange(rows) % count)
 
@@ -346,10 +346,6 @@ def index_states(states: States, index: Tensor) -> States:
 
 def move_states(states: States, device: torch.device | str) -> States:
     return map_states(lambda part: part.to(device), states)
-
-
-def detached(states: States) -> States:
-    return map_states(Tensor.detach, states)
 
 
 def flatten_states(states: States) -> list[Tensor]:

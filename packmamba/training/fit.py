@@ -30,7 +30,7 @@ from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, 
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import write_tokenizer
-from packmamba.evaluation import registry as evaluation
+from packmamba.evaluation import registry
 from packmamba.evaluation.load import load_model
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
@@ -155,7 +155,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
                 if open_source(config.data).vocab_size is None:
                     write_tokenizer(folder, config.data.tokenizer, config.data.begin_token, config.data.end_token)
                 if config.evaluations:
-                    evaluate_run(folder, trainer, record, evaluations)
+                    loaded = load_model(folder, str(trainer.strategy.root_device))
+                    for name, result in evaluations.evaluate(trainer, loaded.model, loaded.tokenizer).items():
+                        records.write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
+                        record["curves"] |= {f"{name}.{each}": points for each, points in result.curves.items()}
+                    record["metrics"] |= {name: value for name, value in evaluations.points[-1].items() if "." in name}
             else:
                 logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
             if options.evaluate_every is not None:
@@ -172,7 +176,7 @@ def check_run(config: Config, vocab_size: int | None = None) -> None:
     """Check options of the boundary scheme and of evaluations, these for a model's vocabulary too."""
     BOUNDARIES[config.trainer.boundary](**config.trainer.boundary_options)
     for name in config.evaluations:
-        evaluation.check(name, callbacks.evaluation_context(config, name), vocab_size)
+        registry.check(name, callbacks.evaluation_context(config, name), vocab_size)
 
 
 def check_accelerator(config: Config) -> None:
@@ -220,20 +224,17 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
 
 
 class FSDP2(ModelParallelStrategy):
-    """Shard parameters; write a checkpoint as one whole file, which loads on any number of devices."""
-
-    def __init__(self, devices: int) -> None:
-        super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    """Load checkpoints without running code: Lightning drops Trainer.fit's flag here."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return super().load_checkpoint(checkpoint_path, weights_only=True)  # Lightning drops Trainer.fit's flag here
+        return super().load_checkpoint(checkpoint_path, weights_only=True)
 
 
 def make_strategy(options: TrainerConfig) -> Strategy | str:
     """Make Lightning's strategy; auto is one device, or DDP."""
     devices = options.devices * options.num_nodes
     if options.strategy == "fsdp2":
-        return FSDP2(devices)
+        return FSDP2(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
     if options.strategy == "auto" and devices == 1:
         return "auto"
     # Blocks compile one by one, so gradients already meet block by block; splitting blocks at DDP's buckets only costs.
@@ -310,15 +311,6 @@ def weights_path(config: Config) -> Path:
         expected = f"the folder of a model, a .ckpt file, or <sweep>:<arm> with one run of seed {config.seed}"
         raise ConfigError(f"trainer.init_from: expected {expected}, got '{source}', which is {len(paths)} runs")
     return paths.pop()
-
-
-def evaluate_run(folder: Path, trainer: Any, record: dict[str, Any], evaluations: callbacks.Evaluations) -> None:
-    """Evaluate the model of the run's folder, as ``eval`` does; add numbers and curves to the record."""
-    loaded = load_model(folder, str(trainer.strategy.root_device))
-    for name, result in evaluations.evaluate(trainer, loaded.model, loaded.tokenizer).items():
-        records.write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
-        record["curves"] |= {f"{name}.{each}": points for each, points in result.curves.items()}
-    record["metrics"] |= {name: value for name, value in evaluations.points[-1].items() if "." in name}
 
 
 def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:

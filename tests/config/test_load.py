@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from packmamba.config import CONFIGS, Config, ConfigError, load_config, to_dict
+from packmamba.config import CONFIGS, Config, ConfigError, load_config
 from packmamba.data.packing import STRATEGIES
 from packmamba.training.sweep import load_sweep
 
@@ -16,19 +16,6 @@ def test_overrides_come_after_the_file(tmp_path):
     config = load_config(file, ["optimizer.lr=3e-4", "data.row_length=256"])
     assert (config.name, config.optimizer.lr, config.data.row_length) == ("mine", 3e-4, 256)
     assert config.optimizer.betas == [0.9, 0.99]
-
-
-def test_a_written_configuration_is_read_as_it_was(tmp_path):
-    from omegaconf import OmegaConf
-
-    config = load_config(None, ["model=130m", "trainer.boundary=carry", "data.strategy=concat_split", "data.streams=4"])
-    OmegaConf.save(OmegaConf.create(to_dict(config)), tmp_path / "configuration.yaml")
-    assert load_config(tmp_path / "configuration.yaml") == config
-
-
-def test_defaults_are_not_shared():
-    Config().optimizer.betas.append(1.0)
-    assert Config().optimizer.betas == [0.9, 0.95]
 
 
 def test_a_model_is_named_by_its_size():
@@ -75,7 +62,6 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
         ("trainr.max_steps=3", "'trainr' .*did you mean 'trainer'"),
         ("data.row_lenght=3", "'data.row_lenght' .*did you mean 'data.row_length'"),
         ("experiment=runs/mine", "'experiment' .*rename it to output"),
-        ("data.mode=stream", "'data.mode' .*rename it to data.batching"),
         ("data.slots_per_batch=9", "'data.slots_per_batch' .*rename it to data.max_tokens_per_batch"),
         ("max_steps", "expected key=value"),
         ("=3", "expected key=value"),
@@ -84,9 +70,8 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
     ],
 )
 def test_a_wrong_key_is_named(override, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message):
         load_config(None, [override])
-    assert "\n" not in str(caught.value)
 
 
 def test_plugins_are_imported_before_names_are_checked(tmp_path, monkeypatch):
