@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import json
 import os
@@ -20,6 +21,10 @@ from packmamba.errors import Unfinished, UserError
 
 DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one."
 DTYPE = "dtype of the weights; null for the checkpoint's."
+FIRST = (
+    "name seed data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer "
+)
+FIRST += "optimizer.lr trainer.boundary trainer.max_steps"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -195,7 +200,7 @@ def generate(words: list[str]) -> None:
     """Continue a text with a trained model."""
     if len(words) < 2:
         raise UserError("generate: expected the folder of a run or checkpoint, and a text")
-    folder, prompt, *overrides = words
+    folder, prompt, *overrides = newest(words[0]), *words[1:]
     config = load(GenerateConfig, None, overrides)
     from packmamba.evaluation import generate as continue_tokens
     from packmamba.evaluation.load import load_model
@@ -367,8 +372,8 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str, type | str | N
 
 
 def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[str], list[str]]:
-    """Split a command's words into arguments and ``key=value`` overrides."""
-    arguments = [word for word in words if "=" not in word]
+    """Split a command's words into arguments, with names of runs completed, and ``key=value`` overrides."""
+    arguments = [newest(word) for word in words if "=" not in word]
     if dashed := [word for word in words if word.startswith("--")]:
         raise UserError(f"expected key=value, got {dashed[0]}; keys have no dashes")
     if not least <= len(arguments) <= most:
@@ -376,16 +381,29 @@ def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[
     return arguments, [word for word in words if "=" in word]
 
 
+def newest(name: str) -> str:
+    """Return the folder of the newest run of this name, such as runs/mine for runs/mine-seed0-1f2e3d4c5b."""
+    runs = [] if os.path.exists(name) else glob.glob(f"{glob.escape(name)}-seed*-*/{CONFIGURATION}")
+    return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else name
+
+
 def help_of(command: str, prog: str) -> Iterator[str]:
-    """Yield the lines of a command's help: usage, and its keys with defaults and values."""
+    """Yield the lines of a command's help: usage, and its keys by section, with defaults and values."""
     function, usage, schema = COMMANDS[command]
-    yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}\n"
-    for prefix, section in sections_of(registry(schema)()) if schema else ():
+    yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
+    config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
+    groups: dict[str, list[str]] = {"the first keys to set": [], "general": []}
+    for prefix, section in sections_of(config) if config else ():
         for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
             choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
             line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
-            yield textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
+            first = schema is Config and prefix + field.name in FIRST.split()
+            group = groups.setdefault("the first keys to set" if first else prefix.rstrip(".") or "general", [])
+            group.append(textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      "))
+    for heading, lines in groups.items():
+        if lines:
+            yield "\n".join([f"\n{heading}:", *lines])
 
 
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
@@ -406,6 +424,8 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         if {"-h", "--help"}.intersection(words):
             print("\n".join(help_of(command, prog)))
             return 0
+        if command in ("train", "sweep"):
+            print("Loading PyTorch and Lightning ...", flush=True)
         status = COMMANDS[command][0](words) or 0
         sys.stdout.flush()
         return status

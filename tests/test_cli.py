@@ -10,7 +10,9 @@ import torch
 
 import run
 from packmamba import MambaLM, cli
+from packmamba.config import load_config
 from packmamba.records import read_records
+from packmamba.training.sweep import load_sweep
 from processes import ROOT
 from runs import tiny_config, write_config
 
@@ -29,8 +31,27 @@ def trained(folder):
     for name, keys in {"leaks": ["trainer.boundary=leak_conv"], "single": ["data.strategy=single"]}.items():
         file = write_config(folder / f"{name}.yaml", tiny_config(folder, f"name={name}", *keys, *BYTES))
         assert cli.main(["train", str(file), "trainer.max_steps=2", "trainer.loggers=[]"]) == 0
-        (runs[name],) = (folder / "runs").glob(f"{name}-*")
+        (runs[name],) = (folder / "runs").glob(f"{name}-seed0-*")
     return runs
+
+
+def test_train_says_what_it_begins_with_and_repeats_nothing(folder, trained, tmp_path, capsys):
+    command = ["train", str(folder / "single.yaml"), "name=again", "optimizer.schedule_steps=4", "trainer.loggers=[]"]
+    assert cli.main([*command, "trainer.max_steps=2"]) == 0
+    shown = capsys.readouterr()
+    assert "Loading" in shown.out and "48 documents with 794 tokens; validation on 12 of 12 held out" in shown.err
+    assert "parameters; backend cpu; 2 steps, 0.24 epochs; run" in shown.err and "from step" not in shown.err
+    assert cli.main([*command, "trainer.max_steps=4"]) == 0 and "from step 2\n" in capsys.readouterr().err
+    assert cli.main([*command, "trainer.max_steps=4"]) == 0 and "already done" in capsys.readouterr().err
+    assert cli.main(["export", f"{folder}/runs/again", str(tmp_path / "a")]) == 0, "the newest run of this name"
+    assert cli.main([*command, "name=refused", "data.overlong=error", "data.cut_at_steps=false"]) == 2
+    assert "data.row_length" in capsys.readouterr().err and not list((folder / "runs").glob("refused*"))
+
+
+def test_shipped_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("base: configs/train.yaml\narms: {a: {}}\n")
+    assert load_sweep("mine.yaml")[1][0].data.overlong == load_config("configs/train.yaml").data.overlong == "split"
 
 
 def test_sweep_and_report(folder, tmp_path, capsys):
@@ -108,6 +129,7 @@ def test_help_and_version(capsys):
         assert cli.main([command, "--help"]) == 0
     output = capsys.readouterr().out
     assert all(f"\n  {key}=" in output for key in ("data.strategy", "optimizer.lr", "tasks")) and "leak_conv" in output
+    assert "first keys to set:\n  data." in output and 'output="runs/demo"' in output
 
 
 @pytest.mark.parametrize(

@@ -223,9 +223,9 @@ def import_plugins(plugins: Iterable[str]) -> None:
 
 
 def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
-    """Read a YAML file of keys and values, for a command if one is named. Raises ConfigError."""
+    """Read a YAML file of keys and values, for a command if one is named; a shipped one from any folder."""
     try:
-        loaded = OmegaConf.load(path)
+        loaded = OmegaConf.load(path if Path(path).exists() else CONFIGS.parent / path)
     except Exception as error:  # of the file system, of YAML
         raise ConfigError(f"{path}: expected a YAML file, got {' '.join(str(error).split())}") from None
     if not isinstance(loaded, DictConfig) or not loaded:

@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -24,12 +25,14 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
+from torch.utils.tensorboard import SummaryWriter
 
 from packmamba import records
 from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, to_dict
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import write_tokenizer
+from packmamba.errors import UserError
 from packmamba.evaluation import registry
 from packmamba.evaluation.load import load_model
 from packmamba.nn import MambaLM
@@ -51,9 +54,15 @@ def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool
     A finished run is not repeated. An unfinished one resumes from its newest checkpoint, on a CPU to the same bits as if never
     interrupted. Raises Stopped, with a checkpoint, on SIGTERM or Ctrl-C, or where ``stop`` returns True after a step.
     """
+    folder = run_id.run_folder(config)
+    new = not folder.exists()
     with configured_runtime(config), redirect_stdout(sys.stderr):  # Lightning's progress bar writes to stdout
         try:
             return _fit(config, progress, stop)
+        except UserError as error:
+            if new and not callbacks.checkpoints(folder / "checkpoints") and not isinstance(error, run_id.Locked):
+                shutil.rmtree(folder, ignore_errors=True)  # of a run that was refused
+            raise
         except SystemExit:  # Lightning's answer to a second Ctrl-C
             raise KeyboardInterrupt from None
         finally:
@@ -103,6 +112,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     if (done := run_id.find_record(config)) is not None:
         if done["corpus_hash"] != data.corpora.corpus_hash:
             raise ConfigError(f"data: the documents have changed; remove {path} and {folder} to train again")
+        if progress:
+            print(f"already done, nothing is trained: {folder}")
         return done
     records.check_writable(folder, "runs_dir")
     records.check_writable(path.parent, "output")
@@ -132,8 +143,20 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             records.write_whole(folder / CONFIGURATION, OmegaConf.to_yaml(to_dict(config)).encode())
             for each in () if reached else trainer.loggers:
                 each.log_hyperparams(run_id.recorded_config(config))
+        resume = callbacks.newest_checkpoint(saved)
+        if progress and trainer.is_global_zero:
+            train, held_out = data.corpora.train, data.corpora.validation.num_documents
+            steps, parameters = options.max_steps, sum(p.numel() for p in module.model.parameters())
+            print(
+                f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; validation on "
+                f"{min(held_out, config.data.validation_documents or held_out)} of {held_out} held out; {parameters:,} "
+                f"parameters; backend {backend_name(config.ops.backend, trainer.strategy.root_device)}; {steps} steps, "
+                f"{steps * config.data.tokens_per_step / train.num_tokens:.2g} epochs; run {folder}"
+                + (f", from step {callbacks.step_of(resume)}" if resume else ""),
+                flush=True,
+            )
         with checkpoint.signals():
-            trainer.fit(module, data, ckpt_path=callbacks.newest_checkpoint(saved), weights_only=True)
+            trainer.fit(module, data, ckpt_path=resume, weights_only=True)
         if checkpoint.stopped is not None:
             raise checkpoint.stopped
         if not metrics.validation or metrics.validation[-1]["step"] != trainer.global_step:
@@ -164,6 +187,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
                 logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
             if options.evaluate_every is not None:
                 record["curves"]["evaluations"] = evaluations.points
+            if "tensorboard" in options.loggers:  # whose curves have steps alone
+                with SummaryWriter(folder / "tensorboard" / "by_tokens") as writer:
+                    for name, curve in {"train": metrics.train, "val": metrics.validation}.items():
+                        for point in curve:
+                            writer.add_scalar(f"{name}/loss by tokens", point["loss"], int(point["real_tokens"]))
             record["wall_seconds"] = time.perf_counter() - begun
             lock.check()
             records.append_record(path, record)
@@ -273,7 +301,8 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
     if spec == "csv":
         return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
     if spec == "tensorboard":
-        return TensorBoardLogger(folder, name="tensorboard", version="", purge_step=resumed_step or None)
+        options: Any = {"purge_step": resumed_step or None, "default_hp_metric": False}
+        return TensorBoardLogger(folder, name="tensorboard", version="", **options)
     if spec == "wandb":
         return WandbLogger(folder.name, folder, id=folder.name, project=folder.parent.name or "packmamba")
     if spec == "mlflow":

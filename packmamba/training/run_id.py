@@ -51,7 +51,7 @@ LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": Fa
 
 
 def id_of(arm: str, values: dict[str, Any]) -> str:
-    """Return the id of a run from its arm and its configuration as a record holds it.
+    """Return the id of a run, with its arm and seed, from its configuration as a record holds it.
 
     A run that is to be continued has the id of the one that ends with its learning-rate schedule.
     """
@@ -63,7 +63,7 @@ def id_of(arm: str, values: dict[str, Any]) -> str:
     excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED
     decisive = {k: v for k, v in keys.items() if k in DEFAULTS and k not in excluded and v != DEFAULTS[k]}
     digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, decisive], sort_keys=True).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', arm)}-{digest[:10]}"
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', arm)}-seed{keys['seed']}-{digest[:10]}"
 
 
 def run_id(config: Config) -> str:
