@@ -223,9 +223,9 @@ def test_validation_as_trained_is_what_evaluations_read(tmp_path, keys):
     reader = functools.partial(TrainingLayoutReader(documents, data.config, scheme).read, module.model)
     module.on_validation_epoch_start()
     with torch.no_grad():
-        for loader, evaluation in enumerate(data.evaluations):
-            for i in range(len(evaluation)):
-                module.validation_step(evaluation[i], i, dataloader_idx=loader)
+        for loader, batches in enumerate(data.val_dataloader()):
+            for i, batch in enumerate(batches):
+                module.validation_step(batch, i, dataloader_idx=loader)
     found, alone = module.as_trained.compute(), module.alone.compute()
     losses = np.concatenate(token_losses(module.model, documents, reader=reader))
     by_hand = torch.cat([losses_alone(module, tokens.tolist()) for tokens in documents if len(tokens) > 1])
