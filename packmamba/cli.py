@@ -105,8 +105,8 @@ def sweep(words: list[str]) -> None:
 
 
 def demo(words: list[str]) -> None:
-    """Train a small model with five batching schemes on a CPU, in minutes, and compare them."""
-    print("One small Mamba and five batching schemes, on functions of Python's standard library.", flush=True)
+    """Train a small model in seven arms of batching schemes on a CPU, in minutes, and compare them."""
+    print("One small Mamba, batched in seven ways, on functions of Python's standard library.", flush=True)
     sweep([str(CONFIGS / "demo.yaml"), *words])
 
 
@@ -268,10 +268,9 @@ def leakcheck(words: list[str]) -> int:
                 batch = PackedBatch(tokens, tokens, torch.ones_like(tokens).bool(), layout)
                 return own.lm_head(BOUNDARIES[trainer.boundary](**trainer.boundary_options).hidden(own, batch))
 
-            if not model.trained or trainer.boundary == "reset":
-                result = check(own, lengths=config.lengths)
-            else:
-                result = check(as_trained, vocab_size=len(own.lm_head.weight), lengths=config.lengths)
+            plain = not model.trained or trainer.boundary == "reset"
+            result = check(own if plain else as_trained, vocab_size=len(own.lm_head.weight), lengths=config.lengths)
+            if not plain:
                 result.boundaries = f"as the run was trained, trainer.boundary={trainer.boundary}"
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(str(error)) from None
@@ -314,9 +313,9 @@ def report(words: list[str]) -> None:
 
 def bench(words: list[str]) -> None:
     """Measure time or memory, and report."""
-    names, overrides = split(words, "an experiment, <experiment>/<bench>, or a YAML file", 0, 1)
     from packmamba.reproduce import run_bench
 
+    names, overrides = split(words, "an experiment, <experiment>/<bench>, or a YAML file", 0, 1)
     report([str(run_bench("".join(names), overrides))])
 
 
@@ -347,8 +346,8 @@ def kernels(words: list[str]) -> None:
         card = torch.cuda.get_device_properties(i)
         print(f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}")
     for kind, row in rows.items():
-        state = f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
-        print(f"{kind} kernels: {row['problem'] or state}")
+        state = "built" if row["built"] else "built on first use"
+        print(f"{kind} kernels:", row["problem"] or f"{state} for {row['target']} by {row['compiler']}")
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         name = backend_name("auto", torch.device(device))
         print(f"On {device}, ops.backend=auto runs {name} ({rows[device]['problem'] or 'compiled kernels'})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import functools
@@ -25,15 +24,13 @@ from packmamba.records import RENAMED
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs")))  # a wheel's, a checkout's
 CONFIGURATION = "configuration.yaml"  # in a run's folder
-OLD_KEYS = {
-    "experiment": "output",
-    "only": "arms=[...] and grid.seed=[...]",
-    **{f"data.{old}": f"data.{new}" for old, new in RENAMED["data"].items()},
-}
+OLD_KEYS = {f"data.{old}": f"data.{new}" for old, new in RENAMED["data"].items()}
+OLD_KEYS |= {"experiment": "output", "only": "arms=[...] and grid.seed=[...]"}
 # Words of OmegaConf's errors, and the values that are valid.
 TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "to string": "text", "None": "a value"}
 TYPES |= {"List": "a list such as [a,b]", "": "keys and values, or a list, as in the defaults"}
-BOUNDS = {"low": "at least", "above": "above", "high": "at most"}
+BOUNDS = {"low": ("at least", operator.ge), "above": ("above", operator.gt), "high": ("at most", operator.le)}
+ON_GPU = ("auto", "gpu", "cuda")
 Schema = TypeVar("Schema")
 to_dict = dataclasses.asdict
 
@@ -63,7 +60,7 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     """Merge layers, each with its name in errors, over the defaults of ``schema`` and validate the result."""
-    config: Any = copy.deepcopy(_defaults(schema))  # type: ignore[arg-type]
+    config: Any = OmegaConf.structured(schema)
     for update, origin in layers:
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
@@ -84,11 +81,6 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
         return validate(OmegaConf.to_object(config))  # type: ignore[return-value]
     except OmegaConfBaseException as error:  # an interpolation ${...}
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-
-
-@functools.cache
-def _defaults(schema: type) -> DictConfig:
-    return OmegaConf.structured(schema)
 
 
 def _instead(key: str, config: Any) -> str:
@@ -126,15 +118,13 @@ def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _check(name: str, value: Any, choices: Any = (), check: Any = None, **bounds: Any) -> None:
     """Check a key's value against its limits; see ``schema.key``."""
-    holds = {"low": operator.ge, "above": operator.gt, "high": operator.le}
-    expected = " and ".join(f"{BOUNDS[bound]} {limit}" for bound, limit in bounds.items())
+    expected = " and ".join(f"{BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items())
     for one in [] if value is None else value if isinstance(value, list) else [value]:
         if choices and one not in (names := registry(choices)):
             renamed = RENAMED.get(name.rpartition(".")[2], {}).get(one)
             hint = f"; it is {renamed} now" if renamed else suggest(str(one), names).partition("; known")[0]
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}")
-        within = all(holds[bound](one, limit) for bound, limit in bounds.items())
-        if expected and not (within and one < float("inf")):
+        if expected and not (one < float("inf") and all(BOUNDS[key][1](one, limit) for key, limit in bounds.items())):
             raise ConfigError(f"{name}: expected {expected}, got {shown(one)}")
     if value is not None and check is not None and not check[1](value):
         raise ConfigError(f"{name}: expected {check[0]}, got {shown(value)}")
@@ -162,7 +152,7 @@ def _check_rules(config: Config) -> None:
             raise ConfigError(f"unknown key '{key}.{name}'{suggest(name, sorted(known))}")
     for name in set(MIXER_KEYS).difference(of_mixer):
         need(getattr(model, name) == getattr(type(model), name), f"model.{name}", f"no value with mixer {model.mixer}")
-    mappings = all(isinstance(one, dict) for one in config.evaluation_options.values())
+    mappings = all(isinstance(given, dict) for given in config.evaluation_options.values())
     need(mappings, "evaluation_options", "keys and values of each evaluation")
     need(trainer.evaluate_every is None or evaluations, "trainer.evaluate_every", "null without evaluations")
     need(data.unit is None or data.source == "packages", "data.unit", "null, unless data.source=packages")
@@ -183,22 +173,15 @@ def _check_rules(config: Config) -> None:
             need(data.streams % data.step_rows == 0, "data.streams", f"a multiple of a step's {data.step_rows} rows")
             alike = data.step_rows % (data.batch_rows * devices) == 0
             need(alike, "data.max_tokens_per_batch", f"batches of equally many of a step's {data.step_rows} rows")
-    precision, sharded = trainer.precision, trainer.strategy == "fsdp2"
-    on_cpu = trainer.accelerator == "cpu"
+    precision, sharded, on_cpu = trainer.precision, trainer.strategy == "fsdp2", trainer.accelerator == "cpu"
     need(not on_cpu or precision != "16-mixed", "trainer.precision", "bf16-mixed or 32-true on a CPU")
     need(not sharded or boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={trainer.boundary}")
     need(not sharded or trainer.average_snapshots == 1, "trainer.average_snapshots", "1 with trainer.strategy=fsdp2")
     need(not sharded or precision in ("32-true", "bf16-mixed"), "trainer.precision", "32-true or bf16-mixed with fsdp2")
-    for name, value, allowed in (
-        ("trainer.accelerator", trainer.accelerator, ("auto", "gpu", "cuda")),
-        ("trainer.strategy", trainer.strategy, ("auto",)),
-        ("trainer.devices", trainer.devices, (1,)),
-        ("trainer.num_nodes", trainer.num_nodes, (1,)),
-        ("trainer.precision", precision, ("32-true", "bf16-mixed", "bf16-true")),
-        ("ops.backend", config.ops.backend, ("auto", "cuda")),
-    ):
-        expected = f"{' or '.join(map(str, allowed))} with trainer.cuda_graphs"
-        need(not trainer.cuda_graphs or value in allowed, name, expected)
+    one = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto" and trainer.accelerator in ON_GPU
+    graphs = one and precision in ("32-true", "bf16-mixed", "bf16-true") and config.ops.backend in ("auto", "cuda")
+    expected = "false, unless on one GPU, in 32-true, bf16-mixed or bf16-true, with ops.backend auto or cuda"
+    need(graphs or not trainer.cuda_graphs, "trainer.cuda_graphs", expected)
 
 
 def suggest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:

@@ -95,18 +95,12 @@ class StatefulBoundary(Boundary):
 
     stateful = True
     sharded = False
-
-    def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
-        """Return a state for each row (B, ...), without gradient."""
-        raise NotImplementedError
-
-    def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
-        """Return the state that each document starts from (S, ...)."""
-        raise NotImplementedError
-
-    def store(self, batch: PackedBatch, final: States) -> None:
-        """Take the final state of each row's last document (B, ...), detached; meaningless for a row without documents."""
-        raise NotImplementedError
+    # Return a state for each row (B, ...), without gradient.
+    incoming: Callable[[MambaLM, PackedBatch], States]
+    # Return the state that each document starts from (S, ...), from those.
+    initial_states: Callable[[MambaLM, SequenceLayout, States], States]
+    # Take the final state of each row's last document (B, ...), detached; meaningless for a row without documents.
+    store: Callable[[PackedBatch, States], None]
 
     def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
         """Compute ``hidden`` from incoming states; return it and each row's final states."""

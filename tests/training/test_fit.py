@@ -14,7 +14,7 @@ from packmamba.data.datamodule import PackedDataModule
 from packmamba.ops import BACKENDS
 from packmamba.ops.backends import Backend
 from packmamba.records import read_records
-from packmamba.training.callbacks import RunMetrics, checkpoints
+from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit
 from packmamba.training.run_id import recorded_config, run_folder
 from runs import final_state, tiny_config
@@ -80,23 +80,6 @@ def test_a_run_of_another_process_is_refused_or_taken_as_done(tmp_path, monkeypa
     monkeypatch.setattr(fit_module, "make_trainer", make_while_another_finishes)
     record = fit(config, progress=False)
     assert read_records(run_folder(config)) == [record]
-
-
-def test_memory_is_that_of_training(monkeypatch):
-    """Evaluations read documents of any length."""
-    held, resets = iter([5, 7]), []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(held))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
-    metrics, module = RunMetrics(1), SimpleNamespace(device=torch.device("cuda"))
-    trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"))
-    metrics.on_validation_start(trainer, module)
-    metrics.on_validation_end(trainer, module)
-    assert (metrics.peak_memory, resets) == (5, [module.device])
-    metrics.on_train_end(trainer, module)
-    resumed = RunMetrics(1)
-    resumed.load_state_dict(metrics.state_dict())
-    assert resumed.peak_memory == 7
 
 
 def test_speed_leaves_out_the_first_steps_and_validation_and_checkpoints(tmp_path, monkeypatch):
