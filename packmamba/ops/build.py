@@ -137,7 +137,7 @@ def info() -> list[dict[str, Any]]:
             compiler = f"{of.compiler} ({of.version})"
             row = {"compiler": compiler, "target": of.target, "built": of.path.is_file(), "problem": None}
         except KernelError as error:
-            row = {"built": False, "problem": str(error)}
+            row = {"compiler": None, "target": None, "built": False, "problem": str(error)}
         rows.append({"kind": kind, **row})
     return rows
 
