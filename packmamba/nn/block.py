@@ -17,9 +17,7 @@ RECOMPUTE = ("none", "inner", "block")
 class Block(nn.Module):
     """``residual + mixer(norm(residual))``, the residual stream in float32 or wider.
 
-    Args:
-        mixer: see ``packmamba.nn.mixers``.
-        recompute: whether the backward recomputes the whole mixer from its input (activation checkpointing).
+    recompute: the backward recomputes the whole mixer from its input (activation checkpointing).
     """
 
     def __init__(self, mixer: Any, norm_epsilon: float, recompute: bool = False) -> None:
@@ -29,14 +27,9 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def forward(
-        self,
-        residual: Tensor,
-        normed: Tensor,
-        conv_layout: SequenceLayout,
-        ssm_layout: SequenceLayout,
-        state: State | None,
-        return_state: bool,
-    ) -> tuple[Tensor, Tensor, State | None]:
+        self, residual: Tensor, normed: Tensor, conv_layout: SequenceLayout, ssm_layout: SequenceLayout,
+        state: State | None, return_state: bool,
+    ) -> tuple[Tensor, Tensor, State | None]:  # fmt: skip
         """Apply the block to the residual stream (B, L, d_model), also given normalised; return both and its state."""
         arguments = (normed, self.norm.weight, conv_layout, ssm_layout, state, return_state)
         if self.recompute and torch.is_grad_enabled():

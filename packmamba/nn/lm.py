@@ -15,16 +15,6 @@ from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrai
 from packmamba.ops.checks import check_flag, check_layout, check_size
 
 
-class Backbone(nn.Module):
-    """Embedding, blocks and the last norm, under state-spaces' names."""
-
-    def __init__(self, embedding: nn.Embedding, layers: list[Block], norm_f: nn.RMSNorm) -> None:
-        super().__init__()
-        self.embedding = embedding
-        self.layers = nn.ModuleList(layers)
-        self.norm_f = norm_f
-
-
 class MambaLM(nn.Module):
     """A stack of blocks between an embedding and a head (Mamba, arXiv 2312.00752).
 
@@ -37,8 +27,7 @@ class MambaLM(nn.Module):
         mixer: sequence mixer of the blocks, a name in ``packmamba.nn.mixers.MIXERS``.
         options: the mixer's; PackedMamba's are d_state, d_conv, expand, dt_rank, learned_initial_state, backend, ...
 
-    Raises:
-        ValueError, TypeError: naming the argument.
+    Raises ValueError or TypeError, naming the argument.
     """
 
     def __init__(
@@ -69,7 +58,12 @@ class MambaLM(nn.Module):
         layers = [Block(mixer, norm_epsilon, recompute == "block") for mixer in mixers]
         for layer in layers:
             layer.mixer.initialise_in_stack(n_layer)
-        self.backbone = Backbone(embedding, layers, nn.RMSNorm(d_model, eps=norm_epsilon))
+        parts = {
+            "embedding": embedding,
+            "layers": nn.ModuleList(layers),
+            "norm_f": nn.RMSNorm(d_model, eps=norm_epsilon),
+        }
+        self.backbone: Any = nn.ModuleDict(parts)  # under state-spaces' names
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         if tie_embeddings:
@@ -80,12 +74,8 @@ class MambaLM(nn.Module):
     def from_pretrained(cls, directory: str | Path, **overrides: Any) -> MambaLM:
         """Load a published checkpoint's folder, state-spaces' or Hugging Face's, in one file or in shards.
 
-        Args:
-            overrides: arguments that the published configuration does not decide, such as ``backend``.
-
-        Raises:
-            FileNotFoundError: no such folder, configuration or weights.
-            ValueError: a configuration that is not ours, or weights that do not fit it, naming the first that differs.
+        ``overrides``: arguments that the published configuration does not decide, such as ``backend``. Raises FileNotFoundError,
+        or ValueError for a configuration that is not ours or weights that do not fit it, naming the first that differs.
         """
         arguments, weights = read_pretrained(directory)
         model = cls(**(arguments | overrides))
@@ -93,15 +83,10 @@ class MambaLM(nn.Module):
         return model
 
     def save_pretrained(self, directory: str | Path, format: str = "state_spaces") -> None:
-        """Write a folder that ``from_pretrained`` reads.
+        """Write a folder that ``from_pretrained`` reads. Raises ValueError for an unknown format, or what it cannot hold.
 
-        Args:
-            directory: made if it is not there.
-            format: "state_spaces", which mamba-ssm reads (but for learned initial states and other norm_epsilon); "huggingface",
-                which transformers' AutoModelForCausalLM reads.
-
-        Raises:
-            ValueError: an unknown format, or what the format cannot hold.
+        format: "state_spaces", which mamba-ssm reads (but for learned initial states and other norm_epsilon); "huggingface",
+        which transformers' AutoModelForCausalLM reads.
         """
         write_pretrained(directory, self.config, self.state_dict(), format)
 
@@ -126,11 +111,10 @@ class MambaLM(nn.Module):
                 learned states.
             return_hidden: return the head's input (B, L, d_model) instead of logits: for ``linear_cross_entropy``.
 
-        Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+        Raises TypeError or ValueError, naming the argument, what was expected and what came.
         """
         if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
-            got = str(tokens.dtype) if isinstance(tokens, Tensor) else type(tokens).__name__
+            got = getattr(tokens, "dtype", type(tokens).__name__)
             raise TypeError(f"tokens: expected an int64 or int32 tensor, got {got}")
         if tokens.dim() != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens: expected shape (B, L) with at least one slot, got {tuple(tokens.shape)}")
@@ -165,15 +149,13 @@ class MambaLM(nn.Module):
 
     def start_states(self, documents: int) -> list[State]:
         """Return the initial states of this many documents."""
-        return [layer.mixer.start_state(documents) for layer in self.backbone.layers]  # type: ignore
+        return [layer.mixer.start_state(documents) for layer in self.backbone.layers]
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Return optimizer groups: matrices decay; biases, norms, and parameters that mixers exempt do not."""
-        decayed: list[nn.Parameter] = []
-        exempt: list[nn.Parameter] = []
-        names = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)
+        groups: tuple[list, list] = [], []
+        exempt = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)
         for name, parameter in self.named_parameters():
             # By name: copies and shards of a parameter lose its _no_weight_decay.
-            matrix = parameter.dim() > 1 and not name.endswith(names)
-            (decayed if matrix else exempt).append(parameter)
-        return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+            groups[parameter.dim() < 2 or name.endswith(exempt)].append(parameter)
+        return [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]

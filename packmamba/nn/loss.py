@@ -1,7 +1,6 @@
 """Cross-entropy of a linear head without the logits of all tokens. Shapes: T tokens, V vocabulary.
 
-Each chunk of tokens leaves its share of both gradients in the forward (as in Liger-Kernel). PyTorch's own since 2.13 has no
-losses per token, and no float32 sums of the weight's gradient beside narrower activations.
+Each chunk of tokens leaves its share of both gradients in the forward, as in Liger-Kernel. PyTorch's own has no losses per token.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ def linear_cross_entropy(
     """Sum ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``, differentiable; return also each slot's loss.
 
     Args:
-        hidden: (B, L, d_model).
-        weight: (V, d_model), the head's; used in hidden's dtype.
-        targets: (B, L) int64, any valid id where there is no target.
-        mask: (B, L) bool, where there is a target.
+        hidden, weight: (B, L, d_model); (V, d_model), the head's, used in hidden's dtype.
+        targets, mask: (B, L) int64, any valid id where there is no target; (B, L) bool, where there is.
         slots: (T,) int64, places in the flattened B * L slots outside of which mask is false: all others are skipped.
         compiled: whether torch.compile fuses what lies between the matrix products.
         shares: (B, L), what each slot's loss is multiplied by in the sum; None: 1.
@@ -54,8 +51,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = accumulation_dtype(hidden.dtype)
         x = hidden if slots is None else hidden.index_select(0, slots)
         if slots is not None:
-            targets, mask = targets[slots], mask[slots]
-            shares = None if shares is None else shares[slots]
+            targets, mask, shares = targets[slots], mask[slots], None if shares is None else shares[slots]
         head = weight.to(hidden.dtype)
         losses = x.new_empty(len(x), dtype=wide)
         chunk = max(1, CHUNK_LOGITS // len(head))

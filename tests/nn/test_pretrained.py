@@ -162,8 +162,12 @@ REFUSALS = {
     "unknown option": (config(ssm_cfg={"headdim": 64}), ValueError, "ssm_cfg: unknown keys headdim"),
     "no weights": (lambda folder: (folder / "pytorch_model.bin").unlink(), FileNotFoundError, "model.safetensors"),
     "LFS pointer": (lambda folder: (folder / "pytorch_model.bin").write_text("version"), ValueError, "file of weights"),
-    "missing tensor": (weights(lambda given: given.pop(A_LOG)), ValueError, f"the weights lack '{A_LOG}'"),
-    "unknown tensor": (weights(lambda given: given.update(extra=torch.ones(1))), ValueError, "unknown 'extra'"),
+    "missing tensor": (weights(lambda given: given.pop(A_LOG)), ValueError, f"{A_LOG}': expected shape .*, got none"),
+    "unknown tensor": (
+        weights(lambda given: given.update(extra=torch.ones(1))),
+        ValueError,
+        "extra': expected shape no such weight",
+    ),
     "wrong shape": (weights(lambda given: given.update({A_LOG: given[A_LOG][:, :3]})), ValueError, A_LOG),
     "another head": (
         weights(lambda given: given.update({"lm_head.weight": given["lm_head.weight"] + 1})),

@@ -24,16 +24,13 @@ class PackedMamba(nn.Module):
     carry ``_no_weight_decay``.
 
     Args:
-        d_model: width of input and output.
-        d_state: N, states per channel.
-        d_conv: W, taps of the convolution, 2 to 4.
-        expand: D = expand * d_model channels inside.
+        d_model, expand: width of input and output; D = expand * d_model channels inside.
+        d_state, d_conv: N, states per channel; W, taps of the convolution, 2 to 4.
         dt_rank: rank of the projection to delta; "auto" is ceil(d_model / 16).
         dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least dt_init_floor.
         bias, conv_bias: whether projections and convolution have biases.
         learned_initial_state: documents start the scan from a learned state, one per channel and state, not from zero.
-        recompute: see ``ops.inner_pack``.
-        backend: see ``ops.BACKENDS``.
+        recompute, backend: see ``ops.inner_pack``, ``ops.BACKENDS``.
     """
 
     NO_WEIGHT_DECAY = ("A_log", "D", "initial_state")
@@ -61,25 +58,21 @@ class PackedMamba(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        for name, size, most in (("d_model", d_model, 2**20), ("d_state", d_state, 256), ("expand", expand, 2**20)):
+        dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" and isinstance(d_model, int) else dt_rank
+        sizes = {"d_model": (d_model, 2**20), "d_state": (d_state, 256), "expand": (expand, 2**20)}
+        for name, (size, most) in (sizes | {"dt_rank": (dt_rank, 2**20)}).items():
             check_size(name, size, most)
         for name, flag in (("bias", bias), ("conv_bias", conv_bias), ("learned_initial_state", learned_initial_state)):
             check_flag(name, flag)
         if d_conv not in (2, 3, 4):
             raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
-        if dt_rank != "auto":
-            check_size("dt_rank", dt_rank, 2**20)
         if not 0 < dt_min <= dt_max < math.inf or not 0 <= dt_init_floor <= 1:
-            given = (dt_min, dt_max, dt_init_floor)
-            raise ValueError(f"dt_min, dt_max, dt_init_floor: expected 0 < dt_min <= dt_max, got {given}")
+            raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {(dt_min, dt_max, dt_init_floor)}")
         if backend not in (None, *ops.BACKENDS):
             raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
-        self.d_inner = expand * d_model
-        self.dt_rank = math.ceil(d_model / 16) if isinstance(dt_rank, str) else dt_rank
-        self.recompute = recompute
-        self.backend = backend
-
+        self.d_inner, self.dt_rank = expand * d_model, int(dt_rank)
+        self.recompute, self.backend = recompute, backend
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias)
         # Holds the parameters under their usual names and initialisation; conv1d_pack does the work.
         self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias)
@@ -115,8 +108,7 @@ class PackedMamba(nn.Module):
             state: where documents start from, indexed by the documents of conv_layout and ssm_layout; None: zero, or
                 the learned state.
 
-        Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+        Raises TypeError or ValueError, naming the argument, what was expected and what came.
         """
         check_is_tensor(hidden, "hidden")
         if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
@@ -126,8 +118,7 @@ class PackedMamba(nn.Module):
             raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
         if layout is not None:
             check_layout(layout, hidden, "hidden")
-        conv_layout = layout if conv_layout is None else conv_layout
-        ssm_layout = layout if ssm_layout is None else ssm_layout
+        conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
         mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
         return (mixed, state) if return_state else mixed
 
@@ -135,14 +126,7 @@ class PackedMamba(nn.Module):
         """Compute ``forward(normed * weight)`` with the norm weight folded into in_proj, without argument checks."""
         return self._mix(F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias), *others)
 
-    def _mix(
-        self,
-        xz: Tensor,
-        conv_layout: SequenceLayout | None,
-        ssm_layout: SequenceLayout | None,
-        state: State | None,
-        return_state: bool,
-    ) -> tuple[Tensor, State | None]:
+    def _mix(self, xz: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
         """Mix xz (B, L, 2 D), in_proj's output, to (B, L, d_model); return also final states or None."""
         if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
             raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
@@ -151,23 +135,11 @@ class PackedMamba(nn.Module):
             ssm_state = self.start_state(xz.shape[0] if ssm_layout is None else ssm_layout.num_documents)[1]
         wide = accumulation_dtype(xz.dtype)
         mixed, state = ops.inner_pack(
-            xz,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            self.x_proj.weight,
-            self.dt_proj.weight,
-            -torch.exp(self.A_log.to(wide)),
-            self.D.to(wide),
-            self.dt_proj.bias.to(wide),
-            self.out_proj.weight,
-            conv_layout=conv_layout,
-            ssm_layout=ssm_layout,
-            conv_state=conv_state,
-            ssm_state=ssm_state,
-            return_state=return_state,
-            recompute=self.recompute,
-            backend=self.backend,
-        )
+            xz, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight,
+            -torch.exp(self.A_log.to(wide)), self.D.to(wide), self.dt_proj.bias.to(wide), self.out_proj.weight,
+            conv_layout=conv_layout, ssm_layout=ssm_layout, conv_state=conv_state, ssm_state=ssm_state,
+            return_state=return_state, recompute=self.recompute, backend=self.backend,
+        )  # fmt: skip
         bias = self.out_proj.bias
         return mixed if bias is None else mixed + bias.to(mixed.dtype), state
 
@@ -176,9 +148,8 @@ class PackedMamba(nn.Module):
         weight = self.conv1d.weight
         conv_state = weight.new_zeros(documents, self.d_inner, self.d_conv - 1)
         wide = accumulation_dtype(weight.dtype)
-        if self.initial_state is None:
-            return conv_state, weight.new_zeros(documents, self.d_inner, self.d_state, dtype=wide)
-        return conv_state, self.initial_state.to(wide).expand(documents, -1, -1).contiguous()
+        start = weight.new_zeros(self.A_log.shape) if self.initial_state is None else self.initial_state
+        return conv_state, start.to(wide).expand(documents, -1, -1).contiguous()
 
     def initialise_in_stack(self, n_layer: int) -> None:
         """Zero biases and divide the last projection by sqrt(n_layer) (Mamba follows GPT-2)."""
