@@ -295,17 +295,3 @@ def test_leak_is_each_row_run_as_one_document(config):
             alone, ends = model(tokens[row : row + 1, :length], states=start, return_states=True)
             assert error(logits[row, :length], alone[0]) <= EXACT
             assert all(error(f[i : i + 1], e) <= EXACT for f, e in zip(flat(finals), flat(ends)))
-
-
-def test_no_layout_means_each_row_is_a_document():
-    model, tokens = build(), random_tokens()
-    expected = model(tokens, layout=SequenceLayout.from_rows(*tokens.shape))
-    assert torch.equal(model(tokens), expected)
-    assert torch.equal(model(tokens.int()), expected)
-
-
-def test_states_of_another_layout_are_refused_under_flow():
-    model, tokens = build(dtype=torch.float32), random_tokens()
-    states = random_states(model, LAYOUT.num_documents)
-    with pytest.raises(ValueError, match=r"^conv_state: expected shape \(3, 16, 3\).*got \(6, 16, 3\)"):
-        model(tokens, layout=FLOW, states=states)

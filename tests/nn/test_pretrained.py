@@ -112,19 +112,13 @@ def test_state_spaces_folder_with_a_padded_vocabulary(tmp_path, added, dtype):
     assert model(random_tokens()[:, :5] % 21).shape == (4, 5, 24)
 
 
-def test_state_spaces_options_and_an_untied_head(tmp_path):
-    mixer = {"d_state": 3, "d_conv": 3, "expand": 1, "dt_rank": 2, "bias": True, "conv_bias": False}
-    weights = state_spaces_weights(**mixer, tie_embeddings=False)
-    without_effect = {"layer": "Mamba1", "dt_init": "constant", "dt_scale": 2.0, "use_fast_path": False, "dt_min": 0.01}
-    save_state_spaces(tmp_path, weights, ssm_cfg=mixer | without_effect, tie_embeddings=False)
-    model = MambaLM.from_pretrained(tmp_path, backend="reference")
-    assert all(layer.mixer.backend == "reference" for layer in model.backbone.layers)
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize(
     "config",
-    [{}, {"tie_embeddings": False, "d_conv": 2, "bias": True}, {"learned_initial_state": True, "norm_epsilon": 0.01}],
+    [
+        {},
+        {"tie_embeddings": False, "d_conv": 2, "bias": True, "d_state": 3, "dt_rank": 2},
+        {"learned_initial_state": True, "norm_epsilon": 0.01},
+    ],
     ids=["published", "options", "ours alone"],
 )
 def test_a_saved_model_is_loaded_as_it_was(tmp_path, config):

@@ -26,18 +26,12 @@ def tuned_case(layout, channels=64, dtype=torch.bfloat16, **options):
 
 def assert_parity(case, dtype):
     """Against the vectorised reference in float64, which the parity suite holds against the loops."""
-    wide = Case(
-        case.operator,
-        case.layout,
-        {name: tensor.double() for name, tensor in case.tensors.items()},
-        case.options,
-        case.grad_y.double(),
-        None if case.grad_final is None else case.grad_final.double(),
-    )
+    tensors = {name: tensor.double() for name, tensor in case.tensors.items()}
+    grad_final = None if case.grad_final is None else case.grad_final.double()
+    wide = Case(case.operator, case.layout, tensors, case.options, case.grad_y.double(), grad_final)
     results = case.run("cuda")
     expected = {name: value.cpu() for name, value in wide.run("reference").items()}
     errors = {name: relative_error(results[name], value) for name, value in expected.items()}
-    print({name: f"{error:.1e}" for name, error in errors.items()})
     for name, error in errors.items():
         assert error <= TOLERANCES[dtype][name.startswith("grad")], (name, error)
 
@@ -53,10 +47,6 @@ def cut_early(monkeypatch):
 @pytest.mark.parametrize("layout", TUNED.values(), ids=TUNED.keys())
 def test_tensor_cores(layout, channels, states):
     assert_parity(tuned_case(layout, channels, states=states), torch.bfloat16)
-
-
-def test_tensor_cores_without_optional_arguments():
-    assert_parity(tuned_case(AWKWARD["chunk-edges"], optional=False), torch.bfloat16)
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
@@ -138,14 +128,6 @@ def test_padding_is_never_looked_at_in_bfloat16(operator):
 
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
-def test_the_same_bits_twice_at_size(operator):
-    layout = SequenceLayout.from_lengths([[2049, 500, 1, 1, 1, 1445], [3000, 97]], row_length=4096)
-    case = random_case(operator, layout, torch.bfloat16, "cuda", channels=1536, d_state=16)
-    first, second = case.run("cuda"), case.run("cuda")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 def test_views_with_odd_offsets_and_rows_of_a_larger_batch(operator):
     layout = SequenceLayout.from_lengths([[5, 9], [14]], row_length=16)
     case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
@@ -189,59 +171,17 @@ def test_the_peers_operators_on_one_document_a_row():
         packed.run("mamba_ssm")
 
 
-def test_thousands_of_tiny_documents():
-    layout = SequenceLayout.from_lengths([[1] * 3000, [2, 3] * 500], row_length=3000)
-    assert_parity(tuned_case(layout, channels=32), torch.bfloat16)
-    assert_parity(random_case("conv1d_pack", layout, torch.bfloat16, "cuda", channels=32), torch.bfloat16)
-
-
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 def test_the_host_never_waits(operator):
-    case = (
-        tuned_case(EDGES)
-        if operator == "ssm_pack"
-        else random_case(operator, EDGES, torch.bfloat16, "cuda", channels=64)
-    )
+    case = random_case(operator, EDGES, torch.bfloat16, "cuda", channels=64, d_state=16)
     case.run("cuda")
-    fresh = SequenceLayout(
-        EDGES.shape, *(t.cuda() for t in (EDGES.starts, EDGES.ends, EDGES.offsets)), EDGES.num_tokens
-    )
-    case.layout = fresh
+    case.layout = EDGES.to("cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         case.run("cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_what_is_kept_for_the_backward():
-    layout = SequenceLayout.from_lengths([[4096]], row_length=4096)
-    case = tuned_case(layout, channels=1024, states=False)
-    tensors = {name: tensor.detach().requires_grad_() for name, tensor in case.tensors.items()}
-
-    for _ in range(2):  # the schedule is the layout's
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        y = ops.ssm_pack(**tensors, **case.options, layout=case.layout)
-        kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-    assert kept <= 0.5 * y.numel() * y.element_size()
-
-
-def test_a_hundred_layouts_compile_at_most_twice():
-    case = tuned_case(SequenceLayout.from_lengths([[64]], row_length=64), states=False)
-
-    def loss(layout):
-        return ops.ssm_pack(**case.tensors, **case.options, layout=layout).float().square().sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(loss)
-    torch._dynamo.utils.counters.clear()
-    for n in range(100):
-        layout = SequenceLayout.from_lengths([[1 + n % 5] * (1 + n % 7) + [n % 11 + 1]], row_length=64).to("cuda")
-        assert torch.allclose(compiled(layout), loss(layout), rtol=1e-3)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
-    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.fixture
@@ -280,14 +220,6 @@ def test_strides_that_32_bits_do_not_hold(operator, lengths, row_stride, token_s
     expected = case.run("cuda")
     for name, value in spread_out(case, row_stride, token_stride).run("cuda").items():
         assert relative_error(value, expected[name].cpu().double()) <= TOLERANCES[torch.bfloat16][1], name
-
-
-@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
-def test_a_token_stride_of_2_gib_is_refused(operator, large):
-    layout = SequenceLayout.from_lengths([[2]], row_length=2)
-    case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
-    with pytest.raises(RuntimeError, match="expected token strides below 2 GiB"):
-        spread_out(case, 0, 2**30).run("cuda")
 
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])

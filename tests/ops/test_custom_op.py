@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from operators import AWKWARD, SPECIFICATIONS, random_case
-from packmamba import MambaLM, PackedMamba, SequenceLayout, ops
+from packmamba import MambaLM, SequenceLayout, ops
 from packmamba.ops import build, custom_op
 
 OPERATORS = ["conv1d_pack", "ssm_pack"]
@@ -44,27 +44,6 @@ def random_layouts(count, rows, row_length):
             cuts = np.unique(rng.integers(1, row_length, size=rng.integers(1, 9)))
             lengths.append(np.diff([0, *cuts]).tolist())
         yield SequenceLayout.from_lengths(lengths, row_length=row_length)
-
-
-def test_one_graph_for_a_hundred_layouts():
-    torch.manual_seed(0)
-    layer = PackedMamba(d_model=16, d_state=4)
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    fast = torch.compile(layer, backend=backend, fullgraph=True)
-    parameters = list(layer.parameters())
-    for layout in random_layouts(100, rows=2, row_length=48):
-        x = torch.randn(2, 48, 16)
-        expected, got = layer(x, layout=layout), fast(x, layout=layout)
-        assert torch.equal(got, expected)
-        for a, b in zip(torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(expected.sum(), parameters)):
-            assert torch.equal(a, b)
-    assert len(graphs) <= 3, "the first compilation and at most two more"
 
 
 def test_compiled_blocks_hand_a_layout_s_schedules_to_their_kernels(monkeypatch):
@@ -126,15 +105,6 @@ def test_derivatives_that_kernels_lack_are_refused(operator):
         torch.autograd.grad(kept.square().sum() + first.sum(), first)
     with pytest.raises(RuntimeError, match=f"{operator}: compiled kernels have no forward-mode derivatives"):
         torch.func.jvp(lambda x: call(x, *(t.detach() for t in others)), (first.detach(),), (first.detach(),))
-
-
-def test_a_call_without_a_layout_may_follow_one_in_inference_mode():
-    case = random_case("conv1d_pack", SequenceLayout.from_rows(3, 11), torch.float32, states=False)
-    expected = case.run("cpu")
-    case.layout = None
-    with torch.inference_mode():
-        ops.conv1d_pack(**case.tensors, **case.options)
-    assert all(torch.equal(value, expected[name]) for name, value in case.run("cpu").items())
 
 
 @both

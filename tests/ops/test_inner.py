@@ -163,11 +163,6 @@ def test_a_block_s_norm_is_rms_norm():
     assert_close(*outputs)
 
 
-def test_token_slots_are_those_of_documents():
-    for layout in (LAYOUT, LAYOUT.flow(), *AWKWARD.values()):
-        assert torch.equal(layout.token_slots, (layout.documents >= 0).flatten().nonzero().flatten())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("d_state", [16, 8])
