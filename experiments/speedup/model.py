@@ -21,8 +21,8 @@ from packmamba.config import Config as RunConfig
 from packmamba.config import DataConfig, key, load_config
 from packmamba.data.batch import PackedBatch, Rows
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
-from packmamba.data.packing import STRATEGIES, plan_rows
-from packmamba.data.schedule import micro_batches
+from packmamba.data.packing import STRATEGIES
+from packmamba.data.schedule import Pieces, arrange, micro_batches
 from packmamba.data.token_store import Corpus
 from packmamba.nn import MambaLM
 from packmamba.ops.mamba_ssm import _peer
@@ -124,11 +124,10 @@ class Feed:
 
 def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
     """The documents as the arm arranges them, in batches of at most ``slots`` slots. ValueError if a row cannot hold one."""
-    lengths = documents.lengths.astype(np.int64)
+    lengths, data = documents.lengths, arm.data(max_tokens_per_batch=slots)
     order = np.argsort(lengths, kind="stable") if arm.sorted_by_length else np.arange(len(lengths))
-    plan = plan_rows(lengths[order], row_length=arm.row_length, strategy=arm.strategy)
-    rows = Rows.of(cast(Corpus, documents), order, np.zeros_like(order), lengths[order], plan)
-    return Feed(rows, micro_batches(rows, np.arange(len(rows)), arm.data(max_tokens_per_batch=slots)))
+    rows = arrange(cast(Corpus, documents), Pieces.of(cast(Corpus, documents), order), data)
+    return Feed(rows, micro_batches(rows, np.arange(len(rows)), data))
 
 
 class PeerLM(nn.Module):

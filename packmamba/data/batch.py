@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from packmamba.data.packing import PackingPlan
 from packmamba.data.token_store import Corpus
 from packmamba.layout import SequenceLayout
 
@@ -72,9 +71,8 @@ class StepBatch:
 class Rows:
     """Hold rows of pieces of a corpus's documents, as PackingPlan does.
 
-    Attributes:
-        offset: (P,) tokens of the document in earlier rows, whose state the piece may continue from; 0: from zero.
-        end: (P,) where the document ends in these rows: the token there, if there is one, is no target.
+    ``offset``: tokens of the document in earlier rows, whose state the piece may continue from; 0: from zero. ``end``: where the
+    document ends in these rows: the token there, if there is one, is no target.
     """
 
     corpus: Corpus
@@ -85,13 +83,6 @@ class Rows:
     end: Integers
     row_offsets: Integers
     slots: Integers
-
-    @classmethod
-    def of(cls, corpus: Corpus, document: Integers, start: Integers, end: Integers, plan: PackingPlan) -> Rows:
-        """Resolve a plan of parts of documents, each from token ``start`` on and with targets before ``end``."""
-        part = plan.document
-        start = start[part] + plan.start
-        return cls(corpus, document[part], start, plan.length, plan.start, end[part], plan.row_offsets, plan.slots)
 
     def __len__(self) -> int:
         return len(self.slots)

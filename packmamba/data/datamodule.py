@@ -35,19 +35,12 @@ class PackedDataModule(lightning.LightningDataModule):
     """
 
     def __init__(
-        self,
-        config: DataConfig | None = None,
-        *,
-        seed: int = 0,
-        boundary: Any = None,
-        plugins: Sequence[str] = (),
-        progress: bool = True,
-        **keys: Any,
-    ) -> None:
+        self, config: DataConfig | None = None, *, seed: int = 0, boundary: Any = None, plugins: Sequence[str] = (),
+        progress: bool = True, **keys: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = validate(Config(data=replace(config or DataConfig(), **keys))).data
-        self.seed, self.plugins, self.progress = seed, list(plugins), progress
-        self._boundary = boundary
+        self.seed, self.plugins, self.progress, self._boundary = seed, list(plugins), progress, boundary
 
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
@@ -96,8 +89,7 @@ class PackedDataModule(lightning.LightningDataModule):
         data, corpus = self.config, self.corpora.validation
         documents = evaluation_documents(corpus, data)
         row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
-        whole: dict[str, Any] = {"row_length": row_length, "overlong": "error", "streams": 1, "stagger": False}
-        alone = replace(data, strategy="best_fit_decreasing", **whole)
+        alone = replace(data, strategy="best_fit_decreasing", row_length=row_length, streams=1, stagger=False)
         rows = arrange(corpus, Pieces.of(corpus, documents), alone)
         groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=world_size)
         evaluations = [(rows, groups[rank::world_size])]

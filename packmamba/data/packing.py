@@ -18,8 +18,6 @@ OVERLONG = ("error", "truncate", "split")
 
 
 class Piece(NamedTuple):
-    """Tokens ``start`` to ``start + length`` of a document."""
-
     document: int
     start: int
     length: int
@@ -33,12 +31,9 @@ class Row(tuple[Piece, ...]):
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Hold P pieces as flat arrays: row i of R is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``.
+    """Hold P pieces, each ``length`` tokens of a document from ``start`` on, as flat arrays.
 
-    Attributes:
-        document, start, length: (P,) int64, of each piece, as in ``Piece``.
-        row_offsets: (R + 1,) int64.
-        slots: (R,) int64, slots of the row, padding included.
+    Row i of R is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``, and ``slots[i]`` slots long, padding included.
     """
 
     document: Integers
@@ -257,20 +252,17 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
     return row_of
 
 
-# Batches of consecutive rows have little padding.
-_BY_LENGTH = Strategy(lambda lengths, *_: np.argsort(np.argsort(lengths, kind="stable")), False, needs_row_length=False)
-_BEST_FIT = Strategy(lambda lengths, row_length, _: _decreasing(lengths, row_length, LONGEST), False)
-# Shortest-pack-first (arXiv 2107.02027), but equal documents share a new row, as if placed one by one.
-_SPFHP = Strategy(lambda lengths, row_length, _: _decreasing(lengths, row_length, LONGEST, True), False)
 STRATEGIES = {
     "single": Strategy(pads=False, needs_row_length=False),
     "padded": Strategy(needs_row_length=False),
-    "padded_sorted": _BY_LENGTH,
+    # Batches of consecutive rows have little padding.
+    "padded_sorted": Strategy(lambda n, *_: np.argsort(np.argsort(n, kind="stable")), False, needs_row_length=False),
     "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
-    "best_fit_decreasing": _BEST_FIT,
-    "spfhp": _SPFHP,
+    "best_fit_decreasing": Strategy(lambda lengths, room, _: _decreasing(lengths, room, LONGEST), False),
+    # Shortest-pack-first (arXiv 2107.02027), but equal documents share a new row, as if placed one by one.
+    "spfhp": Strategy(lambda lengths, room, _: _decreasing(lengths, room, LONGEST, True), False),
     "concat_split": Strategy(cut=_concat_split),
 }
 """Strategies by the name that ``data.strategy`` takes; plugins may add to it."""

@@ -26,7 +26,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, corpus: Corpus, documents: Integers) -> Pieces:
-        return cls(documents, np.zeros(len(documents), np.int64), corpus.lengths[documents].astype(np.int64))
+        return cls(documents, np.zeros_like(documents), corpus.lengths[documents].astype(np.int64))
 
     def take(self, which: slice | Integers) -> Pieces:
         return Pieces(*(part[which] for part in self))
@@ -62,14 +62,15 @@ def _join(several: Sequence[Pieces]) -> Pieces:
 def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
     """Arrange pieces in rows with the configured strategy. Raise ConfigError if one is too long for a row."""
     pieces = pieces.stagger(data.streams) if data.stagger else pieces
-    end, row_length = corpus.lengths[pieces.document].astype(np.int64), data.row_length
+    end, row_length = corpus.lengths[pieces.document], data.row_length
     try:
         plan = plan_rows(pieces.length, row_length, data.strategy, data.overlong, data.buffer, data.streams)
     except ValueError as error:
         raise ConfigError(f"data.{error}") from None
     if data.overlong == "truncate" and row_length is not None and not STRATEGIES[data.strategy].splits_documents:
         end = np.where(pieces.length > row_length, pieces.start + row_length, end)
-    return Rows.of(corpus, pieces.document, pieces.start, end, plan)
+    of, rows = plan.document, (plan.row_offsets, plan.slots)
+    return Rows(corpus, pieces.document[of], pieces.start[of] + plan.start, plan.length, plan.start, end[of], *rows)
 
 
 def arrange_as_trained(

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources import open_source
-from packmamba.data.sources.source import SEED, Document, Source
+from packmamba.data.sources.source import SEED, Document
 from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
 
 FORMAT = 1
@@ -95,8 +95,7 @@ class Corpora:
 def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
     """Open the corpus that ``data`` describes in ``data.cache_dir``; tokenise it first if it is not there.
 
-    Of several processes one tokenises and the others wait. ``progress`` shows a bar on a terminal.
-    Raises ConfigError naming the key: a wrong key or file, or a corpus in the cache that is not whole.
+    Of several processes one tokenises and the others wait. ``progress`` shows a bar on a terminal. Raises ConfigError.
     """
     source = open_source(data)
     tokenizer: Tokenizer = load_tokenizer(data) if source.vocab_size is None else TokenIds(source.vocab_size)
@@ -114,7 +113,9 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():
-                    _tokenize(folder, data, source, tokenizer, identity, progress)
+                    hidden = None if progress else True  # None: hidden where there is no terminal
+                    bar = tqdm(source.read(), f"Tokenising {data.source}", unit=" documents", disable=hidden)
+                    _tokenize(folder, data, bar, tokenizer, identity)
         except OSError as error:
             raise ConfigError(f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ({error})") from None
     try:
@@ -132,7 +133,7 @@ def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
 
 
 def _tokenize(
-    folder: Path, data: DataConfig, source: Source, tokenizer: Tokenizer, identity: dict[str, Any], progress: bool
+    folder: Path, data: DataConfig, documents: Iterable[Document], tokenizer: Tokenizer, identity: dict[str, Any]
 ) -> None:
     """Write a corpus under a temporary name, then rename it: it is whole or absent. The caller holds a lock.
 
@@ -142,8 +143,6 @@ def _tokenize(
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     work.mkdir()
     ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
-    hidden = None if progress else True  # None: hidden where there is no terminal
-    documents = tqdm(source.read(), f"Tokenising {data.source}", unit=" documents", unit_scale=True, disable=hidden)
     try:
         train, validation = splits = [_SplitWriter(work / split, tokenizer) for split in ("train", "validation")]
         for chunk in map(list, _encoded(documents, tokenizer, data)):
@@ -153,12 +152,14 @@ def _tokenize(
         if not any(counts):
             raise ConfigError(f"data.path: expected documents with a token in them, got none in '{data.path}'")
         if not all(counts):
-            got = f"{counts[0]} and {counts[1]} with {data.validation_fraction}"
-            raise ConfigError(f"data.validation_fraction: expected training and validation documents, got {got}")
-        header = [*ids.values(), *train.hashes(), *validation.hashes()]
-        corpus_hash = hashlib.blake2b(json.dumps(header).encode(), digest_size=16).hexdigest()
-        counted = {"train": train.meta(), "validation": validation.meta()}
-        meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": counted}
+            raise ConfigError(f"data.validation_fraction: expected training and validation documents, got {counts}")
+        header = json.dumps([*ids.values(), *train.hashes(), *validation.hashes()])
+        meta = {
+            "identity": identity,
+            "corpus_hash": hashlib.blake2b(header.encode(), digest_size=16).hexdigest(),
+            **ids,
+        }
+        meta["splits"] = {"train": train.meta(), "validation": validation.meta()}
         (work / META).write_text(json.dumps(meta, indent=1))
         os.rename(work, folder)
     finally:

@@ -20,18 +20,12 @@ BYTES = "packmamba_bytes"
 
 
 class Tokenizer:
-    """Encode texts, without begin and end tokens.
+    """Encode texts, without begin and end tokens."""
 
-    Attributes:
-        vocab_size: upper bound of every id, begin and end tokens included.
-        begin_id, end_id: ids put before and after every document, or None.
-        fingerprint: text that changes with anything that may change an id.
-    """
-
-    vocab_size: int
-    begin_id: int | None = None
+    vocab_size: int  # upper bound of every id, begin and end tokens included
+    begin_id: int | None = None  # put before every document
     end_id: int | None = None
-    fingerprint: str
+    fingerprint: str  # changes with anything that may change an id
 
     def encode(self, text: Any) -> np.ndarray:
         """Return the ids of a text, (length,) of dtype ``token_dtype(vocab_size)``."""

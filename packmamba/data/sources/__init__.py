@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import DataConfig
 from packmamba.data.sources.builtin import open_stdlib, open_synthetic, open_task
 from packmamba.data.sources.datasets import open_huggingface, open_parquet
 from packmamba.data.sources.files import open_jsonl, open_megatron, open_text
 from packmamba.data.sources.packages import open_packages
-from packmamba.data.sources.source import Source
+from packmamba.data.sources.source import Source, open_source
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "stdlib": open_stdlib,
@@ -23,13 +23,3 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "megatron": open_megatron,
 }
 """Values of ``data.source``: each checks its keys and lists its files, and reads none yet. Plugins may add to it."""
-
-
-def open_source(data: DataConfig) -> Source:
-    """Open ``data.source``: files are listed, none is read yet. Raises ConfigError naming the key."""
-    if data.path is not None and data.source in ("stdlib", "synthetic", "task"):
-        raise ConfigError(f"data.path: data.source={data.source} reads no path, got '{data.path}'; set data.source")
-    try:
-        return SOURCES[data.source](data)
-    except OSError as error:
-        raise ConfigError(f"data.path: cannot read '{error.filename or data.path}' ({error})") from None

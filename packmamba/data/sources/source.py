@@ -13,39 +13,42 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, registry
 
 SEED = 0
 """Seed of the validation split, of synthetic documents and of examples."""
 
 
 class Document(NamedTuple):
-    """A document of a split. All documents of a source have targets or none, and groups or none.
-
-    Attributes:
-        content: str, or token ids, (length,) integers, where the source has a vocab_size.
-        targets: (length,) integers, the target after each token, -1 for none; None: the next token.
-        group: name of the document's group, such as its package; the corpus keeps it.
-    """
+    """A document of a split. All documents of a source have targets or none, and groups or none."""
 
     held_out: bool
-    content: Any
-    targets: Any = None
-    group: str | None = None
+    content: Any  # str, or token ids, (length,) integers, where the source has a vocab_size
+    targets: Any = None  # (length,) integers, the target after each token, -1 for none; None: the next token
+    group: str | None = None  # such as its package; the corpus keeps it
 
 
 @dataclass(frozen=True)
 class Source:
-    """A stream of documents in a fixed order, which may be read any number of times and is never in memory whole.
+    """A stream of documents in a fixed order, which may be read any number of times and is never in memory whole."""
 
-    Attributes:
-        fingerprint: JSON values that change whenever the documents may change, tokenizer and validation fraction apart.
-        vocab_size: upper bound of ids, for documents that are ids; they get no begin and end tokens. None: documents are text.
-    """
-
-    fingerprint: list[Any]
+    fingerprint: list[
+        Any
+    ]  # JSON values that change whenever the documents may, tokenizer and validation fraction apart
     read: Callable[[], Iterator[Document]]
-    vocab_size: int | Callable[[], int] | None = None
+    vocab_size: int | Callable[[], int] | None = (
+        None  # upper bound of ids, which get no begin and end tokens; None: text
+    )
+
+
+def open_source(data: DataConfig) -> Source:
+    """Open ``data.source``: files are listed, none is read yet. Raises ConfigError naming the key."""
+    if data.path is not None and data.source in ("stdlib", "synthetic", "task"):
+        raise ConfigError(f"data.path: data.source={data.source} reads no path, got '{data.path}'; set data.source")
+    try:
+        return registry("packmamba.data.sources:SOURCES")[data.source](data)
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read '{error.filename or data.path}' ({error})") from None
 
 
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
