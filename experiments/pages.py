@@ -16,15 +16,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from packmamba.report.statistics import Estimate, verdict
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OWN = ("from", "cells", "over")
-
-
-def verdict(low: float, high: float, margin: float) -> str:
-    """Return equivalent if the 95 % interval lies within ± margin, else different if it excludes zero, else open."""
-    return "equivalent" if -margin < low and high < margin else "different" if low > 0 or high < 0 else "open"
 
 
 def row_of(path: Path, where: dict[str, Any]) -> dict[str, str] | None:
@@ -55,7 +52,7 @@ def cell(folder: Path, source: dict[str, Any], spec: str, margin: float) -> str:
     if not found:
         return ""
     if form == "verdict":
-        return verdict(found[1], found[2], margin)
+        return verdict(Estimate(*found, seeds=0), margin)
     mean, *bounds = (f"{value:{form}}" for value in found)
     mean += "".join(f" ± {value:{form}}" for name in spread for value in numbers(folder, source, name))
     return mean + f" [{', '.join(bounds)}]" * bool(bounds) + (unit if unit == "x" else f" {unit}" * bool(unit))

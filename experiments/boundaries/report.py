@@ -15,7 +15,7 @@ from packmamba.report import aggregate
 from packmamba.report.aggregate import Record, Seeds, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.html import Kind
-from packmamba.report.statistics import DRAWS, Estimate, bootstrap, difference_by_group, holm, interval, within
+from packmamba.report.statistics import DRAWS, Estimate, bootstrap, difference_by_group, holm, interval, verdict
 from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
 
 STARTS = {
@@ -397,7 +397,7 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
         make_columns(
             "!setting | !outcome | !places | "
             "difference [95% CI] = difference difference_low difference_high pairs | "
-            "seeds = every diverged | packages | p, Holm over four = p_holm | !within ±0.005 = equivalent"
+            "seeds = every diverged | packages | p, Holm over four = p_holm | !verdict, margin ±0.005 = verdict"
         ),
     )
     for setting, here in settings.items():
@@ -421,7 +421,7 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
             pairs = Cell(f"{one.seeds if one else 0} of {every}{said}", (every, lost))
             table.rows.append(
                 [word(setting.label()), word(title), word(places), _cell(one), pairs, number(packages, "d"), number(p, ".2g"),
-                 word(within(one, MARGIN))]
+                 word(verdict(one, MARGIN))]
             )  # fmt: skip
     table.notes = [
         f"Coverage is foreign minus zero, continuity own minus foreign. Inside: places below T; beyond: T to {REACH} T.",

@@ -10,7 +10,7 @@ from experiments.common import make_columns, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
-from packmamba.report.statistics import Estimate, equivalence, holm, interval, within
+from packmamba.report.statistics import Estimate, equivalence, holm, interval, verdict
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
 MARGIN = 0.02
@@ -41,7 +41,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
                 "accuracy = accuracy accuracy_sd | chance | nats an answer = nats nats_sd | "
                 "minus padded [95 %] = difference difference_low difference_high pairs"
             ),
-            Column(f"within ± {MARGIN}", ("within",), False),
+            Column(f"verdict, margin ± {MARGIN}", ("verdict",), False),
             *make_columns("p of equivalence, Holm = p | its learning rate = lr"),
         ],
     )
@@ -64,7 +64,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         table.rows.append([
             word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
             percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found),
-            word(_within(found, gains[arm.name], gains["padded"]) if arm.name in pairs else "-"),
+            word(_verdict(found, gains[arm.name], gains["padded"]) if arm.name in pairs else "-"),
             number(p_values.get(arm.name), ".2g"), _rate(arm),
         ])  # fmt: skip
     table.notes = [
@@ -86,11 +86,11 @@ def _runs(arm: Arm, task: str) -> Cell:
     return Cell(str(found), tuple(found[:4]))
 
 
-def _within(found: Estimate | None, gain: float, padded_gain: float) -> str:
+def _verdict(found: Estimate | None, gain: float, padded_gain: float) -> str:
     """By the interval, unless it says otherwise once either arm's loss is less by what another learning rate may gain."""
-    said = within(found, MARGIN)
+    said = verdict(found, MARGIN)
     turned = found and found._replace(low=found.low - gain, high=found.high + padded_gain)
-    return said if within(turned, MARGIN) == said else "open"
+    return said if verdict(turned, MARGIN) == said else "open"
 
 
 def _at_an_end(arm: Arm) -> bool:

@@ -23,7 +23,7 @@ from packmamba.report.statistics import (
     interval,
     seeds_for_equivalence,
     seeds_needed,
-    within,
+    verdict,
 )
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
@@ -171,7 +171,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
             *make_columns("!arm | !minus | runs = runs diverged missing | validation loss = loss loss_sd"),
             Column("difference [95 %: seeds and packages]", DIFFERENCE),
             Column("[95 %: seeds]", OVER_SEEDS),
-            Column(f"within ± {MARGIN}", ("within",), False),
+            Column(f"verdict, margin ± {MARGIN}", ("verdict",), False),
             *make_columns("p of equivalence = p | targets a run = targets"),
         ],
     )
@@ -188,7 +188,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         found = bootstrap(*difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets"))
         main = over_seeds if math.isnan(found.low) else found  # documents without packages
         differences = [_interval(main, 3), _interval(over_seeds, 4)]
-        asked = [word(within(main, MARGIN)), number(equivalence(pairs, MARGIN), ".2g")]
+        asked = [word(verdict(main, MARGIN)), number(equivalence(pairs, MARGIN), ".2g")]
         if _steps(arm) != _steps(baseline):  # another question than whether they are as accurate
             asked = [word("-"), number(None, "")]
         table.rows.append([*head, *differences, *asked, tail])
@@ -196,7 +196,8 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         "Every arm has the same documents in every step, cut alike. It is evaluated on whole documents of other packages, one at "
         "a time from zero state, with the mean of its last weights. Differences are paired by seed. The first interval resamples "
         "seeds and packages (without packages it is the second); the second is Student's t over seeds. "
-        f"Within ± {MARGIN}: yes, no, or open, by the first interval, of arms with as many steps. p: two one-sided t tests; "
+        f"Verdict: equivalent if the first interval lies within ± {MARGIN}, else different if it excludes zero, else open; of "
+        "arms with as many steps. p: two one-sided t tests; "
         "Holm over the three distributions asks for at most three times as much.",
         f"Runs: of {SEEDS} seeds those with a loss, then those that diverged and those that are missing.",
     ]

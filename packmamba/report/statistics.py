@@ -111,13 +111,13 @@ def equivalence(values: Any, margin: float) -> float:
     return float(stdtr(n - 1, -nearest / found.sem())) if found.sem() else float(nearest <= 0)
 
 
-def within(found: Estimate | None, margin: float) -> str:
-    """Return yes if an interval lies inside ± margin, no if outside, else open."""
+def verdict(found: Estimate | None, margin: float) -> str:
+    """Return equivalent if the interval lies within ± margin, else different if it excludes zero, else open."""
     if found is None or math.isnan(found.low):
         return "open"
     if -margin < found.low and found.high < margin:
-        return "yes"
-    return "no" if found.low > margin or found.high < -margin else "open"
+        return "equivalent"
+    return "different" if found.low > 0 or found.high < 0 else "open"
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
