@@ -5,12 +5,14 @@ A constructor's arguments, all with defaults, are the keys of ``trainer.boundary
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves as flatten_states
+from torch.utils._pytree import tree_map as map_states
+from torch.utils._pytree import tree_structure, tree_unflatten
 
 from packmamba.data.batch import PackedBatch
 from packmamba.layout import SequenceLayout
@@ -240,7 +242,7 @@ class FittedNoise(Carry):
         super().store(batch, final)
         if batch.turn not in self.stored:
             return
-        parts = flatten_states(filled_rows(final, self.stored[batch.turn].positions))
+        parts = flatten_states(index_states(final, torch.where(self.stored[batch.turn].positions >= 0)[0]))
         parts = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
         first, second = [part.mean(0) for part in parts], [part.square().mean(0) for part in parts]
         if not self.batches:
@@ -287,7 +289,7 @@ class StatePassingWithinRow(StatefulBoundary):
 
     def store(self, batch: PackedBatch, final: States) -> None:
         if batch.layout.num_documents:
-            self.stored = filled_rows(final, end_positions(on_host(batch.layout)))
+            self.stored = index_states(final, torch.where(end_positions(on_host(batch.layout)) >= 0)[0])
 
     def reset(self) -> None:
         self.stored = None
@@ -325,15 +327,6 @@ def row_of(layout: SequenceLayout) -> Tensor:
     return (layout.starts // layout.shape[1]).clamp(max=layout.shape[0] - 1)
 
 
-def filled_rows(states: States, positions: Tensor) -> States:
-    """Return the states of rows with documents, given ``end_positions``."""
-    return index_states(states, torch.where(positions >= 0)[0])
-
-
-def map_states(function: Callable[..., Tensor], *states: States) -> States:
-    return [tuple(map(function, *parts)) for parts in zip(*states)]
-
-
 def index_states(states: States, index: Tensor) -> States:
     return map_states(lambda part: part[index.to(part.device, non_blocking=True)], states)
 
@@ -342,14 +335,9 @@ def move_states(states: States, device: torch.device | str) -> States:
     return map_states(lambda part: part.to(device), states)
 
 
-def flatten_states(states: States) -> list[Tensor]:
-    return [part for state in states for part in state]
-
-
 def unflatten_states(parts: Iterable[Tensor], like: States) -> States:
     """Group parts, ordered as by ``flatten_states``, by the layers of ``like``."""
-    following = iter(parts)
-    return [tuple(itertools.islice(following, len(state))) for state in like]
+    return tree_unflatten(parts, tree_structure(like))
 
 
 def select_states(documents: Tensor, states: States, others: States) -> States:
