@@ -21,10 +21,8 @@ from packmamba.errors import Unfinished, UserError
 
 DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one."
 DTYPE = "dtype of the weights; null for the checkpoint's."
-FIRST = (
-    "name seed data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer "
-)
-FIRST += "optimizer.lr trainer.boundary trainer.max_steps"
+FIRST = """name seed data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer
+optimizer.lr trainer.boundary trainer.max_steps""".split()
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -397,7 +395,7 @@ def help_of(command: str, prog: str) -> Iterator[str]:
             choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
             line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
-            first = schema is Config and prefix + field.name in FIRST.split()
+            first = schema is Config and prefix + field.name in FIRST
             group = groups.setdefault("the first keys to set" if first else prefix.rstrip(".") or "general", [])
             group.append(textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      "))
     for heading, lines in groups.items():

@@ -63,10 +63,8 @@ def fork_ranks(count: int, function: Callable, *arguments: Any, output: Path) ->
         "TORCHELASTIC_RUN_ID": "test",
     }
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        fork(function, *arguments, output=output, **common, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(count)
-    ]
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return [fork(function, *arguments, output=output, **common, **each) for each in own]
 
 
 def kill(*processes: multiprocessing.Process) -> None:

@@ -83,7 +83,5 @@ def final_state(config: Config) -> dict[str, Any]:
 
 def losses_of(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The record's curves without times."""
-    return {
-        name: [{k: v for k, v in point.items() if k != "seconds"} for point in points]
-        for name, points in record["curves"].items()
-    }
+    curves = record["curves"].items()
+    return {name: [{k: v for k, v in point.items() if k != "seconds"} for point in points] for name, points in curves}

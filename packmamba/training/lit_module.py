@@ -190,7 +190,7 @@ class PackedLitModule(lightning.LightningModule):
 
     def take_step(
         self, step: StepBatch, optimizer: Any, number: int, backward: Any = Tensor.backward, ranks: int = 1
-    ) -> Tensor:
+    ) -> Any:
         """Compute the gradients of step ``number``, from 0, and update the weights; return ``accumulate``'s loss."""
         for parameters in optimizer.param_groups:
             parameters["lr"] = self.learning_rate(number)

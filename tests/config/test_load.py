@@ -77,13 +77,10 @@ def test_a_wrong_key_is_named(override, message):
 def test_plugins_are_imported_before_names_are_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_strategy.py").write_text(
-        "from packmamba.data.packing import STRATEGIES\nSTRATEGIES['mine'] = STRATEGIES['greedy']\n"
-    )
-    try:
-        assert load_config(None, ["plugins=[my_strategy]", "data.strategy=mine"]).plugins == ["my_strategy"]
-    finally:
-        STRATEGIES.pop("mine", None)
+    code = "from packmamba.data.packing import STRATEGIES\nSTRATEGIES['mine'] = STRATEGIES['greedy']\n"
+    (tmp_path / "my_strategy.py").write_text(code)
+    monkeypatch.setattr("packmamba.data.packing.STRATEGIES", dict(STRATEGIES))
+    assert load_config(None, ["plugins=[my_strategy]", "data.strategy=mine"]).plugins == ["my_strategy"]
     with pytest.raises(ConfigError, match="^plugins: cannot import 'no_such_module'"):
         load_config(None, ["plugins=[no_such_module]"])
 

@@ -110,10 +110,8 @@ def test_a_sweep_that_is_killed_three_times_has_each_record_once(tmp_path):
     run_sweep(sweep, configs, progress=False)
     counts = Counter((record["arm"], record["seed"]) for record in read_records(sweep.output))
     assert counts == {(arm, seed): 1 for arm in ("padded", "packed") for seed in (0, 1)}
-    losses = [
-        {(r["arm"], r["seed"]): r["metrics"]["val_loss"] for r in read_records(folder)}
-        for folder in (sweep.output, tmp_path / "whole")
-    ]
+    both = [read_records(folder) for folder in (sweep.output, tmp_path / "whole")]
+    losses = [{(r["arm"], r["seed"]): r["metrics"]["val_loss"] for r in records} for records in both]
     assert losses[0] == losses[1]
 
 

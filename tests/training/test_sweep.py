@@ -164,9 +164,8 @@ def test_finished_runs_of_other_documents_are_refused(tmp_path):
 def test_an_arm_takes_the_values_that_are_best_in_the_mean_and_never_diverge(tmp_path, best_is):
     sweep, configs = load_sweep(write_sweep(tmp_path, tune=TUNE | {"best": best_is}))
     tried = trials(sweep.tune, configs[0])
-    assert [(c.name, c.seed) for runs in tried for c in runs] == [
-        (f"padded lr={lr}", seed) for lr in (0.001, 0.01) for seed in (100, 101)
-    ]
+    made = [(config.name, config.seed) for runs in tried for config in runs]
+    assert made == [(f"padded lr={lr}", seed) for lr in (0.001, 0.01) for seed in (100, 101)]
     for config, loss in zip([c for runs in tried for c in runs], (2.0, 3.0, 2.4, 2.5)):
         done(config, val_loss=loss)
     assert tuned(sweep.tune, configs[0], tried).optimizer.lr == (1e-2 if best_is == "least" else 1e-3)
