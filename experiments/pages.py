@@ -35,11 +35,11 @@ def numbers(folder: Path, source: dict[str, Any], column: str) -> list[float]:
     """Return a number of the row that a source names, with its interval if it has one; [] without such a row."""
     path = folder / source["from"]
     row = row_of(path, {key: value for key, value in source.items() if key not in OWN}) if path.is_file() else None
-    found = [float(row[name]) for name in (column, f"{column}_low", f"{column}_high") if row and row.get(name)]
-    if found and "over" in source:
+    values = [float(row[name]) for name in (column, f"{column}_low", f"{column}_high") if row and row.get(name)]
+    if values and "over" in source:
         other = row_of(path, source["over"] | ({"run": row["run"]} if "run" in row else {}))  # times of one run
-        return [found[0] / float(other[column])]
-    return found
+        return [values[0] / float(other[column])]
+    return values
 
 
 def cell(folder: Path, source: dict[str, Any], spec: str, margin: float) -> str:
@@ -48,12 +48,12 @@ def cell(folder: Path, source: dict[str, Any], spec: str, margin: float) -> str:
         return spec
     column, *spread = columns.split("±")
     form, _, unit = form.partition(" ")
-    found = [value * (100 if unit == "%" else 1) for value in numbers(folder, source, column)]
-    if not found:
+    values = [value * (100 if unit == "%" else 1) for value in numbers(folder, source, column)]
+    if not values:
         return ""
     if form == "verdict":
-        return verdict(Estimate(*found, seeds=0), margin)
-    mean, *bounds = (f"{value:{form}}" for value in found)
+        return verdict(Estimate(*values, seeds=0), margin)
+    mean, *bounds = (f"{value:{form}}" for value in values)
     mean += "".join(f" ± {value:{form}}" for name in spread for value in numbers(folder, source, name))
     return mean + f" [{', '.join(bounds)}]" * bool(bounds) + (unit if unit == "x" else f" {unit}" * bool(unit))
 
