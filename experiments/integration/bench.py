@@ -329,7 +329,7 @@ def draw_documents(distribution: str, count: int, seed: int) -> Documents:
     """Pieces of the standard library's functions, one after the other as bytes, of drawn lengths."""
     lengths = draw_lengths(distribution, count, seed).tolist()
     source = open_stdlib(DataConfig(source="stdlib"))
-    functions = source.read(lambda size: None)
+    functions = source.read()
     text = itertools.chain.from_iterable(document.content.encode() for document in functions)
     return [list(itertools.islice(text, length)) for length in lengths]
 
