@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from packmamba.report.statistics import Estimate, bootstrap, interval, over_items
+from packmamba.report.statistics import Estimate, bootstrap, difference_by_group, holm, interval, over_items, verdict
 
 Record = Mapping[str, Any]
 
@@ -226,6 +226,62 @@ def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Estimate | None:
     """Return the arm's metric minus its baseline's, paired by seed; None of the baseline."""
     baseline = baseline_of(arm, arms)
     return None if baseline is arm else interval(arm[metric] - baseline[metric])
+
+
+def estimate(arm: Arm, other: Arm, metric: str) -> Estimate | None:
+    """Return one arm's metric minus another's, paired by seed; over groups of documents too where an evaluation has them."""
+    sums, weights = difference_by_group(arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets")
+    return (
+        bootstrap(sums, weights)
+        if len(sums) > 1 and metric.endswith(".loss")
+        else interval(arm[metric] - other[metric])
+    )
+
+
+class Contrast(NamedTuple):
+    """An arm's metric minus another's: p is adjusted over a sweep's primary contrasts (Holm), else NaN.
+
+    ``same_documents``: both arms read the same documents in each step; others are never called equivalent.
+    """
+
+    arm: Arm
+    other: Arm
+    found: Estimate
+    primary: bool
+    same_documents: bool
+    p: float
+    verdict: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.label} - {self.other.title}"
+
+
+def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
+    """Return each arm minus its baseline, and the further primary contrasts that sweeps name as ``arm - other``."""
+    pairs = {(arm, baseline_of(arm, arms)): False for arm in arms}
+    for arm in arms:
+        for name in arm.sweep.get("primary", ()):
+            first, _, second = name.partition(" - ")
+            others = [one for one in arms if one.title == second and one.setting == arm.setting]
+            if arm.title == first and (others or not second):
+                pairs[arm, others[0] if others else baseline_of(arm, arms)] = True
+    apart = {pair: primary for pair, primary in pairs.items() if pair[0] is not pair[1]}
+    made = [(*pair, one, primary) for pair, primary in apart.items() if (one := estimate(*pair, metric))]
+    adjusted = holm({str(i): one.p for i, (*_, one, primary) in enumerate(made) if primary})
+    found = []
+    for i, (arm, other, one, primary) in enumerate(made):
+        p, same = adjusted.get(str(i), math.nan), _same_documents(arm, other)
+        margin = arm.sweep.get("margin") if same else None
+        found.append(Contrast(arm, other, one, primary, same, p, verdict(one, margin, p if primary else None)))
+    return found
+
+
+def _same_documents(arm: Arm, other: Arm) -> bool:
+    """Return whether each step of both arms holds the same documents: in matched batches, or by the same configuration."""
+    keys = [key.removeprefix("config.") for key in {*arm.runs, *other.runs} if key.startswith("config.data.")]
+    streams = "stream" in (arm.says("data.batching"), other.says("data.batching"))
+    return not streams or all(arm.says(key) == other.says(key) for key in keys)
 
 
 def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Estimate]]:

@@ -198,7 +198,11 @@ def _differences(arms: Sequence[Arm], metric: str, name: str, what: str) -> list
         ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(one.mean, y, xerr=one.high - one.mean, fmt="D", color=color, capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
-    name_bars(ax, [f"{arm.label} - {aggregate.baseline_of(arm, arms).title}" for arm in pairs])
+    margin = next((arm.sweep.get("margin") for arm in pairs if metric == "val_loss"), None)
+    if margin is not None:
+        ax.axvspan(-margin, margin, color=MUTED, alpha=0.12, linewidth=0)
+    names = [f"{arm.label} - {aggregate.baseline_of(arm, arms).title}" for arm in pairs]
+    name_bars(ax, [f"{name} (n = {one.seeds})" for name, one in zip(names, pairs.values())])
     ax.set(title="Paired differences", xlabel=what)
     return [finish(fig, name, f"Paired differences in {what}: each seed (dots), mean and 95 % confidence interval.")]
 

@@ -19,6 +19,7 @@ from packmamba.report.tables import (
     Table,
     evaluation_label,
     evaluation_tables,
+    sentence,
     throughput_tables,
     training_tables,
     write_table,
@@ -60,6 +61,7 @@ class Section:
 
     corpus: str
     records: list[Record]
+    sentence: str = ""
     tables: list[Table] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
 
@@ -75,6 +77,8 @@ def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds
             raise ValueError(f"kind: expected one of {', '.join(known)}, got {record['kind']}")
         corpus = record["corpus_hash"]
         sections.setdefault(corpus, Section(corpus, [])).records.append(record)
+    for section in sections.values():
+        section.sentence = sentence(section.records)
     for name, kind in known.items():
         having = [section for section in sections.values() if of_kind(section.records, name)]
         labels = [re.sub(r"[^\w.-]+", "-", kind.label(section.records)) for section in having]
@@ -101,7 +105,11 @@ def _drawn(kind: Kind, records: list[Record]) -> list[Figure]:
 def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
     """Return the headline table of every corpus, for a terminal."""
     sections = build_sections(records, figures=False, kinds=kinds)
-    return "\n".join(write_table(section.tables[0], "txt") for section in sections if section.tables)
+    parts = []
+    for section in sections:
+        verdicts = [table for table in section.tables[1:] if table.name.startswith("verdicts")]
+        parts += [*(write_table(table, "txt") for table in [*section.tables[:1], *verdicts]), section.sentence]
+    return "\n".join(filter(None, parts))
 
 
 def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str]:

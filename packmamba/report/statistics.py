@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
 DRAWS = 10_000
+FEWEST_GROUPS = 15
+"""Of one pair of models: with fewer, of unequal size, the delta method's intervals are too narrow."""
 
 
 class Estimate(NamedTuple):
@@ -76,7 +78,7 @@ def over_items(sums: Any, weights: Any) -> Estimate:
     """
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     groups, mean = len(sums), float(sums.sum() / weights.sum())
-    if groups < 2:
+    if groups < FEWEST_GROUPS:
         return Estimate(mean, math.nan, math.nan, 1, math.nan, groups)
     error = math.sqrt(groups / (groups - 1) * ((sums - mean * weights) ** 2).sum()) / weights.sum()
     half = stdtrit(groups - 1, 0.975) * error
@@ -118,6 +120,38 @@ def verdict(found: Estimate | None, margin: float) -> str:
     if -margin < found.low and found.high < margin:
         return "equivalent"
     return "different" if found.low > 0 or found.high < 0 else "open"
+
+
+def verdict(found: Estimate, margin: float | None, p: float | None = None) -> str:
+    """Return equivalent if the 95 % interval lies within ± margin, different if it excludes zero and p <= 0.05, else open.
+
+    ``p``: adjusted for the number of primary contrasts; None: the estimate's own.
+    """
+    if math.isnan(found.low):
+        return "open"
+    if margin is not None and -margin < found.low and found.high < margin:
+        return "equivalent"
+    return "different" if (found.low > 0 or found.high < 0) and not (p is not None and p > 0.05) else "open"
+
+
+def power(pilot: Any, margin: float, seeds: int, effect: float = 0.0, draws: int = 2000) -> float:
+    """Return the probability that ``verdict`` of so many seeds is equivalent if the true difference is ``effect``.
+
+    Seeds are resampled from the pilot's paired differences, whose deviations from their mean are widened by
+    sqrt(n / (n - 1)) for n seeds.
+    """
+    pilot = pd.Series(pilot, dtype=float).dropna().to_numpy()
+    if len(pilot) < 2:
+        return math.nan
+    deviations = (pilot - pilot.mean()) * math.sqrt(len(pilot) / (len(pilot) - 1))
+    drawn = effect + np.random.default_rng(0).choice(deviations, (draws, seeds))
+    half = round(stdtrit(seeds - 1, 0.975), 3) * drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
+    return float((abs(drawn.mean(axis=1)) + half < margin).mean())
+
+
+def seeds_for(pilot: Any, margin: float, wanted: float = 0.8) -> int | None:
+    """Return the fewest seeds, at most 100, with which ``power`` at no difference reaches ``wanted``; None: more, or no pilot."""
+    return next((n for n in range(2, 101) if power(pilot, margin, n) >= wanted), None)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

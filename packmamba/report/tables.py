@@ -13,7 +13,7 @@ import pandas as pd
 
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
-from packmamba.report.statistics import Estimate
+from packmamba.report.statistics import Estimate, seeds_for
 
 
 class Cell(NamedTuple):
@@ -154,6 +154,8 @@ FORMATS: dict[str, Callable[[float], Cell]] = {
 MAIN = ("choice_accuracy", "accuracy", "loss")
 """An evaluation's main metric: the first of these that it has, else its first."""
 DIFFERENCE = ("difference", "difference_low", "difference_high", "pairs")
+FEW_DOCUMENTS = 50
+"""Validation documents below which a table warns."""
 PARITY_SEEDS = 5
 """A claim of parity needs at least this many seeds."""
 
@@ -229,6 +231,11 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     columns = [seeds_column(arms)]
     for metric in metrics:
         columns += [metric_column(metric, arms), difference_column(metric, arms, names=_names(f"{metric}_difference"))]
+    found = aggregate.contrasts(arms, metrics[0])
+    ruled = any(arm.sweep.get("margin") or arm.sweep.get("primary") for arm in arms)
+    if ruled:
+        says = {one.arm: one.verdict for one in found if one.other is aggregate.baseline_of(one.arm, arms)}
+        columns.append((Column("verdict", ("verdict",), False), lambda arm: word(says.get(arm, "-"))))
     columns += [metric_column(metric, arms) for metric in further]
     whole = arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))
     both = ("val_loss", "val_loss_start")
@@ -239,7 +246,8 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     ]
     note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
     heading = "Paired differences over seeds, in nats per target"
-    tables = [whole, arms_table("differences", heading, differing, columns, note), _positions(arms)]
+    tables = [whole, *([_verdicts(found, metrics[0])] if ruled else [])]
+    tables += [arms_table("differences", heading, differing, columns, note), _positions(arms)]
     for name, own in evaluations.items():
         main = f"{name}.{own[0]}"
         asked = [arm for arm in arms if arm[main].notna().any()]
@@ -248,6 +256,53 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
             columns = [seeds_column(asked, main), first, difference_column(main, asked), *others]
             tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", asked, columns))
     return [table for table in tables if table.rows]
+
+
+def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
+    """Make the table of a sweep's contrasts: effect, interval, seeds, verdict, and the seeds that it would have taken."""
+    text = [Column(name, (name,), False) for name in ("contrast", "primary", "verdict")]
+    numbers = [Column("difference [95% CI]", DIFFERENCE), Column("groups", ("groups",)), Column("p, Holm", ("p_holm",))]
+    columns = [*text[:2], *numbers, text[2], Column("seeds for 80 % power", ("seeds_needed",))]
+    table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
+    for one in found:
+        margin, p = one.arm.sweep.get("margin"), one.p
+        needed = seeds_for(one.arm[metric] - one.other[metric], margin) if margin and one.same_documents else None
+        table.rows.append(
+            [
+                *(word(text) for text in (one.name, "primary" if one.primary else "exploratory")),
+                difference_cell(one.found), number(one.found.groups if one.found.groups > 1 else None, ",d"),
+                Cell("< 0.001" if p < 0.001 else "-" if pd.isna(p) else f"{p:.3f}", (p,)),
+                word(one.verdict + (", other documents" if not one.same_documents else "")), number(needed, "d"),
+            ]
+        )  # fmt: skip
+    within = {
+        f" Equivalent: the 95 % interval lies within ± {m:g}." for one in found if (m := one.arm.sweep.get("margin"))
+    }
+    table.notes = [
+        "Paired over seeds, and resampled over groups of documents where there are any. Different: the interval excludes zero, "
+        f"of primary contrasts with p <= 0.05 after Holm.{''.join(sorted(within))} Seeds for 80 % power: to be equivalent at no "
+        "true difference, by resampling these seeds.",
+    ]
+    if any(not one.same_documents for one in found):
+        table.notes.append(
+            "Other documents: the arms read different documents in a step; these are never called equivalent."
+        )
+    return table
+
+
+def sentence(records: Sequence[Record]) -> str:
+    """Say in one sentence what the trained arms' loss and speed come to, beside the baseline; empty without a comparison."""
+    arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
+    parts = []
+    for one in aggregate.contrasts(arms, "val_loss"):
+        if one.other is not aggregate.baseline_of(one.arm, arms) or pd.isna(one.found.mean):
+            continue
+        cell, speed = difference_cell(one.found).text, one.arm["speedup"].mean()
+        says = f"{cell} nats (one seed)"
+        if one.found.seeds > 1:
+            says = f"is {one.verdict} ({cell} nats, {one.found.seeds} seeds)"
+        parts.append(f"{one.arm.label} {says}" + ("" if pd.isna(speed) else f", {speed:.2f}x as fast"))
+    return f"In validation loss, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
 
 
 def _names(metric: str) -> tuple[str, ...]:
@@ -261,6 +316,14 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
     fewest = min(len(arm.runs) for arm in arms)
     if fewest < PARITY_SEEDS and len(arms) > 1:
         notes.append(f"Seeds: {fewest}. Claims of parity need at least {PARITY_SEEDS}.")
+    targets = sum(point["count"] for point in next(iter(arms[0].runs.get("curves.loss_by_position", ())), None) or ())
+    documents = arms[0]["validation_documents"].mean()
+    if targets and not pd.isna(documents):
+        notes.append(f"Validation: {documents:,.0f} documents, {targets:,.0f} targets.")
+        if documents < FEW_DOCUMENTS:
+            notes.append(
+                f"Fewer than {FEW_DOCUMENTS} documents: intervals over seeds say nothing about other documents."
+            )
     if absent := {name for arm in arms for name in arm.sweep.get("absent", ())}:
         notes.append(f"Without any run: {', '.join(sorted(absent))}.")
     return notes

@@ -31,6 +31,7 @@ from packmamba import records
 from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, to_dict
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
+from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.errors import UserError
 from packmamba.evaluation import registry
@@ -169,6 +170,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             trainer.validate(module, data, verbose=False)
             metrics.validation[-1]["loss_last_weights"] = last["loss"]
         record = training_record(config, data.corpora.corpus_hash, module, metrics)
+        documents = evaluation_documents(data.corpora.validation, config.data)
+        record["metrics"]["validation_documents"] = len(documents)
         record["hardware"]["backend"] = backend_name(config.ops.backend, trainer.strategy.root_device)
         weights = trainer.strategy.lightning_module_state_dict()  # gathered, on all ranks
         if trainer.is_global_zero:

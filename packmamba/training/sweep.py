@@ -55,6 +55,8 @@ class SweepConfig:
     throughput_rounds: int = key(0, "Before training, time so many interleaved steps of all arms; 0 for none.", low=0)
     train: bool = key(True, "Train the runs; false: only time them.")
     baseline: Optional[str] = key(None, "Arm that tables compare with; null: the first of padded, single, packed.")
+    margin: Optional[float] = key(None, "Differences within ± this are equivalent; null: none is called so.", above=0)
+    primary: list[str] = key([], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'.")
     table: TableConfig = field(default_factory=TableConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
@@ -69,6 +71,9 @@ class SweepConfig:
             yield "launcher: expected local with throughput_rounds or deadline, got slurm"
         if self.baseline is not None and self.baseline not in self.arms:
             yield f"baseline: expected one of {', '.join(self.arms)} or null, got '{self.baseline}'"
+        for contrast in self.primary:
+            if not set(contrast.split(" - ")) <= self.arms.keys() or contrast.count(" - ") > 1:
+                yield f"primary: expected arms ({', '.join(self.arms)}) or '<arm> - <arm>', got '{contrast}'"
         if bool(self.tune.grid) != bool(self.tune.seeds):
             yield "tune: expected both grid and seeds, or neither"
         if both := set(self.tune.seeds).intersection(self.grid.get("seed", [0])):
@@ -277,4 +282,5 @@ def _write_sweep(sweep: SweepConfig, configs: list[Config]) -> None:
         tune, arms = sweep.tune, {c.name: [other.seed for other in configs if other.name == c.name] for c in configs}
         tuned = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
         table = asdict(sweep.table) if sweep.table != TableConfig() else None
-        write_sweep(sweep.output, str(sweep.name), arms, sweep.baseline, tuned=tuned, table=table)
+        rule = {"margin": sweep.margin, "primary": sweep.primary}
+        write_sweep(sweep.output, str(sweep.name), arms, sweep.baseline, tuned=tuned, table=table, **rule)
