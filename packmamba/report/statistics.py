@@ -113,21 +113,12 @@ def equivalence(values: Any, margin: float) -> float:
     return float(stdtr(n - 1, -nearest / found.sem())) if found.sem() else float(nearest <= 0)
 
 
-def verdict(found: Estimate | None, margin: float) -> str:
-    """Return equivalent if the interval lies within ± margin, else different if it excludes zero, else open."""
-    if found is None or math.isnan(found.low):
-        return "open"
-    if -margin < found.low and found.high < margin:
-        return "equivalent"
-    return "different" if found.low > 0 or found.high < 0 else "open"
-
-
-def verdict(found: Estimate, margin: float | None, p: float | None = None) -> str:
+def verdict(found: Estimate | None, margin: float | None, p: float | None = None) -> str:
     """Return equivalent if the 95 % interval lies within ± margin, different if it excludes zero and p <= 0.05, else open.
 
     ``p``: adjusted for the number of primary contrasts; None: the estimate's own.
     """
-    if math.isnan(found.low):
+    if found is None or math.isnan(found.low):
         return "open"
     if margin is not None and -margin < found.low and found.high < margin:
         return "equivalent"
