@@ -60,14 +60,6 @@ def build(family, dtype=torch.float32, seed=0, **config):
     return model
 
 
-def cache_names():
-    """What this transformers calls a cache that is given or comes out, and then the old name, if models take it too."""
-    import transformers
-
-    takes = inspect.signature(transformers.MambaForCausalLM.forward).parameters
-    return ["cache", "cache_params"] if "cache" in takes else ["cache_params"]
-
-
 def both(family, **options):
     """The model as it comes, and the same patched."""
     from packmamba.integrations.transformers import patch
@@ -122,8 +114,7 @@ def check_same(packed, model, logits, tokens, rows, tolerance):
         assert error(logits[b, a:e], single[0]) < tolerance
     loss, found = loss_and_gradients(packed, [logits[b, a:e] for b, a, e in places(rows)], tokens, rows)
     wanted, gradients = loss_and_gradients(model, [single[0] for single, _ in expected], tokens, rows)
-    assert abs(loss - wanted) < tolerance * wanted
-    assert found.keys() == gradients.keys()
+    assert abs(loss - wanted) < tolerance * wanted and found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert error(found[name], gradient) < 10 * tolerance, name  # two float32 results; norms cancel most of x_proj's
 

@@ -40,15 +40,9 @@ def test_every_view_says_what_the_lengths_say(drawn):
 
 
 @given(layouts())
-def test_round_trips_that_lose_nothing(layout):
+def test_round_trips(layout):
     assert SequenceLayout.from_position_indices(layout.position_indices) == layout
-    assert SequenceLayout.from_position_indices(layout.position_indices.long()) == layout
-    assert pickle.loads(pickle.dumps(layout)) == layout
-    assert layout.to("cpu") == layout
-
-
-@given(layouts())
-def test_round_trips_that_lose_the_offsets(layout):
+    assert pickle.loads(pickle.dumps(layout)) == layout.to("cpu") == layout
     again = SequenceLayout.from_seq_idx(layout.seq_idx)
     assert torch.equal(again.starts, layout.starts) and torch.equal(again.ends, layout.ends)
     assert not again.continues.any()
@@ -96,10 +90,8 @@ REFUSALS = {
     "flat lengths": (from_lengths, ([3, 2], 4), TypeError, r"lengths\[0\].*int"),
     "float length": (from_lengths, ([[1.5]], 4), TypeError, r"lengths\[0\]\[0\].*1\.5"),
     "no rows": (from_lengths, ([], 4), ValueError, "lengths: .*at least one row"),
-    "no slots": (from_lengths, ([[]], 0), ValueError, "row_length: .*0"),
     "too many slots": (from_lengths, ([[1]] * 3, 2**30), ValueError, r"2\*\*31"),
     "offsets of another shape": (from_lengths, ([[3], [1]], 4, [[0, 0], []]), ValueError, "offsets"),
-    "negative offset": (from_lengths, ([[3]], 4, [[-1]]), ValueError, r"offsets\[0\]\[0\].*-1"),
     "float indices": (from_position_indices, (torch.zeros(1, 2),), TypeError, "position_indices.*float"),
     "a list": (from_seq_idx, ([[0, 0]],), TypeError, "seq_idx: expected an integer tensor, got list"),
     "one dimension": (from_position_indices, (INTS([0, 1]),), ValueError, r"\(B, L\).*\(2,\)"),
@@ -108,12 +100,10 @@ REFUSALS = {
     "padding inside a row": (from_position_indices, (INTS([[0, 1], [-1, 0]]),), ValueError, r"\[1, 1\].*tail"),
     "below -1": (from_seq_idx, (INTS([[0, -2]]),), ValueError, r"seq_idx\[0, 1\].*-2"),
     "id returns": (from_seq_idx, (INTS([[0, 0, 0], [4, 5, 4]]),), ValueError, r"seq_idx\[1\].*id 4"),
-    "padding inside ids": (from_seq_idx, (INTS([[0, -1, 1]]),), ValueError, r"seq_idx\[0, 2\].*tail"),
     "cu starts above 0": (from_cu_seqlens, (INTS([1, 4]), 1, 4), ValueError, "from 0"),
     "cu stops short": (from_cu_seqlens, (INTS([0, 3]), 1, 4), ValueError, "4.*0 to 3"),
     "cu stands still": (from_cu_seqlens, (INTS([0, 2, 2, 4]), 1, 4), ValueError, "strictly.*2 then 2"),
     "cu crosses rows": (from_cu_seqlens, (INTS([0, 3, 8]), 2, 4), ValueError, "row 1 to start with"),
-    "cu of two dimensions": (from_cu_seqlens, (INTS([[0, 4]]), 1, 4), ValueError, r"\(S \+ 1,\)"),
 }
 
 

@@ -12,12 +12,14 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 row_lengths = st.integers(1, 40)
 any_lengths = st.lists(st.integers(1, 100), max_size=60)
-# Mostly short documents and few distinct lengths: what makes packers reuse rows, and rows of equal room.
-fitting = row_lengths.flatmap(
-    lambda n: st.tuples(
-        st.just(n), st.lists(st.integers(1, n) | st.integers(1, min(n, 4)) | st.just(max(n // 2, 1)), max_size=80)
-    )
-)
+
+
+@st.composite
+def fitting(draw):
+    """Draw mostly short documents and few distinct lengths: what makes packers reuse rows, and rows of equal room."""
+    n = draw(row_lengths)
+    length = st.integers(1, n) | st.integers(1, min(n, 4)) | st.just(max(n // 2, 1))
+    return n, draw(st.lists(length, max_size=80))
 
 
 def tokens_of(plan: PackingPlan) -> list[tuple[int, int]]:
@@ -38,8 +40,7 @@ def test_every_token_is_in_one_row_once(strategy, lengths, row_length, buffer, o
     for row in plan:
         assert 0 < sum(piece.length for piece in row) <= row.slots <= row_length
         assert [piece[:2] for piece in row] == sorted(piece[:2] for piece in row)
-    assert plan.num_tokens == sum(kept)
-    assert plan.num_slots == sum(row.slots for row in plan)
+    assert (plan.num_tokens, plan.num_slots) == (sum(kept), sum(row.slots for row in plan))
     assert plan.padding_fraction == pytest.approx(1 - sum(kept) / plan.num_slots if lengths else 0)
     assert len(plan) == plan.num_rows == len(list(plan)) == len(plan.slots) == len(plan.row_offsets) - 1
 
@@ -122,7 +123,7 @@ NAIVE = {
 
 @pytest.mark.parametrize("strategy", NAIVE)
 @settings(max_examples=60)
-@given(fitting, st.integers(1, 90))
+@given(fitting(), st.integers(1, 90))
 def test_assignment_is_the_definition_s(strategy, drawn, buffer):
     row_length, lengths = drawn
     plan = plan_rows(lengths, row_length, strategy, buffer=buffer)
@@ -185,14 +186,7 @@ def test_a_strategy_that_would_lose_or_overfill_is_refused(monkeypatch, assign):
 
 @pytest.mark.parametrize(
     "strategy, least, most",
-    [
-        ("next_fit", 0.20, 0.22),
-        ("greedy", 0, 0.002),
-        ("best_fit_decreasing", 0, 0.001),
-        ("spfhp", 0, 0.005),
-        ("first_fit", 0, 0.02),
-        ("concat_split", 0, 0.0001),
-    ],
+    [("next_fit", 0.20, 0.22), ("greedy", 0, 0.002), ("best_fit_decreasing", 0, 0.001), ("concat_split", 0, 0.0001)],
 )
 def test_padding(strategy, least, most):
     plan = plan_rows(draw_lengths("documents-2k", 100_000, 0), 2048, strategy, buffer=4096)

@@ -76,17 +76,22 @@ def expected(lengths, truncated=None, cut=None):
     return np.array(trained), np.array(targets)
 
 
+DRAWN = {
+    "lengths": st.lists(st.integers(1, 70), min_size=1, max_size=40),
+    "ranks": st.integers(1, 3),
+    "strategy": st.sampled_from(sorted(STRATEGIES)),
+    "tokens_per_step": st.integers(1, 300),
+    "cut_documents": st.none() | st.integers(1, 40),
+}
+
+
 @settings(max_examples=60)
 @given(
-    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=40),
-    ranks=st.integers(1, 3),
+    **DRAWN,
     epoch=st.integers(0, 1),
-    strategy=st.sampled_from(sorted(STRATEGIES)),
     batching=st.sampled_from(["matched", "stream"]),
     overlong=st.sampled_from(["split", "truncate"]),
-    tokens_per_step=st.integers(1, 200),
     max_tokens_per_batch=st.integers(1, 100),
-    cut_documents=st.none() | st.integers(1, 40),
     streams=st.integers(1, 5),
     stagger=st.booleans(),
     shuffle_steps=st.none() | st.integers(1, 3),
@@ -102,18 +107,11 @@ def test_any_keys(lengths, ranks, epoch, strategy, batching, overlong, cut_docum
 
 
 @settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=40),
-    ranks=st.integers(1, 2),
-    strategy=st.sampled_from(sorted(STRATEGIES)),
-    budget=st.integers(1, 300),
-    cut_documents=st.none() | st.integers(1, 40),
-)
-def test_steps_that_cut_hold_exactly_as_many_tokens_and_epochs_meet(lengths, ranks, strategy, budget, cut_documents):
-    keys = {"tokens_per_step": budget, "cut_at_steps": True, "cut_documents": cut_documents, "overlong": "split"}
-    of_ranks = steps_of(lengths, ranks, strategy=strategy, **keys)
+@given(**DRAWN)
+def test_steps_that_cut_hold_exactly_as_many_tokens_and_epochs_meet(lengths, ranks, tokens_per_step, **keys):
+    of_ranks = steps_of(lengths, ranks, tokens_per_step=tokens_per_step, cut_at_steps=True, overlong="split", **keys)
     trained, targets = np.zeros((2, sum(lengths)), int)
-    budget = min(budget, sum(lengths))
+    budget = min(tokens_per_step, sum(lengths))
     steps = min(3 * -(-sum(lengths) // budget), 60)
     for step in range(steps):
         assert {share.num_tokens for share in add(of_ranks, step, trained, targets)} == {budget}

@@ -3,32 +3,21 @@
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources import open_source
 from packmamba.data.sources.packages import functions_of
 from packmamba.data.token_store import load_corpora
-from packmamba.evaluation.tasks import TASKS
 from written import TEXTS, of, read, refused, write_lines, write_megatron
 
 
 @pytest.fixture
 def expected(tmp_path):
-    """The documents of plain JSON lines."""
+    """Return the documents of plain JSON lines."""
     return read(of(write_lines(tmp_path / "expected.jsonl")))
-
-
-def contents(documents):
-    return [document.content for document in documents]
-
-
-def held_out(documents):
-    return {document.content for document in documents if document.held_out}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.gz"])
@@ -61,9 +50,9 @@ def test_the_split_is_by_content_and_holds_out_at_least_one(tmp_path, fraction):
     texts = [f"document {i}" for i in range(1000)] * 2
     forward = read(of(write_lines(tmp_path / "a.jsonl", ["", *texts]), validation_fraction=fraction))
     backward = read(of(write_lines(tmp_path / "b.jsonl", texts[::-1]), validation_fraction=fraction))
-    assert held_out(forward) == held_out(backward)
-    assert not held_out(forward) & {one.content for one in forward if not one.held_out and one.content}
-    assert 70 < len(held_out(forward)) < 130 if fraction == 0.1 else len(held_out(forward) - {""}) == 1
+    held_out, again = ({one.content for one in found if one.held_out} for found in (forward, backward))
+    assert held_out == again and not held_out & {one.content for one in forward if not one.held_out and one.content}
+    assert 70 < len(held_out) < 130 if fraction == 0.1 else len(held_out - {""}) == 1
 
 
 def test_text_reads_every_visible_file_in_the_order_of_its_name_and_holds_out_by_it(tmp_path):
@@ -72,7 +61,7 @@ def test_text_reads_every_visible_file_in_the_order_of_its_name_and_holds_out_by
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text.encode())
     found = read(of(tmp_path, "text"))
-    assert contents(found) == ["eins", "zwei\r\n", "drei ☃", ""]
+    assert [document.content for document in found] == ["eins", "zwei\r\n", "drei ☃", ""]
     (tmp_path / "b.txt").write_text("other")
     assert [one.held_out for one in read(of(tmp_path, "text"))] == [one.held_out for one in found]
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
@@ -181,30 +170,6 @@ def test_functions_are_cut_out_as_they_stand_in_their_file():
     latin = "def e(): return 'é'\n"
     assert functions_of(f"# -*- coding: latin-1 -*-\n{latin}".encode("latin-1")) == [latin]
     assert functions_of(b"def (") is None
-
-
-def test_synthetic_documents_have_the_lengths_of_the_distribution():
-    found = read(DataConfig(source="synthetic", distribution="short", num_documents=2500, vocab_size=300))
-    assert [len(document.content) for document in found] == draw_lengths("short", 2500, 0).tolist()
-    assert sum(document.held_out for document in found) == 125
-    tokens = np.concatenate(contents(found))
-    counts = np.bincount(tokens, minlength=300) / len(tokens) * 300
-    assert len(counts) == 300 and np.abs(counts - 1).max() < 6 / np.sqrt(len(tokens) / 300)
-
-
-def test_a_task_s_corpus_holds_its_examples_and_their_targets(tmp_path):
-    options = {"num_pairs": 4, "length": [20, 40], "vocab_size": 64}
-    data = DataConfig(source="task", task="mqar", task_options=options, num_documents=60, validation_fraction=0.2)
-    data.cache_dir = str(tmp_path)
-    corpora = load_corpora(data, progress=False)
-    task = TASKS["mqar"](num_pairs=4, length=(20, 40), vocab_size=64)
-    assert (len(corpora.train), len(corpora.validation)) == (48, 12) and corpora.train.vocab_size == 64
-    for corpus, first in ((corpora.train, 0), (corpora.validation, 48)):
-        for number in range(len(corpus)):
-            example = task.example(0, first + number)
-            assert np.array_equal(corpus.document(number), example.tokens)
-            targets = corpus.targets[corpus.offsets[number] : corpus.offsets[number + 1]]
-            assert np.array_equal(targets, np.where(example.mask, example.targets, -1))
 
 
 @pytest.mark.parametrize(

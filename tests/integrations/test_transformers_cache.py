@@ -1,5 +1,6 @@
 """Caches of patched Hugging Face models, under each name that they have there, and generation; the oracle is the original."""
 
+import inspect
 import os
 import warnings
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from hugging_face import (  # noqa: E402
     arguments,
     both,
     build,
-    cache_names,
     error,
     plain_torch,  # noqa: F401
     refused,
@@ -25,7 +25,9 @@ from hugging_face import (  # noqa: E402
 from packmamba.integrations.transformers import patch  # noqa: E402
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-CACHE, *OLD = cache_names()
+# The name of a cache that is given or comes out, and then the old name, if models take it too.
+TAKES = inspect.signature(transformers.MambaForCausalLM.forward).parameters
+CACHE, *OLD = ["cache", "cache_params"] if "cache" in TAKES else ["cache_params"]
 every_name = pytest.mark.parametrize("name", [CACHE, *OLD])
 ROW = [0, 1, 2, 0, 1, 2]
 
