@@ -426,8 +426,6 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         status = COMMANDS[command][0](words) or 0
         sys.stdout.flush()
         return status
-    except UserError as error:
-        message, status = str(error), error.status
     except BrokenPipeError:  # as of | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -435,8 +433,8 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         message, status = f"the package '{error.name}' is missing; pip install 'packmamba[train]'", 2
     except KeyboardInterrupt:
         message, status = "stopped; the same command continues from the last checkpoint", 130
-    except OSError as error:
-        message, status = str(error), 2
+    except (UserError, OSError) as error:
+        message, status = str(error), getattr(error, "status", 2)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise
