@@ -14,10 +14,17 @@ from torch import Tensor
 from packmamba import SequenceLayout, ops
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
-from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
+from packmamba.ops.reference import conv1d_pack_loops, ssd_pack_loops, ssm_pack_loops
 from packmamba.ops.scan import ScanArguments
+from packmamba.ops.ssd import SsdArguments
 
-SPECIFICATIONS = {"conv1d_pack": (ConvArguments, conv1d_pack_loops), "ssm_pack": (ScanArguments, ssm_pack_loops)}
+SPECIFICATIONS = {
+    "conv1d_pack": (ConvArguments, conv1d_pack_loops),
+    "ssm_pack": (ScanArguments, ssm_pack_loops),
+    "ssd_pack": (SsdArguments, ssd_pack_loops),
+}
+OPERATORS = list(SPECIFICATIONS)
+PER_TOKEN = ("x", "u", "delta", "z", "B", "C")
 # mamba_ssm is a baseline: it takes one document a row.
 BACKENDS = [name for name in ops.BACKENDS if name not in ("auto", "mamba_ssm")]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -28,6 +35,14 @@ TOLERANCES = {
     torch.float32: (1e-5, 5e-5),
     torch.float64: (1e-9, 1e-9),
 }
+SSD_BFLOAT16 = 2.5e-3
+"""Forward error of ssd_pack in bfloat16: its masked scores are rounded too, by the GPU's kernels."""
+
+
+def tolerance(operator: str, dtype: torch.dtype, gradient: bool) -> float:
+    if operator == "ssd_pack" and dtype == torch.bfloat16 and not gradient:
+        return SSD_BFLOAT16
+    return TOLERANCES[dtype][gradient]
 
 
 def _layout(*rows: list[int], row_length: int, first: tuple[int, ...] = ()) -> SequenceLayout:
@@ -135,14 +150,19 @@ def random_case(
     d_state: int = 4,
     width: int = 4,
     parameter_dtype: torch.dtype | None = None,
+    headdim: int = 3,
 ) -> Case:
-    """Arguments as a model gives them: x, u and z, B and C are slices of wider tensors, delta is around its usual size."""
+    """Arguments as a model gives them: x, u and z, B and C are slices of wider tensors, delta is around its usual size.
+
+    Of ssd_pack ``channels`` are heads, in two groups if they are even.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
     (rows, row_length), documents, wide = layout.shape, layout.num_documents, accumulation_dtype(dtype)
+    grad_shape: tuple[int, ...] = (rows, row_length, channels)
     x, z = normal(rows, row_length, 2 * channels).split(channels, dim=-1)
     tensors: dict[str, Tensor]
     if operator == "conv1d_pack":
@@ -152,6 +172,21 @@ def random_case(
             tensors["bias"] = normal(channels, dtype=parameters)
         state_shape, state_dtype = (documents, channels, width - 1), parameters
         options: dict = {"activation": "silu" if optional else None}
+    elif operator == "ssd_pack":
+        groups, grad_shape = 2 - channels % 2, (rows, row_length, channels, headdim)
+        parts = [channels * headdim] * 2 + [groups * d_state] * 2
+        x, z, B, C = normal(rows, row_length, sum(parts)).split(parts, dim=-1)
+        x, z = (t.unflatten(2, (channels, headdim)) for t in (x, z))
+        B, C = (t.unflatten(2, (groups, d_state)) for t in (B, C))
+        A = -normal(channels, dtype=wide).exp()
+        tensors = {"x": x, "delta": normal(rows, row_length, channels), "A": A, "B": B, "C": C}
+        options = {"delta_softplus": optional, "delta_limit": (0.02, 1.5) if optional else None}
+        if optional:
+            skip = (channels, headdim) if seed % 2 else (channels,)
+            tensors |= {"D": normal(*skip, dtype=wide), "z": z, "delta_bias": normal(channels, dtype=wide) - 3}
+        else:
+            tensors["delta"] = (tensors["delta"].abs() / 8).contiguous()
+        state_shape, state_dtype = (documents, channels, headdim, d_state), wide
     else:
         _, B, C = normal(rows, row_length, 3 + 2 * d_state).split([3, d_state, d_state], dim=-1)
         A = -torch.arange(1, d_state + 1, dtype=wide) * normal(channels, 1, dtype=wide).cpu().exp()
@@ -167,7 +202,7 @@ def random_case(
     if states:
         tensors["initial_state"] = normal(*state_shape, dtype=state_dtype)
         grad_final = normal(*state_shape, dtype=state_dtype)
-    return Case(operator, layout.to(device), tensors, options, normal(rows, row_length, channels), grad_final)
+    return Case(operator, layout.to(device), tensors, options, normal(*grad_shape), grad_final)
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:

@@ -1,11 +1,12 @@
-"""The two sequence-wise operators of a Mamba block, packed: a causal convolution and the selective scan."""
+"""The sequence-wise operators of Mamba blocks, packed: a causal convolution, the selective scan, Mamba-2's scan."""
 
 from packmamba.ops.backends import BACKENDS as BACKENDS
 from packmamba.ops.backends import load
 from packmamba.ops.conv import conv1d_pack as conv1d_pack
 from packmamba.ops.inner import inner_pack as inner_pack
 from packmamba.ops.scan import ssm_pack as ssm_pack
+from packmamba.ops.ssd import ssd_pack as ssd_pack
 
 load()  # also defines torch.ops.packmamba, which saved graphs name
 
-__all__ = ["BACKENDS", "conv1d_pack", "inner_pack", "ssm_pack"]
+__all__ = ["BACKENDS", "conv1d_pack", "inner_pack", "ssd_pack", "ssm_pack"]

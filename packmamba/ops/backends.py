@@ -12,7 +12,7 @@ import torch
 
 from packmamba.ops import build
 
-OPERATORS = {"conv1d_pack": "conv", "ssm_pack": "scan", "inner_pack": "inner"}
+OPERATORS = {"conv1d_pack": "conv", "ssm_pack": "scan", "ssd_pack": "ssd", "inner_pack": "inner"}
 """Operators and their modules."""
 COMPILED = {operator: f"packmamba.ops.{module}:compiled" for operator, module in OPERATORS.items()}
 
@@ -37,6 +37,7 @@ BACKENDS = {
         {
             "conv1d_pack": "packmamba.ops.reference:conv1d_pack_vectorised",
             "ssm_pack": "packmamba.ops.reference:ssm_pack_vectorised",
+            "ssd_pack": "packmamba.ops.ssd:chunked",
             "inner_pack": "packmamba.ops.reference:inner_pack_composed",
         }
     ),

@@ -17,11 +17,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_activations(tensor: Tensor, name: str) -> None:
+def check_activations(tensor: Tensor, name: str, shape: str = "(B, L, D)") -> None:
     """Check an operator's first argument."""
     check_is_tensor(tensor, name)
-    if tensor.dim() != 3 or 0 in tensor.shape:
-        raise ValueError(f"{name}: expected shape (B, L, D) with no empty dimension, got {tuple(tensor.shape)}")
+    if tensor.dim() != shape.count(",") + 1 or 0 in tensor.shape:
+        raise ValueError(f"{name}: expected shape {shape} with no empty dimension, got {tuple(tensor.shape)}")
     if tensor.dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"{name}: expected bfloat16, float16, float32 or float64, got {tensor.dtype}")
     _check_channel_stride(tensor, name)

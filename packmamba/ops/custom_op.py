@@ -27,8 +27,9 @@ SCHEMA = {
     SequenceLayout: "Tensor {0}_starts, Tensor {0}_ends",
     str | None: "str? {0}",
     bool: "bool {0}",
+    tuple[float, float] | None: "float[]? {0}",
 }
-PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool}
+PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool, tuple, list}
 """Argument types without overloads."""
 KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {}, "cuda": {}}
 """Kernels by device type, with the schemas of kernels/cpu, outputs last."""

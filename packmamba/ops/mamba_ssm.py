@@ -20,6 +20,7 @@ from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
 from packmamba.ops.reference import inner_pack_composed
 from packmamba.ops.scan import ScanArguments
+from packmamba.ops.ssd import SsdArguments
 
 
 @functools.cache
@@ -56,6 +57,29 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     y = scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_final_state)
     y, final = y if return_final_state else (y, None)
     return torch.where(real, y.transpose(1, 2), 0), None if final is None else final[layout.rows.long()]
+
+
+def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
+    """Compute ``ops.ssd_pack`` by mamba-ssm, with chunks of 256 that begin with rows."""
+    real = _real(a.layout)
+    delta, x, B, C, z = a.delta, a.x, a.B, a.C, a.z
+    if a.layout.num_tokens < a.layout.num_slots:
+        # A step of size zero leaves the state as it is; what padding holds must not be looked at.
+        delta = torch.where(real, delta, -1e4 if a.delta_softplus else 0)
+        x, B, C = (torch.where(real[..., None], tensor, 0) for tensor in (x, B, C))
+        z = None if z is None else torch.where(real[..., None], z, 0)
+    scan = _peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    limit = (-torch.inf, torch.inf) if a.delta_limit is None else tuple(a.delta_limit)
+    initial = a.initial_state
+    if initial is not None and a.layout.num_documents < a.layout.shape[0]:
+        initial = initial.new_zeros(a.layout.shape[0], *initial.shape[1:]).index_copy(0, a.layout.rows.long(), initial)
+    y, final = scan(
+        x, delta, a.A, B, C, 256, D=a.D, z=z, dt_bias=a.delta_bias, initial_states=initial,
+        dt_softplus=a.delta_softplus, dt_limit=limit, return_final_states=True,
+    )  # fmt: skip
+    if final is not None and a.layout.num_documents < a.layout.shape[0]:
+        final = final[a.layout.rows.long()]
+    return torch.where(real[..., None], y, 0), final.float() if a.return_final_state else None
 
 
 class _OwnStrides(torch.autograd.Function):

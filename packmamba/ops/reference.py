@@ -17,6 +17,7 @@ from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
 from packmamba.ops.scan import ScanArguments
+from packmamba.ops.ssd import SsdArguments
 
 CHUNK_LENGTH = 64
 
@@ -106,6 +107,34 @@ def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor]:
         finals.append(h)
     final_state = torch.stack(finals) if finals else A.new_zeros(0, *A.shape)
     return torch.stack(y).view(u.shape).to(u.dtype), final_state
+
+
+def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
+    """Scan token by token: states of (H, P, N)."""
+    x, delta, A, B, C, D, z, delta_bias, initial_state, _, layout, delta_softplus, delta_limit, return_final_state = a
+    dtype = accumulation_dtype(x.dtype)
+    x_slots, delta_slots = x.flatten(0, 1).to(dtype), delta.flatten(0, 1).to(dtype)
+    heads_of_a_group = x.shape[2] // B.shape[2]
+    B_slots, C_slots = (t.flatten(0, 1).to(dtype).repeat_interleave(heads_of_a_group, dim=1) for t in (B, C))
+    y = [torch.zeros_like(x_slots[0])] * layout.num_slots
+    finals = []
+    for s, (start, end) in enumerate(zip(layout.starts.tolist(), layout.ends.tolist())):
+        h = A.new_zeros(*x.shape[2:], B.shape[3]) if initial_state is None else initial_state[s]
+        for t in range(start, end):
+            step = _step_size(delta_slots[t], delta_bias, delta_softplus)
+            if delta_limit is not None:
+                step = step.clamp(*delta_limit)
+            h = torch.exp(step * A)[:, None, None] * h + (step[:, None] * x_slots[t])[..., None] * B_slots[t][:, None]
+            y[t] = (h * C_slots[t][:, None]).sum(-1)
+            if D is not None:
+                y[t] = y[t] + (D if D.dim() == 2 else D[:, None]) * x_slots[t]
+            if z is not None:
+                y[t] = y[t] * F.silu(z.flatten(0, 1)[t].to(dtype))
+        finals.append(h)
+    final_state = None
+    if return_final_state:
+        final_state = torch.stack(finals) if finals else A.new_zeros(a.state_shape)
+    return torch.stack(y).view(x.shape).to(x.dtype), final_state
 
 
 def ssm_pack_vectorised(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
