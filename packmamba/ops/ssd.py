@@ -109,7 +109,12 @@ class SsdArguments(NamedTuple):
         checks.check_tensor(self.delta, "delta", shape[:3], near, x, "x", True)
         checks.check_tensor(self.A, "A", (heads,), wide, x, "x")
         checks.check_is_tensor(self.B, "B")
-        if self.B.dim() != 4 or not 1 <= self.B.shape[3] <= MOST_STATES or not self.B.shape[2] or heads % self.B.shape[2]:
+        if (
+            self.B.dim() != 4
+            or not 1 <= self.B.shape[3] <= MOST_STATES
+            or not self.B.shape[2]
+            or heads % self.B.shape[2]
+        ):
             expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
             raise ValueError(f"B: expected shape {expected}, got {tuple(self.B.shape)}")
         for name, tensor in (("B", self.B), ("C", self.C)):
@@ -130,6 +135,15 @@ class SsdArguments(NamedTuple):
             pair = isinstance(limit, (tuple, list)) and len(limit) == 2
             if not pair or not all(isinstance(one, (int, float)) for one in limit) or not limit[0] <= limit[1]:
                 raise ValueError(f"delta_limit: expected (low, high) with low at most high, or None, got {limit!r}")
+
+    def aligned(self) -> SsdArguments:
+        """Pad states to a multiple of 16: products of matrices that begin off alignment round otherwise."""
+        states = self.B.shape[3]
+        if states % 16 == 0:
+            return self
+        pad = (0, -states % 16)
+        initial = None if self.initial_state is None else F.pad(self.initial_state, pad)
+        return self._replace(B=F.pad(self.B, pad), C=F.pad(self.C, pad), initial_state=initial)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -222,20 +236,21 @@ def chunked(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
             nothing = torch.stack([t.flatten()[:0].sum().to(a.A.dtype) for t in a[:9] if t is not None]).sum()
             final = a.A.new_zeros(a.state_shape) + nothing if a.return_final_state else None
             return torch.zeros_like(a.x) + nothing.to(a.x.dtype), final
+        states, a = a.B.shape[3], a.aligned()
         chunks = Chunks(a.layout, a.offsets)
         steps = Steps.of(a, chunks)
         x, B = chunks.gather(a.x, a.A.dtype), chunks.gather(a.B, a.A.dtype)
         start, local, decay = _states(a, chunks, steps, x, B)
         final = None
         if a.return_final_state:
-            final = decay[chunks.last] * start[chunks.last] + local[chunks.last]
+            final = (decay[chunks.last] * start[chunks.last] + local[chunks.last])[..., :states].contiguous()
         del local
         C = chunks.gather(a.C, a.A.dtype)
         parts = []
         for part in _parts(x):
             scores = _scores(B[part], C[part], x.shape[2]) * _decays(steps.total[part])
             scores = scores * steps.size[part].transpose(1, 2)[:, :, None]
-            within = (scores @ x[part].transpose(1, 2)).transpose(1, 2)
+            within = _multiply(scores, x[part].transpose(1, 2)).transpose(1, 2)
             parts.append(within + _by_group(C[part], start[part]) * steps.from_start[part][..., None])
         y = torch.cat(parts)
         if a.D is not None:
@@ -281,7 +296,7 @@ def _outer(x: Tensor, B: Tensor) -> Tensor:
 def _by_group(C: Tensor, state: Tensor) -> Tensor:
     """Apply states to C: (K, Q, G, N), (K, H, P, N) to (K, Q, H, P)."""
     by_group = state.unflatten(1, (C.shape[2], -1)).flatten(2, 3)
-    found = C.transpose(1, 2) @ by_group.transpose(2, 3)
+    found = _multiply(C.transpose(1, 2), by_group.mT)
     return found.unflatten(3, (-1, state.shape[2])).transpose(1, 2).flatten(2, 3)
 
 
@@ -291,13 +306,18 @@ def _of_states(x: Tensor, state: Tensor, groups: int) -> Tensor:
     return (by_group @ state.unflatten(1, (groups, -1)).flatten(2, 3)).transpose(1, 2)
 
 
+def _multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply matrices; a matrix and a vector by a sum, since BLAS rounds one such product otherwise than several."""
+    return (left * right.mT).sum(-1, keepdim=True) if right.shape[-1] == 1 else left @ right
+
+
 def _skip(D: Tensor) -> Tensor:
     return D if D.dim() == 2 else D[:, None]
 
 
 def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradients of ``chunked``, explicitly: compiled graphs hide operators' insides from autograd."""
-    groups, heads = a.B.shape[2], a.x.shape[2]
+    (groups, states), heads, a = a.B.shape[2:], a.x.shape[2], a.aligned()
     chunks = Chunks(a.layout, a.offsets)
     steps = Steps.of(a, chunks)
     size, total = steps.size, steps.total
@@ -312,12 +332,12 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         dz = before * open_ * (1 + z * (1 - open_))
     # Gradients of states at chunks' ends.
     dseen = dy * steps.from_start[..., None]
-    dlast = torch.zeros_like(start[chunks.last]) if dfinal is None else dfinal
+    dlast = a.A.new_zeros(a.state_shape) if dfinal is None else F.pad(dfinal, (0, a.B.shape[3] - states))
     dlocal = _outer(dseen, C)
     dend = chunks.pass_states(dlast, dlocal, decay, reverse=True)
     dinitial = None
     if a.initial_state is not None:
-        dinitial = decay[chunks.first] * dend[chunks.first] + dlocal[chunks.first]
+        dinitial = (decay[chunks.first] * dend[chunks.first] + dlocal[chunks.first])[..., :states]
     del dlocal
     dx, dB, dC = map(torch.empty_like, (x, B, C))
     dsize, dlog = torch.empty_like(size), torch.empty_like(size)
@@ -333,7 +353,7 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         dB[part] = (of_group.mT @ C[part].transpose(1, 2)).transpose(1, 2) + _of_states(kept, dend[part], groups)
         seen = _by_group(C[part], start[part]) * steps.from_start[part][..., None]
         later = _by_group(B[part], dend[part]) * steps.to_end[part][..., None]
-        dx[part] = ((scores * decays).mT @ dy[part].transpose(1, 2)).transpose(1, 2) + later
+        dx[part] = _multiply((scores * decays).mT, dy[part].transpose(1, 2)).transpose(1, 2) + later
         # Gradients of size * A. A decay acts on all that passes over it: pairs of earlier and later tokens, the state at the
         # chunk's start as tokens from here on see it, what earlier tokens add to the state at its end, and the one in the other.
         passes = (moved.sum(3) - moved.sum(2)).transpose(1, 2) + (seen * dy[part]).sum(3)
@@ -342,7 +362,7 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         dlog[part] = passes.flip(1).cumsum(1).flip(1) + added.cumsum(1) - added + through[:, None]
         dsize[part] = (dx[part] * x[part]).sum(3)
         if dz is not None:
-            forward = scores * weighed @ x[part].transpose(1, 2)
+            forward = _multiply(scores * weighed, x[part].transpose(1, 2))
             dz[part] *= forward.transpose(1, 2) + seen + (0 if a.D is None else _skip(a.D) * x[part])
     dx = dx * size[..., None]
     if a.D is not None:
@@ -356,8 +376,9 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         dD = (dy * x).sum((0, 1))
         dD = dD if a.D.dim() == 2 else dD.sum(1)
     return (
-        chunks.scatter(dx, a.x), chunks.scatter(ddelta, a.delta), (dlog * size).sum((0, 1)), chunks.scatter(dB, a.B),
-        chunks.scatter(dC, a.C), dD, None if a.z is None or dz is None else chunks.scatter(dz, a.z),
+        chunks.scatter(dx, a.x), chunks.scatter(ddelta, a.delta), (dlog * size).sum((0, 1)),
+        chunks.scatter(dB, a.B)[..., :states], chunks.scatter(dC, a.C)[..., :states], dD,
+        None if a.z is None or dz is None else chunks.scatter(dz, a.z),
         None if a.delta_bias is None else ddelta.sum((0, 1)), dinitial,
     )  # fmt: skip
 

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from operators import AWKWARD, SPECIFICATIONS, random_case
+from operators import AWKWARD, OPERATORS, SPECIFICATIONS, random_case
 from packmamba import MambaLM, SequenceLayout, ops
 from packmamba.ops import build, custom_op
 
-OPERATORS = ["conv1d_pack", "ssm_pack"]
-both = pytest.mark.parametrize("operator", OPERATORS)
+every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,7 +25,7 @@ def arguments_of(case):
     return (*(v for n in names for v in places.get(n, (given[n],))), True)
 
 
-@both
+@every_operator
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "optional"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(operator, optional, dtype):
@@ -75,7 +74,7 @@ def test_compiled_blocks_hand_a_layout_s_schedules_to_their_kernels(monkeypatch)
         assert layout.starts.schedules["longest"] == layout.longest
 
 
-@both
+@every_operator
 def test_compiled_through_autograd_equals_eager(operator):
     """aot_eager traces forward and backward with fakes alone."""
     torch._dynamo.reset()
@@ -88,7 +87,7 @@ def test_compiled_through_autograd_equals_eager(operator):
             assert torch.equal(got[name], value), name
 
 
-@both
+@every_operator
 def test_derivatives_that_kernels_lack_are_refused(operator):
     """Never a gradient that is silently zero."""
     case = random_case(operator, AWKWARD["splits"], torch.float64)
@@ -107,7 +106,7 @@ def test_derivatives_that_kernels_lack_are_refused(operator):
         torch.func.jvp(lambda x: call(x, *(t.detach() for t in others)), (first.detach(),), (first.detach(),))
 
 
-@both
+@every_operator
 def test_a_layout_written_to_before_the_backward_is_refused(operator):
     case = random_case(operator, SequenceLayout.from_lengths([[3, 4]], row_length=7), torch.float32, states=False)
     tensors = {name: tensor.detach().requires_grad_() for name, tensor in case.tensors.items()}

@@ -26,6 +26,8 @@ from operators import (
 )
 from packmamba import SequenceLayout, ops
 
+# A multiple of the tokens that ssd_pack's states are carried over: a chunk's, and on a GPU a segment's.
+CUTS = {"reference": 192, "cpu": 192, "cuda": 2048}
 LAYOUTS = AWKWARD | {"long": LONG}
 # Differences take two runs for each number that goes in.
 SMALL = SequenceLayout.from_lengths([[1, 5], [2, 3], []], row_length=6, offsets=[[5, 0], [0, 0], []])
@@ -251,3 +253,49 @@ def test_no_layout_means_each_row_is_a_document(operator, backend):
     expected = case.run(backend)["y"]
     assert torch.equal(getattr(ops, operator)(**case.tensors, **case.options, backend=backend), expected)
     assert torch.equal(getattr(ops, operator)(**case.tensors, **case.options, layout=None, backend=backend), expected)
+
+
+@every_operator
+@pytest.mark.parametrize("backend", [on("cpu"), on("cuda")])
+@pytest.mark.parametrize(("channels", "d_state"), [(5, 4), (3, 7), (2, 64)])
+def test_a_document_has_the_same_bits_alone(operator, backend, channels, d_state):
+    """Whatever its neighbours' lengths and its place: also where products of matrices round by how these lie in memory."""
+    device = device_of(backend)
+    layout = SequenceLayout.from_lengths([[63, 1, 130], [65, 100]], row_length=200, offsets=[[70, 0, 0], [0, 0]])
+    case = random_case(operator, layout, torch.float32, device, channels=channels, d_state=d_state, headdim=7)
+    together = case.run(backend)
+    for s, (start, end, offset) in enumerate(zip(layout.starts, layout.ends, layout.offsets)):
+        alone = copy.copy(case)
+        length = int(end - start)
+        alone.layout = SequenceLayout.from_lengths([[length]], length, offsets=[[int(offset)]]).to(device)
+        alone.tensors = {
+            name: t.flatten(0, 1)[start:end][None]
+            if name in PER_TOKEN
+            else t[s : s + 1]
+            if name == "initial_state"
+            else t
+            for name, t in case.tensors.items()
+        }
+        alone.grad_y, alone.grad_final = case.grad_y.flatten(0, 1)[start:end][None], case.grad_final[s : s + 1]
+        expected = dict(documents_of(case, together, s))
+        for name, value in documents_of(alone, alone.run(backend), 0):
+            assert torch.equal(value, expected[name]), (name, s)
+
+
+@every_backend
+def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend):
+    device, cut = device_of(backend), CUTS[backend]
+    length = cut + 70
+    layout = SequenceLayout.from_lengths([[length]], length)
+    case = random_case("ssd_pack", layout, torch.float32, device, channels=4, d_state=16, states=False)
+    case.options["return_final_state"] = True
+
+    def call(a, b, state=None):
+        tensors = {name: t[:, a:b] if name in PER_TOKEN else t for name, t in case.tensors.items()}
+        place = SequenceLayout.from_lengths([[b - a]], b - a, offsets=[[a]]).to(device)
+        return ops.ssd_pack(**tensors, **case.options, layout=place, initial_state=state, backend=backend)
+
+    y, final = call(0, length)
+    first, state = call(0, cut)
+    second, end = call(cut, length, state)
+    assert torch.equal(torch.cat([first, second], 1), y) and torch.equal(end, final)
