@@ -128,14 +128,11 @@ class Case:
     def _differentiate(self, function: Callable) -> dict[str, Tensor]:
         tensors = {name: tensor.detach().requires_grad_() for name, tensor in self.tensors.items()}
         out = function(tensors)
-        y, final = out if self.options["return_final_state"] else (out, None)
-        outputs, grads = [y], [self.grad_y.to(y.dtype)]
-        if final is not None:
-            outputs.append(final)
-            grads.append(self.grad_final.to(final.dtype))
-        gradients = torch.autograd.grad(outputs, list(tensors.values()), grads)
-        results = {"y": y.detach()} | {f"grad {name}": g for name, g in zip(tensors, gradients)}
-        return results | ({"final_state": final.detach()} if final is not None else {})
+        outputs = dict(zip(("y", "final_state"), out if self.options["return_final_state"] else (out,)))
+        grads = [grad.to(part.dtype) for grad, part in zip((self.grad_y, self.grad_final), outputs.values())]
+        gradients = torch.autograd.grad(list(outputs.values()), list(tensors.values()), grads)
+        results = {name: part.detach() for name, part in outputs.items()}
+        return results | {f"grad {name}": gradient for name, gradient in zip(tensors, gradients)}
 
 
 def random_case(

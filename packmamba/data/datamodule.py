@@ -69,7 +69,6 @@ class PackedDataModule(lightning.LightningDataModule):
         return {"corpus_hash": self.corpora.corpus_hash}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise ConfigError where a run would resume with other documents than it began with."""
         if state_dict["corpus_hash"] != self.corpora.corpus_hash:
             raise ConfigError("data: expected the documents that this run began with, got others; remove its folder")
 

@@ -165,7 +165,7 @@ def cut(lengths: Integers, longest: int) -> tuple[Integers, Integers, Integers]:
 
 
 def _enumerate(parts: Integers) -> tuple[Integers, Integers]:
-    """Map [2, 1] to ([0, 0, 1], [0, 1, 0]): of each part, what it is of and its number."""
+    """Map [2, 1] to ([0, 0, 1], [0, 1, 0])."""
     of = np.repeat(np.arange(len(parts)), parts)
     return of, np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
 

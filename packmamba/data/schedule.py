@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ WINDOW_DOCUMENTS = 1_000_000
 
 
 class Pieces(NamedTuple):
-    """Tokens ``start`` to ``start + length`` of ``document``, (P,) each, in order; each piece starts from zero state."""
+    """Hold P parts of documents: ``length`` tokens from ``start`` on, (P,) each; each starts from zero state."""
 
     document: Integers
     start: Integers
@@ -45,10 +45,7 @@ class Pieces(NamedTuple):
         return Pieces(self.document[here], self.start[here] + skipped, np.minimum(ends[here], last) - begins - skipped)
 
     def stagger(self, count: int) -> Pieces:
-        """Cut the first ``count`` pieces in two, at places that multiples of the golden ratio spread evenly.
-
-        The second part takes the piece's place; the first parts come last of all.
-        """
+        """Cut the first ``count`` pieces in two, spread evenly by the golden ratio; the first parts come last of all."""
         number = np.arange(1, len(self.length) + 1)
         cuts = np.where(number <= count, number * ((5**0.5 - 1) / 2) % 1 * self.length, 0).astype(np.int64)
         tails = Pieces(self.document, self.start + cuts, self.length - cuts)
@@ -92,8 +89,8 @@ def micro_batches(
 ) -> list[Integers]:
     """Split consecutive rows, given by number, into batches of at most ``data.max_tokens_per_batch`` slots or one row.
 
-    Rows of a strategy that does not pad are batches of their own. With ``carry`` a batch is a row of each of a rank's streams,
-    unless streams take turns. Batches without rows follow, so that every rank has as many.
+    With ``carry`` a batch is a row of each of a rank's streams, unless streams take turns. Batches without rows follow, so that
+    every rank has as many.
     """
     pads = STRATEGIES[data.strategy].pads
     if not pads or (carry and not data.takes_turns):
@@ -140,8 +137,8 @@ class Schedule:
     def __post_init__(self) -> None:
         data = self.data
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or 2**31)
-        splits = data.overlong != "error" or STRATEGIES[data.strategy].splits_documents
-        if longest > (data.row_length or longest) and not splits:
+        fits = data.overlong != "error" or STRATEGIES[data.strategy].splits_documents
+        if longest > (data.row_length or longest) and not fits:
             got = f"{data.row_length}; set data.overlong=split"
             raise ConfigError(f"data.row_length: expected at least {longest}, the longest document, got {got}")
         self.exact = data.batching == "matched" and data.cut_at_steps
@@ -149,7 +146,7 @@ class Schedule:
         self.budget = min(data.tokens_per_step, self.tokens)
         self.windows_per_epoch = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
         self._firsts = [0]  # first step of each window, or its first token where steps are exact
-        self._cached: tuple[int, Window] = -1, Window([], Pieces.of(self.corpus, np.arange(0)))
+        self._cached: tuple[int, Any] = -1, None
 
     def step(self, step: int) -> tuple[Rows, list[Integers]]:
         """Return the rows of a step, and their numbers batch by batch, of all ranks."""

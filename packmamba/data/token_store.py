@@ -44,8 +44,6 @@ class Corpus:
         lengths: (n,) int32, tokens of each document, at least one.
         targets: (T,) int32, the target after each token, -1 for none; None: the next token of the document.
         groups: (n,) int32, each document's index into ``group_names``; None: no groups.
-
-    Raises ValueError or OSError if a file is missing or shorter than ``meta.json`` says.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:

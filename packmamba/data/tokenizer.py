@@ -74,11 +74,11 @@ class FileTokenizer(Tokenizer):
     def __init__(self, path: str | Path, begin_token: str | None = None, end_token: str | None = None) -> None:
         try:
             import tokenizers
-        except ImportError:
-            raise ConfigError("data.tokenizer: a file needs the package tokenizers; pip install tokenizers") from None
-        try:
+
             content = Path(path).read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except ImportError:
+            raise ConfigError("data.tokenizer: a file needs the package tokenizers; pip install tokenizers") from None
         except Exception as error:  # the package raises plain Exception
             raise ConfigError(f"data.tokenizer: expected bytes or a JSON file, got '{path}' ({error})") from None
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads encode; its own warn after a fork

@@ -13,15 +13,7 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources.packages import functions_of
-from packmamba.data.sources.source import (
-    SEED,
-    Document,
-    Source,
-    hash_files,
-    held_out_count,
-    held_out_files,
-    list_files,
-)
+from packmamba.data.sources.source import SEED, Document, Source, hash_files, held_out_count, held_out_files, list_files
 
 # Tests are not typical functions, lib2to3's hold broken files, and installed packages are not the standard library.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
@@ -32,8 +24,8 @@ CHUNK = 1024
 def open_stdlib(data: DataConfig) -> Source:
     """Open every function and method of Python's standard library, held out by file."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = list_files(root, (".py",), SKIPPED_FOLDERS)
-    files = [name for name in files if (root / name).is_file()]  # systems have links to what is not installed
+    # Systems have links to what is not installed.
+    files = [name for name in list_files(root, (".py",), SKIPPED_FOLDERS) if (root / name).is_file()]
     held_out = held_out_files(files, data)
 
     def read() -> Iterator[Document]:

@@ -59,7 +59,7 @@ def _read(data: DataConfig, load: Callable[[], Any]) -> Callable[[], Iterator[Do
                         raise ValueError(f"expected text in the column '{data.text_key}' (data.text_key), got {text!r}")
                     yield text
         except Exception as error:  # the package and those below it raise all kinds
-            raise ConfigError(f"data.path: cannot read '{data.path}' after row {row} ({_line(error)})") from None
+            raise ConfigError(f"data.path: cannot read '{data.path}' after row {row} ({error!r})") from None
 
     return split_by_content(contents, data.validation_fraction)
 
@@ -79,8 +79,4 @@ def _builder(path: str, subset: str | None) -> tuple[Any, str | None]:
     try:
         return _datasets().load_dataset_builder(name, subset, revision=revision or None), revision or None
     except Exception as error:
-        raise ConfigError(f"data.path: cannot load '{path}' as a data set ({_line(error)})") from None
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"data.path: cannot load '{path}' as a data set ({error!r})") from None

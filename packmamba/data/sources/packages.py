@@ -9,6 +9,7 @@ them are documents. ``experiments/corpus/build.py`` writes manifests.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -55,9 +56,9 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def open_packages(data: DataConfig) -> Source:
-    """Open the files of the manifest ``data.path``; ``data.unit`` is what a document is, its group is its package.
+    """Open the files of the manifest ``data.path``, which decides what is validation; a document's group is its package.
 
-    The manifest decides what is validation. A file that is missing or differs is an error: it would be another corpus.
+    A file that is missing or differs is an error: it would be another corpus.
     """
     if data.validation_fraction != DataConfig.validation_fraction:
         raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
@@ -66,10 +67,9 @@ def open_packages(data: DataConfig) -> Source:
 
     def read() -> Iterator[Document]:
         for package, path, hash, chosen in manifest.taken():
-            try:
+            code = b""
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError, FileNotFoundError):
                 code = Path(str(find(package["name"]).locate_file(path))).read_bytes()
-            except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
-                code = b""
             if content_hash(code) != hash:
                 wanted = f"{path} of {package['name']} {package['version']}"
                 raise ConfigError(f"data.path: expected {wanted}, got none or another; install that version")
