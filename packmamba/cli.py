@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 from packmamba import __version__
-from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, load_config, registry
-from packmamba.config.load import read_layers, resolve, sections_of, shown, suggest
 from packmamba.errors import Unfinished, UserError
+
+try:
+    from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, registry
+    from packmamba.config.load import load_config, read_layers, resolve, sections_of, shown, suggest
+except ModuleNotFoundError as error:  # installed without the extra train
+    sys.exit(f"packmamba: error: the package '{error.name}' is missing; pip install 'packmamba[train]'")
 
 DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one."
 DTYPE = "dtype of the weights; null for the checkpoint's."
