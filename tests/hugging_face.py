@@ -1,13 +1,22 @@
 """Small Hugging Face models, what they give document by document, and their own path where the peers' kernels are installed."""
 
 import copy
+import importlib
 import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-FAMILIES = ("Mamba", "FalconMamba")
+FAMILIES = ("Mamba", "FalconMamba", "Jamba", "Zamba")
+HYBRID = {  # their keys of what CONFIGS names
+    "use_bias": "mamba_proj_bias",
+    "use_conv_bias": "mamba_conv_bias",
+    "state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "time_step_rank": "mamba_dt_rank",
+    "expand": "mamba_expand",
+}
 CONFIGS = {
     "published": {},
     "biases": {"use_bias": True, "use_conv_bias": False},
@@ -20,10 +29,8 @@ ROWS = [([5, 1, 8], 0, 0), ([3, 2, 1], 3, 5), ([14], 0, 0), ([], 14, 0), ([4], 1
 
 
 def modeling(family):
-    from transformers.models.falcon_mamba import modeling_falcon_mamba
-    from transformers.models.mamba import modeling_mamba
-
-    return {"Mamba": modeling_mamba, "FalconMamba": modeling_falcon_mamba}[family]
+    name = {"FalconMamba": "falcon_mamba"}.get(family, family.lower())
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +59,14 @@ def build(family, dtype=torch.float32, seed=0, **config):
 
     torch.manual_seed(seed)
     config = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4} | config
+    if family in ("Jamba", "Zamba"):
+        config = {HYBRID.get(key, key): value for key, value in config.items()}
+        config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    if family == "Jamba":
+        config = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2} | config
+    if family == "Zamba":
+        config |= {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]}
+        config |= {"attention_head_dim": config["hidden_size"] // 2}
     made = getattr(transformers, f"{family}Config")(**config)
     model = getattr(transformers, f"{family}ForCausalLM")(made).to(dtype)
     with torch.no_grad():

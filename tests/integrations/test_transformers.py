@@ -21,13 +21,12 @@ from hugging_face import (  # noqa: E402
     build,
     check_same,
     error,
-    modeling,
     plain_torch,  # noqa: F401
     refused,
     wide,  # noqa: F401
 )
 from packmamba import leakcheck  # noqa: E402
-from packmamba.integrations.transformers import patch  # noqa: E402
+from packmamba.integrations.transformers import disable, enable, patch  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
 FULL = [row for row in ROWS if sum(row[0]) == 14]  # rows without padding
@@ -68,7 +67,8 @@ def test_a_document_s_first_token_is_no_target(family, name):
 
 @every_family
 def test_packed_is_the_original_in_float64(family, wide):  # noqa: F811
-    model, packed = both(family, dtype=torch.float64, use_bias=True)
+    # Experts have no products in float64.
+    model, packed = both(family, dtype=torch.float64, use_bias=True, **{"num_experts": 1} if family == "Jamba" else {})
     tokens = random_tokens()
     logits = packed(tokens, attention_mask=MASK, seq_idx=IDX).logits
     assert logits.dtype == torch.float64
@@ -107,7 +107,7 @@ def test_every_way_to_say_where_documents_start(family):
     for name in ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):
         logits = packed(batch["input_ids"], **{name: batch[name]}).logits
         assert torch.equal(logits, expected.logits), name
-        hidden = packed.backbone(batch["input_ids"], **{name: batch[name]}, use_cache=False)[0]
+        hidden = packed.base_model(batch["input_ids"], **{name: batch[name]}, use_cache=False)[0]
         assert torch.equal(packed.lm_head(hidden), logits), f"{name}, given to the backbone as TRL does"
     embedded = packed.get_input_embeddings()(batch["input_ids"])
     assert torch.equal(packed(inputs_embeds=embedded, seq_idx=batch["seq_idx"]).logits, expected.logits)
@@ -160,6 +160,39 @@ def test_weights_and_names_stay(family, tmp_path):
         assert torch.equal(again(tokens, attention_mask=MASK, position_ids=POSITION).logits, expected)
 
 
+def test_enabled_classes_make_patched_models(tmp_path):
+    """As AutoModelForCausalLM and trainers make them; a saved folder says nothing of the patch, which a warning says."""
+    tokens, models = random_tokens(), {}
+    for family in FAMILIES:
+        models[family] = both(family)[1]
+        with pytest.warns(UserWarning, match="^save_pretrained: "):
+            models[family].save_pretrained(tmp_path / family)
+    enable()
+    try:
+        loaded = {f: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f).train() for f in FAMILIES}
+    finally:
+        disable()
+    for family, packed in models.items():
+        expected = packed(tokens, attention_mask=MASK, position_ids=POSITION).logits
+        assert torch.equal(loaded[family](tokens, attention_mask=MASK, position_ids=POSITION).logits, expected)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / family)
+        assert type(plain).__module__.startswith("transformers.")
+
+
+@every_family
+def test_required_boundaries(family):
+    """Without them an error names them; what a cache asks for goes on."""
+    packed, tokens = patch(build(family), require_boundaries=True), random_tokens()[:1]
+    for nothing in ({}, {"attention_mask": torch.ones_like(tokens)}, {"use_cache": False}):
+        with pytest.raises(ValueError, match="^position_ids: expected .*seq_idx, cu_seq_lens_q"):
+            packed(tokens, **nothing)
+    packed(tokens, position_ids=torch.arange(14)[None])
+    packed(tokens, attention_mask=MASK[1:2])
+    packed.eval().generate(tokens, max_new_tokens=2, pad_token_id=0)
+    packed = patch(packed)
+    packed(tokens)
+
+
 def test_half_precision_and_autocast():
     model, packed = both("Mamba")
     tokens = random_tokens()
@@ -209,17 +242,24 @@ def test_patch_refuses_other_models_by_name():
         assert patch_refuses(other).endswith(f"got {type(other).__name__}")
 
 
-@pytest.mark.parametrize("config", [{"conv_kernel": 5}, {"hidden_act": "gelu"}, {"state_size": 257}], ids=str)
-def test_patch_refuses_what_its_kernels_do_not_compute(config):
-    assert patch_refuses(build("Mamba", num_hidden_layers=1, **config)).startswith(f"config.{next(iter(config))}: ")
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("conv_kernel_size", {"conv_kernel": 5}),
+        ("activation", {"hidden_act": "gelu"}),
+        ("ssm_state_size", {"state_size": 257}),
+    ],
+)
+def test_patch_refuses_what_its_kernels_do_not_compute(name, config):
+    assert patch_refuses(build("Mamba", num_hidden_layers=1, **config)).startswith(f"{name}: ")
 
 
 @every_family
 def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
     """By name, and then nothing is patched."""
     model = build(family)
-    model.backbone.layers[1].mixer.gate_norm = torch.nn.Linear(1, 1)
+    mixer = next(module for module in model.modules() if type(module).__name__.endswith("Mixer"))
+    mixer.gate_norm = torch.nn.Linear(1, 1)
     assert patch_refuses(model).endswith("gate_norm is new") and type(model).__module__.startswith("transformers.")
-    mixer = getattr(modeling(family), f"{family}Mixer")
-    monkeypatch.setattr(mixer, "forward", lambda self, hidden_states, cache, attention_mask: None)
+    monkeypatch.setattr(type(mixer), "forward", lambda self, hidden_states, cache, attention_mask: None)
     assert patch_refuses(build(family)).endswith("its forward takes self, hidden_states, cache, attention_mask")

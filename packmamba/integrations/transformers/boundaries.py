@@ -20,21 +20,25 @@ class Packing(NamedTuple):
 
     Attributes:
         layout: padding before a row's first token is a document of its own there, since a layout's padding is a row's tail.
+            None: each row is one document.
         left: (B, L) bool, that padding; None if there is none.
-        last: (B,) int64, the document that each row ends with, if each row is one document up to its end; else None.
+        last: (B,) int64 or slice, the document that each row ends with, if each row is one up to its end; else None.
         packed: whether a row holds more than one document.
     """
 
-    layout: SequenceLayout
+    layout: SequenceLayout | None
     left: Tensor | None
-    last: Tensor | None
+    last: Tensor | slice | None
     packed: bool
+
+
+WHOLE_ROWS = Packing(None, None, slice(None), False)
 
 
 def find(
     shape: tuple[int, int], device: torch.device, attention_mask: Tensor | None, given: Mapping[str, Tensor]
-) -> Packing | None:
-    """Find the documents of a batch; None if each row is one without padding.
+) -> Packing:
+    """Find the documents of a batch.
 
     Args:
         shape: (B, L).
@@ -46,7 +50,7 @@ def find(
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     if attention_mask is None and not given:
-        return None
+        return WHOLE_ROWS
     real = torch.ones(shape, dtype=torch.bool) if attention_mask is None else _real(attention_mask, shape)
     padded = attention_mask is not None and not bool(real.all())
     first = torch.zeros_like(real)
@@ -62,10 +66,11 @@ def find(
         starts, source = found, name
     packed = bool((starts.sum(1) > 1).any())
     if not packed and not padded:
-        return None
+        return WHOLE_ROWS
     slot = torch.arange(shape[1]).expand(shape)
     position = slot - torch.where(starts, slot, 0).cummax(1).values
-    left = last = None
+    left: Tensor | None = None
+    last: Tensor | None = None
     if padded:
         before = ~real & (real.cumsum(1) == 0) & real.any(1, keepdim=True)
         position = torch.where(real | before, position, -1)

@@ -27,11 +27,13 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
     wide = accumulation_dtype(xz.dtype)
     conv = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)  # in float32 as there, beside float64 too
-    dt_proj, out_proj = mixer.dt_proj, mixer.out_proj
-    keeps, normed = cache is not None, hasattr(mixer, "dt_layernorm")
-    if not normed and all(map(_plain, (mixer.x_proj, dt_proj, out_proj))):
+    heads, out_proj, keeps = hasattr(mixer, "n_mamba_heads"), mixer.out_proj, cache is not None
+    # Zamba's channels of input and gate alternate.
+    x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if heads else xz.chunk(2, dim=-1)
+    inputs = x
+    if not (heads or hasattr(mixer, "dt_layernorm")) and all(map(_plain, (mixer.x_proj, mixer.dt_proj, out_proj))):
         mixed, states = ops.inner_pack(
-            xz, *conv, mixer.x_proj.weight, dt_proj.weight, A, D, dt_proj.bias.to(wide), out_proj.weight,
+            xz, *conv, mixer.x_proj.weight, mixer.dt_proj.weight, A, D, mixer.dt_proj.bias.to(wide), out_proj.weight,
             conv_layout=layout, ssm_layout=layout, return_state=keeps,
         )  # fmt: skip
         state: Any = None if states is None else states[1]
@@ -39,38 +41,44 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
         if out_proj.bias is not None:
             mixed = mixed + out_proj.bias.to(mixed.dtype)
     else:
-        x, z = xz.chunk(2, dim=-1)
         x = ops.conv1d_pack(x, *conv, layout=layout, activation="silu")
-        parts = mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size
-        low, B, C = mixer.x_proj(x).split(parts, dim=-1)
-        if normed:
-            low, B, C = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
-        if _plain(dt_proj):  # the bias is not rounded to the activations' dtype
-            delta, bias = F.linear(low, dt_proj.weight), dt_proj.bias.to(wide)
+        options: dict[str, Any] = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
+        state = None
+        if heads:
+            found = []
+            for h, (u, gate) in enumerate(zip(x.chunk(len(A), -1), z.chunk(len(A), -1))):
+                low, B, C = _split(mixer, F.linear(u, mixer.x_proj_weight[h]))
+                delta, bias = F.linear(low, mixer.dt_proj_weight[h]), mixer.dt_proj_bias[h].to(wide)
+                found.append(ops.ssm_pack(u, delta, A[h], B, C, D[h], z=gate, delta_bias=bias, **options))
+            if keeps:
+                state = torch.stack([last for _, last in found], 1)
+            y = torch.cat([y for y, _ in found] if keeps else found, -1)
         else:
-            delta, bias = dt_proj(low), None
-        y = ops.ssm_pack(
-            x, delta, A, B, C, D, z=z, delta_bias=bias, delta_softplus=True, layout=layout, return_final_state=keeps
-        )
-        y, state = y if keeps else (y, None)
+            low, B, C = _split(mixer, mixer.x_proj(x))
+            if hasattr(mixer, "dt_layernorm"):
+                low, B, C = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
+            if _plain(mixer.dt_proj):  # the bias is not rounded to the activations' dtype
+                delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(wide)
+            else:
+                delta, bias = mixer.dt_proj(low), None
+            y = ops.ssm_pack(x, delta, A, B, C, D, z=z, delta_bias=bias, **options)
+            y, state = y if keeps else (y, None)
         mixed = out_proj(_blank(y, packing))
     if keeps:
-        x = _blank(xz.chunk(2, dim=-1)[0], packing)
-        cache.update_conv_state(x.transpose(1, 2), mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
-        rows: Any = slice(None) if packing is None else packing.last
-        cache.update_recurrent_state(state[rows], mixer.layer_idx)
+        inputs = _blank(inputs, packing).transpose(1, 2)
+        cache.update_conv_state(inputs, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
+        cache.update_recurrent_state(state if packing is None else state[packing.last], mixer.layer_idx)
     return mixed
+
+
+def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
+    return projected.split((mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size), dim=-1)
 
 
 def _plain(linear: nn.Module) -> bool:
     """Return whether a projection is its weight and bias alone."""
-    return (
-        type(linear) is nn.Linear
-        and "forward" not in vars(linear)
-        and not (
-            linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
-        )
-    )
+    hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
+    return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 
 
 def _blank(tensor: Tensor, packing: Packing | None) -> Tensor:

@@ -1,9 +1,10 @@
-"""Packing subclasses of transformers' Mamba models, which ``patch`` puts in place of the originals, under the same names."""
+"""Packing subclasses of transformers' models with Mamba-1 layers, which ``patch`` puts in place of the originals, same names."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,72 +12,76 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.masking_utils import create_causal_mask
 from transformers.models.falcon_mamba import modeling_falcon_mamba
+from transformers.models.jamba import modeling_jamba
 from transformers.models.mamba import modeling_mamba
+from transformers.models.zamba import modeling_zamba
 
 from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, Packing, find
 from packmamba.integrations.transformers.mixer import mix
 
-MIXER_PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
+PARTS = {"in_proj", "conv1d", "out_proj", "A_log", "D"}
+PROJECTIONS = {"x_proj", "dt_proj"}
 NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
+HEADS = {"x_proj_weight", "dt_proj_weight", "dt_proj_bias"}
+FAMILIES = (  # modules, names, what a mixer holds, whether attention layers stand beside mixers
+    (modeling_mamba, "Mamba", "Mixer", PARTS | PROJECTIONS, False),
+    (modeling_falcon_mamba, "FalconMamba", "Mixer", PARTS | PROJECTIONS | NORMS, False),
+    (modeling_jamba, "Jamba", "MambaMixer", PARTS | PROJECTIONS | NORMS, True),
+    (modeling_zamba, "Zamba", "MambaMixer", PARTS | HEADS, True),
+)
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "kwargs"}
+CACHES = ("cache", "cache_params", "past_key_values")
+"""Names of the cache argument, the newest first, as transformers prefers them."""
 OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids", "position_id")
 """Other libraries' names of boundary arguments, which transformers would ignore silently."""
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 
-def cache_names(forward: Callable) -> tuple[str, ...]:
-    """Name the cache argument of a forward of transformers: ``cache_params``, or ``cache`` beside the old name."""
-    old = "cache_params"
-    return (old,) if old in inspect.signature(forward).parameters else ("cache", old)
-
-
 def check_supported(module: Any) -> None:
-    """Check that a model, backbone or mixer is as known and computable by our kernels; raise ValueError naming the difference."""
-    name = type(module).__name__
+    """Check that a model or mixer is as known and computable by our kernels; raise ValueError naming the difference."""
+    name, takes = type(module).__name__, list(inspect.signature(type(module).forward).parameters)
     if "forward" in vars(module):
         raise ValueError(f"{name}: expected its own forward, got one that something has wrapped; patch before that")
-    takes = list(inspect.signature(type(module).forward).parameters)
-    cache = cache_names(type(module).forward)[0]
-    if not name.endswith("Mixer"):
-        if missing := (MODEL_TAKES | {cache}) - set(takes):
-            raise _different(name, f"its forward takes no {sorted(missing)[0]}")
-        return
-    norms = NORMS if name.startswith("Falcon") else set()
-    children = {child for child, _ in module.named_children()} - {"act"}
-    parameters = {parameter for parameter, _ in module.named_parameters(recurse=False)}
-    if takes != ["self", "hidden_states", cache, "attention_mask", "kwargs"]:
+    holds = next((HOLDS[kind] for kind in type(module).__mro__ if kind in HOLDS), None)
+    has = {child for child, _ in module.named_children()} | {p for p, _ in module.named_parameters(recurse=False)}
+    if holds is None and not (MODEL_TAKES <= {*takes} and {*CACHES} & {*takes}):
         raise _different(name, f"its forward takes {', '.join(takes)}")
-    for has, known in ((children, MIXER_PARTS | norms), (parameters, {"A_log", "D"})):
-        if has != known:
-            what = sorted(has ^ known)[0]
-            raise _different(name, f"{what} {'is new' if what in has else 'is missing'}")
-    if type(module.conv1d) is not nn.Conv1d:
-        raise _different(name, f"conv1d is a {type(module.conv1d).__name__}")
-    for key, value, fits, expected in (
-        ("conv_kernel", module.conv_kernel_size, 2 <= module.conv_kernel_size <= 4, "2, 3 or 4"),
-        ("hidden_act", module.activation, module.activation in ("silu", "swish"), "'silu'"),
-        ("state_size", module.ssm_state_size, 1 <= module.ssm_state_size <= 256, "from 1 to 256"),
+    if holds is None:
+        return
+    if (
+        len(takes) != 5
+        or takes[:2] != ["self", "hidden_states"]
+        or takes[2] not in CACHES
+        or takes[3] != "attention_mask"
+    ):
+        raise _different(name, f"its forward takes {', '.join(takes)}")
+    if wrong := sorted((has - {"act"}) ^ holds):
+        raise _different(name, f"{wrong[0]} {'is new' if wrong[0] in has else 'is missing'}")
+    for key, fits, expected in (
+        ("conv_kernel_size", 2 <= module.conv_kernel_size <= 4 and type(module.conv1d) is nn.Conv1d, "2, 3 or 4"),
+        ("activation", module.activation in ("silu", "swish"), "'silu'"),
+        ("ssm_state_size", 1 <= module.ssm_state_size <= 256, "from 1 to 256"),
     ):
         if not fits:
-            raise ValueError(f"config.{key}: expected {expected}, got {value!r}")
+            raise ValueError(f"{key}: expected {expected} in {name}, got {getattr(module, key)!r}")
 
 
 def _different(name: str, what: str) -> ValueError:
     return ValueError(f"transformers {transformers.__version__}: {name} is not that of {KNOWN}: {what}")
 
 
-def _cache(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the cache argument; given under both names, transformers takes the first."""
-    return kwargs.get(names[0], kwargs.get(names[-1]))
+def _cache(kwargs: dict[str, Any]) -> Any:
+    return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
 
 
 @torch.compiler.disable  # what it makes depends on values
-def _arrange(kwargs: dict[str, Any], caches: tuple[str, ...]) -> dict[str, Any]:
-    """Replace the attention mask among a model's arguments by a Packing wherever our layers compute.
+def _arrange(kwargs: dict[str, Any], required: bool) -> dict[str, Any]:
+    """Replace the boundaries among a model's arguments by ``packing`` wherever our layers compute.
 
     What follows cached states, and what is padded behind its tokens and asks for a cache, stays transformers' own.
-    ``caches`` are the names of ``cache_names``.
+    ``required``: raise ValueError if nothing says where documents are.
     """
     for name, value in kwargs.items():
         if value is not None and name in OTHER_NAMES:
@@ -84,23 +89,26 @@ def _arrange(kwargs: dict[str, Any], caches: tuple[str, ...]) -> dict[str, Any]:
     kwargs = dict(kwargs)
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    if not isinstance(tokens, Tensor):
-        return kwargs  # transformers says what is wrong
-    cache, use_cache, mask = _cache(kwargs, caches), kwargs.get("use_cache"), kwargs.get("attention_mask")
-    if cache is not None and cache.has_previous_state(0):
+    cache, use_cache, mask = _cache(kwargs), kwargs.get("use_cache"), kwargs.get("attention_mask")
+    if not isinstance(tokens, Tensor) or (isinstance(mask, dict) and not given):
+        return kwargs  # transformers says what is wrong, or has prepared its own masks
+    if cache is not None and cache.has_previous_state():
         _check_continues(given)
         return kwargs
+    if required and not given and not use_cache and cache is None and (mask is None or bool((mask != 0).all())):
+        raise ValueError("position_ids: expected position_ids, seq_idx, cu_seq_lens_q or a mask of padding, got none")
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
-    if packing is not None and packing.packed:
+    if packing.packed:
         kwargs |= _own_labels(kwargs, packing)
-    kwargs["attention_mask"] = packing
-    if packing is None or packing.last is not None:
+    kwargs["packing"] = packing
+    if packing.last is not None:
         return kwargs
     if packing.packed and (use_cache or cache is not None):
-        what = "use_cache: expected False" if use_cache else f"{caches[0]}: expected None"
-        raise ValueError(f"{what} beside rows of several documents, whose states one cache cannot hold")
+        raise ValueError(
+            "use_cache: expected False and no cache, which cannot hold the states of several documents a row"
+        )
     if use_cache or cache is not None:
-        kwargs["attention_mask"] = mask
+        del kwargs["packing"]
     else:
         kwargs["use_cache"] = False
     return kwargs
@@ -108,6 +116,7 @@ def _arrange(kwargs: dict[str, Any], caches: tuple[str, ...]) -> dict[str, Any]:
 
 def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
     """Mask labels at a document's first token, which has no loss alone."""
+    assert packing.layout is not None
     starts = packing.layout.position_indices == 0
     found = {}
     for name, targets in (("labels", starts), ("shift_labels", starts.roll(-1, dims=1))):
@@ -125,11 +134,28 @@ def _check_continues(given: dict[str, Tensor]) -> None:
         raise ValueError("position_ids: expected to rise by one, from above 0, beside a cache that holds states")
 
 
-def _packs(original: Any) -> Callable:
+def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, Any]:
+    """Return masks of a hybrid's two kinds of layers: attention inside documents alone, and the packing."""
+    rows, length = (kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]).shape[:2]
+    arguments = {"config": model.config, "inputs_embeds": model.embed_tokens.weight.new_empty(rows, length, 0)}
+    arguments |= {"attention_mask": kwargs.get("attention_mask"), "cache": _cache(kwargs)}
+    if packing.packed:
+        assert packing.layout is not None
+        documents = packing.layout.documents
+        if "flash" in model.config._attn_implementation and rows > 1:
+            kernel = model.config._attn_implementation
+            raise ValueError(f"attn_implementation: expected sdpa or eager for several packed rows, got {kernel!r}")
+        kwargs["position_ids"] = packing.layout.position_indices.clamp(min=0).long()
+        arguments["attention_mask"] = None
+        arguments["and_mask_function"] = lambda row, _, query, key: documents[row, query] == documents[row, key]
+    return {"full_attention": create_causal_mask(**arguments), "linear_attention": packing}
+
+
+def _packs(original: Any, hybrid: bool, whole: bool) -> Callable:
     """Wrap a model's forward to take boundary arguments."""
     signature = inspect.signature(original.forward)
     *named, others = signature.parameters.values()
-    names, caches = [parameter.name for parameter in named[1:]], cache_names(original.forward)
+    names = [parameter.name for parameter in named[1:]]
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,13 +164,19 @@ def _packs(original: Any) -> Callable:
             tokens = kwargs.get(name)
             if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
                 raise ValueError(f"{name}: expected {axes} axes and at least one slot, got {tuple(tokens.shape)}")
-        arranged = isinstance(kwargs.get("attention_mask"), Packing)  # by the model around this one
-        if not arranged and any(value is not None and name in ASKS for name, value in kwargs.items()):
-            kwargs = _arrange(kwargs, caches)
+        arranged = "packing" in kwargs or isinstance(
+            kwargs.get("attention_mask"), Packing
+        )  # by the model around this one
+        asked = self.require_boundaries or any(value is not None and name in ASKS for name, value in kwargs.items())
+        if asked and not arranged:
+            kwargs = _arrange(kwargs, self.require_boundaries)
+        packing = None if hybrid and whole else kwargs.pop("packing", None)
+        if packing is not None:
+            kwargs["attention_mask"] = _masks(self, kwargs, packing) if hybrid else packing
         return original.forward(self, **kwargs)
 
     # What Trainer reads to know which columns of a data set the model takes.
-    extra = ("position_ids", "seq_idx", "cu_seq_lens_q")
+    extra = [name for name in ("position_ids", "seq_idx", "cu_seq_lens_q") if name not in names]
     boundaries = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra]
     forward.__signature__ = signature.replace(parameters=[*named, *boundaries, others])  # type: ignore[attr-defined]
     return forward
@@ -163,14 +195,25 @@ def _generates(original: Any) -> Callable:
     return prepare
 
 
+def _saves(original: Any) -> Callable:
+    @functools.wraps(original.save_pretrained)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(
+            "save_pretrained: the folder loads unpatched, and leaks; call enable() or patch(model)", stacklevel=2
+        )
+        return original.save_pretrained(self, *args, **kwargs)
+
+    return save_pretrained
+
+
 def _mixes(original: Any) -> Callable:
-    names, caches = list(inspect.signature(original.forward).parameters)[2:-1], cache_names(original.forward)
+    names = list(inspect.signature(original.forward).parameters)[2:-1]
 
     @force_accelerate_hooks(["conv1d"])
     @functools.wraps(original.forward)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs.update(zip(names, args))
-        cache, mask = _cache(kwargs, caches), kwargs.get("attention_mask")
+        cache, mask = _cache(kwargs), kwargs.get("attention_mask")
         continues = cache is not None and cache.has_previous_state(self.layer_idx)
         if continues or isinstance(mask, Tensor):
             return original.forward(self, hidden_states, **kwargs)
@@ -179,43 +222,55 @@ def _mixes(original: Any) -> Callable:
     return forward
 
 
-def _made(original: Any) -> Callable:
-    @functools.wraps(original.__init__)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original.__init__(self, *args, **kwargs)
-        exchange(self)
+def _made(original: type, init: Callable, require_boundaries: bool = False) -> Callable:
+    """Wrap a whole model's ``__init__`` to patch what it makes."""
 
-    return init
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if type(self) in (original, CLASSES[original]):
+            exchange(self, require_boundaries)
+
+    return made
 
 
 CLASSES: dict[type, type] = {}
 """Our subclass of each of transformers' classes; attributes of this module under their names, as pickle wants them."""
-MIXERS = (modeling_mamba.MambaMixer, modeling_falcon_mamba.FalconMambaMixer)
+HOLDS: dict[type, set[str]] = {}
+"""Parameters and modules of each mixer."""
+WHOLE: dict[type, Callable] = {}
+"""Models with a head, and their own ``__init__``."""
 
 
-def _subclass(original: type, **methods: Callable) -> None:
-    ours = type(original.__name__, (original,), {"__module__": __name__, **methods})
+def _subclass(original: type, **attributes: Any) -> None:
+    ours = type(original.__name__, (original,), {"__module__": __name__, "require_boundaries": False, **attributes})
     CLASSES[original] = globals()[original.__name__] = ours
 
 
-for module, family in ((modeling_mamba, "Mamba"), (modeling_falcon_mamba, "FalconMamba")):
-    mixer, backbone, whole = (getattr(module, f"{family}{part}") for part in ("Mixer", "Model", "ForCausalLM"))
+for module, family, suffix, holds, hybrid in FAMILIES:
+    mixer, backbone, whole = (getattr(module, f"{family}{part}") for part in (suffix, "Model", "ForCausalLM"))
+    HOLDS[mixer], WHOLE[whole] = holds, whole.__init__
     _subclass(mixer, forward=_mixes(mixer))
-    _subclass(backbone, forward=_packs(backbone))
-    _subclass(whole, __init__=_made(whole), forward=_packs(whole), prepare_inputs_for_generation=_generates(whole))
+    _subclass(backbone, forward=_packs(backbone, hybrid, whole=False))
+    _subclass(
+        whole, __init__=_made(whole, whole.__init__), forward=_packs(whole, hybrid, whole=True),
+        prepare_inputs_for_generation=_generates(whole), save_pretrained=_saves(whole),
+    )  # fmt: skip
 
 
-def exchange(model: torch.nn.Module) -> None:
+def exchange(model: nn.Module, require_boundaries: bool = False) -> None:
     """Change the classes of the modules inside to ours; they keep their state.
 
-    Raises:
-        ValueError: one of them looks different from what we know; then none is changed.
+    Raises ValueError if one of them looks different from what we know; then none is changed.
     """
     for module in model.modules():
-        if isinstance(module, MIXERS) and type(module) not in (*CLASSES, *CLASSES.values()):
+        if isinstance(module, tuple(HOLDS)) and type(module) not in (*CLASSES, *CLASSES.values()):
             raise ValueError(f"model: expected mixers of transformers' own class, got {type(module).__name__}")
     theirs = [module for module in model.modules() if type(module) in CLASSES]
     for module in theirs:
         check_supported(module)
     for module in theirs:
         module.__class__ = CLASSES[type(module)]
+    for module in model.modules():
+        if type(module) in CLASSES.values():
+            module.require_boundaries = require_boundaries  # type: ignore[assignment]
