@@ -135,7 +135,7 @@ def check_same(packed, model, logits, tokens, rows, tolerance):
 
 
 def refused(packed, **arguments):
-    """What a model says of arguments that it refuses."""
+    """Return a model's error for arguments that it refuses."""
     tokens = torch.ones(2, 6, dtype=torch.int64)
     with pytest.raises((TypeError, ValueError)) as caught:
         packed(**{"input_ids": tokens} | arguments)

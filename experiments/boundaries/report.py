@@ -54,7 +54,7 @@ def streams_per_row(run: Any) -> float:
 
 
 def name_of(run: Any) -> str:
-    """What an arm does, read from its configuration."""
+    """Name an arm's scheme from its configuration."""
     boundary, pool = _config(run, "trainer.boundary"), streams_per_row(run)
     if not pool:
         return "whole"
@@ -69,7 +69,7 @@ def name_of(run: Any) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """What arms that are compared have in common; T is the length of rows, or of the rows that whole is compared with."""
+    """Hold the setting that compared arms share; T is the length of rows, or of the rows that whole is compared with."""
 
     T: int
     tokens: int
@@ -285,7 +285,7 @@ def _pairs(here: dict[str, Arm], name: str = "own", other: str = "zero") -> int:
 
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
-    """What a leak does to the loss by the place in the document; also in post-training."""
+    """Draw a leak's effect on the loss by position in the document; also in post-training."""
     settings = {
         s: here for s, here in by_setting(arms(records)).items() if not s.tuning and _pairs(here, "leak", "rows") > 1
     }
@@ -547,7 +547,7 @@ def _lengths(settings: dict[Setting, dict[str, Arm]]) -> Table:
 
 
 def _agreement(settings: dict[Setting, dict[str, Arm]]) -> Table:
-    """Whether a few seeds or packages make a difference."""
+    """Tabulate agreement over seeds and packages."""
     table = Table(
         "agreement",
         "The ladder: how many seeds and packages agree, and what is left without any one package",
@@ -579,7 +579,7 @@ def _agreement(settings: dict[Setting, dict[str, Arm]]) -> Table:
 
 
 def _gains(settings: dict[Setting, dict[str, Arm]]) -> Table:
-    """What context before the last T tokens is worth, by how much of it there is."""
+    """Tabulate the gain from context before the last T tokens, by its length."""
     every = [arm for here in settings.values() for arm in here.values()]
     windows = [k for k in (2, 4, 8, 16, 32) if any(arm.runs.get(f"long_context.gain_{k}") is not None for arm in every)]
     columns = [Column("setting", ("setting",), False), Column("arm", ("arm",), False)]
@@ -668,7 +668,7 @@ def _cell(one: Estimate | None, digits: int = 4) -> Cell:
 
 
 def texts(records: Sequence[Record]) -> str:
-    """What documents are, and whether tokens mark them."""
+    """Name the unit of a document, and whether tokens mark it."""
     data = records[0]["config"]["data"]
     return (data.get("unit") or data["source"]) + ("" if data.get("begin_token") else "-unmarked")
 

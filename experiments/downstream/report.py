@@ -80,7 +80,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _runs(arm: Arm, task: str) -> Cell:
-    """Of the seeds that every arm should have those that have answered, and what became of the others."""
+    """List the seeds with answers, of those that every arm should have, and the state of the others."""
     have, diverged = int(arm[f"{task}.nats"].notna().sum()), int(arm["val_loss"].isna().sum())
     found = aggregate.Seeds(have, diverged, max(SEEDS - have - diverged, 0))
     return Cell(str(found), tuple(found[:4]))

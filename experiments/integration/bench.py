@@ -1,4 +1,4 @@
-"""What one line buys in Hugging Face's Trainer: a Mamba as it comes, flattened as it comes, and patched, in turns."""
+"""Time a Mamba in Hugging Face's Trainer: as it comes, flattened as it comes, and patched, in turns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Documents = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Arm:
-    """What one line of the table does; sizes of None are the bench's.
+    """Hold an arm of the table; sizes of None are the bench's.
 
     Attributes:
         batches: padded to the batch's longest; the same with all documents sorted by length before; flattened into one row.
@@ -189,7 +189,7 @@ class Turn:
 
 
 class Clock:
-    """When Trainer's steps end, and what they lost, without a wait between them."""
+    """Record the times and losses of Trainer's steps, without a wait between them."""
 
     def __init__(self, device: torch.device, warm_up: int) -> None:
         self._device, self._warm_up, self._lost = device, warm_up, list[Tensor]()
@@ -352,7 +352,7 @@ def _counts(arm: Arm, documents: Documents, per_step: int) -> tuple[int, int]:
 
 
 def _gate(measured: Measured, arms: dict[str, Arm], documents: Documents, margin: float) -> dict[str, float]:
-    """How far each arm's logits are from single documents', relative; in float32.
+    """Compare each arm's logits with single documents', relative; in float32.
 
     Single documents are computed by transformers without kernels. Its own arms are reported as they are, ours must agree.
     """

@@ -1,4 +1,4 @@
-"""Which of transformers' state-space, linear-attention and hybrid models leak when documents are packed."""
+"""Check which of transformers' state-space, linear-attention and hybrid models leak when documents are packed."""
 
 from __future__ import annotations
 

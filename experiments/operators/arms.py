@@ -15,7 +15,7 @@ class _Fields:
     does: str = field(default="", compare=False, kw_only=True)
 
     def fields(self) -> dict[str, Any]:
-        """What its records' configurations hold."""
+        """Return the fields of its records' configurations."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
 
     @classmethod
@@ -54,7 +54,7 @@ class GpuArm(_Fields):
 
     @property
     def per_token(self) -> bool:
-        """Of an earlier build of our kernels, in the committed records alone."""
+        """Return whether this is an earlier build of our kernels, in the committed records alone."""
         return self.implementation == "packmamba" and self.boundaries == "indices"
 
 

@@ -1,4 +1,4 @@
-"""What the experiment measures: the operators on a CPU and on a GPU."""
+"""Time the operators on a CPU and on a GPU."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class Prepared:
         return device_seconds((self.arms[name].phases(layout) for layout in layouts), self._waits[name])
 
     def memory(self, name: str) -> tuple[float, float]:
-        """What an arm's forward keeps besides its outputs, and its backward's peak besides its results, in activations."""
+        """Measure an arm's memory, in activations: saved by its forward besides outputs, and its backward's peak."""
         return _memory(self.arms[name], self.layouts[0])
 
 

@@ -1,4 +1,4 @@
-"""How each implementation of the operators is called on a GPU.
+"""Call each implementation of the operators on a GPU.
 
 Another one is a function and a line of ``BUILDERS``; arms that use it are in experiments.operators.arms.
 Shapes: T tokens of the one row, S documents, P slots of a padded document, D channels, N states.
@@ -63,7 +63,7 @@ class Call:
         return Call(self.operator, tensors, self.options | {"backend": "reference"}, grads, self.layout)
 
     def errors(self, some: Tensor) -> dict[str, float]:
-        """Of every output and gradient, on some channels."""
+        """Compute the errors of every output and gradient, on some channels."""
         expected = self.exact(some).results()
         found = self.within(some).results()
         errors = {}
@@ -75,7 +75,7 @@ class Call:
 
 
 def _dim(output: int) -> int:
-    """Where an operator's output has its channels: the last of y, the second of the final state."""
+    """Return the channel dimension of an operator's output: the last of y, the second of the final state."""
     return 1 if output else 2
 
 
@@ -154,7 +154,7 @@ HEAD_CHANNELS, HEAD_STATES = 64, 128
 
 @dataclass
 class Implementation:
-    """How an arm is called: ``prepare(layout)``, not timed, gives what ``forward`` takes; its outputs and that go to
+    """Hold an arm's calls: ``prepare(layout)``, not timed, gives what ``forward`` takes; its outputs and that go to
     ``backward``."""
 
     forward: Callable[[Any], Any]

@@ -85,7 +85,7 @@ def scan_limit(record: Record) -> tuple[float, float]:
 
 
 def copy_shares(record: Record) -> tuple[float, float]:
-    """What a convolution's bytes would take at the rate of copying over what it takes, forward and backward."""
+    """Divide the time to copy a convolution's bytes by the time that it takes, forward and backward."""
     config, metrics = record["config"], record["metrics"]
     moved = config["tokens"] * config["channels"] / metrics["copy_bytes_per_second"]
     return CONV_BYTES[0] * moved / metrics["forward_seconds"], CONV_BYTES[1] * moved / metrics["backward_seconds"]

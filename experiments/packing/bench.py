@@ -62,7 +62,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Arm:
-    """What the tables compare; its records hold these fields."""
+    """Hold an arm of the tables; its records hold these fields."""
 
     strategy: str
     buffer: Optional[int]

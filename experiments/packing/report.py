@@ -180,7 +180,7 @@ def _plans(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _shown(plans: pd.DataFrame) -> pd.DataFrame:
-    """Of greedy the default buffer, or every buffer if that one is not there."""
+    """Select greedy's default buffer, or every buffer if that one is not there."""
     default = plans["buffer"] == DEFAULT_BUFFER
     return plans[default | (plans["config.strategy"] != "greedy")] if default.any() else plans
 

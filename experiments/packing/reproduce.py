@@ -1,4 +1,4 @@
-"""What makes the experiment's records, and the numbers that its README rests on."""
+"""List the steps that make the records, and the README's headline numbers."""
 
 from packmamba.reproduce import Headline, Step
 

@@ -1,4 +1,4 @@
-"""What the experiment measures beside its sweeps."""
+"""Measure speed and gradients beside the sweeps."""
 
 from experiments.parity import gradients
 from packmamba.reproduce import Bench

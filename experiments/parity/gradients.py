@@ -125,7 +125,7 @@ def _measure(c: Config, runs: dict[str, Run], begun: float, progress: bool) -> I
 
 
 def against(c: Config, runs: Iterable[str], arm: str, precision: str) -> str:
-    """What an arm's gradients are compared with; empty: what all others are."""
+    """Name the arm that this one's gradients are compared with; empty: the reference of all others."""
     first, *others = runs
     if arm in others:
         return f"{first}, {precision}"

@@ -49,7 +49,7 @@ def precision(arm: Arm) -> str:
 
 
 def line(arm: Arm, first: Arm) -> Any:
-    """Of a figure whose first arm is drawn solid."""
+    """Return an arm's line style; a figure's first arm is solid."""
     keys = ("optimizer.lr", "trainer.max_steps", "data.validation_documents")
     own, its = ([one.runs.iloc[0].get(f"config.{key}") for key in keys] for one in (arm, first))
     rate, steps, documents = (one != other for one, other in zip(own, its))
@@ -135,7 +135,7 @@ OVER_SEEDS = ("over_seeds", "over_seeds_low", "over_seeds_high", "pairs")
 
 
 def unit(records: Sequence[Record]) -> str:
-    """What a document is."""
+    """Name the unit of a document."""
     return records[0]["config"]["data"].get("unit") or records[0]["config"]["data"]["source"]
 
 
@@ -208,7 +208,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
 
 
 def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
-    """Of arms of as many steps as their baseline: as far as pieces reach, farther on, and all without one package."""
+    """Tabulate arms of as many steps as their baseline: as far as pieces reach, farther on, and all without one package."""
     titles = {"inside": "as far as pieces reach", "beyond": "farther on", "others": "all, without one package"}
     table = Table(
         "places",
@@ -317,7 +317,7 @@ def _interval(found: Any, count: int) -> Cell:
 
 
 def _calibration(reset: Arm, control: Arm) -> Table:
-    """What rounding does, and what it takes to see more than that."""
+    """Tabulate the effect of rounding, and what it takes to see more than that."""
     table = Table(
         "calibration",
         "Packed with reset, its sums in another order, minus itself: how many seeds a difference needs",
@@ -355,7 +355,7 @@ GRADIENT_METRICS = ("relative_difference", "largest_of_a_tensor", "loss_differen
 
 
 def gradient_tables(records: Sequence[Record]) -> list[Table]:
-    """How far an arm's gradients are from another's, at places along one run, a table for each; ``records`` are of one corpus."""
+    """Tabulate differences of gradients between arms, at places along a run, a table for each; ``records`` are of one corpus."""
     of_seeds: dict[int, dict[tuple[str, str], Record]] = {}
     for record in aggregate.of_kind(records, "gradients"):
         of_seeds.setdefault(record["seed"], {})[record["arm"], record["config"]["computed_in"]] = record
@@ -364,7 +364,7 @@ def gradient_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Table:
-    """Of one run: every place has a column, or with many only the place where a difference is largest."""
+    """Tabulate one run: every place has a column, or with many only the place where a difference is largest."""
     places = sorted({point["step"] for r in latest.values() for point in r["curves"]["gradients"]})
     shown = places if len(places) <= MOST_PLACES else []
     table = Table(
@@ -397,7 +397,7 @@ def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Tabl
 
 
 def speed_tables(records: Sequence[Record]) -> list[Table]:
-    """How many steps of each arm take as long as one of padded; ``records`` are of one corpus."""
+    """Tabulate how many steps of each arm take as long as one of padded; ``records`` are of one corpus."""
     timed = aggregate.timed_arms(records)
     table = Table(
         "equal-time",

@@ -1,4 +1,4 @@
-"""How fast a model scores requests and generates: packed passes, padded batches, and lm-evaluation-harness' own class."""
+"""Time scoring and generation: packed passes, padded batches, and lm-evaluation-harness' own class."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _transformers(model: MambaLM) -> tuple[Any, Any]:
 
 
 def takes_kernels(theirs: Any) -> bool:
-    """Whether transformers' Mamba found mamba-ssm's scan when it was imported."""
+    """Return whether transformers' Mamba imported mamba-ssm's scan."""
     module = sys.modules[type(theirs).__module__]
     found = [getattr(module, name, None) for name in ("mamba_inner_fn", "mamba_selective_scan", "selective_scan_fn")]
     facts = [inspect.getclosurevars(function).nonlocals for function in found if function is not None]

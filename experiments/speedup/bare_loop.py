@@ -129,7 +129,7 @@ class BareLoop:
         self.graphs = None
 
     def seconds(self, case: Case, turn: int) -> float:
-        """Of one batch; the case's peak memory is noted."""
+        """Time one batch; note the case's peak memory."""
         self.forget_gradients()
         peak = timing.PeakMemory(self.model.device)
         taken = timing.seconds(lambda: self.forward_backward(case), self.model.device)
@@ -140,7 +140,7 @@ class BareLoop:
         return taken / len(case.batches)
 
     def rates(self, case: Case, times: list[float]) -> dict[str, Any]:
-        """What a case's record holds of its times: seconds of a batch, that stand for all batches' mean."""
+        """Return the times in a case's record: seconds of a batch, that stand for all batches' mean."""
         median, batches = timing.median(times), case.batches
         return {
             "seconds_per_batch": median,
@@ -171,5 +171,5 @@ def _difference(losses: Tensor, expected: Tensor) -> float:
 
 
 def _position_bytes(batch: PackedBatch) -> int:
-    """What a batch says of its documents' places: starts and ends, and a GPU's schedule made of them."""
+    """Count the bytes of a batch's starts and ends, and of a GPU's schedule made of them."""
     return 8 * batch.layout.starts.numel() + schedule_bytes(batch.layout.starts)

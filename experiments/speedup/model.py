@@ -34,7 +34,7 @@ BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"
 
 @dataclass
 class Arm:
-    """What the tables compare: how documents become rows, and what computes them. Its records hold all but ``parts``."""
+    """Hold an arm: how documents become rows, and what computes them. Its records hold all but ``parts``."""
 
     strategy: str = key(
         "best_fit_decreasing",
@@ -71,7 +71,7 @@ class Arm:
         return self.peer and self.packs
 
     def fields(self) -> dict[str, Any]:
-        """What its records hold of it."""
+        """Return the fields of its records."""
         return {name: value for name, value in asdict(self).items() if name != "parts"}
 
     def data(self, **others: Any) -> DataConfig:
@@ -229,7 +229,7 @@ LAUNCH = 10.0
 
 @dataclass
 class Breakdown:
-    """Of calls that were profiled: seconds by family, every family and "other"; (family, name, seconds) of each kernel, slowest
+    """Hold the profile of calls: seconds by family, every family and "other"; (family, name, seconds) of each kernel, slowest
     first; and seconds in which none ran, and of these those of gaps as short as launching makes them."""
 
     families: dict[str, float]
@@ -239,7 +239,7 @@ class Breakdown:
 
 
 def by_family(call: Callable[[], Any], device: torch.device) -> Breakdown:
-    """Where a call's time goes."""
+    """Sum a call's time by family of kernels."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         taken = timing.seconds(call, device)
@@ -307,11 +307,11 @@ class Model:
         return module
 
     def bar(self, what: str) -> str | None:
-        """What a bar of progress is called, if one is to be shown."""
+        """Return the progress bar's label, if one is to be shown."""
         return f"{self.name}: {what}" if self.progress else None
 
     def speed(self, real_tokens_per_second: float, padding_fraction: float) -> dict[str, Any]:
-        """What every record says of a speed. FLOPs: 6 for each token and parameter outside the embedding, head included."""
+        """Return the fields of a record of speed. FLOPs: 6 for each token and parameter outside the embedding, head included."""
         model = self.config.model
         if not hasattr(self, "flop_parameters"):
             with torch.device("meta"):
@@ -332,7 +332,7 @@ class Model:
     def record_breakdown(
         self, arm: str, fields: dict[str, Any], part: str, seconds: float, found: Breakdown, calls: int
     ) -> None:
-        """Of so many calls, which take so many seconds without the profiler.
+        """Record so many calls, which take so many seconds without the profiler.
 
         It slows the host, so no more is idle than those seconds leave; but where the GPU ran slower while it was profiled they
         leave too little, and kernels do not follow each other closer than they were seen to.

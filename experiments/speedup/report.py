@@ -18,7 +18,7 @@ _THEIRS, _OURS = "#E69F00", "#0072B2"
 
 
 class Arm(NamedTuple):
-    """What a table compares, by the fields of a record's configuration."""
+    """Name an arm by the fields of a record's configuration."""
 
     strategy: str
     row_length: int | None = None
@@ -64,7 +64,7 @@ Arms = dict[Arm, Record]
 
 
 def speedup_tables(records: Sequence[Record]) -> list[Table]:
-    """What the paper compares, then every arm of each model size; of equal arms the latest record counts."""
+    """Tabulate the paper's comparison, then every arm of each model size; of equal arms the latest record counts."""
     bare, steps = by_model(records, "speedup", "forward_backward"), by_model(records, "speedup", "steps")
     if not bare and not steps:
         return []
@@ -324,7 +324,7 @@ _PARTS = {"forward_backward": "forward, backward", "steps": "optimizer step"}
 
 
 def breakdown_tables(records: Sequence[Record]) -> list[Table]:
-    """Where the time goes, for each model size, part and arm."""
+    """Tabulate time by kernel family, for each model size, part and arm."""
     table = Table(
         "breakdown",
         "Time by family of kernels",

@@ -1,4 +1,4 @@
-"""What makes the experiment's records, and the numbers that its README rests on."""
+"""List the steps that make the records, and the README's headline numbers."""
 
 from packmamba.reproduce import Headline, Step
 
@@ -20,7 +20,7 @@ PAPER = {"130m": "", "1.4b": "3.06x", "2.8b": "2.62x"}
 
 
 def _each(name: str, column: str, arm: str = PACKED, paper: bool = False) -> list[Headline]:
-    """Of the headline table, for each model size."""
+    """List a headline number for each model size."""
     return [
         Headline(f"{size.upper()}: {name}", "headline", {"model": size, "arm": arm}, column, paper=PAPER[size] * paper)
         for size in PAPER

@@ -1,4 +1,4 @@
-"""What models answer: trained ones at sizes within and beyond those of their training, untrained ones on every task."""
+"""Evaluate trained models at sizes within and beyond those of their training, untrained ones on every task."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AnswersConfig:
 
 @dataclass
 class Question:
-    """What a trained arm is asked: a task at several values of one of its parameters."""
+    """Hold a task at several values of one of its parameters."""
 
     task: str
     varied: str

@@ -28,7 +28,7 @@ def _task(records: Sequence[Record], kind: str = "training") -> str:
 
 
 def learned_tables(records: Sequence[Record]) -> list[Table]:
-    """What it took to learn a task, a line for each arm; ``records`` are of one corpus."""
+    """Tabulate what it took to learn a task, a line for each arm; ``records`` are of one corpus."""
     arms = aggregate.training_arms(records)
     table = Table(
         "learned",
@@ -63,7 +63,7 @@ def _pair(arms: Sequence[Arm]) -> tuple[Arm, Arm] | None:
 
 
 def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
-    """How leak answers the reads of keys that only the predecessor wrote, minus reset with the same seed, in points."""
+    """Tabulate leak minus reset, by seed, on reads of keys that only the predecessor wrote, in points."""
     if (pair := _pair(arms)) is None:
         return []
     reset, leak = pair

@@ -1,4 +1,4 @@
-"""What a configuration is refused for: each error names its key, in one line."""
+"""Test that each error of a configuration names its key, in one line."""
 
 from dataclasses import dataclass, field
 

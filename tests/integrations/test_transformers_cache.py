@@ -34,7 +34,7 @@ ROW = [0, 1, 2, 0, 1, 2]
 
 @contextmanager
 def warned_of(name):
-    """Of an old name once; of the one that this transformers has, never."""
+    """Expect one warning of an old name, none of the one that this transformers has."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -86,7 +86,7 @@ def train(
 
 
 def single_losses(model, batches, learning_rate=0.01):
-    """Of the same steps, document by document, with the same optimizer."""
+    """Return the losses of the same steps, document by document, with the same optimizer."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=learning_rate, weight_decay=0.0)
     losses = []
     for batch in batches:

@@ -113,7 +113,7 @@ def taps(x):
 
 
 def from_the_first_token(x, lengths):
-    """What no last token shows."""
+    """Leak at the first token only, which changing a last token does not show."""
     return by_document(mean_so_far)(x, lengths) + x[:, :1].detach().sign()
 
 
@@ -240,7 +240,7 @@ def test_what_is_carried_between_calls_leaks():
 
 
 def test_a_place_in_the_row_shows_in_no_move():
-    """What depends on how long the documents before are."""
+    """Hold that positions in the row show beside each document alone only."""
     toy = Toy(lambda x, lengths: by_document(mean_so_far)(x, lengths) + torch.arange(x.shape[1])[:, None] / 50)
     result = leakcheck(toy)
     assert not result.leaks and result.same_as_alone is False and not result.ok

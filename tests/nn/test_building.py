@@ -1,4 +1,4 @@
-"""How MambaLM and PackedMamba are built, initialised and grouped for the optimizer, and what they refuse."""
+"""Test construction, initialisation, optimizer groups and errors of MambaLM and PackedMamba."""
 
 import copy
 import math

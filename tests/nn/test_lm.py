@@ -102,7 +102,7 @@ def columns(layout, start, stop):
 
 
 def carried(model, earlier, finals, later):
-    """What the documents of ``later`` start from: continuations where ``earlier`` left them, others afresh."""
+    """Return the initial states of ``later``'s documents: continuations where ``earlier`` left them, others afresh."""
     last_of_row = {row: s for s, row in enumerate(earlier.rows.tolist())}
     pieces = zip(later.rows.tolist(), later.continues.tolist())
     picks = torch.tensor([last_of_row[row] + 1 if goes_on else 0 for row, goes_on in pieces], dtype=torch.long)

@@ -92,7 +92,7 @@ def save_state_spaces(folder, weights, **config):
 
 
 def state_spaces_weights(dtype=torch.float32, **config):
-    """What MambaLMHeadModel.state_dict() holds, in its order: the tied head as well, the vocabulary padded to 24."""
+    """Build MambaLMHeadModel.state_dict(), in its order: the tied head as well, the vocabulary padded to 24."""
     weights = build(dtype=dtype, vocab_size=24, **{"d_state": 16} | config).state_dict()
     assert list(weights)[0] == "backbone.embedding.weight" and list(weights)[-1] == "lm_head.weight"
     return dict(weights)

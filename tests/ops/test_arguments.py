@@ -1,4 +1,4 @@
-"""What the operators refuse, and what they promise about dtypes, strides and graphs."""
+"""Test the operators' errors, dtypes, strides and graphs."""
 
 import pytest
 import torch

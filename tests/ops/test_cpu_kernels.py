@@ -1,4 +1,4 @@
-"""What the compiled CPU kernels promise beyond parity: the same bits for any threads, functions with stated errors."""
+"""Test the compiled CPU kernels beyond parity: the same bits for any threads, functions with stated errors."""
 
 import numpy as np
 import pytest

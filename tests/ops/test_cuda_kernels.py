@@ -1,4 +1,4 @@
-"""What only the CUDA kernels have: the tensor-core path (bfloat16, 16 states), cut documents, the schedule. Needs a GPU."""
+"""Test what only the CUDA kernels have: the tensor-core path (bfloat16, 16 states), cut documents, the schedule. Needs a GPU."""
 
 import copy
 import fcntl
@@ -314,7 +314,7 @@ NEIGHBOURS = {
 @pytest.mark.parametrize("channels", [1536, 4096])
 @pytest.mark.parametrize("length", [1, 300, 512, 1024, 2048, 4096, 8192, 16384, 32768])
 def test_a_documents_bits_whatever_stands_beside_it(length, channels, states, operator):
-    """Whether a long document was cut depended on the whole batch, and with it the document's bits."""
+    """Hold that no cut of a long document depends on the rest of the batch."""
     options = {"channels": channels, "states": states}
     alone = own_tensors(operator, [[(length, 7)]], length, **options)[0]
     for name, neighbours in NEIGHBOURS.items():

@@ -1,4 +1,4 @@
-"""What makes a model fast changes no result: the fused operator, recomputation, compiled blocks."""
+"""Test that optimisations change no result: the fused operator, recomputation, compiled blocks."""
 
 import pytest
 import torch

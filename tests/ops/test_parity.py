@@ -131,7 +131,7 @@ def test_gradcheck_of_every_input(operator, implementation):
 
 
 def documents_of(case, results, s):
-    """What of the results belongs to document s: its slots of per-token tensors, its row of states."""
+    """Select document s of the results: its positions of per-token tensors, its row of states."""
     tokens = slice(int(case.layout.starts[s]), int(case.layout.ends[s]))
     per_token = {"y", *(f"grad {name}" for name in PER_TOKEN)}
     for name, value in results.items():

@@ -1,4 +1,4 @@
-"""When a layout's schedule is made and when it is found again, with a device that only counts."""
+"""Test when a layout's schedule is made and when it is reused, with a device that only counts."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""What ``trainer.deterministic`` promises on a CPU: the same bits for any number of cores and loader workers."""
+"""Test ``trainer.deterministic`` on a CPU: the same bits for any number of cores and loader workers."""
 
 import pytest
 import torch

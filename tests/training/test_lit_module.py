@@ -63,7 +63,7 @@ def tokens_of(step):
 
 
 def train(folder, devices):
-    """What a rank of a user's own training sees, and its weights."""
+    """Train in a user's own Trainer; return what a rank sees, and its weights."""
     torch.set_num_threads(1)
     data = data_module(folder)
     module, seen = lit_module(data), Seen()
