@@ -108,7 +108,7 @@ class ModelConfig:
     n_layer: int = key(2, "Number of blocks.", low=1)
     mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
     mixer_options: dict[str, Any] = key({}, "Further arguments of the mixer, such as dt_max.")
-    d_state: int = key(16, "States per channel of the scan.", low=1)
+    d_state: int = key(16, "States per channel of the scan; 16 stands for the default of the mixer (mamba2: 128).", low=1)
     d_conv: int = key(4, "Width of the causal convolution, 2 to 4.", low=2, high=4)
     expand: int = key(2, "d_inner = expand * d_model.", low=1)
     dt_rank: Any = key("auto", "Rank of the projection to delta; auto is ceil(d_model / 16).", check=AUTO)
@@ -120,7 +120,10 @@ class ModelConfig:
     def of_mixer(self) -> dict[str, Any]:
         """Return the arguments of the mixer: its keys and its further options."""
         known = options(registry(MIXERS)[self.mixer])
-        return {name: getattr(self, name) for name in MIXER_KEYS if name in known} | self.mixer_options
+        keys = {name: getattr(self, name) for name in MIXER_KEYS if name in known}
+        if self.mixer != "mamba1":  # keys at mamba1's defaults stand for the mixer's own
+            keys = {name: value for name, value in keys.items() if value != getattr(type(self), name)}
+        return keys | self.mixer_options
 
 
 @dataclass

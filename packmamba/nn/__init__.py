@@ -2,5 +2,6 @@
 
 from packmamba.nn.lm import MambaLM as MambaLM
 from packmamba.nn.mixers.mamba1 import PackedMamba as PackedMamba
+from packmamba.nn.mixers.mamba2 import PackedMamba2 as PackedMamba2
 
-__all__ = ["MambaLM", "PackedMamba"]
+__all__ = ["MambaLM", "PackedMamba", "PackedMamba2"]

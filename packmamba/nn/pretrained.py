@@ -85,7 +85,7 @@ def _to_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"mixer: Hugging Face's format has no model of mixer {config['mixer']!r}")
     return {
         "model_type": mixer.PUBLISHED["hugging_face"],
-        "architectures": ["MambaForCausalLM"],
+        "architectures": [mixer.PUBLISHED["architecture"]],
         "intermediate_size": config.get("expand", 2) * config["d_model"],
         "residual_in_fp32": True,
         **{key: config[ours] for ours, (_, _, key, _) in KEYS.items()},

@@ -24,8 +24,9 @@ from typing import Any
 from torch import Tensor
 
 from packmamba.nn.mixers.mamba1 import PackedMamba
+from packmamba.nn.mixers.mamba2 import PackedMamba2
 
 State = tuple[Tensor, ...]
 """States of documents: tensors whose first dimension counts documents."""
 
-MIXERS: dict[str, Any] = {"mamba1": PackedMamba}
+MIXERS: dict[str, Any] = {"mamba1": PackedMamba, "mamba2": PackedMamba2}

@@ -34,7 +34,7 @@ class PackedMamba(nn.Module):
     """
 
     NO_WEIGHT_DECAY = ("A_log", "D", "initial_state")
-    PUBLISHED = {"state_spaces": "Mamba1", "hugging_face": "mamba"}
+    PUBLISHED = {"state_spaces": "Mamba1", "hugging_face": "mamba", "architecture": "MambaForCausalLM"}
     WITHOUT_EFFECT = ("dt_init", "dt_scale", "use_fast_path")
     HUGGING_FACE = {  # by argument, MambaConfig's key and default
         "d_state": ("state_size", 16), "d_conv": ("conv_kernel", 4), "expand": ("expand", 2),

@@ -1,0 +1,208 @@
+"""The Mamba-2 mixer on packed documents. Shapes: B rows, L slots, S documents, H heads, P headdim, G ngroups, N d_state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packmamba import ops
+from packmamba.layout import SequenceLayout
+from packmamba.ops.checks import accumulation_dtype, check_flag, check_is_tensor, check_layout, check_size
+
+State = tuple[Tensor, Tensor]
+"""(conv_state (S, H P + 2 G N, W-1), ssm_state (S, H, P, N)): what a document leaves to its continuation."""
+
+
+class GatedRMSNorm(nn.Module):
+    """Normalise (..., D) by groups of channels, ``D / groups`` each, after its gate, and scale."""
+
+    def __init__(self, channels: int, groups: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.groups, self.epsilon = groups, epsilon
+
+    def forward(self, gated: Tensor) -> Tensor:
+        wide = gated.to(accumulation_dtype(gated.dtype)).unflatten(-1, (self.groups, -1))
+        return F.rms_norm(wide, wide.shape[-1:], eps=self.epsilon).flatten(-2).to(gated.dtype) * self.weight.to(
+            gated.dtype
+        )
+
+
+class PackedMamba2(nn.Module):
+    """Mamba-2 (arXiv 2405.21060, figure 6) whose convolution and scan know where documents start.
+
+    Parameters have the names, shapes and initialisation of state-spaces' Mamba2 (rmsnorm, norm_before_gate=False).
+
+    Args:
+        d_model, expand: width of input and output; H P = expand * d_model channels inside.
+        d_state, headdim, ngroups, d_conv: N; P, channels of a head; G, groups of heads that share B and C; W, taps of the
+            convolution, 2 to 4.
+        A_init_range: A starts uniform in minus this range.
+        dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least dt_init_floor.
+        dt_limit: (low, high), to which delta is clamped.
+        D_has_hdim: the skip has a weight for each channel, not for each head.
+        bias, conv_bias: whether projections and convolution have biases.
+        norm_eps: of the gated norm.
+        recompute: accepted and without effect: the scan saves what the convolution makes.
+        backend: see ``ops.BACKENDS``.
+    """
+
+    NO_WEIGHT_DECAY = ("A_log", "D", "dt_bias")
+    PUBLISHED = {"state_spaces": "Mamba2", "hugging_face": "mamba2", "architecture": "Mamba2ForCausalLM"}
+    WITHOUT_EFFECT = ("conv_init", "chunk_size", "use_mem_eff_path")
+    HUGGING_FACE = {  # by argument, Mamba2Config's key and default
+        "d_state": ("state_size", 128), "d_conv": ("conv_kernel", 4), "expand": ("expand", 2), "headdim": ("head_dim", 64),
+        "ngroups": ("n_groups", 8), "bias": ("use_bias", False), "conv_bias": ("use_conv_bias", True),
+        "dt_limit": ("time_step_limit", (0.0, math.inf)), "norm_eps": ("layer_norm_epsilon", 1e-5),
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        d_conv: int = 4,
+        expand: int = 2,
+        headdim: int = 64,
+        ngroups: int = 1,
+        A_init_range: tuple[float, float] = (1, 16),
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        D_has_hdim: bool = False,
+        bias: bool = False,
+        conv_bias: bool = True,
+        norm_eps: float = 1e-5,
+        recompute: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"d_model": (d_model, 2**20), "d_state": (d_state, 256), "expand": (expand, 2**20)}
+        for name, (size, most) in (sizes | {"headdim": (headdim, 2**20), "ngroups": (ngroups, 2**20)}).items():
+            check_size(name, size, most)
+        for name, flag in (("bias", bias), ("conv_bias", conv_bias), ("D_has_hdim", D_has_hdim)):
+            check_flag(name, flag)
+        if d_conv not in (2, 3, 4):
+            raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
+        d_inner = expand * d_model
+        if d_inner % headdim or d_inner // headdim % ngroups:
+            raise ValueError(
+                f"headdim: expected heads of {d_inner} channels in {ngroups} equal groups, got headdim {headdim}"
+            )
+        if not 0 < dt_min <= dt_max < math.inf or not 0 <= dt_init_floor <= 1:
+            raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {(dt_min, dt_max, dt_init_floor)}")
+        if backend not in (None, *ops.BACKENDS):
+            raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
+        self.d_model, self.d_state, self.d_conv, self.d_inner = d_model, d_state, d_conv, d_inner
+        self.headdim, self.ngroups, self.nheads = headdim, ngroups, d_inner // headdim
+        self.dt_limit = None if tuple(dt_limit) == (0.0, math.inf) else (float(dt_limit[0]), float(dt_limit[1]))
+        self.backend = backend
+        self.conv_dim = d_inner + 2 * ngroups * d_state
+        self.in_proj = nn.Linear(d_model, d_inner + self.conv_dim + self.nheads, bias=bias)  # z, x, B, C, dt
+        # Holds the parameters under their usual names and initialisation; conv1d_pack does the work.
+        self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
+        dt = torch.exp(torch.rand(self.nheads) * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min))
+        dt = dt.clamp(min=dt_init_floor)
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.A_log = nn.Parameter(torch.empty(self.nheads).uniform_(*A_init_range).log())
+        self.D = nn.Parameter(torch.ones(d_inner if D_has_hdim else self.nheads))
+        self.norm = GatedRMSNorm(d_inner, ngroups, norm_eps)
+        self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+        for name in self.NO_WEIGHT_DECAY:
+            getattr(self, name)._no_weight_decay = True
+
+    def forward(
+        self,
+        hidden: Tensor,
+        layout: SequenceLayout | None = None,
+        conv_layout: SequenceLayout | None = None,
+        ssm_layout: SequenceLayout | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """Mix hidden (B, L, d_model) to the same shape; with ``return_state`` return also each document's final state.
+
+        Args and errors as ``PackedMamba.forward``; padding of hidden is never looked at.
+        """
+        check_is_tensor(hidden, "hidden")
+        if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
+            raise ValueError(f"hidden: expected shape (B, L, {self.d_model}), got {tuple(hidden.shape)}")
+        dtype = self.in_proj.weight.dtype
+        if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
+            raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
+        if layout is not None:
+            check_layout(layout, hidden, "hidden")
+            if layout.num_tokens < layout.num_slots:
+                hidden = torch.where((layout.documents >= 0)[..., None], hidden, 0)
+        conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
+        mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
+        return (mixed, state) if return_state else mixed
+
+    def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
+        """Compute ``forward(normed * weight)`` with the norm weight folded into in_proj, without argument checks."""
+        return self._mix(F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias), *others)
+
+    def _mix(self, zxbcdt: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
+        """Mix in_proj's output to (B, L, d_model); return also final states or None."""
+        if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
+            raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
+        conv_state, ssm_state = state if state is not None else (None, None)
+        z, xbc, delta = zxbcdt.split([self.d_inner, self.conv_dim, self.nheads], dim=-1)
+        found = ops.conv1d_pack(
+            xbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", layout=conv_layout,
+            initial_state=conv_state, return_final_state=return_state, backend=self.backend,
+        )  # fmt: skip
+        xbc, conv_state = found if return_state else (found, None)
+        x, B, C = xbc.split([self.d_inner, *[self.ngroups * self.d_state] * 2], dim=-1)
+        x, z = (t.unflatten(-1, (self.nheads, self.headdim)) for t in (x, z.to(x.dtype)))
+        B, C = (t.unflatten(-1, (self.ngroups, self.d_state)) for t in (B, C))
+        wide = accumulation_dtype(x.dtype)
+        D = self.D.to(wide)
+        found = ops.ssd_pack(
+            x, delta.to(x.dtype), -torch.exp(self.A_log.to(wide)), B, C, D if len(D) == self.nheads else D.view(-1, self.headdim),
+            z=z, delta_bias=self.dt_bias.to(wide), delta_softplus=True, delta_limit=self.dt_limit, layout=ssm_layout,
+            initial_state=ssm_state, return_final_state=return_state, backend=self.backend,
+        )  # fmt: skip
+        y, ssm_state = found if return_state else (found, None)
+        mixed = self.out_proj(self.norm(y.flatten(-2)))
+        return mixed, ((conv_state, ssm_state) if return_state else None)
+
+    def start_state(self, documents: int) -> State:
+        """Return the initial state of this many documents: zeros."""
+        weight = self.conv1d.weight
+        wide = accumulation_dtype(weight.dtype)
+        shape = (documents, self.nheads, self.headdim, self.d_state)
+        return weight.new_zeros(documents, self.conv_dim, self.d_conv - 1), weight.new_zeros(shape, dtype=wide)
+
+    def initialise_in_stack(self, n_layer: int) -> None:
+        """Zero biases and divide the last projection by sqrt(n_layer) (Mamba follows GPT-2)."""
+        with torch.no_grad():
+            for projection in (self.in_proj, self.out_proj):
+                if projection.bias is not None:
+                    projection.bias.zero_()
+            self.out_proj.weight.div_(math.sqrt(n_layer))
+
+    @classmethod
+    def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Translate ``Mamba2Config``'s keys to this mixer's arguments."""
+        hidden_act = config.get("hidden_act", "silu")
+        if hidden_act not in ("silu", "swish"):
+            raise ValueError(f"hidden_act: expected 'silu', got {hidden_act!r}")
+        found = {ours: config.get(theirs, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
+        return found | {"dt_limit": tuple(found["dt_limit"])}
+
+    @classmethod
+    def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Translate this mixer's arguments to ``Mamba2Config``'s keys. Raises ValueError for what it cannot hold."""
+        if options.get("D_has_hdim"):
+            raise ValueError("D_has_hdim: Hugging Face's format has one skip for each head, got True")
+        if options.get("norm_eps", 1e-5) != options["norm_epsilon"]:
+            raise ValueError("norm_eps: Hugging Face's format has one epsilon for all norms; expected norm_epsilon's")
+        defaults = cls.HUGGING_FACE | {"ngroups": ("n_groups", 1)}
+        published = {theirs: options.get(ours, default) for ours, (theirs, default) in defaults.items()}
+        heads = published["expand"] * options["d_model"] // published["head_dim"]
+        return published | {"hidden_act": "silu", "num_heads": heads, "rms_norm": True, "time_step_rank": 1}

@@ -1,0 +1,141 @@
+"""Mamba-2: packed and alone, against transformers, in checkpoints, and everywhere a mixer goes."""
+
+import pytest
+import torch
+
+from packmamba import MambaLM, PackedMamba2, SequenceLayout, leakcheck
+from packmamba.config import load_config
+from packmamba.evaluation import generate, score
+from packmamba.training.fit import fit
+
+SMALL = {"vocab_size": 50, "d_model": 32, "n_layer": 2, "mixer": "mamba2", "d_state": 16, "headdim": 16, "ngroups": 2}
+LENGTHS = [[63, 1, 64, 65], [130, 7], [128]]
+LAYOUT = SequenceLayout.from_lengths(LENGTHS, row_length=200)
+
+
+def model_of(dtype=torch.float32, **keys):
+    torch.manual_seed(0)
+    model = MambaLM(**SMALL | keys)
+    for layer in model.backbone.layers:
+        torch.nn.init.normal_(layer.mixer.norm.weight, 1.0, 0.2)
+    return model.to(dtype)
+
+
+def documents(tokens):
+    return [tokens.flatten()[start:end] for start, end in zip(LAYOUT.starts, LAYOUT.ends)]
+
+
+def gradients(model, loss):
+    return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, [*model.parameters()])))
+
+
+def test_packed_is_alone_and_a_cut_document_continues():
+    model, tokens = model_of(torch.float64), torch.randint(50, LAYOUT.shape)
+    logits, states = model(tokens, layout=LAYOUT, return_states=True)
+    loss, alone = (logits.flatten(0, 1) * torch.linspace(-1, 1, 50)).sin(), []
+    for i, (ids, start) in enumerate(zip(documents(tokens), LAYOUT.starts.tolist())):
+        own, final = model(ids[None], return_states=True)
+        torch.testing.assert_close(logits.flatten(0, 1)[start : start + len(ids)], own[0], rtol=1e-9, atol=1e-9)
+        for layer, each in zip(states, final):
+            for part, expected in zip(layer, each):
+                torch.testing.assert_close(part[i], expected[0], rtol=1e-9, atol=1e-9)
+        alone.append((own[0] * torch.linspace(-1, 1, 50)).sin().sum())
+        cut = len(ids) // 2
+        if cut:
+            first, state = model(ids[None, :cut], return_states=True)
+            offset = SequenceLayout.from_lengths([[len(ids) - cut]], len(ids) - cut, offsets=[[cut]])
+            rest = model(ids[None, cut:], layout=offset, states=state)
+            torch.testing.assert_close(torch.cat([first, rest], 1), own, rtol=1e-9, atol=1e-9)
+    packed = gradients(model, loss[LAYOUT.documents.flatten() >= 0].sum())
+    for name, gradient in gradients(model, sum(alone)).items():
+        torch.testing.assert_close(packed[name], gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_what_lies_in_padding_is_never_looked_at():
+    layer = PackedMamba2(32, d_state=16, headdim=16)
+    hidden = torch.randn(*LAYOUT.shape, 32)
+    results = []
+    for filling in (0.0, torch.nan):
+        given = torch.where((LAYOUT.documents >= 0)[..., None], hidden, filling).requires_grad_()
+        y = layer(given, LAYOUT)
+        loss = y.sin().sum()
+        results.append([y, *torch.autograd.grad(loss, [given, *layer.parameters()])])
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("keys", [{}, {"ngroups": 1, "bias": True, "dt_limit": (0.002, 0.05), "tie_embeddings": False}])
+def test_transformers_model_has_the_same_logits_and_gradients(tmp_path, keys):
+    transformers = pytest.importorskip("transformers")
+    model = model_of(**keys)
+    model.save_pretrained(tmp_path, format="huggingface")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert type(theirs).__name__ == "Mamba2ForCausalLM"
+    tokens = torch.randint(50, LAYOUT.shape)
+    logits, loss, expected = model(tokens, layout=LAYOUT).flatten(0, 1), 0, 0
+    for ids, start in zip(documents(tokens), LAYOUT.starts.tolist()):
+        own, other = logits[start : start + len(ids)], theirs(input_ids=ids[None]).logits[0]
+        assert (own - other).norm() <= 1e-5 * other.norm()
+        loss, expected = loss + own.sin().sum(), expected + other.sin().sum()
+    ours = gradients(model, loss)
+    for name, gradient in gradients(theirs, expected).items():
+        own = ours[name.replace("embeddings", "embedding")]
+        assert (own - gradient).norm() <= 1e-3 * gradient.norm(), name
+    again = MambaLM.from_pretrained(tmp_path)
+    assert torch.equal(again(tokens, layout=LAYOUT), model(tokens, layout=LAYOUT))
+    model.save_pretrained(tmp_path / "state_spaces")
+    again = MambaLM.from_pretrained(tmp_path / "state_spaces")
+    assert torch.equal(again(tokens, layout=LAYOUT), model(tokens, layout=LAYOUT))
+
+
+def test_nothing_leaks_and_flow_does():
+    model = model_of()
+    result = leakcheck(model)
+    assert result.ok, str(result)
+    assert leakcheck(
+        lambda tokens, lengths: model(tokens, layout=SequenceLayout.from_rows(*tokens.shape)), vocab_size=50
+    ).leaks
+
+
+def test_generation_and_scores_are_those_of_the_whole_text():
+    model = model_of(torch.float64)
+    prompts = [[1, 2, 3], [4] * 70]
+    for prompt, new in zip(prompts, generate(model, prompts, max_new_tokens=5)):
+        for i in range(5):
+            assert new[i] == int(model(torch.tensor([prompt + new[:i]]))[0, -1].argmax())
+        one = score(model, [(prompt, new)])[0]
+        assert one.is_greedy and one.log_likelihood < 0
+
+
+@pytest.mark.parametrize("boundary", ["reset", "leak", "leak_conv", "carry", "state_passing", "fitted_noise"])
+def test_every_boundary_scheme_trains(tmp_path, boundary):
+    stream = ["data.strategy=concat_split", "data.batching=stream", "data.streams=2"]
+    keys = ["data.source=synthetic", "data.row_length=128", "data.tokens_per_step=512", "trainer.max_steps=3"]
+    keys += ["model.mixer=mamba2", "model.d_model=32", "model.n_layer=1", "model.mixer_options={headdim: 16}"]
+    keys += [
+        "data.validation_documents=4",
+        "trainer.loggers=[]",
+        f"runs_dir={tmp_path}",
+        f"trainer.boundary={boundary}",
+    ]
+    keys += (
+        stream
+        if boundary in ("carry", "state_passing", "fitted_noise")
+        else ["data.strategy=greedy", "data.overlong=split"]
+    )
+    config = load_config(None, [*keys, f"data.cache_dir={tmp_path}/cache"])
+    record = fit(config, progress=False)
+    assert 0 < record["metrics"]["val_loss"] < 20 and record["metrics"]["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"headdim": 24}, "headdim"),
+        ({"ngroups": 3}, "headdim"),
+        ({"d_conv": 5}, "d_conv"),
+        ({"d_state": 300}, "d_state"),
+    ],
+)
+def test_errors_name_the_argument(keys, expected):
+    with pytest.raises(ValueError, match=f"^{expected}: expected"):
+        model_of(**keys)
