@@ -108,7 +108,7 @@ class ModelConfig:
     n_layer: int = key(2, "Number of blocks.", low=1)
     mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
     mixer_options: dict[str, Any] = key({}, "Further arguments of the mixer, such as dt_max.")
-    d_state: int = key(16, "States per channel of the scan; 16 stands for the default of the mixer (mamba2: 128).", low=1)
+    d_state: int = key(16, "States per channel of the scan; 16: the default of the mixer (mamba2: 128).", low=1)
     d_conv: int = key(4, "Width of the causal convolution, 2 to 4.", low=2, high=4)
     expand: int = key(2, "d_inner = expand * d_model.", low=1)
     dt_rank: Any = key("auto", "Rank of the projection to delta; auto is ceil(d_model / 16).", check=AUTO)

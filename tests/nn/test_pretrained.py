@@ -151,7 +151,11 @@ def weights(change):
 REFUSALS = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "config.json"),
     "bad JSON": (lambda folder: (folder / "config.json").write_text('{"d_model": 8,'), ValueError, "config.json"),
-    "Mamba-2": (config(ssm_cfg={"layer": "Mamba2"}), ValueError, "ssm_cfg.layer: expected 'Mamba1', got 'Mamba2'"),
+    "Mamba-3": (
+        config(ssm_cfg={"layer": "Mamba3"}),
+        ValueError,
+        "ssm_cfg.layer: expected 'Mamba1' or 'Mamba2', got 'Mamba3'",
+    ),
     "attention": (config(attn_layer_idx=[1]), ValueError, "attn_layer_idx"),
     "unknown option": (config(ssm_cfg={"headdim": 64}), ValueError, "ssm_cfg: unknown keys headdim"),
     "no weights": (lambda folder: (folder / "pytorch_model.bin").unlink(), FileNotFoundError, "model.safetensors"),
