@@ -128,22 +128,24 @@ class SequenceLayout:
         return cls._from_starts(idx, starts_here, torch.zeros_like(idx))
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int, row_length: int) -> SequenceLayout:
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int = 1, row_length: int | None = None) -> SequenceLayout:
         """Build from cumulative lengths over all rows, (S + 1,) integer, as flash-attention takes them, with offsets 0.
 
         They increase strictly from 0 to rows * row_length and hold every row's start, since no document crosses rows and
-        nothing is padding. Raises TypeError or ValueError, naming what is wrong.
+        nothing is padding. row_length None: what ``cu_seqlens`` ends at, by rows. Raises TypeError or ValueError, naming what
+        is wrong.
         """
-        rows = _integer(rows, "rows", minimum=1)
-        row_length = _integer(row_length, "row_length", minimum=1)
-        _check_slots(rows, row_length)
         cu = _integer_tensor(cu_seqlens, "cu_seqlens")
         if cu.dim() != 1 or cu.numel() < 2:
             raise ValueError(f"cu_seqlens: expected shape (S + 1,) with S at least 1, got {tuple(cu.shape)}")
+        rows = _integer(rows, "rows", minimum=1)
+        row_length = _integer(int(cu[-1]) // rows if row_length is None else row_length, "row_length", minimum=1)
+        _check_slots(rows, row_length)
         slots = rows * row_length
         if cu[0] != 0 or cu[-1] != slots:
             got = f"{int(cu[0])} to {int(cu[-1])}"
-            raise ValueError(f"cu_seqlens: expected to run from 0 to rows * row_length = {slots}, got {got}")
+            fix = "; mark a padded tail by from_lengths, or by -1 in from_seq_idx" if 0 < cu[-1] < slots else ""
+            raise ValueError(f"cu_seqlens: expected to run from 0 to rows * row_length = {slots}, got {got}{fix}")
         if (cu.diff() <= 0).any():
             s = int((cu.diff() <= 0).nonzero()[0])
             raise ValueError(f"cu_seqlens: expected to increase strictly, got {int(cu[s])} then {int(cu[s + 1])}")

@@ -102,6 +102,12 @@ REFUSALS = {
     "id returns": (from_seq_idx, (INTS([[0, 0, 0], [4, 5, 4]]),), ValueError, r"seq_idx\[1\].*id 4"),
     "cu starts above 0": (from_cu_seqlens, (INTS([1, 4]), 1, 4), ValueError, "from 0"),
     "cu stops short": (from_cu_seqlens, (INTS([0, 3]), 1, 4), ValueError, "4.*0 to 3"),
+    "cu leaves a padded tail": (
+        from_cu_seqlens,
+        (INTS([0, 3]), 1, 4),
+        ValueError,
+        "from_lengths, or by -1 in from_seq_idx",
+    ),
     "cu stands still": (from_cu_seqlens, (INTS([0, 2, 2, 4]), 1, 4), ValueError, "strictly.*2 then 2"),
     "cu crosses rows": (from_cu_seqlens, (INTS([0, 3, 8]), 2, 4), ValueError, "row 1 to start with"),
 }

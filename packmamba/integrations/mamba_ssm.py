@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from packmamba.layout import SequenceLayout
 from packmamba.nn import PackedMamba
-from packmamba.ops.checks import accumulation_dtype, check_is_tensor
+from packmamba.ops.checks import accumulation_dtype, boundary_layout
 
 
 class Mamba(PackedMamba):
@@ -86,7 +86,7 @@ class Mamba(PackedMamba):
         given = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens, "position_indices": position_indices, "layout": layout}
         given = {name: value for name, value in given.items() if value is not None}
         if inference_params is None:
-            return super().forward(hidden_states, layout=_layout(hidden_states, given))
+            return super().forward(hidden_states, layout=boundary_layout(hidden_states, given))
         if given:
             raise ValueError(f"inference_params: expected none beside {' and '.join(given)}: each row is one document")
         states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
@@ -107,7 +107,12 @@ class Mamba(PackedMamba):
         if hidden_states.shape[1] != 1:
             raise ValueError(f"hidden_states: expected one token a row, got {hidden_states.shape[1]}")
         xz = self.in_proj(hidden_states)
-        state = (conv_state[..., 1:].to(xz.dtype).contiguous(), ssm_state.to(accumulation_dtype(xz.dtype)).contiguous())
+        # Copies: what a backward holds is not what is updated in place.
+        conv_start, ssm_start = (
+            conv_state[..., 1:].to(xz.dtype).clone(),
+            ssm_state.to(accumulation_dtype(xz.dtype)).clone(),
+        )
+        state = (conv_start.contiguous(), ssm_start.contiguous())
         mixed, final = self._mix(xz, None, None, state, True)
         assert final is not None
         with torch.no_grad():
@@ -168,61 +173,15 @@ def _of(layer: Any) -> Mamba:
         raise ValueError(f"model: expected layers of class Mamba (Mamba-1) alone, got {type(layer).__name__}")
     if getattr(layer, "activation", "silu") not in ("silu", "swish"):
         raise ValueError(f"model: expected the activation silu, got {layer.activation!r}")
-    expected = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    inner, d_state = layer.A_log.shape
     with torch.device("meta"):
         ours = Mamba(
-            d_model=layer.d_model,
-            d_state=layer.A_log.shape[1],
-            d_conv=layer.conv1d.weight.shape[-1],
-            expand=layer.conv1d.weight.shape[0] // layer.d_model,
-            dt_rank=layer.dt_proj.weight.shape[1],
-            conv_bias=layer.conv1d.bias is not None,
-            bias=layer.in_proj.bias is not None,
-            use_fast_path=getattr(layer, "use_fast_path", True),
-            layer_idx=getattr(layer, "layer_idx", None),
-        )
-    if (own := {name: tuple(value.shape) for name, value in ours.state_dict().items()}) != expected:
-        name = sorted(set(own.items()) ^ set(expected.items()))[0][0]
-        raise ValueError(f"model: a layer's '{name}': expected shape {own.get(name)}, got {expected.get(name)}")
-    for name in [name for name, _ in ours.named_parameters()]:
-        owner, _, leaf = name.rpartition(".")
-        setattr(ours.get_submodule(owner), leaf, layer.get_parameter(name))
+            layer.d_model, d_state, layer.conv1d.weight.shape[-1], inner // layer.d_model, layer.dt_proj.weight.shape[1],
+            conv_bias=layer.conv1d.bias is not None, bias=layer.in_proj.bias is not None,
+            use_fast_path=getattr(layer, "use_fast_path", True), layer_idx=getattr(layer, "layer_idx", None),
+        )  # fmt: skip
+    try:
+        ours.load_state_dict(layer.state_dict(keep_vars=True), assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"model: a layer holds other parameters than Mamba-1: {error}") from error
     return ours.train(layer.training)
-
-
-def _layout(hidden: Tensor, given: dict[str, Any]) -> SequenceLayout | None:
-    """Convert boundary arguments to a layout on the device of ``hidden``; None if there are none."""
-    layouts = {name: _converted(name, value, hidden) for name, value in given.items()}
-    first = next(iter(layouts.values()), None)
-    for name, layout in layouts.items():
-        if not (torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)):  # type: ignore
-            raise ValueError(f"{name}: expected the documents that {next(iter(given))} has, got others")
-    return first
-
-
-def _converted(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
-    if isinstance(value, SequenceLayout):
-        return value
-    check_is_tensor(value, name)
-    rows, width = hidden.shape[:2]
-    if name != "cu_seqlens" and value.shape != (rows, width):
-        raise ValueError(f"{name}: expected shape {(rows, width)} like hidden_states, got {tuple(value.shape)}")
-    # Every layer of a model is given the same tensor: it is read once, which waits for a GPU. A tensor of inference mode has no
-    # version, and memory on the host may be written to by others, such as NumPy.
-    version = None if value.is_inference() else value._version
-    key = (version, torch.is_inference_mode_enabled(), tuple(hidden.shape[:2]), hidden.device)
-    kept = getattr(value, "_packmamba_layout", None)
-    if kept is not None and version is not None and kept[0] == key and (kept[2] is None or torch.equal(kept[2], value)):
-        return kept[1]
-    if name == "cu_seqlens":
-        layout = SequenceLayout.from_cu_seqlens(value, rows, width)
-    elif name == "seq_idx":
-        layout = SequenceLayout.from_seq_idx(value)
-    else:
-        layout = SequenceLayout.from_position_indices(value)
-        if (value[:, 0] > 0).any():
-            b = int((value[:, 0] > 0).nonzero()[0])
-            raise ValueError(f"{name}[{b}, 0]: expected 0 where a row starts, got {int(value[b, 0])}")
-    layout = layout.to(hidden.device)
-    value._packmamba_layout = (key, layout, value.clone() if value.device.type == "cpu" else None)
-    return layout

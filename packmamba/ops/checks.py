@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,47 @@ def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, na
         raise ValueError(f"{name}: expected shape {tuple(shape)} like {like_name}, got {layout.shape}")
     if layout.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {layout.device}")
+    return layout
+
+
+def boundary_layout(hidden: Tensor, given: dict[str, Any]) -> SequenceLayout | None:
+    """Convert boundary arguments beside hidden (B, L, d_model) to a layout on its device; None if there are none.
+
+    given: some of seq_idx, cu_seqlens, position_indices and layout, by name. Raises TypeError or ValueError.
+    """
+    layouts = {name: _convert(name, value, hidden) for name, value in given.items()}
+    first = next(iter(layouts.values()), None)
+    for name, layout in layouts.items():
+        if not (torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)):  # type: ignore
+            raise ValueError(f"{name}: expected the documents that {next(iter(given))} has, got others")
+    return first
+
+
+def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
+    if isinstance(value, SequenceLayout):
+        return value
+    check_is_tensor(value, name)
+    rows, width = hidden.shape[:2]
+    if name != "cu_seqlens" and value.shape != (rows, width):
+        raise ValueError(f"{name}: expected shape {(rows, width)} like the hidden states, got {tuple(value.shape)}")
+    # Every layer of a model is given the same tensor: it is read once, which waits for a GPU. A tensor of inference mode has no
+    # version, and memory on the host may be written to by others, such as NumPy.
+    version = None if value.is_inference() else value._version
+    key = (version, torch.is_inference_mode_enabled(), (rows, width), hidden.device)
+    kept = getattr(value, "_packmamba_layout", None)
+    if kept is not None and version is not None and kept[0] == key and (kept[2] is None or torch.equal(kept[2], value)):
+        return kept[1]
+    if name == "cu_seqlens":
+        layout = SequenceLayout.from_cu_seqlens(value, rows, width)
+    elif name == "seq_idx":
+        layout = SequenceLayout.from_seq_idx(value)
+    else:
+        layout = SequenceLayout.from_position_indices(value)
+        if bool((layout.offsets > 0).any()):
+            row = int(layout.rows[layout.offsets > 0][0])
+            raise ValueError(f"{name}[{row}, 0]: expected 0 where a row starts, got {int(value[row, 0])}")
+    layout = layout.to(hidden.device)
+    value._packmamba_layout = (key, layout, value.clone() if value.device.type == "cpu" else None)
     return layout
 
 

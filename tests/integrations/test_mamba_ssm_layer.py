@@ -118,6 +118,14 @@ def test_a_prompt_and_then_token_by_token():
     assert ours.allocate_inference_cache(1, 5, dtype=torch.bfloat16)[1].dtype == torch.bfloat16
 
 
+def test_steps_may_be_differentiated():
+    theirs, ours = both()
+    x, states = hidden(), ours.allocate_inference_cache(2, 2, dtype=torch.float64)
+    first, second = (ours.step(x[:, t : t + 1], *states)[0] for t in (0, 1))
+    found = torch.autograd.grad(first.sum() + second.sum(), ours.in_proj.weight)[0]
+    assert found.isfinite().all() and relative_error(second.detach(), theirs(x)[:, 1:2].detach()) < 1e-13
+
+
 def test_the_constructor_is_theirs():
     names = [
         "d_model", "d_state", "d_conv", "expand", "dt_rank", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor",
@@ -131,6 +139,8 @@ def test_the_constructor_is_theirs():
     assert Ours(8, device="meta").in_proj.weight.is_meta
     assert layer(torch.randn(1, 5, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert Ours(8).state_dict().keys() == PackedMamba(8).state_dict().keys()
+    ours, x = both()[1], hidden()
+    assert torch.equal(PackedMamba.forward(ours, x, cu_seqlens=LAYOUT.cu_seqlens), ours(x, layout=LAYOUT))
 
 
 def test_boundaries_are_read_once_for_all_layers(monkeypatch):

@@ -97,6 +97,17 @@ def test_tokens_at_padding_change_no_bit():
             assert torch.equal(value, expected_gradients[name]), name
 
 
+def test_nan_in_padding_reaches_no_gradient_of_a_layer():
+    layer, real = build(dtype=torch.float32, bias=True).backbone.layers[0].mixer, (LAYOUT.documents >= 0)[..., None]
+    hidden, found = torch.randn(*LAYOUT.shape, 8), []
+    for filler in (0.0, float("nan"), float("inf")):
+        x = torch.where(real, hidden, filler).requires_grad_()
+        y = layer(x, layout=LAYOUT)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) and b.isfinite().all() for a, b in zip(found[0], other))
+
+
 def columns(layout, start, stop):
     return SequenceLayout.from_position_indices(layout.position_indices[:, start:stop].contiguous())
 

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import accumulation_dtype, check_flag, check_is_tensor, check_layout, check_size
+from packmamba.ops.checks import (
+    accumulation_dtype,
+    boundary_layout,
+    check_flag,
+    check_is_tensor,
+    check_layout,
+    check_size,
+)
 
 State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
@@ -99,11 +106,13 @@ class PackedMamba(nn.Module):
         ssm_layout: SequenceLayout | None = None,
         state: State | None = None,
         return_state: bool = False,
+        cu_seqlens: Tensor | None = None,
     ) -> Any:
         """Mix hidden (B, L, d_model) to the same shape; with ``return_state`` return also each document's final state.
 
         Args:
-            layout: where documents lie; None: each row is one.
+            layout, cu_seqlens: where documents lie, as a layout or as cumulative lengths (S + 1,) over all rows, without padding;
+                neither: each row is one.
             conv_layout, ssm_layout: instead of ``layout`` in one of the two operators: ``layout.flow()`` leaks there.
             state: where documents start from, indexed by the documents of conv_layout and ssm_layout; None: zero, or
                 the learned state.
@@ -116,9 +125,14 @@ class PackedMamba(nn.Module):
         dtype = self.in_proj.weight.dtype
         if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
             raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
+        given = {"layout": layout, "cu_seqlens": cu_seqlens}
+        layout = boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
         if layout is not None:
             check_layout(layout, hidden, "hidden")
         conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
+        if ssm_layout is not None and ssm_layout.num_tokens < ssm_layout.num_slots:
+            # The projection's weight gradient multiplies what stands in padding by zero, which NaN survives.
+            hidden = hidden.masked_fill((ssm_layout.documents < 0)[..., None], 0)
         mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
         return (mixed, state) if return_state else mixed
 
