@@ -33,14 +33,18 @@ def modeling(family):
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch):
-    """Also where the peers' kernels are installed, which Hugging Face's models would hand tensors of a CPU."""
+def take_own_path(monkeypatch):
+    """Unwrap transformers' functions where the peers' kernels are installed, which would get tensors of a CPU."""
     for family in FAMILIES:
         module = modeling(family)
         for name, function in list(vars(module).items()):
             if inspect.isfunction(function) and function.__module__ == module.__name__:
                 monkeypatch.setattr(module, name, inspect.unwrap(function))
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch):
+    take_own_path(monkeypatch)
 
 
 @pytest.fixture
