@@ -87,40 +87,43 @@ class Rows:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def _places(self, rows: Integers) -> tuple[Integers, Integers]:
-        """Return the pieces of these rows, and where in the corpus their tokens lie, in order."""
-        pieces = np.concatenate([np.arange(*self.row_offsets[row : row + 2]) for row in rows])
-        length = self.length[pieces]
-        first = self.corpus.offsets[self.document[pieces]] + self.start[pieces]
-        return pieces, np.repeat(first - (np.cumsum(length) - length), length) + np.arange(length.sum())
-
     def count(self, groups: list[Integers]) -> tuple[int, int, int, int, int]:
         """Return StepBatch's five numbers of batches, given by row numbers."""
-        pieces, places = self._places(np.concatenate(groups))
-        length = self.length[pieces]
-        targets = len(places) - np.count_nonzero(self.start[pieces] + length == self.end[pieces])
+        pieces = np.concatenate([np.arange(*self.row_offsets[row : row + 2]) for rows in groups for row in rows])
+        length, tokens = self.length[pieces], int(self.length[pieces].sum())
+        targets = tokens - int(np.count_nonzero(self.start[pieces] + length == self.end[pieces]))
         if self.corpus.targets is not None:
-            targets = np.count_nonzero(self.corpus.targets[places] >= 0)
+            spans = zip((self.corpus.offsets[self.document[pieces]] + self.start[pieces]).tolist(), length.tolist())
+            targets = sum(int((self.corpus.targets[first : first + n] >= 0).sum()) for first, n in spans)
         slots = sum(max(len(rows), 1) * int(self.slots[rows].max(initial=1)) for rows in groups)
         behind = length[self.row_offsets[np.searchsorted(self.row_offsets, pieces)] != pieces]
-        return int(targets), len(places), slots, len(behind), int(behind.sum())
+        return targets, tokens, slots, len(behind), int(behind.sum())
 
     def batch(self, rows: Integers, turn: int = 0) -> PackedBatch:
         """Return the batch of these rows, given by number; of none, a slot of padding."""
         if not len(rows):
             nothing = torch.zeros(1, 1, dtype=torch.int64)
             return PackedBatch(nothing, nothing, nothing.bool(), SequenceLayout.from_lengths([[]], row_length=1))
-        of_rows = [slice(*self.row_offsets[row : row + 2]) for row in rows]
-        lengths, offsets = ([part[of].tolist() for of in of_rows] for part in (self.length, self.offset))
-        layout = SequenceLayout.from_lengths(lengths, row_length=int(self.slots[rows].max()), offsets=offsets)
-        corpus, (pieces, places) = self.corpus, self._places(rows)
-        if corpus.targets is not None:
-            answers = corpus.targets[places]
-        else:
-            answers = corpus.tokens[np.minimum(places + 1, len(corpus.tokens) - 1)].astype(np.int64)
-            length = self.length[pieces]
-            answers[(np.cumsum(length) - 1)[self.start[pieces] + length == self.end[pieces]]] = -1
-        parts = np.zeros((3, layout.num_slots), np.int64)
-        parts[:, layout.token_slots.numpy()] = corpus.tokens[places], np.maximum(answers, 0), answers >= 0
-        tokens, targets, loss_mask = torch.from_numpy(parts).view(3, *layout.shape)
-        return PackedBatch(tokens, targets, loss_mask.bool(), layout, turn)
+        corpus, tokens = self.corpus, np.zeros((len(rows), int(self.slots[rows].max())), np.int64)
+        targets, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
+        lengths, offsets = [], []
+        for b, row in enumerate(rows):
+            of = slice(*self.row_offsets[row : row + 2])
+            firsts = (corpus.offsets[self.document[of]] + self.start[of]).tolist()
+            goes_on = (self.start[of] + self.length[of] < self.end[of]).tolist()
+            lengths.append(self.length[of].tolist())
+            offsets.append(self.offset[of].tolist())
+            slot = 0
+            for first, length, more in zip(firsts, lengths[-1], goes_on):
+                here, known = slice(slot, slot + length), slice(slot, slot + length - 1 + more)
+                source = corpus.tokens[first : first + length + more]
+                tokens[b, here] = source[:length]
+                if corpus.targets is None:
+                    targets[b, known], loss_mask[b, known] = source[1:], True
+                else:
+                    answers = corpus.targets[first : first + length]
+                    targets[b, here], loss_mask[b, here] = np.maximum(answers, 0), answers >= 0
+                slot += length
+        layout = SequenceLayout.from_lengths(lengths, row_length=tokens.shape[1], offsets=offsets)
+        of_numpy = torch.from_numpy
+        return PackedBatch(of_numpy(tokens), of_numpy(targets), of_numpy(loss_mask), layout, turn)
