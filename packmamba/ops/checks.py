@@ -71,12 +71,11 @@ def boundary_layout(hidden: Tensor, given: dict[str, Any]) -> SequenceLayout | N
 
     given: some of seq_idx, cu_seqlens, position_indices and layout, by name. Raises TypeError or ValueError.
     """
-    layouts = {name: _convert(name, value, hidden) for name, value in given.items()}
-    first = next(iter(layouts.values()), None)
-    for name, layout in layouts.items():
-        if not (torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)):  # type: ignore
+    layouts = [_convert(name, value, hidden) for name, value in given.items()]
+    for name, layout in zip(list(given)[1:], layouts[1:]):
+        if not (torch.equal(layouts[0].starts, layout.starts) and torch.equal(layouts[0].ends, layout.ends)):
             raise ValueError(f"{name}: expected the documents that {next(iter(given))} has, got others")
-    return first
+    return layouts[0] if layouts else None
 
 
 def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:

@@ -78,43 +78,45 @@ class ConvArguments(NamedTuple):
     return_final_state: bool
 
 
-def compiled(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
-    """Run the kernels, which read weight, bias and states in float32 (float64 beside float64 activations)."""
-    wide = accumulation_dtype(a.x.dtype)
-    bias, initial_state = (None if t is None else t.to(wide) for t in a[2:4])
-    y, final = _registered(a._replace(weight=a.weight.to(wide), bias=bias, initial_state=initial_state))
-    if a.return_final_state:
-        final = final.to((a.x if a.initial_state is None else a.initial_state).dtype)
-    return y, final
-
-
 def _forward(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
     """Return y and the final state."""
-    results = _fake(a, keep)
-    KERNELS[a.x.device.type]["conv1d_forward"](*_kernel_arguments(a), *results)
-    return results
+    dtype = accumulation_dtype(a.x.dtype)
+    y, final = _outputs(a, dtype)
+    KERNELS[a.x.device.type]["conv1d_forward"](*_kernel_arguments(a, dtype), y, final)
+    return y, None if final is None else final.to(_state_dtype(a))
 
 
 def _fake(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
+    return _outputs(a, _state_dtype(a))
+
+
+def _outputs(a: ConvArguments, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     channels, width = a.weight.shape
     shape = a.layout.starts.shape[0], channels, width - 1
-    return empty_grad_like(a.x), a.weight.new_empty(shape) if a.return_final_state else None
+    return empty_grad_like(a.x), a.x.new_empty(shape, dtype=dtype) if a.return_final_state else None
+
+
+def _state_dtype(a: ConvArguments) -> torch.dtype:
+    return a.x.dtype if a.initial_state is None else a.initial_state.dtype
 
 
 def _backward(a: ConvArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
     dy, dfinal = grads
-    gradients = tuple(map(empty_grad_like, a[:4]))
+    dtype = accumulation_dtype(a.x.dtype)
+    arguments = _kernel_arguments(a, dtype)
+    gradients = tuple(map(empty_grad_like, (*arguments[:3], arguments[5])))
     KERNELS[a.x.device.type]["conv1d_backward"](
         a.x.new_zeros(a.x.shape) if dy is None else unit_stride(dy),
-        dense(dfinal) if a.return_final_state else None,
-        *_kernel_arguments(a), *gradients,
+        dense(dfinal.to(dtype)) if a.return_final_state and dfinal is not None else None,
+        *arguments, *gradients,
     )  # fmt: skip
-    return gradients
+    return tuple(None if t is None else gradient.to(t.dtype) for gradient, t in zip(gradients, a[:4]))
 
 
-def _kernel_arguments(a: ConvArguments) -> tuple:
-    x, weight, bias, initial_state, layout, activation, _ = a
-    return x, dense(weight), dense(bias), layout.starts, layout.ends, dense(initial_state), activation == "silu"
+def _kernel_arguments(a: ConvArguments, dtype: torch.dtype) -> tuple:
+    """Order arguments as the kernels do, which read weight, bias and states in ``dtype``."""
+    weight, bias, initial_state = (None if t is None else dense(t.to(dtype)) for t in a[1:4])
+    return a.x, weight, bias, a.layout.starts, a.layout.ends, initial_state, a.activation == "silu"
 
 
 def _cuda_forward(*arguments: Any) -> None:
@@ -129,4 +131,4 @@ def _cuda_backward(*arguments: Any) -> None:
 
 declare("conv1d_forward", outputs=2, cuda=_cuda_forward)
 declare("conv1d_backward", outputs=4, cuda=_cuda_backward)
-_registered = register("conv1d_pack", ConvArguments, _forward, _fake, _backward, outputs=2, kept=0, gradients=4)
+compiled = register("conv1d_pack", ConvArguments, _forward, _fake, _backward, outputs=2, kept=0, gradients=4)

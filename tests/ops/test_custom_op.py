@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from operators import AWKWARD, OPERATORS, SPECIFICATIONS, random_case
-from packmamba import MambaLM, SequenceLayout, ops
+from packmamba import MambaLM, PackedMamba, SequenceLayout, ops
 from packmamba.ops import build, custom_op
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
@@ -43,6 +43,27 @@ def random_layouts(count, rows, row_length):
             cuts = np.unique(rng.integers(1, row_length, size=rng.integers(1, 9)))
             lengths.append(np.diff([0, *cuts]).tolist())
         yield SequenceLayout.from_lengths(lengths, row_length=row_length)
+
+
+def test_one_graph_for_a_hundred_layouts():
+    torch.manual_seed(0)
+    layer = PackedMamba(d_model=16, d_state=4)
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    fast = torch.compile(layer, backend=backend, fullgraph=True)
+    parameters = list(layer.parameters())
+    for layout in random_layouts(100, rows=2, row_length=48):
+        x = torch.randn(2, 48, 16)
+        expected, got = layer(x, layout=layout), fast(x, layout=layout)
+        assert torch.equal(got, expected)
+        for a, b in zip(torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(expected.sum(), parameters)):
+            assert torch.equal(a, b)
+    assert len(graphs) <= 3, "the first compilation and at most two more"
 
 
 def test_compiled_blocks_hand_a_layout_s_schedules_to_their_kernels(monkeypatch):

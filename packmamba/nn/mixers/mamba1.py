@@ -125,8 +125,9 @@ class PackedMamba(nn.Module):
         dtype = self.in_proj.weight.dtype
         if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
             raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
-        given = {"layout": layout, "cu_seqlens": cu_seqlens}
-        layout = boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
+        if cu_seqlens is not None:
+            given = {"cu_seqlens": cu_seqlens, "layout": layout}
+            layout = boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
         if layout is not None:
             check_layout(layout, hidden, "hidden")
         conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
