@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from packmamba.errors import ConfigError
 from packmamba.records import read_records
 from packmamba.report.aggregate import Record, flatten, of_kind, with_items
 from packmamba.report.figures import DPI, Figure, house_style, throughput_figures, training_figures
@@ -69,12 +70,12 @@ class Section:
 def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds = None) -> list[Section]:
     """Make tables and figures by corpus: records of different corpora are not compared.
 
-    ``kinds``: further kinds of records, or other tables and figures of the library's. Raises ValueError for an unknown kind.
+    ``kinds``: further kinds of records, or other tables and figures of the library's. Raises ConfigError for an unknown kind.
     """
     known, sections = {**KINDS, **(kinds or {})}, {}  # type: ignore[var-annotated]
     for record in sorted(records, key=lambda record: record["corpus_hash"]):
         if record["kind"] not in known:
-            raise ValueError(f"kind: expected one of {', '.join(known)}, got {record['kind']}")
+            raise ConfigError(f"kind: expected one of {', '.join(known)}, got {record['kind']}")
         corpus = record["corpus_hash"]
         sections.setdefault(corpus, Section(corpus, [])).records.append(record)
     for section in sections.values():
