@@ -65,8 +65,6 @@ def test_flow_merges_each_row(layout):
 
 
 def test_examples_of_the_interface():
-    layout = SequenceLayout.from_lengths([[3, 5, 6], [9], []], row_length=16)
-    assert (layout.shape, layout.num_documents, layout.num_tokens) == ((3, 16), 4, 23)
     layout = SequenceLayout.from_lengths([[4, 9]], row_length=16, offsets=[[128, 0]])
     assert layout.position_indices[0].tolist() == [*range(128, 132), *range(9), -1, -1, -1]
     assert layout.continues.tolist() == [True, False]

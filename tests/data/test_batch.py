@@ -8,9 +8,8 @@ from packmamba.config import DataConfig
 from packmamba.data.schedule import Pieces, arrange, micro_batches
 
 
-def rows_of(lengths, order=None, targets=None, **keys):
+def rows_of(lengths, order=None, **keys):
     corpus = Numbered(lengths)
-    corpus.targets = targets
     pieces = Pieces.of(corpus, np.arange(len(lengths)) if order is None else np.array(order))
     return arrange(corpus, pieces, DataConfig(**{"strategy": "next_fit"} | keys))
 
@@ -38,13 +37,6 @@ def test_the_last_target_of_a_piece_is_the_next_token_unless_the_tail_is_dropped
     rows = rows_of([5], row_length=3, **keys)
     batch = rows.batch(np.arange(len(rows)))
     assert batch.targets.tolist() == targets and batch.layout.offsets.tolist() == offsets
-
-
-def test_targets_of_a_task_count_where_they_are():
-    rows = rows_of([4, 3], targets=np.array([-1, 7, -1, 8, -1, -1, 9]), row_length=7)
-    batch = rows.batch(np.arange(1))
-    assert batch.targets[batch.loss_mask].tolist() == [7, 8, 9] and rows.count([np.arange(1)])[0] == 3
-    assert batch.loss_mask[0].nonzero().flatten().tolist() == [1, 3, 6]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,10 @@ def documents_of(rows, groups):
     return Counter(tuple(tokens[slice(*span)]) for tokens, span in spans)
 
 
+def pairs_of(batch):
+    return zip(batch.tokens[batch.loss_mask].tolist(), batch.targets[batch.loss_mask].tolist())
+
+
 def test_ranks_share_the_validation_of_whole_documents(tmp_path):
     found = []
     for rank in range(2):
@@ -45,10 +49,8 @@ def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):
     """Documents cut by no row: their counted (token, target) pairs."""
     steps = {name: module(tmp_path, *keys).steps for name, keys in {**SCHEMES, "carry": CARRY}.items()}
     for number in range(6):
-        pairs = {}
-        for name, of in steps.items():
-            masked = [(b.tokens[b.loss_mask].tolist(), b.targets[b.loss_mask].tolist()) for b in of[number].batches]
-            pairs[name] = Counter(pair for both in masked for pair in zip(*both))
+        batches = {name: of[number].batches for name, of in steps.items()}
+        pairs = {name: Counter(pair for batch in some for pair in pairs_of(batch)) for name, some in batches.items()}
         assert pairs["packed"].total() > 50 and all(found == pairs["single"] for found in pairs.values())
 
 
@@ -79,7 +81,7 @@ def test_every_answer_of_a_task_is_a_target_once(tmp_path, strategy):
     ]
     keys += ["data.task_options={num_pairs: 4, length: [20, 40], vocab_size: 64}", f"data.strategy={strategy}"]
     data = module(tmp_path, *keys)
-    step = data.steps[0]
-    found = [target for batch in step.batches for target in batch.targets[batch.loss_mask].tolist()]
-    answers = data.corpora.train.targets
-    assert sorted(found) == sorted(answers[answers >= 0].tolist()) and step.num_targets == len(found)
+    step, corpus = data.steps[0], data.corpora.train
+    found = Counter(pair for batch in step.batches for pair in pairs_of(batch))
+    answers = [(int(token), int(target)) for token, target in zip(corpus.tokens, corpus.targets) if target >= 0]
+    assert found == Counter(answers) and step.num_targets == len(answers)

@@ -182,12 +182,3 @@ def test_a_strategy_that_would_lose_or_overfill_is_refused(monkeypatch, assign):
     monkeypatch.setitem(STRATEGIES, "mine", Strategy(assign))
     with pytest.raises(ValueError, match="strategy 'mine'"):
         plan_rows([5, 7, 3], 8, "mine")
-
-
-@pytest.mark.parametrize(
-    "strategy, least, most",
-    [("next_fit", 0.20, 0.22), ("greedy", 0, 0.002), ("best_fit_decreasing", 0, 0.001), ("concat_split", 0, 0.0001)],
-)
-def test_padding(strategy, least, most):
-    plan = plan_rows(draw_lengths("documents-2k", 100_000, 0), 2048, strategy, buffer=4096)
-    assert least <= plan.padding_fraction <= most
