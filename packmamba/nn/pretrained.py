@@ -53,8 +53,8 @@ def load_weights(
     expected, given = ({k: tuple(t.shape) for k, t in of.items()} for of in (model.state_dict(), weights))
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
-            wanted, got = expected.get(name, "no such weight"), given.get(name, "none")
-            raise ValueError(f"{directory}: '{name}': expected shape {wanted} from {described}, got {got}")
+            wanted = f"shape {expected[name]} from {described}" if name in expected else "no such weight"
+            raise ValueError(f"{directory}: '{name}': expected {wanted}, got {given.get(name, 'none')}")
     model.load_state_dict(weights)
 
 

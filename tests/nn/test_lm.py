@@ -197,17 +197,11 @@ def test_the_mixer_is_its_operators_each_with_its_own_layout(config, variant):
     result, finals = mixer(hidden, layout=LAYOUT, **layouts, state=state, return_state=True)
 
     x, z = mixer.in_proj(hidden).chunk(2, dim=-1)
-    x, conv_end = conv1d_pack_loops(
-        ConvArguments(x, mixer.conv1d.weight[:, 0], mixer.conv1d.bias, conv_state, conv_layout, "silu", True)
-    )
-    rank, d_state = mixer.dt_rank, mixer.d_state
-    delta, B, C = mixer.x_proj(x).split([rank, d_state, d_state], dim=-1)
-    delta = delta @ mixer.dt_proj.weight.T
-    y, ssm_end = ssm_pack_loops(
-        ScanArguments(
-            x, delta, -mixer.A_log.exp(), B, C, mixer.D, z, mixer.dt_proj.bias, ssm_state, ssm_layout, True, True
-        )
-    )
+    weight, bias, rank, d_state = mixer.conv1d.weight[:, 0], mixer.conv1d.bias, mixer.dt_rank, mixer.d_state
+    x, conv_end = conv1d_pack_loops(ConvArguments(x, weight, bias, conv_state, conv_layout, "silu", True))
+    delta, *BC = mixer.x_proj(x).split([rank, d_state, d_state], dim=-1)
+    delta, A, start = delta @ mixer.dt_proj.weight.T, -mixer.A_log.exp(), mixer.dt_proj.bias
+    y, ssm_end = ssm_pack_loops(ScanArguments(x, delta, A, *BC, mixer.D, z, start, ssm_state, ssm_layout, True, True))
     expected = mixer.out_proj(y)
     inputs = [p for name, p in mixer.named_parameters() if name != "initial_state"] + [hidden, *state]
     results = []
@@ -223,25 +217,18 @@ def test_the_learned_initial_state_starts_every_document():
     plain.load_state_dict({name: p for name, p in model.state_dict().items() if "initial_state" not in name})
     zero = plain(tokens, layout=LAYOUT)
     assert torch.equal(plain(tokens, layout=LAYOUT, states=plain.start_states(LAYOUT.num_documents)), zero)
-    for layouts in ({"layout": LAYOUT}, {"layout": FLOW}, {"layout": LAYOUT, "ssm_layout": FLOW}, {}):
-        documents = layouts.get(
-            "ssm_layout", layouts.get("layout", SequenceLayout.from_rows(*LAYOUT.shape))
-        ).num_documents
-        implied = model(tokens, **layouts)
-        conv_documents = layouts["layout"].num_documents if layouts else documents
-        scan_states = [scan for _, scan in model.start_states(documents)]
-        conv_states = [conv for conv, _ in model.start_states(conv_documents)]
-        given = model(tokens, **layouts, states=list(zip(conv_states, scan_states)))
-        explicit = plain(tokens, **layouts, states=list(zip(conv_states, scan_states)))
-        assert torch.equal(implied, given) and torch.equal(implied, explicit)
-        assert_close(*(gradients(summed_loss(logits, tokens, LAYOUT), model) for logits in (implied, given)))
-    implied = model(tokens, layout=LAYOUT)
+    for conv, ssm in ((LAYOUT, LAYOUT), (FLOW, FLOW), (LAYOUT, FLOW), (None, None)):
+        counts = [len(tokens) if layout is None else layout.num_documents for layout in (conv, ssm)]
+        starts = [model.start_states(count) for count in counts]
+        states = [(conv_state, ssm_state) for (conv_state, _), (_, ssm_state) in zip(*starts)]
+        given = {"conv_layout": conv, "ssm_layout": ssm}
+        implied, explicit = model(tokens, **given), plain(tokens, **given, states=states)
+        assert torch.equal(implied, explicit) and torch.equal(implied, model(tokens, **given, states=states))
     for s in range(LAYOUT.num_documents):
         where = slots(LAYOUT, s)
-        assert error(implied.flatten(0, 1)[where], zero.flatten(0, 1)[where]) > 1e-4
-    for name, gradient in gradients(summed_loss(implied, tokens, LAYOUT), model).items():
-        if name.endswith("initial_state"):
-            assert gradient.abs().max() > 1e-6
+        assert error(model(tokens, layout=LAYOUT).flatten(0, 1)[where], zero.flatten(0, 1)[where]) > 1e-4
+    for name, gradient in gradients(summed_loss(model(tokens, layout=LAYOUT), tokens, LAYOUT), model).items():
+        assert not name.endswith("initial_state") or gradient.abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
@@ -259,10 +246,6 @@ def test_bfloat16(how):
             real = LAYOUT.documents >= 0
             assert error(logits[real], expected[real]) < 0.03  # a few roundings of 2**-9 a layer
             model(tokens, layout=LAYOUT, states=finals)
-            for s in range(LAYOUT.num_documents):
-                start = given and [(conv[s : s + 1], scan[s : s + 1]) for conv, scan in given]
-                alone = model(tokens.flatten()[slots(LAYOUT, s)][None], states=start)
-                assert error(logits.flatten(0, 1)[slots(LAYOUT, s)], alone[0]) < 0.03
     for name, gradient in gradients(summed_loss(logits.float(), tokens, LAYOUT), model, states).items():
         assert gradient.isfinite().all() and (gradient.any() or name.endswith("initial_state")), name
 
