@@ -109,6 +109,9 @@ def test_every_way_to_say_where_documents_start(family):
         assert torch.equal(logits, expected.logits), name
         hidden = packed.base_model(batch["input_ids"], **{name: batch[name]}, use_cache=False)[0]
         assert torch.equal(packed.lm_head(hidden), logits), f"{name}, given to the backbone as TRL does"
+    for name in ("seq_idx", "cu_seq_lens_q"):  # as DataCollatorWithFlattening(position_ids_start=2) makes them
+        shifted = {"position_ids": batch["position_ids"] + 2, name: batch[name]}
+        assert torch.equal(packed(batch["input_ids"], **shifted).logits, expected.logits)
     embedded = packed.get_input_embeddings()(batch["input_ids"])
     assert torch.equal(packed(inputs_embeds=embedded, seq_idx=batch["seq_idx"]).logits, expected.logits)
     cu = torch.tensor([0, 5, 6, 14, 14, 28])  # over both rows, with a document without tokens

@@ -59,6 +59,8 @@ def find(
         first = real & (real.cumsum(1) == 1)
     starts, source = first, ""
     for name, value in given.items():
+        if name == "position_ids" and len(given) > 1 and isinstance(value, Tensor) and value.shape == real.shape:
+            value = value - value[first.to(value.device)].min() if bool(first.any()) else value  # may start above 0
         found = BOUNDARIES[name](name, value, real, first)
         if source and not torch.equal(found, starts):
             place = (found != starts).nonzero()[0].tolist()
@@ -103,7 +105,9 @@ def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
 
 def _position_ids(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tensor:
     position = _matrix(name, _integers(name, value), real.shape)
-    _check(name, first & (position != 0), "0 at a row's first token", position)
+    _check(
+        name, first & (position != 0), "0 at a row's first token (above: give seq_idx or cu_seq_lens_q, too)", position
+    )
     goes_on = position == position.roll(1, dims=1) + 1
     _check(name, real & (position != 0) & ~goes_on, "0 (a document starts) or one more than before", position)
     return real & (position == 0)
