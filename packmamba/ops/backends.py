@@ -51,7 +51,6 @@ BACKENDS = {
 }
 
 _implementations: dict[tuple[str, str], Callable] = {}
-_chosen: dict[tuple, Callable] = {}
 
 
 def load() -> None:
@@ -64,12 +63,7 @@ def load() -> None:
 
 def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> Callable:
     """Return the operator's implementation for ``backend`` on ``device``. Raises as ``backend_name``."""
-    key = (backend, device, operator)
-    if torch.compiler.is_compiling():  # a graph must not depend on the cache
-        return _implementations[backend_name(*key), operator]
-    if key not in _chosen:
-        _chosen[key] = _implementations[backend_name(*key), operator]
-    return _chosen[key]
+    return _implementations[backend_name(backend, device, operator), operator]
 
 
 def backend_name(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> str:
