@@ -152,12 +152,9 @@ def _tokenize(
         if not all(counts):
             raise ConfigError(f"data.validation_fraction: expected training and validation documents, got {counts}")
         header = json.dumps([*ids.values(), *train.hashes(), *validation.hashes()])
-        meta = {
-            "identity": identity,
-            "corpus_hash": hashlib.blake2b(header.encode(), digest_size=16).hexdigest(),
-            **ids,
-        }
-        meta["splits"] = {"train": train.meta(), "validation": validation.meta()}
+        digest = hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
+        counted = {"train": train.meta(), "validation": validation.meta()}
+        meta = {"identity": identity, "corpus_hash": digest, **ids, "splits": counted}
         (work / META).write_text(json.dumps(meta, indent=1))
         os.rename(work, folder)
     finally:
@@ -168,10 +165,8 @@ class _SplitWriter:
     """The growing files of one split, and their hashes."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        self._path = path
-        begin, end = tokenizer.begin_id, tokenizer.end_id
-        dtype = token_dtype(tokenizer.vocab_size)
-        self._begin, self._end = (np.array([] if i is None else [i], dtype) for i in (begin, end))
+        self._path, dtype, around = path, token_dtype(tokenizer.vocab_size), (tokenizer.begin_id, tokenizer.end_id)
+        self._begin, self._end = (np.array([] if i is None else [i], dtype) for i in around)
         self.counts = Counter({"documents": 0, "tokens": 0})
         self._hashes: dict[str, Any] = {}
         self._groups: dict[str, int] = {}
