@@ -24,6 +24,30 @@ State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
 
 
+def prepare(
+    mixer: Any, hidden: Tensor, layout: SequenceLayout | None, conv_layout: SequenceLayout | None,
+    ssm_layout: SequenceLayout | None, cu_seqlens: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Check a mixer's arguments; return hidden, zero at padding, and the layouts of its two operators."""
+    check_is_tensor(hidden, "hidden")
+    if hidden.dim() != 3 or hidden.shape[2] != mixer.d_model:
+        raise ValueError(f"hidden: expected shape (B, L, {mixer.d_model}), got {tuple(hidden.shape)}")
+    dtype = mixer.in_proj.weight.dtype
+    if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
+    if cu_seqlens is not None:
+        given = {"cu_seqlens": cu_seqlens, "layout": layout}
+        layout = boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
+    for name, value in (("layout", layout), ("ssm_layout", ssm_layout)):
+        if value is not None:
+            check_layout(value, hidden, "hidden", name)
+    conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
+    if ssm_layout is not None and ssm_layout.num_tokens < ssm_layout.num_slots:
+        # The projection's weight gradient multiplies what stands in padding by zero, which NaN survives.
+        hidden = hidden.masked_fill((ssm_layout.documents < 0)[..., None], 0)
+    return hidden, conv_layout, ssm_layout
+
+
 class PackedMamba(nn.Module):
     """Mamba (arXiv 2312.00752, figure 3) whose convolution and scan know where documents start.
 
@@ -119,22 +143,8 @@ class PackedMamba(nn.Module):
 
         Raises TypeError or ValueError, naming the argument, what was expected and what came.
         """
-        check_is_tensor(hidden, "hidden")
-        if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
-            raise ValueError(f"hidden: expected shape (B, L, {self.d_model}), got {tuple(hidden.shape)}")
-        dtype = self.in_proj.weight.dtype
-        if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
-            raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
-        if cu_seqlens is not None:
-            given = {"cu_seqlens": cu_seqlens, "layout": layout}
-            layout = boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
-        if layout is not None:
-            check_layout(layout, hidden, "hidden")
-        conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
-        if ssm_layout is not None and ssm_layout.num_tokens < ssm_layout.num_slots:
-            # The projection's weight gradient multiplies what stands in padding by zero, which NaN survives.
-            hidden = hidden.masked_fill((ssm_layout.documents < 0)[..., None], 0)
-        mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
+        hidden, *layouts = prepare(self, hidden, layout, conv_layout, ssm_layout, cu_seqlens)
+        mixed, state = self._mix(self.in_proj(hidden), layouts[0], layouts[1], state, return_state)
         return (mixed, state) if return_state else mixed
 
     def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:

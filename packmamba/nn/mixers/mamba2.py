@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import accumulation_dtype, check_flag, check_is_tensor, check_layout, check_size
+from packmamba.nn.mixers.mamba1 import prepare
+from packmamba.ops.checks import accumulation_dtype, check_flag, check_size
 
 State = tuple[Tensor, Tensor]
 """(conv_state (S, H P + 2 G N, W-1), ssm_state (S, H, P, N)): what a document leaves to its continuation."""
@@ -123,23 +124,14 @@ class PackedMamba2(nn.Module):
         ssm_layout: SequenceLayout | None = None,
         state: State | None = None,
         return_state: bool = False,
+        cu_seqlens: Tensor | None = None,
     ) -> Any:
         """Mix hidden (B, L, d_model) to the same shape; with ``return_state`` return also each document's final state.
 
         Args and errors as ``PackedMamba.forward``; padding of hidden is never looked at.
         """
-        check_is_tensor(hidden, "hidden")
-        if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
-            raise ValueError(f"hidden: expected shape (B, L, {self.d_model}), got {tuple(hidden.shape)}")
-        dtype = self.in_proj.weight.dtype
-        if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
-            raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
-        if layout is not None:
-            check_layout(layout, hidden, "hidden")
-            if layout.num_tokens < layout.num_slots:
-                hidden = torch.where((layout.documents >= 0)[..., None], hidden, 0)
-        conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
-        mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
+        hidden, *layouts = prepare(self, hidden, layout, conv_layout, ssm_layout, cu_seqlens)
+        mixed, state = self._mix(self.in_proj(hidden), layouts[0], layouts[1], state, return_state)
         return (mixed, state) if return_state else mixed
 
     def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
