@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,9 @@ from packmamba.config import import_plugins, read_yaml, resolve, suggest
 from packmamba.config.load import read_layers
 from packmamba.errors import ConfigError
 from packmamba.records import check_writable, read_records
+from packmamba.report.html import write_report
+from packmamba.report.tables import Column, Table, number, word, write_table
+from packmamba.training.sweep import load_sweep, run_sweep
 
 DONE = "done.json"  # the steps that ``reproduce`` has finished in a folder
 
@@ -132,10 +135,13 @@ def missing(step: Step, is_bench: bool, small: bool) -> str:
 
 
 def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
-    """Make records of an experiment, or a step such as ``tasks/answers``, and compare headline numbers; continue if begun."""
-    from packmamba.report.html import write_report
-    from packmamba.training.sweep import load_sweep, run_sweep
+    """Make records of an experiment, or a step such as ``tasks/answers``, and compare headline numbers; continue if begun.
 
+    Without a name, list what each experiment needs and takes.
+    """
+    if not what:
+        print("\n".join(costs()))
+        return
     own = dict(override.split("=", 1) for override in overrides if override.startswith(("scale=", "output=")))
     keys = [override for override in overrides if not override.startswith(("scale=", "output="))]
     question, _, name = what.partition("/")
@@ -150,12 +156,12 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
     check_writable(output, "output")
     output.mkdir(parents=True, exist_ok=True)
     done = finished(output) or [f"{question}/"]
-    for number, step in enumerate(steps, start=1):
+    for n, step in enumerate(steps, start=1):
         given, path = [*step.overrides, *(step.small if small else ()), *keys], folder / step.file
         title, is_bench = " ".join([f"{question}/{step.file}", *given]), "bench" in read_yaml(path)
         lacking = missing(step, is_bench, small)
         state = ": done before" if title in done else f": left out, as it needs {lacking}" if lacking else ""
-        print(f"[{number}/{len(steps)}] {title}{state}", flush=True)
+        print(f"[{n}/{len(steps)}] {title}{state}", flush=True)
         if not state:
             given = [*(override.replace("{output}", str(output)) for override in given), f"output={output}"]
             run_bench(path, given) if is_bench else run_sweep(*load_sweep(path, given))
@@ -163,15 +169,46 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
             (output / DONE).write_text(json.dumps(done, indent=1))
     if len(done) == 1:
         raise ConfigError(f"{what}: expected a machine with what one of the steps above needs")
-    print(f"Report: {write_report(output, kinds_of(folder, read_records(output)))}\n")
-    lines = ["| headline | the paper | committed | now | now / committed |", "|---|---|---|---|---|"]
-    for headline in declared.HEADLINES:
+    table: list[Table] = []
+
+    def compare() -> Table:
+        table.append(comparison(declared.HEADLINES, folder, output, small))
+        return table[0]
+
+    page = write_report(output, kinds_of(folder, read_records(output)), compare=compare)
+    print(f"{write_table(table[0], 'txt')}\nReport: {page}")
+
+
+def costs() -> Iterator[str]:
+    """Yield a line for each experiment: its name, the hardware and packages of its steps, and its time."""
+    for name in experiments():
+        declared = module(name, "reproduce")
+        steps = getattr(declared, "STEPS", ())
+        gpu = max((step.gpu_gib for step in steps if step.gpus), default=None)
+        needs = "CPU" if gpu is None else "GPU" + f" of {gpu} GiB" * bool(gpu)
+        packages = dict.fromkeys(package for step in steps for package in step.packages)
+        if steps:
+            yield f"{name:<12} {needs:<15} {getattr(declared, 'TAKES', '-'):<28} {', '.join(packages)}".rstrip()
+
+
+def comparison(headlines: Sequence[Headline], folder: Path, output: Path, small: bool) -> Table:
+    """Make the table of an experiment's headline numbers: the paper's, the committed and the new ones, from tables/ of both.
+
+    The verdict says whether the new number lies in the committed 95 % interval; numbers with scale=small have none.
+    """
+    columns = [Column(title, (title,), False) for title in ("headline", "the paper", "committed", "now")]
+    columns += [Column("now / committed", ("ratio",)), Column("committed interval", ("verdict",), False)]
+    table = Table("headlines", "Headline numbers, committed and now", columns)
+    for headline in headlines:
         then, now = number_of(headline, folder, False), number_of(headline, output, small)
-        ratio = f"{now[0] / then[0]:.2f}" if then and now and then[0] and not small else "-"
-        shown = f"{headline.paper or '-'} | {_shown(then)} | {_shown(now)} | {ratio}"
-        lines.append(f"| {headline.name} | {shown} |")
-    (output / "headlines.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+        comparable = bool(then and now) and not small
+        ratio = now[0] / then[0] if comparable and then[0] else None
+        verdict = ("inside" if then[1] <= now[0] <= then[2] else "outside") if comparable and then[2:] else "-"
+        texts = (headline.name, headline.paper or "-", _shown(then), _shown(now))
+        table.rows.append([*map(word, texts), number(ratio, ".2f"), word(verdict)])
+    if small:
+        table.notes = ["With scale=small no number is comparable."]
+    return table
 
 
 def number_of(headline: Headline, folder: Path, small: bool) -> list[float]:

@@ -134,7 +134,6 @@ def test_help_and_version(capsys):
         (["report", "configs"], "configs: expected records"),
         (["leakcheck", "configs"], "configs"),
         (["bench", "packign"], "did you mean 'packing'?"),
-        (["reproduce"], "packing"),
         (["kernels", "bild"], "expected nothing, or build"),
     ],
 )

@@ -1,5 +1,6 @@
 """Experiments by name: benches of a user's own folder, steps from nothing, headline numbers beside the committed ones."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -36,9 +37,20 @@ def run(config, path, progress):
 
 BENCHES = {"toy": Bench(Config, run)}
 """
+REPORT = """
+from packmamba.report.html import Kind
+from packmamba.report.tables import Column, Table, number, word
+
+def tables(records):
+    rows = [[word(record["arm"]), number(record["metrics"]["answer"], "d")] for record in records[:1]]
+    return [Table("answers", "Answers", [Column("arm", ("arm",)), Column("answer", ("answer",))], rows)]
+
+KINDS = {"answers": Kind(tables)}
+"""
 REPRODUCE = """
 from packmamba.reproduce import Headline, Step
 
+TAKES = "5 minutes"
 STEPS = [Step("toy.yaml", ("answer=2",), small=("answer=3",)), Step("toy.yaml", ("answer=5",), gpus=1)]
 HEADLINES = [Headline("toy: the answer", "answers", {"arm": "a"}, "answer", paper="1")]
 """
@@ -50,6 +62,7 @@ def toy(tmp_path, monkeypatch):
     folder = tmp_path / "experiments" / "toy"
     folder.mkdir(parents=True)
     (folder / "bench.py").write_text(BENCH)
+    (folder / "report.py").write_text(REPORT)
     (folder / "reproduce.py").write_text(REPRODUCE)
     (folder / "toy.yaml").write_text("bench: toy\nanswer: 43\narms: {a: {rows: 1}, b: {rows: 2}}\n")
     monkeypatch.chdir(tmp_path)
@@ -91,22 +104,23 @@ def test_a_wrong_bench_is_named(toy, what, overrides, message):
 
 def test_steps_from_nothing(toy, tmp_path, monkeypatch, capsys):
     (toy / "tables").mkdir()
-    (toy / "tables" / "answers.csv").write_text("arm,answer\na,4\nb,8\n")
+    (toy / "tables" / "answers.csv").write_text("arm,answer,answer_low,answer_high\na,4,3,5\n")
     output = tmp_path / "runs" / "reproduce" / "toy"
 
-    def report(folder, kinds):
-        (folder / "tables").mkdir(exist_ok=True)
-        (folder / "tables" / "answers.csv").write_text("arm,answer\na,2\n")
-
-    monkeypatch.setattr("packmamba.report.html.write_report", report)
     for _ in range(2):
         assert run.main(["reproduce", "toy"]) == 0
         assert [record["metrics"]["answer"] for record in read_records(output)] == [2, 4], "a step is not repeated"
     printed = capsys.readouterr().out
     assert "left out, as it needs 1 GPU" in printed and "done before" in printed
-    assert "| toy: the answer | 1 | 4 | 2 | 0.50 |" in printed
+    assert re.search(r"toy: the answer +1 +4 \[3, 5\] +2 +0.50 +outside", printed)
+    page = (output / "report.html").read_text()
+    assert "Headline numbers" in page.partition("</table>")[0] and ">outside<" in page
     assert run.main(["reproduce", "toy", "scale=small", "output=mine"]) == 0
     assert read_records(tmp_path / "mine")[0]["metrics"]["answer"] == 3
+    assert "outside" not in (tmp_path / "mine" / "tables" / "headlines.md").read_text()
+    capsys.readouterr()
+    assert run.main(["reproduce"]) == 0
+    assert re.search(r"^toy +GPU +5 minutes$", capsys.readouterr().out, re.MULTILINE)
     assert run.main(["reproduce", "toy/nothing"]) == 2 and run.main(["reproduce", "toy", "scale=tiny"]) == 2
 
 

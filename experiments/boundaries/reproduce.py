@@ -42,6 +42,7 @@ LADDER = ("zero", "foreign", "own")
 DOSES = ",".join(_suffixed(suffix, "rows", "leak") for suffix in ("T512", "T8192", "mixture", "unmarked"))
 AFTER = ("rows", "leak", "foreign-heads", "leak-scan", "leak-conv")
 AFTERS = ",".join(_suffixed(f"post-{suffix}", "rows", "leak") for suffix in ("T512", "T8192", "mixture"))
+TAKES = "6 hours"
 STEPS = [
     _sweep("calibration", "zero,control", small=(STREAMS, "arms={control: {data.max_tokens_per_batch: 512}}")),
     _sweep("ladder", ",".join(LADDER), small=(STREAMS,)),

@@ -24,6 +24,7 @@ def _sweep(name: str, *keys: str, small: tuple[str, ...] = ()) -> Step:
     return Step(f"{name}.yaml", ("jobs=auto", *keys), small=(*SMALL, *small), gpus=1, small_on_cpu=True)
 
 
+TAKES = "2.6 hours of runs"
 STEPS = [
     *(_sweep(task, "arms=[padded,packed-reset,packed-leak]", small=TUNED) for task in TASKS),
     _sweep("mqar", *MEANS, "tune.grid.optimizer.lr=[4.0e-3,8.0e-3,1.6e-2,3.2e-2,6.4e-2]", small=TUNED),

@@ -2,6 +2,7 @@
 
 from packmamba.reproduce import Headline, Step
 
+TAKES = "3 minutes"
 STEPS = [
     Step(
         "integration.yaml", small=("rounds=1", "steps=10", "arms=[padded,flattened,patched]"), gpus=1, gpu_gib=70,

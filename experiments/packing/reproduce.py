@@ -2,6 +2,7 @@
 
 from packmamba.reproduce import Headline, Step
 
+TAKES = "minutes on one core"
 STEPS = [Step("packing.yaml", small=("num_documents=50000", "seeds=[0]", "rounds=2"))]
 
 GREEDY = "greedy, buffer 4096"

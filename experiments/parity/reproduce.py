@@ -42,6 +42,7 @@ def _steps(steps: int) -> tuple[str, ...]:
 
 
 SEED_2 = ("keys=[data.unit=mixture,data.num_workers=0,seed=2]", "arms=[padded,packed-reset,packed-control]")
+TAKES = "6 hours of runs"
 STEPS = [
     _sweep(
         "files", MAIN, small=(*SMALL, "arms={packed-control: {data.max_tokens_per_batch: 1024}}"), small_on_cpu=True

@@ -2,6 +2,7 @@
 
 from packmamba.reproduce import Headline, Step
 
+TAKES = "an hour on two cores"
 STEPS = [
     Step(
         "schemes.yaml",

@@ -2,6 +2,7 @@
 
 from packmamba.reproduce import Headline, Step
 
+TAKES = "minutes"
 STEPS = [Step("scoring.yaml", small=("rounds=2", "prompts=[1,16]"), gpus=1, gpu_gib=70, packages=("transformers",))]
 
 

@@ -5,6 +5,7 @@ from packmamba.reproduce import Headline, Step
 SHORT = "{trainer.max_steps: 3, trainer.validate_every: 3, data.num_documents: 300}"
 ARMS = ("induction", "mqar", "parity", "packed-reset", "packed-leak", "packed-reset-begin", "packed-leak-begin")
 TINY = ("grid.seed=[0]", "evaluation_examples=20", f"arms={{{', '.join(f'{arm}: {SHORT}' for arm in ARMS)}}}")
+TAKES = "an hour on two cores"
 STEPS = [Step("tasks.yaml", small=TINY), Step("answers.yaml", small=("examples=10", "seeds=[0]"))]
 INTRUDING = {"evaluated": "as trained", "reads": "of keys that only the predecessor wrote"}
 HEADLINES = [

@@ -120,11 +120,16 @@ def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str
 
 
 def write_report(
-    folder: str | Path, kinds: Kinds = None, records: Sequence[Record] | None = None, latex: bool = False
+    folder: str | Path,
+    kinds: Kinds = None,
+    records: Sequence[Record] | None = None,
+    latex: bool = False,
+    compare: Callable[[], Table] | None = None,
 ) -> Path:
     """Write tables/, figures/ and report.html of records (None: the folder's); return the page's path.
 
-    ``latex``: write tables as LaTeX and figures as PDF too. Files of an earlier report that are not made any more are removed.
+    ``latex``: write tables as LaTeX and figures as PDF too. ``compare``: makes a table that opens the page from those in
+    tables/. Files of an earlier report that are not made any more are removed.
     """
     folder, files = Path(folder), {}  # type: ignore[var-annotated]
     sections = build_sections(with_items(folder, read_records(folder)) if records is None else records, kinds=kinds)
@@ -136,14 +141,20 @@ def write_report(
     for pattern in ("tables/*.md", "tables/*.csv", "tables/*.tex", "figures/*.png", "figures/*.pdf"):
         for path in folder.glob(pattern):
             path.unlink()
-    for name, content in (files | {"report.html": render(sections).encode()}).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    for name in ("tables", "figures") if files else ():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
         (folder / name).write_bytes(content)
+    opening = compare() if compare else None
+    for table in [opening] if opening else []:
+        for form in ("md", "csv"):
+            (folder / "tables" / f"{table.name}.{form}").write_text(write_table(table, form), encoding="utf-8")
+    (folder / "report.html").write_text(render(sections, opening), encoding="utf-8")
     return folder / "report.html"
 
 
-def render(sections: Sequence[Section]) -> str:
-    """Return the page, which makes no requests."""
+def render(sections: Sequence[Section], opening: Table | None = None) -> str:
+    """Return the page, which makes no requests; ``opening``: its first table."""
     records = [record for section in sections for record in section.records]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -151,6 +162,7 @@ def render(sections: Sequence[Section]) -> str:
     return environment.get_template("page.html").render(
         title=f"PackMamba: {Path(records[0]['experiment']).name}",
         sections=sections,
+        opening=opening,
         density=DPI / 96,
         provenance=_values([_provenance(record) for record in records]),
         configuration=_values([flatten(record["config"]) for record in records]),
