@@ -1,4 +1,4 @@
-"""Commands: ``packmamba <command>``, or ``python run.py <command>``; each imports what it needs, so that errors come at once."""
+"""Commands: ``packmamba <command>``, or ``python run.py <command>``. Each imports what it needs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -32,17 +33,17 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclasses.dataclass
 class EvalConfig:
-    tasks: list[str] = key(["perplexity"], "Evaluations, or tasks of lm-evaluation-harness.")
+    tasks: list[str] = key(["perplexity"], "Evaluations, or lm-evaluation-harness tasks.")
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     examples: int = key(200, "Examples of each task.", low=1)
     seed: int = key(1_000_000, "Seed of the tasks' examples.", low=0)
-    options: dict[str, Any] = key({}, "Parameters of each evaluation, such as options.mqar.num_pairs=4.")
-    max_slots: Optional[int] = key(None, "Tokens of a forward pass; null for what fills the device.", low=1)
+    options: dict[str, Any] = key({}, "Of each evaluation, such as options.mqar.num_pairs=4.")
+    max_slots: Optional[int] = key(None, "Tokens of a forward pass; null: fill the device.", low=1)
     device: str = key("auto", DEVICE)
     dtype: Optional[str] = key(None, DTYPE, choices=DTYPES)
-    include_path: Optional[str] = key(None, "A folder of YAML tasks for lm-evaluation-harness.")
-    limit: Optional[int] = key(None, "Maximum examples of a task of lm-evaluation-harness.", low=1)
-    output: Optional[str] = key(None, "Folder of records and items; null for evaluation/ in the model's folder.")
+    include_path: Optional[str] = key(None, "Folder of lm-evaluation-harness tasks.")
+    limit: Optional[int] = key(None, "Maximum examples of an lm-evaluation-harness task.", low=1)
+    output: Optional[str] = key(None, "Folder of records and items; null: RUN/evaluation.")
     plugins: list[str] = key([], "Python modules to import first.")
 
 
@@ -50,7 +51,7 @@ class EvalConfig:
 class GenerateConfig:
     max_new_tokens: int = key(64, "Maximum tokens to generate.", low=1)
     temperature: float = key(0.0, "Sampling temperature; 0 for the most likely token.", low=0)
-    top_p: float = key(1.0, "Sample among the most likely tokens of this total probability.", above=0, high=1)
+    top_p: float = key(1.0, "Sample among the likeliest tokens of this total probability.", above=0, high=1)
     seed: int = key(0, "Seed of sampling.", low=0)
     device: str = key("auto", DEVICE)
     dtype: Optional[str] = key(None, DTYPE, choices=DTYPES)
@@ -58,9 +59,9 @@ class GenerateConfig:
 
 @dataclasses.dataclass
 class LeakcheckConfig:
-    boundaries: str = key("position_ids", "Of Hugging Face models: their arguments, joined by +, or attention_mask.")
-    patch: bool = key(False, "Patch a Hugging Face Mamba first, with packmamba.integrations.transformers.")
-    lengths: Optional[list[int]] = key(None, "Lengths of at least two documents; null for awkward ones.", low=1)
+    boundaries: str = key("position_ids", "Boundary arguments of a Hugging Face model, joined by +.")
+    patch: bool = key(False, "Patch the Hugging Face model first.")
+    lengths: Optional[list[int]] = key(None, "Lengths of at least two documents; null: awkward ones.", low=1)
     device: str = key("cpu", DEVICE)
     dtype: Optional[str] = key(None, DTYPE, choices=DTYPES)
 
@@ -68,8 +69,8 @@ class LeakcheckConfig:
 @dataclasses.dataclass
 class ReportConfig:
     baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
-    output: Optional[str] = key(None, "Folder for the report of several folders; null: print a table only.")
-    latex: bool = key(False, "Write tables as LaTeX and figures as PDF too.")
+    output: Optional[str] = key(None, "Folder for a report of several folders; null: only print.")
+    latex: bool = key(False, "Also write LaTeX tables and PDF figures.")
 
 
 def train(words: list[str]) -> None:
@@ -83,10 +84,10 @@ def train(words: list[str]) -> None:
     from packmamba.training.run_id import record_path, run_folder
 
     record = fit(config)
-    paths = f"Run: {run_folder(config)}\nRecord: {record_path(config)}"
-    rank_zero_only(print)(f"\n{format_table([record])}\n\n{paths}")
-    if "diverged_at_step" in record["metrics"]:
-        raise Unfinished(f"the loss diverged at step {record['metrics']['diverged_at_step']}; reduce optimizer.lr")
+    table = format_table([record])
+    rank_zero_only(print)(f"\n{table}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}")
+    if (step := record["metrics"].get("diverged_at_step")) is not None:
+        raise Unfinished(f"the loss diverged at step {step}; reduce optimizer.lr")
 
 
 def sweep(words: list[str]) -> None:
@@ -108,7 +109,6 @@ def sweep(words: list[str]) -> None:
 
 def demo(words: list[str]) -> None:
     """Train a small model in seven arms of batching schemes on a CPU, in minutes, and compare them."""
-    print("One small Mamba, batched in seven ways, on functions of Python's standard library.", flush=True)
     sweep([str(CONFIGS / "demo.yaml"), *words])
 
 
@@ -126,40 +126,40 @@ def evaluate(words: list[str]) -> None:
 
     data = OmegaConf.create({"data": dataclasses.asdict(read_config(folder).data)})
     config = resolve(EvalConfig, [(data, folder), *read_layers(None, overrides)])
-    for name, options in config.options.items():
-        if name not in config.tasks or not isinstance(options, dict):
-            raise ConfigError(f"options.{name}: expected keys and values of one of tasks{suggest(name, config.tasks)}")
+    for name in [name for name, keys in config.options.items() if name not in config.tasks or type(keys) is not dict]:
+        raise ConfigError(f"options.{name}: expected keys of one of tasks{suggest(name, config.tasks)}")
     output = Path(config.output or Path(folder, "evaluation"))
     check_writable(output, "output")
     model = load_model(folder, config.device, config.dtype)
     max_slots, trainer = config.max_slots or default_max_slots(model.model), model.config.trainer
-    harness = _harness([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
-    contexts, own = {}, (config.data, model.tokenizer, config.examples, config.seed, max_slots)
-    for name in [name for name in config.tasks if name in EVALUATIONS]:
-        contexts[name] = EvalContext(*own, config.options.get(name, {}), trainer=trainer)
-        check(name, contexts[name], len(model.model.lm_head.weight))
+    known = [name for name in config.tasks if name in EVALUATIONS]
+    harness = _harness([name for name in config.tasks if name not in known], config, list(EVALUATIONS))
+    own = (config.data, model.tokenizer, config.examples, config.seed, max_slots)
+    contexts = {name: EvalContext(*own, config.options.get(name, {}), trainer=trainer) for name in known}
+    for name, context in contexts.items():
+        check(name, context, len(model.model.lm_head.weight))
     weights = float(sum(one.detach().double().sum() for one in model.model.parameters()))  # tells models apart
     records = []
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
             settings = {"name": name, "max_slots": max_slots, "dtype": config.dtype, "weights": weights}
-            if context := contexts.get(name):
-                settings |= {"examples": config.examples, "seed": config.seed, "options": context.options}
+            if one := contexts.get(name):
+                settings |= {"examples": config.examples, "seed": config.seed, "options": one.options}
                 settings["data"] = {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}
                 scheme = {trainer.boundary: trainer.boundary_options}
-                settings["boundary"] = scheme if context.boundary().as_trained else {}
+                settings["boundary"] = scheme if one.boundary().as_trained else {}
             else:
                 settings |= {"harness": True, "limit": config.limit, "include_path": config.include_path}
             digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
             old = [r for r in read_records(output) if r["config"].get("id") == digest] if has_records(output) else []
             if not old:
                 begun = time.perf_counter()
-                result = run(name, model.model, context) if context else harness(name, model, max_slots)
+                result = run(name, model.model, one) if one else harness(name, model, max_slots)
                 write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
-                own_config = {"id": digest, "evaluation": settings, "model": model.model.config}
+                what = {"id": digest, "evaluation": settings, "model": model.model.config}
                 seed, seconds = model.config.seed if model.trained else 0, time.perf_counter() - begun
-                numbers: Any = (own_config, seed, result.corpus_hash, result.metrics, seconds, result.curves)
+                numbers: Any = (what, seed, result.corpus_hash, result.metrics, seconds, result.curves)
                 old = [make_record("evaluation", model.name, model.name, *numbers)]
                 append_record(output / "records.jsonl", *old)
             records += old
@@ -175,15 +175,15 @@ def _harness(names: list[str], config: EvalConfig, known: list[str]) -> Any:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError:
-        hint = "; tasks of lm-evaluation-harness need pip install 'packmamba[eval]'"
-        raise ConfigError(f"tasks: expected an evaluation, got '{names[0]}'{suggest(names[0], known)}{hint}") from None
+        unknown = f"tasks: expected an evaluation, got '{names[0]}'{suggest(names[0], known)}"
+        raise ConfigError(f"{unknown}; the harness needs pip install 'packmamba[eval]'") from None
 
     from packmamba.evaluation.lm_eval_adapter import PackMambaLM
     from packmamba.evaluation.registry import EvalResult
 
     manager = TaskManager(include_path=config.include_path)
     for name in set(names).difference(manager.all_tasks):
-        raise ConfigError(f"tasks: expected evaluations or tasks of the harness, got '{name}'{suggest(name, known)}")
+        raise ConfigError(f"tasks: expected an evaluation or harness task, got '{name}'{suggest(name, known)}")
 
     def run(name: str, model: Any, max_slots: int) -> EvalResult:
         adapter = PackMambaLM(model.model, str(model.folder), max_slots)
@@ -202,29 +202,30 @@ def generate(words: list[str]) -> None:
     """Continue a text with a trained model."""
     if len(words) < 2:
         raise UserError("generate: expected the folder of a run or checkpoint, and a text")
-    folder, prompt, *overrides = newest(words[0]), *words[1:]
-    config = load(GenerateConfig, None, overrides)
+    folder, prompt = newest(words[0]), words[1]
+    config = load(GenerateConfig, None, words[2:])
     from packmamba.evaluation import generate as continue_tokens
     from packmamba.evaluation.load import load_model
 
     model = load_model(folder, config.device, config.dtype)
     if (tokenizer := model.tokenizer) is None:
         raise ConfigError(f"{folder}: expected a model of text, got one without a tokenizer")
-    ids = [*([] if tokenizer.begin_id is None else [tokenizer.begin_id]), *tokenizer.encode(prompt).tolist()]
+    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
+    ids = begin + tokenizer.encode(prompt).tolist()
     sampling = (config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed)
     (new,) = continue_tokens(model.model, [ids], *sampling, max_slots=max(2048, len(ids)))
     print(prompt + tokenizer.decode(new))
 
 
 def export(words: list[str]) -> None:
-    """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or another folder."""
+    """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or FOLDER."""
     (folder, *target), _ = split(words, "the folder of a run or checkpoint, and a new folder", 1, 2)
     from packmamba.data.tokenizer import write_tokenizer
     from packmamba.evaluation.load import load_model
 
     model, path = load_model(folder, "cpu"), Path(*target or [folder, "huggingface"])
     if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
-        raise ConfigError(f"{path}: expected a new folder, got one with files; remove it, or name another")
+        raise ConfigError(f"{path}: expected a new or empty folder; name another")
     try:
         model.model.save_pretrained(path, format="huggingface")
     except ValueError as error:
@@ -239,7 +240,7 @@ def export(words: list[str]) -> None:
 
 
 def leakcheck(words: list[str]) -> int:
-    """Check whether anything crosses a document boundary in a model, also Hugging Face's; exit status 1 if so."""
+    """Check if anything crosses a document boundary in a model, also a Hugging Face one; exit status 1 if so."""
     (folder,), overrides = split(words, "the folder of a run or checkpoint", 1, 1)
     config = load(LeakcheckConfig, None, overrides)
     import torch
@@ -258,9 +259,9 @@ def leakcheck(words: list[str]) -> int:
             from packmamba.integrations.transformers import patch
 
             dtype = config.dtype and getattr(torch, config.dtype)
-            theirs: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype).eval()
-            theirs = (patch(theirs) if config.patch else theirs).to(config.device)
-            result = check(theirs, config.boundaries, lengths=config.lengths)
+            theirs: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
+            theirs = patch(theirs) if config.patch else theirs
+            result = check(theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths)
         else:
             model = load_model(folder, config.device, config.dtype)
             trainer, own = model.config.trainer, model.model
@@ -273,7 +274,7 @@ def leakcheck(words: list[str]) -> int:
             plain = not model.trained or trainer.boundary == "reset"
             result = check(own if plain else as_trained, vocab_size=len(own.lm_head.weight), lengths=config.lengths)
             if not plain:
-                result.boundaries = f"as the run was trained, trainer.boundary={trainer.boundary}"
+                result.boundaries = f"trainer.boundary={trainer.boundary}, as in training"
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(str(error)) from None
     print(result)
@@ -281,7 +282,7 @@ def leakcheck(words: list[str]) -> int:
 
 
 def report(words: list[str]) -> None:
-    """Make tables, figures and report.html of a folder of records or of an experiment; several folders meet in one table."""
+    """Make tables, figures and report.html of records or an experiment; several folders meet in one table."""
     folders, overrides = split(words, "folders of records or runs, or an experiment", 1, len(words))
     config = load(ReportConfig, None, overrides)
     from packmamba.records import has_records, read_records
@@ -296,9 +297,10 @@ def report(words: list[str]) -> None:
         if folder is None:
             raise ConfigError(f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}")
         run = load_config(folder / CONFIGURATION) if (folder / CONFIGURATION).is_file() else None
-        found: Any = [find_record(run)] if run is not None else read_records(folder) if has_records(folder) else [None]
+        found: Any = read_records(folder) if has_records(folder) else [None]
+        found = found if run is None else [find_record(run)]
         if None in found:
-            raise ConfigError(f"{folder}: expected records, or a run that has ended, got none")
+            raise ConfigError(f"{folder}: expected records, or a finished run, got none")
         records += with_items(folder, found)
     kinds = kinds_of(folder, records)
     if len(folders) > 1 or config.baseline is not None:
@@ -322,7 +324,7 @@ def bench(words: list[str]) -> None:
 
 
 def reproduce(words: list[str]) -> None:
-    """Run an experiment from nothing and compare its numbers with the committed ones; scale=small: in a minute."""
+    """Run an experiment from nothing and compare with its committed numbers; scale=small: in a minute."""
     names, overrides = split(words, "an experiment, or <experiment>/<step>", 0, 1)
     from packmamba.reproduce import reproduce as run_steps
 
@@ -330,7 +332,7 @@ def reproduce(words: list[str]) -> None:
 
 
 def kernels(words: list[str]) -> None:
-    """Show compiled kernels, versions, cards, compilers, and which backend runs; build: compile the kernels."""
+    """Show kernels, versions, GPUs, compilers and which backend runs; build: compile the kernels."""
     if words not in ([], ["build"]):
         raise UserError(f"kernels: expected nothing, or build, got {' '.join(words)}")
     import torch
@@ -373,7 +375,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str, type | str | N
 
 
 def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[str], list[str]]:
-    """Split a command's words into arguments, with names of runs completed, and ``key=value`` overrides."""
+    """Split words into arguments, with names of runs completed, and ``key=value`` overrides."""
     arguments = [newest(word) for word in words if "=" not in word]
     if dashed := [word for word in words if word.startswith("--")]:
         raise UserError(f"expected key=value, got {dashed[0]}; keys have no dashes")
@@ -383,25 +385,25 @@ def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[
 
 
 def newest(name: str) -> str:
-    """Return the folder of the newest run of this name, such as runs/mine for runs/mine-seed0-1f2e3d4c5b."""
+    """Return the newest run of a name: of runs/mine, such as runs/mine-seed0-1f2e3d4c5b."""
     runs = [] if os.path.exists(name) else glob.glob(f"{glob.escape(name)}-seed*-*/{CONFIGURATION}")
     return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else name
 
 
 def help_of(command: str, prog: str) -> Iterator[str]:
-    """Yield the lines of a command's help: usage, and its keys by section, with defaults and values."""
+    """Yield a command's usage, and its keys by section."""
     function, usage, schema = COMMANDS[command]
     yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
     config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
-    groups: dict[str, list[str]] = {"the first keys to set": [], "general": []}
+    groups = defaultdict(list, {"the first keys to set": list[str](), "general": []})
     for prefix, section in sections_of(config) if config else ():
         for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
             choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
             line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
             first = schema is Config and prefix + field.name in FIRST
-            group = groups.setdefault("the first keys to set" if first else prefix.rstrip(".") or "general", [])
-            group.append(textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      "))
+            heading = "the first keys to set" if first else prefix.rstrip(".") or "general"
+            groups[heading].append(textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      "))
     for heading, lines in groups.items():
         if lines:
             yield "\n".join([f"\n{heading}:", *lines])
@@ -436,7 +438,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     except ModuleNotFoundError as error:
         message, status = f"the package '{error.name}' is missing; pip install 'packmamba[train]'", 2
     except KeyboardInterrupt:
-        message, status = "stopped; the same command continues from the last checkpoint", 130
+        message, status = "stopped; the same command resumes", 130
     except (UserError, OSError) as error:
         message, status = str(error), getattr(error, "status", 2)
     except (MemoryError, RuntimeError) as error:

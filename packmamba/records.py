@@ -1,4 +1,4 @@
-"""Records, one JSON line per run: what ran, its configuration, metrics, curves and provenance; ``sweep.json`` beside them."""
+"""Records, one JSON line per run: configuration, metrics, curves and provenance; ``sweep.json`` beside them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit di
 FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
 KEYS = ["schema", "kind", "experiment", "arm", "seed", "corpus_hash", "config", "metrics", "curves", "wall_seconds"]
 
-# Losses are nats per target; validation runs documents one at a time from zero state. val_loss_start is over a document's
-# first 32 tokens. Arms with one config["run"] were timed in turns; the spread is the interquartile range.
+# Losses are nats per target, of documents alone; val_loss_start of their first 32 tokens. The spread is the interquartile range.
 _SPEED = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
 _TRAINED = ("steps", "real_tokens", "targets", "train_seconds", "parameters", "peak_memory_bytes")
 METRICS: dict[str, tuple[str, ...]] = {
@@ -33,7 +32,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "throughput": ("rounds", "seconds_per_step_median", "seconds_per_step_spread", *_SPEED),
 }
 
-# Configurations in records lack these keys where they have their defaults: the keys came after runs were named.
+# Keys that came after runs were named: records lack them where they have their defaults.
 LATER_KEYS = (
     *("data.task", "data.unit", "data.cut_documents", "data.shuffle_steps", "data.subset", "data.stagger"),
     *("data.split", "data.task_options", "model.mixer", "model.mixer_options", "optimizer.name", "optimizer.options"),
@@ -70,7 +69,7 @@ def make_record(
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append a record to a file of JSON lines, under a lock; a last line that an interrupted append left is removed."""
+    """Append a record to a file of JSON lines, under a lock; cut off a line that an interrupted append left."""
     line = json.dumps(_plain({k: v for k, v in record.items() if k != "sweep"}), allow_nan=False, sort_keys=True)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"), open(path, "a+b") as file:
@@ -80,7 +79,7 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Read all records of a folder, in the order of ``FILES``, names and lines. Raises ConfigError naming a wrong line."""
+    """Read all records of a folder. Raises ConfigError naming a wrong line."""
     records, sweeps = [], Path(folder) / SWEEPS
     for path in record_files(folder):
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -105,7 +104,7 @@ def has_records(folder: str | Path) -> bool:
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
-    """Give an old record's configuration the names of today."""
+    """Rename an old record's keys and values."""
     record.pop("checksum", None)
     if record["kind"] == "packing":  # whose arms are strategies
         record["arm"] = STRATEGIES.get(record["arm"], record["arm"])
@@ -119,10 +118,7 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:
-    """Write a sweep's entry of ``sweep.json``, its seeds by arm and its baseline; entries of other sweeps stay.
-
-    ``more``: ``tuned`` (``keys``, the values ``tried`` of each, ``seeds`` that chose), ``table`` (``metrics``, ``columns``).
-    """
+    """Write a sweep's entry of ``sweep.json``: seeds by arm, baseline, and ``more``; entries of other sweeps stay."""
     path = Path(folder) / SWEEPS
     entry = {"arms": {arm: sorted(seeds) for arm, seeds in arms.items()}, "baseline": baseline, "tuned": None}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +129,7 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
 
 def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ``sweep`` to training records of a sweep's arms: its entry, all seeds, values tried, and arms without a record."""
+    """Add ``sweep`` to training records: its entry, all seeds, values tried, and arms without a record."""
     made = {record["arm"] for record in records if record["kind"] == "training"}
     sweeps: dict[str, dict[str, Any]] = {}
     for entry in entries:
@@ -148,20 +144,20 @@ def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file through a temporary one, so that it is never seen in part."""
+    """Write a file through a temporary one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
-    """Write an evaluation's results for each document or example, one JSON line each."""
+    """Write an evaluation's results, one JSON line each."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(item, default=str) + "\n" for item in items).encode())
 
 
 def check_writable(folder: str | Path, key: str) -> None:
-    """Raise ConfigError naming the key if the folder can be neither made nor written."""
+    """Raise ConfigError naming the key if a folder can be neither made nor written."""
     there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise ConfigError(f"{key}: expected a folder that can be written, got {folder}")
@@ -169,7 +165,7 @@ def check_writable(folder: str | Path, key: str) -> None:
 
 @functools.cache
 def provenance() -> dict[str, Any]:
-    """Return commit (``PACKMAMBA_COMMIT`` where .git does not travel, with ``-dirty``), hardware and versions, once."""
+    """Return commit (``PACKMAMBA_COMMIT``, with ``-dirty``, where .git does not travel), hardware and versions."""
     root = Path(__file__).resolve().parents[1]
     git = ("git", "--no-optional-locks", "-C", str(root))
     given, commit, dirty = os.environ.get("PACKMAMBA_COMMIT"), None, None
@@ -191,7 +187,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    """Return the stripped output of a command, nothing if it is missing or fails."""
+    """Return the output of a command, nothing if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -199,6 +195,6 @@ def _output(*command: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to what JSON gives back, with None for numbers that are not finite."""
+    """Convert a value to what JSON gives back; None for numbers that are not finite."""
     text = json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else str(one))
     return json.loads(text, parse_constant=lambda _: None)

@@ -1,4 +1,4 @@
-"""Experiments by name: their benches and reports, and the steps that make their records from nothing."""
+"""Experiments by name: benches, reports, and steps that make their records from nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DONE = "done.json"  # the steps that ``reproduce`` has finished in a folder
 
 
 class Bench(NamedTuple):
-    """A measurement: its keys (a dataclass, or once loaded their values), and ``run(config, records_path, progress)``."""
+    """A measurement: its keys (a dataclass, once loaded an instance), and ``run(config, records_path, progress)``."""
 
     config: Any
     run: Callable[[Any, Path, bool], None]
@@ -34,7 +34,7 @@ class Bench(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A bench or sweep that makes records of an experiment; ``{output}`` in an override is the folder of all steps.
+    """A bench or sweep of an experiment; ``{output}`` in an override is the folder of all steps.
 
     ``small``: overrides with scale=small, a minute on two cores (``small_on_cpu``) or a GPU; steps without are left out.
     ``packages``: needed by a sweep; a bench leaves out arms without them.
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """A number of an experiment's README: a column of the row with these values in tables/``table``.csv, over that of a row.
+    """A README's number: a column of the row with these values in tables/``table``.csv, over that of a row.
 
     ``alone``: the table where all records are of one corpus. ``small``: values of the row with scale=small.
     """
@@ -66,27 +66,27 @@ class Headline(NamedTuple):
 
 
 def experiments() -> dict[str, Path]:
-    """Return the folders of all experiments by name: those of the current folder, then those of the checkout."""
+    """Return folders of experiments by name, of the current folder and the checkout."""
     roots = [root / "experiments" for root in (Path(__file__).resolve().parents[1], Path.cwd())]
     return {file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))}
 
 
 def find(name: str) -> Path:
-    """Return the folder of an experiment. Raises ConfigError."""
+    """Return the folder of an experiment."""
     if name not in (known := experiments()):
         raise ConfigError(f"expected an experiment, got '{name}'{suggest(name, known)}")
     return known[name]
 
 
 def module(name: str, part: str) -> Any:
-    """Import ``experiments.<name>.<part>``; None if there is no such file."""
+    """Import ``experiments.<name>.<part>``; None without such a file."""
     folder = find(name)
     sys.path += {str(folder.parents[1])}.difference(sys.path)
     return importlib.import_module(f"experiments.{name}.{part}") if (folder / f"{part}.py").is_file() else None
 
 
 def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the tables and figures that an experiment's report.py declares, for the records in a folder."""
+    """Return the tables and figures that the report.py of records' experiments declares."""
     records, known = list(records), experiments()
     import_plugins({plugin for record in records for plugin in record["config"].get("plugins") or ()})
     made = {record["experiment"] for record in records} | {title.partition("/")[0] for title in finished(folder)}
@@ -96,7 +96,7 @@ def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, An
 
 
 def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
-    """Load the bench ``<question>``, ``<question>/<name>`` or of a YAML file. Raises ConfigError naming the key."""
+    """Load the bench ``<question>``, ``<question>/<name>`` or of a YAML file."""
     path = Path(what)
     if path.suffix not in (".yaml", ".yml"):
         question, _, name = str(what).partition("/")
@@ -113,7 +113,7 @@ def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
 
 
 def run_bench(what: str | Path, overrides: Iterable[str] = ()) -> Path:
-    """Run a bench, append its records, and return the folder that holds them."""
+    """Run a bench; return the folder of its records."""
     bench = load_bench(what, overrides)
     check_writable(bench.output, "output")
     bench.run(bench.config, bench.output / "records" / f"{bench.name}.jsonl", True)
@@ -125,7 +125,7 @@ def finished(folder: Path) -> list[str]:
 
 
 def missing(step: Step, is_bench: bool, small: bool) -> str:
-    """Return what this machine lacks for a step, or an empty string."""
+    """Return what this machine lacks for a step, if anything."""
     packages = [name for name in step.packages if importlib.util.find_spec(name) is None]
     if packages and not is_bench:
         return f"the package {packages[0]}"
@@ -135,7 +135,7 @@ def missing(step: Step, is_bench: bool, small: bool) -> str:
 
 
 def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
-    """Make records of an experiment, or a step such as ``tasks/answers``, and compare headline numbers; continue if begun.
+    """Make the records of an experiment, or of a step such as ``tasks/answers``, and compare headline numbers.
 
     Without a name, list what each experiment needs and takes.
     """
@@ -212,7 +212,7 @@ def comparison(headlines: Sequence[Headline], folder: Path, output: Path, small:
 
 
 def number_of(headline: Headline, folder: Path, small: bool) -> list[float]:
-    """Read a headline's number, with its interval if it has one, from a folder's tables; [] if there is none."""
+    """Read a headline's number, with its interval if any, from a folder's tables; [] without."""
     names = [headline.table, headline.alone, *([f"{headline.alone}-*"] if small and headline.small else [])]
     columns = [headline.column, f"{headline.column}_low", f"{headline.column}_high"]
     wanted = {key: str(value) for key, value in {**headline.row, **(headline.small if small else {})}.items()}

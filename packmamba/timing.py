@@ -1,4 +1,4 @@
-"""Interleaved timing: arms take turns behind a correctness gate; medians and interquartile ranges come out."""
+"""Interleaved timing behind a correctness gate; medians and interquartile ranges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ median = statistics.median
 
 
 def spread(values: Iterable[float]) -> float:
-    """Return the interquartile range, quartiles interpolated linearly; 0 for one value."""
+    """Return the interquartile range, quartiles interpolated linearly."""
     low, high = np.percentile(list(values), [25, 75])
     return float(high - low)
 
@@ -35,7 +35,7 @@ def take_turns(
 ) -> dict[str, list[Any]]:
     """Call the arms in turns (A B C A B C ...) with the round's number; return the results of each arm's timed rounds.
 
-    ``at_most``: timed rounds of arms that take fewer. ``gate``: called with each arm's name first; raises if the arm is wrong.
+    ``at_most``: timed rounds of arms that take fewer. ``gate``: called first with each arm's name; raises if the arm is wrong.
     ``left_out``: called with the name of an arm that runs out of GPU memory, which the result lacks; None: raise.
     """
     for name in arms:
@@ -65,14 +65,14 @@ def now(device: torch.device | str) -> float:
 
 
 def seconds(call: Callable[[], Any], device: torch.device | str = "cpu") -> float:
-    """Time a call on the host, from an idle device to an idle device."""
+    """Time a call, from an idle device to an idle device."""
     begun = now(device)
     call()
     return now(device) - begun
 
 
 def other_programs() -> float:
-    """Return the processor seconds that other programs have used on this machine; 0 without /proc/stat."""
+    """Return the processor seconds of other programs so far; 0 without /proc/stat."""
     if not (stat := Path("/proc/stat")).is_file():
         return 0.0
     ticks = sum(int(n) for i, n in enumerate(stat.read_text().split()[1:9]) if i not in (3, 4))  # 3 and 4: idle
@@ -80,7 +80,7 @@ def other_programs() -> float:
 
 
 class PeakMemory:
-    """Peak GPU memory since construction, of which ``held`` bytes were in use then; None on a CPU."""
+    """Measure peak GPU memory since construction, of which ``held`` bytes were in use then."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._on_gpu, self.held = torch.device(device).type == "cuda", 0
@@ -93,7 +93,7 @@ class PeakMemory:
 
 
 def free_memory() -> None:
-    """Free GPU memory that nothing refers to, reference cycles included."""
+    """Free GPU memory that nothing refers to."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

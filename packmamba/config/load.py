@@ -36,7 +36,7 @@ to_dict = dataclasses.asdict
 
 
 def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None) -> Schema:
-    """Build ``schema`` from its defaults, a YAML file for ``command`` and ``key=value`` overrides, and validate it."""
+    """Build ``schema`` from its defaults, a YAML file for ``command`` and ``key=value`` overrides; validate it."""
     return resolve(schema, read_layers(path, overrides, command))
 
 
@@ -44,7 +44,7 @@ load_config = functools.partial(load, Config, command="train")
 
 
 def read_layers(path: Any, overrides: Iterable[str], command: str | None = None) -> list[tuple[DictConfig, str]]:
-    """Read a file and overrides; an override that lists names of a mapping's entries selects them: ``arms=[single,padded]``."""
+    """Read a file and overrides; ``arms=[single,padded]`` selects entries of a mapping."""
     file = OmegaConf.create() if path is None else read_yaml(path, command)
     layers = [(parse_override(override), f"'{override}'") for override in overrides]
     for layer, origin in layers:
@@ -59,7 +59,7 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
 
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
-    """Merge layers, each with its name in errors, over the defaults of ``schema`` and validate the result."""
+    """Merge layers, each with its name in errors, over the defaults of ``schema``; validate."""
     config: Any = OmegaConf.structured(schema)
     for update, origin in layers:
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
@@ -84,7 +84,7 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
 
 
 def _instead(key: str, config: Any) -> str:
-    """Return a hint at the key's new name, the one of this name in another section, or the nearest."""
+    """Return a hint at the new name of a key, the same name in another section, or the nearest."""
     if key in OLD_KEYS:
         return f"; rename it to {OLD_KEYS[key]}"
     section, _, name = key.rpartition(".")
@@ -94,7 +94,7 @@ def _instead(key: str, config: Any) -> str:
 
 
 def validate(config: Schema) -> Schema:
-    """Import plugins, check each key, then the rules between keys; return the configuration. Raises ConfigError."""
+    """Import plugins, check each key, then the rules between keys. Raises ConfigError."""
     import_plugins(getattr(config, "plugins", ()))
     for prefix, section in sections_of(config):
         for key in dataclasses.fields(section):
@@ -107,7 +107,7 @@ def validate(config: Schema) -> Schema:
 
 
 def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dataclasses of a configuration, also in mappings, each with the prefix of its keys, the outermost last."""
+    """Yield the dataclasses of a configuration with the prefix of their keys, the outermost last."""
     for key in dataclasses.fields(config):
         value = getattr(config, key.name)
         for name, section in value.items() if isinstance(value, dict) else [("", value)]:
@@ -117,7 +117,7 @@ def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check(name: str, value: Any, choices: Any = (), check: Any = None, **bounds: Any) -> None:
-    """Check a key's value against its limits; see ``schema.key``."""
+    """Check a key's value against its limits."""
     expected = " and ".join(f"{BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items())
     for one in [] if value is None else value if isinstance(value, list) else [value]:
         if choices and one not in (names := registry(choices)):
@@ -185,7 +185,7 @@ def _check_rules(config: Config) -> None:
 
 
 def suggest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
-    """Return the end of an error about an unknown name: the nearest known one, or all."""
+    """Return a hint at the nearest known name, or all."""
     names = [str(one) for one in known]
     close = difflib.get_close_matches(str(name), names, 1, cutoff)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(names) or 'none'}"
@@ -196,7 +196,7 @@ def shown(value: Any) -> str:
 
 
 def import_plugins(plugins: Iterable[str]) -> None:
-    """Import modules, from the current folder or installed, that may add to registries."""
+    """Import modules, from the current folder or installed."""
     for plugin in plugins:
         sys.path += {os.getcwd()}.difference(sys.path)
         try:
@@ -206,7 +206,7 @@ def import_plugins(plugins: Iterable[str]) -> None:
 
 
 def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
-    """Read a YAML file of keys and values, for a command if one is named; a shipped one from any folder."""
+    """Read a YAML file of keys and values, for a command; a shipped one from any folder."""
     try:
         loaded = OmegaConf.load(path if Path(path).exists() else CONFIGS.parent / path)
     except Exception as error:  # of the file system, of YAML

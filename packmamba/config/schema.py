@@ -15,8 +15,7 @@ LENGTH_DISTRIBUTIONS = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 MIXERS = "packmamba.nn.mixers:MIXERS"
 OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
-MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")
-"""Keys of the section ``model`` that are arguments of a mixer."""
+MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 NAMED = ("csv", "tensorboard", "wandb", "mlflow")
 # Descriptions of valid values, and predicates.
@@ -29,7 +28,7 @@ def key(default: Any, help: str, **limits: Any) -> Any:
     """Declare a key of a configuration dataclass.
 
     ``limits`` of a value that is not null: ``low`` and ``high`` (inclusive), ``above`` (exclusive), ``choices`` (names, or
-    ``module:REGISTRY``), which apply to each element of a list; ``check`` (a description of valid values, and a predicate).
+    ``module:REGISTRY``), for each element of a list; ``check`` (a description of valid values, and a predicate).
     """
     metadata = {"help": help, "limits": limits}
     if isinstance(default, (list, dict)):

@@ -1,4 +1,4 @@
-"""Arms of records: a data frame, runs by arm and seed, the baseline, paired differences and speeds."""
+"""Arms of records: runs by arm and seed, baselines, paired differences and speeds."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from packmamba.report.statistics import Estimate, bootstrap, difference_by_group
 Record = Mapping[str, Any]
 
 SCHEMES = ("single", "padded", "packed-reset", "packed-leak", "packed-leak-conv", "packed-leak-scan", "packed-carry")
-BASELINES = ("padded", "single", "packed-reset")
-"""Schemes of the baseline, by preference, where the sweep names none."""
-OPEN_END = 2**31 - 1
-"""End of a range of positions without an end."""
+BASELINES = ("padded", "single", "packed-reset")  # by preference
+OPEN_END = 2**31 - 1  # of a range of positions
+# Keys in which the runs of one arm may differ.
 NOT_SETTINGS = (
     *("name", "experiment", "output", "seed", "runs_dir", "run", "evaluations", "data.cache_dir", "data.num_workers"),
     *("trainer.log_every", "trainer.checkpoint_every", "trainer.threads"),
 )
-"""Keys in which the runs of one arm may differ."""
 
 
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
@@ -43,15 +41,14 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def natural(text: str) -> list[tuple[int, str]]:
-    """Sort key of a text by the numbers in it."""
+    """Return a sort key by the numbers in a text."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
     """Return a row for each record of the kind, by time.
 
-    Columns: the record's keys, ``config.<key>`` for every key of the flattened configuration, ``curves.<name>``, and metrics by
-    name as floats, NaN where they are null.
+    Columns: the record's keys, ``config.<key>``, ``curves.<name>``, and metrics by name as floats, NaN where they are null.
     """
     rows = [{**r, **flatten({key: r[key] for key in ("config", "curves")})} for r in of_kind(records, kind)]
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
@@ -61,7 +58,7 @@ def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
 
 
 def parts_of(name: str) -> tuple[str, str]:
-    """Split an arm's name into its title and the point of a sweep's grid, which begins at the first ``key=``."""
+    """Split an arm's name into its title and the point of a grid, from the first ``key=``."""
     title, *point = re.split(r" (?=[^ =]+=)", name, maxsplit=1)
     return title, "".join(point)
 
@@ -70,8 +67,7 @@ def parts_of(name: str) -> tuple[str, str]:
 class Arm:
     """The runs of one arm under one configuration: rows of ``frame`` by seed, of a repeated run the latest.
 
-    ``name`` may end in a point of a sweep's grid (``padded d_model=64``); ``variant``: configuration keys, with values, in which
-    records of arms of one name differ.
+    ``variant``: configuration keys, with values, in which records of arms of one name differ.
     """
 
     name: str
@@ -79,7 +75,7 @@ class Arm:
     runs: pd.DataFrame
 
     def __getitem__(self, metric: str) -> pd.Series:
-        """Return a metric by seed; NaN where it is null or missing."""
+        """Return a metric by seed; NaN where missing."""
         return self.runs[metric] if metric in self.runs else pd.Series(math.nan, self.runs.index)
 
     def says(self, key: str, absent: Any = None) -> Any:
@@ -95,7 +91,7 @@ class Arm:
 
     @property
     def setting(self) -> tuple[str, str]:
-        """Arms that differ in it are not compared."""
+        """Return what arms share that are compared."""
         return repr(self.variant), parts_of(self.name)[1]
 
     @property
@@ -109,12 +105,12 @@ class Arm:
 
     @property
     def timing(self) -> str | None:
-        """The run that timed the arm interleaved with others; None if its speed is of its own training."""
+        """Return the run that timed the arm interleaved with others; None without."""
         return self.runs["timing"].iloc[0] if "timing" in self.runs else None
 
     @property
     def sweep(self) -> Mapping[str, Any]:
-        """The sweep's entry for the arm (``packmamba.records``); empty without one."""
+        """Return the sweep's entry for the arm (``packmamba.records``); empty without one."""
         return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
 
     def points(self, curve: str) -> pd.DataFrame:
@@ -142,7 +138,7 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
 def timed_arms(records: Iterable[Record]) -> list[Arm]:
     """Return all arms with timed steps, the latest timing first; only arms of one ``timing`` were timed together.
 
-    ``speedup`` is real tokens per second over those of the baseline timed with the arm, of an arm without training over single.
+    ``speedup``: real tokens per second over those of the baseline timed with the arm, else of single.
     """
     records = list(records)
     runs, trained = frame(records, "throughput"), training_arms(records)
@@ -162,7 +158,7 @@ def timed_arms(records: Iterable[Record]) -> list[Arm]:
 
 
 def with_speeds(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Arm]:
-    """Give arms the speed of the latest of the timings that hold most of them: only arms timed together compare."""
+    """Give arms the speed of the latest of the timings that hold most of them."""
     held = Counter(one.timing for one in timed if any(one.name == arm.name for arm in arms))
     timing = max(held, key=held.__getitem__, default=None)
     names = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
@@ -178,7 +174,7 @@ def with_speeds(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Arm]:
 
 
 def _in_order(arms: Sequence[Arm]) -> list[Arm]:
-    """Sort by setting, then the first arm of each scheme as in SCHEMES, then further arms of these schemes."""
+    """Sort by setting, then the first arm of each scheme as in SCHEMES, then further arms."""
     arms = sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name))
     places = [(arm.setting, arm.scheme) for arm in arms]
 
@@ -202,14 +198,14 @@ class Seeds(NamedTuple):
 
 
 def seeds_of(arm: Arm, arms: Sequence[Arm], metric: str = "val_loss") -> Seeds:
-    """Count an arm's seeds, of those that its sweep has, or without a sweep's entry that any of the arms has."""
+    """Count an arm's seeds, of those of its sweep, else of all arms."""
     expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index}) | set(arm.runs.index)
     finite, diverged = int(arm[metric].count()), int(arm["val_loss"].isna().sum())
     return Seeds(finite, diverged, len(expected) - finite - diverged)
 
 
 def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
-    """Return the arm that the arms of this setting are compared with: the sweep's ``baseline``, else by scheme."""
+    """Return the arm to compare with: the sweep's ``baseline``, else by scheme."""
     named = arm.sweep.get("baseline") or ""
     peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
     found = [peer for peer in peers if peer.label == named] + [p for p in peers if p.title == parts_of(named)[0]]
@@ -229,7 +225,7 @@ def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Estimate | None:
 
 
 def estimate(arm: Arm, other: Arm, metric: str) -> Estimate | None:
-    """Return one arm's metric minus another's, paired by seed; over groups of documents too where an evaluation has them."""
+    """Return one arm's metric minus another's, paired by seed, over groups of documents too where there are any."""
     sums, weights = difference_by_group(arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets")
     return (
         bootstrap(sums, weights)
@@ -239,10 +235,7 @@ def estimate(arm: Arm, other: Arm, metric: str) -> Estimate | None:
 
 
 class Contrast(NamedTuple):
-    """An arm's metric minus another's: p is adjusted over a sweep's primary contrasts (Holm), else NaN.
-
-    ``same_documents``: both arms read the same documents in each step; others are never called equivalent.
-    """
+    """An arm's metric minus another's; p is adjusted over a sweep's primary contrasts (Holm), else NaN."""
 
     arm: Arm
     other: Arm
@@ -258,7 +251,7 @@ class Contrast(NamedTuple):
 
 
 def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
-    """Return each arm minus its baseline, and the further primary contrasts that sweeps name as ``arm - other``."""
+    """Return each arm minus its baseline, and the primary contrasts ``arm - other`` of sweeps."""
     pairs = {(arm, baseline_of(arm, arms)): False for arm in arms}
     for arm in arms:
         for name in arm.sweep.get("primary", ()):
@@ -278,14 +271,14 @@ def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
 
 
 def _same_documents(arm: Arm, other: Arm) -> bool:
-    """Return whether each step of both arms holds the same documents: in matched batches, or by the same configuration."""
+    """Return whether each step of both arms holds the same documents."""
     keys = [key.removeprefix("config.") for key in {*arm.runs, *other.runs} if key.startswith("config.data.")]
     streams = "stream" in (arm.says("data.batching"), other.says("data.batching"))
     return not streams or all(arm.says(key) == other.says(key) for key in keys)
 
 
 def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Estimate]]:
-    """Return for each range of positions [start, end) the arm's loss minus its baseline's, paired by seed."""
+    """Return for each range of positions [start, end) the arm's loss minus its baseline's."""
     baseline = baseline_of(arm, arms)
     sides = [side.points("loss_by_position") for side in (arm, baseline)]
     if baseline is arm or any(points.empty for points in sides):
@@ -296,7 +289,7 @@ def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int
 
 
 def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
-    """Add ``items``, the path of an evaluation's items (in items/ or items.zip), to a folder's evaluation records."""
+    """Add ``items``, the path of an evaluation's items (in items/ or items.zip), to evaluation records."""
     archive = Path(folder) / "items.zip"
     place: Any = zipfile.Path(archive) if archive.is_file() else Path(folder) / "items"
     found = []
@@ -307,14 +300,14 @@ def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
     return found
 
 
+# An item's part of a metric that is a mean, and its weight there.
 ITEM_MEASURES = {"choice_accuracy": ("correct", "one"), "accuracy": ("right", "answers"), "loss": ("nats", "targets")}
-"""An item's part of a metric that is a mean, and its weight there."""
 
 
 def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     """Return the difference of two models' metric, paired item by item; None if they cannot be paired.
 
-    The interval is over seeds and groups of items with several common seeds, else over groups of items.
+    The interval is over groups of items, and over seeds where several are common.
     """
     ours, theirs = (side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline))
     pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]

@@ -1,4 +1,4 @@
-"""Figures in the house style, as PNG and PDF, and as PNG for a narrow page; all records of one corpus."""
+"""Figures in the house style; all records of one corpus."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from packmamba.report.aggregate import Arm, Record
 from packmamba.report.tables import evaluations_of, title
 
 INK, MUTED = "#24292f", "#5c6370"
-# Okabe and Ito's colours, distinct for the colour-blind. Arms that coincide (under reset single, padded and packed
-# must) stay visible as stripes: the later, the thinner.
+# Okabe and Ito's colours. Arms that coincide stay visible as stripes: the later, the thinner.
 STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8", "linewidth": 6.0},
     "padded": {"color": "#E69F00", "linewidth": 3.6},
@@ -38,14 +37,13 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("#56B4E9", "#882255", "#8C6D1F", "#B2182B", "#1B7837", "#4D4D4D")
 DPI = 160
-NARROW = 4.3
-"""Width in inches."""
+NARROW = 4.3  # inches
 _narrow = False
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawn figure; ``name`` is the stem of its files, ``narrow`` the PNG for a page of a phone's width."""
+    """A drawn figure; ``narrow`` is the PNG for a phone's width."""
 
     name: str
     caption: str
@@ -56,7 +54,7 @@ class Figure:
 
 @contextlib.contextmanager
 def house_style(narrow: bool = False) -> Iterator[None]:
-    """Draw with the fonts, colours and grid of house.mplstyle; ``narrow``: panels one below the other, for a phone."""
+    """Draw in the style of house.mplstyle; ``narrow``: panels one below the other."""
     global _narrow
     _narrow = narrow
     with plt.style.context(Path(__file__).with_name("house.mplstyle")):
@@ -65,13 +63,13 @@ def house_style(narrow: bool = False) -> Iterator[None]:
 
 
 def style_of(name: str, rank: int = 0) -> dict[str, Any]:
-    """Return colour and line of a scheme; of others a colour by rank, dotted where colours repeat."""
+    """Return the style of a scheme, of others a colour by rank, dotted where colours repeat."""
     again = {"linestyle": (0, (1, 1.5 * (rank // len(OTHERS))))} if rank >= len(OTHERS) else {}
     return STYLES.get(name, {"color": OTHERS[rank % len(OTHERS)], "linewidth": 1.8} | again)
 
 
 def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
-    """Return the style of an arm's scheme, of further arms of a scheme a colour of their own."""
+    """Return the style of an arm's scheme, of further arms of a scheme another."""
     firsts = {one.scheme: one for one in reversed(arms) if one.scheme in STYLES}.values()
     others = [one for one in arms if one not in firsts]
     return style_of("", others.index(arm)) if arm in others else style_of(arm.scheme)
@@ -80,7 +78,7 @@ def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
 def axes(
     panels: int, width: float = 10.0, height: float = 4.2, columns: int | None = None
 ) -> tuple[Canvas, list[Axes]]:
-    """Return a canvas, of a width and a height of each row in inches, with panels side by side, at most ``columns`` in a row."""
+    """Return a canvas, sized in inches (``height`` of a row), with panels side by side, at most ``columns`` in a row."""
     across = 1 if _narrow else min(panels, columns or panels)
     rows = -(-panels // across)
     size = (NARROW if _narrow else width, rows * height)
@@ -105,7 +103,7 @@ def finish(fig: Canvas, name: str, caption: str) -> Figure:
 
 
 def legend_below(fig: Canvas, columns: int = 5) -> None:
-    """Draw one legend for all axes, each label once, in as many columns as fit."""
+    """Draw one legend for all axes, in as many columns as fit."""
     found = [ax.get_legend_handles_labels() for ax in fig.axes]
     handles = {label: handle for each in found for handle, label in zip(*each)}
     for ncols in range(min(columns, max(1, len(handles))), 0, -1):
@@ -116,18 +114,18 @@ def legend_below(fig: Canvas, columns: int = 5) -> None:
 
 
 def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
-    """Label horizontal bars from top to bottom; panels beside another may leave the labels to it."""
+    """Label horizontal bars from top to bottom."""
     ax.set_yticks(range(len(labels)), labels if shown or _narrow else [""] * len(labels))
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
 
 
+# Settings of axes, and by arm a line: a frame of mean, low and high by place.
 Panel = tuple[dict[str, Any], Mapping[Arm, pd.DataFrame]]
-"""Settings of axes, and by arm a line: a frame of ``mean``, ``low`` and ``high`` by place."""
 
 
 def line_figure(name: str, caption: str, arms: Sequence[Arm], panels: Sequence[Panel]) -> list[Figure]:
-    """Draw a line for each arm, its interval as a band, in panels side by side; nothing where no line has two points."""
+    """Draw a line for each arm, with its interval, in panels; nothing where no line has two points."""
     panels = [panel for panel in panels if any(len(line) > 1 for line in panel[1].values())]
     if not panels:
         return []
@@ -144,7 +142,7 @@ def line_figure(name: str, caption: str, arms: Sequence[Arm], panels: Sequence[P
 
 
 def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
-    """Return the mean of a value by place, with its range over seeds."""
+    """Return mean and range over seeds of a value by place."""
     return points.groupby(place)[value].agg(mean="mean", low="min", high="max")
 
 
@@ -165,13 +163,13 @@ def training_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def throughput_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw the latest timing of arms that were not trained; trained ones have it in ``training_figures``."""
+    """Draw the latest timing of arms that were not trained."""
     timed = [] if aggregate.training_arms(records) else aggregate.timed_arms(records)
     return _speed_bars([Arm(arm.name, (), arm.runs) for arm in timed if arm.timing == timed[0].timing])
 
 
 def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
-    """Draw loss against tokens; against time only where all arms were timed together, as runs may share a machine."""
+    """Draw loss against tokens, and against time where all arms were timed together."""
     by_tokens, by_time = {}, {}
     for arm in arms:
         points = arm.points("validation")
@@ -226,7 +224,7 @@ def _speed_bars(bars: Sequence[Arm]) -> list[Figure]:
 
 
 def _loss_by_position(arms: Sequence[Arm]) -> list[Figure]:
-    """Draw each arm's loss, and beside it the paired differences where there is a baseline."""
+    """Draw each arm's loss, and paired differences."""
     axis = {"xscale": "log", "xlabel": "position in the document (tokens)"}
     losses, differences = {}, {}
     for arm in arms:
@@ -244,5 +242,5 @@ def _loss_by_position(arms: Sequence[Arm]) -> list[Figure]:
 
 
 def _middle(start: float, end: float) -> float:
-    """Return where positions [start, end) stand on a logarithmic axis; without an end, as if for a doubling."""
+    """Return where positions [start, end) stand on a logarithmic axis."""
     return ((start + 1) * (end if end < aggregate.OPEN_END else 2 * start)) ** 0.5

@@ -52,7 +52,6 @@ KINDS: dict[str, Kind] = {
     "throughput": Kind(throughput_tables, throughput_figures),
     "evaluation": Kind(evaluation_tables, label=evaluation_label),
 }
-"""The library's kinds. An experiment's own are in its report.py."""
 Kinds = Mapping[str, Kind] | None
 
 
@@ -68,10 +67,7 @@ class Section:
 
 
 def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds = None) -> list[Section]:
-    """Make tables and figures by corpus: records of different corpora are not compared.
-
-    ``kinds``: further kinds of records, or other tables and figures of the library's. Raises ConfigError for an unknown kind.
-    """
+    """Make tables and figures by corpus; ``kinds`` adds kinds of records. Raises ConfigError for an unknown one."""
     known, sections = {**KINDS, **(kinds or {})}, {}  # type: ignore[var-annotated]
     for record in sorted(records, key=lambda record: record["corpus_hash"]):
         if record["kind"] not in known:
@@ -104,7 +100,7 @@ def _drawn(kind: Kind, records: list[Record]) -> list[Figure]:
 
 
 def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
-    """Return the headline table of every corpus, for a terminal."""
+    """Return the headline tables, for a terminal."""
     sections = build_sections(records, figures=False, kinds=kinds)
     parts = []
     for section in sections:
@@ -126,10 +122,9 @@ def write_report(
     latex: bool = False,
     compare: Callable[[], Table] | None = None,
 ) -> Path:
-    """Write tables/, figures/ and report.html of records (None: the folder's); return the page's path.
+    """Write tables/, figures/ and report.html in place of an earlier report's; return the page's path.
 
-    ``latex``: write tables as LaTeX and figures as PDF too. ``compare``: makes a table that opens the page from those in
-    tables/. Files of an earlier report that are not made any more are removed.
+    ``latex``: write tables as LaTeX and figures as PDF too. ``compare``: makes a table that opens the page from those in tables/.
     """
     folder, files = Path(folder), {}  # type: ignore[var-annotated]
     sections = build_sections(with_items(folder, read_records(folder)) if records is None else records, kinds=kinds)
@@ -171,7 +166,7 @@ def render(sections: Sequence[Section], opening: Table | None = None) -> str:
 
 
 def _values(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return each key with its values in all records."""
+    """Return the values of each key in all records."""
     keys = dict.fromkeys(key for record in records for key in record)
     texts = {key: {"null" if r[key] is None else str(r[key]) for r in records if key in r} for key in keys}
     return {key: sorted(values) for key, values in texts.items()}

@@ -1,7 +1,4 @@
-"""Statistics of paired differences: intervals over seeds and groups, equivalence, multiple outcomes, sample sizes.
-
-A difference is one arm's number minus another's with the same seed. Groups are those of validation documents, such as packages.
-"""
+"""Statistics of paired differences: one arm's number minus another's with the same seed, perhaps by group of documents."""
 
 from __future__ import annotations
 
@@ -15,12 +12,11 @@ from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
 DRAWS = 10_000
-FEWEST_GROUPS = 15
-"""Of one pair of models: with fewer, of unequal size, the delta method's intervals are too narrow."""
+FEWEST_GROUPS = 15  # with fewer, of unequal size, the delta method's intervals are too narrow
 
 
 class Estimate(NamedTuple):
-    """A mean with its 95 % confidence interval and the two-sided p of zero, NaN where seeds or groups are too few."""
+    """A mean with its 95 % confidence interval and the two-sided p of zero; NaN where seeds or groups are too few."""
 
     mean: float
     low: float
@@ -31,12 +27,12 @@ class Estimate(NamedTuple):
 
 
 def interval(values: Any) -> Estimate | None:
-    """Return the mean of the values that are not NaN, with an interval by Student's t; None without any."""
+    """Return the mean of the finite values, with an interval by Student's t; None without any."""
     values = pd.Series(values, dtype=float).dropna()
     n, mean, error = len(values), values.mean(), values.sem()
     if n < 2:
         return Estimate(mean, math.nan, math.nan, n) if n else None
-    # The quantile to three decimals, as books print it, so that intervals published before scipy made them stay.
+    # The quantile to three decimals, so that intervals published before scipy made them stay.
     half = round(stdtrit(n - 1, 0.975), 3) * error
     p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, n, p)
@@ -46,12 +42,11 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     """Bootstrap over seeds and groups (Owen 2007), both resampled with replacement.
 
     The estimate is the sum over groups of the mean over seeds of ``sums``, over the sum of ``weights``. Deviations are widened by
-    t_{n - 1} / 1.96 * sqrt(n / (n - 1)) for n seeds, so that intervals cover from five seeds on; they are conservative where
-    groups differ more than seeds.
+    t_{n - 1} / 1.96 * sqrt(n / (n - 1)) for n seeds, so that intervals cover from five seeds on.
 
     Args:
-        sums: (seeds, groups), such as the difference of nats of a group's documents.
-        weights: (groups,), such as their targets.
+        sums: (seeds, groups), such as differences of nats.
+        weights: (groups,), such as targets.
     """
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     seeds, groups = sums.shape
@@ -71,11 +66,7 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
 
 
 def over_items(sums: Any, weights: Any) -> Estimate:
-    """Return the interval of one pair of models over groups: a ratio of sums, its error by the delta method, Student's t.
-
-    Args:
-        sums, weights: (groups,).
-    """
+    """Return one pair of models' ratio of sums over groups (groups,), its error by the delta method, Student's t."""
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     groups, mean = len(sums), float(sums.sum() / weights.sum())
     if groups < FEWEST_GROUPS:
@@ -91,7 +82,7 @@ def difference_by_group(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return ``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
 
-    Points are summed over all keys but the group, of seeds that both arms have; ``where`` selects points: ``start < 2048``.
+    Points are summed by group, of seeds that both arms have; ``where`` selects points: ``start < 2048``.
     """
     sides = [side.points(curve) for side in (arm, baseline)]
     if any(points.empty for points in sides):
@@ -105,7 +96,7 @@ def difference_by_group(
 
 
 def equivalence(values: Any, margin: float) -> float:
-    """Return p of two one-sided t tests (Schuirmann 1987) that a mean of paired differences lies within ± margin."""
+    """Return p of two one-sided t tests (Schuirmann 1987) that the mean lies within ± margin."""
     found = pd.Series(values, dtype=float).dropna()
     n, nearest = len(found), margin - abs(found.mean())
     if n < 2:
@@ -116,20 +107,19 @@ def equivalence(values: Any, margin: float) -> float:
 def verdict(found: Estimate | None, margin: float | None, p: float | None = None) -> str:
     """Return equivalent if the 95 % interval lies within ± margin, different if it excludes zero and p <= 0.05, else open.
 
-    ``p``: adjusted for the number of primary contrasts; None: the estimate's own.
+    ``p``: adjusted for the number of primary contrasts, if it is.
     """
     if found is None or math.isnan(found.low):
         return "open"
     if margin is not None and -margin < found.low and found.high < margin:
         return "equivalent"
-    return "different" if (found.low > 0 or found.high < 0) and not (p is not None and p > 0.05) else "open"
+    return "different" if (found.low > 0 or found.high < 0) and (p is None or not p > 0.05) else "open"
 
 
 def power(pilot: Any, margin: float, seeds: int, effect: float = 0.0, draws: int = 2000) -> float:
     """Return the probability that ``verdict`` of so many seeds is equivalent if the true difference is ``effect``.
 
-    Seeds are resampled from the pilot's paired differences, whose deviations from their mean are widened by
-    sqrt(n / (n - 1)) for n seeds.
+    Seeds are resampled from the pilot's differences, deviations widened by sqrt(n / (n - 1)).
     """
     pilot = pd.Series(pilot, dtype=float).dropna().to_numpy()
     if len(pilot) < 2:
@@ -141,12 +131,12 @@ def power(pilot: Any, margin: float, seeds: int, effect: float = 0.0, draws: int
 
 
 def seeds_for(pilot: Any, margin: float, wanted: float = 0.8) -> int | None:
-    """Return the fewest seeds, at most 100, with which ``power`` at no difference reaches ``wanted``; None: more, or no pilot."""
+    """Return the fewest seeds, 2 to 100, whose ``power`` at no difference reaches ``wanted``; None without."""
     return next((n for n in range(2, 101) if power(pilot, margin, n) >= wanted), None)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Adjust p values for their number (Holm 1979); NaN, of an outcome that was not measured, counts among them."""
+    """Adjust p values for their number (Holm 1979); NaN counts among them."""
     order = sorted(p_values, key=lambda name: (math.isnan(p_values[name]), p_values[name]))
     adjusted, worst = {}, 0.0
     for i, name in enumerate(order):
@@ -156,7 +146,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 
 def seeds_needed(deviation: float, effect: float, power: float = 0.8) -> int:
-    """Return the pairs of seeds with which a paired t test at 5 % finds ``effect``; ``deviation`` is of paired differences."""
+    """Return the pairs of seeds with which a paired t test at 5 % finds ``effect``."""
     return _enough(deviation / effect, 0.975, power)
 
 

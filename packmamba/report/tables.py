@@ -1,4 +1,4 @@
-"""Tables of arms, timings and evaluations: cells for readers and numbers for programs; all records of one corpus."""
+"""Tables of arms, timings and evaluations; all records of one corpus."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """A column's title, and the names of its columns in the CSV."""
+    """A title, and the names of its columns in the CSV."""
 
     title: str
     names: tuple[str, ...]
@@ -55,7 +55,7 @@ class Table:
 
 
 def write_table(table: Table, form: str) -> str:
-    """Return the table as CSV (``csv``: unrounded numbers), Markdown (``md``), LaTeX (``tex``: booktabs) or text (``txt``)."""
+    """Return the table as csv (unrounded), md, tex (booktabs) or txt."""
     if form == "csv":
         names = [name for column in table.columns for name in column.names]
         values = [[value for cell in row for value in cell.values] for row in table.rows]
@@ -79,7 +79,7 @@ def write_table(table: Table, form: str) -> str:
 
 
 def _csv_value(value: Any) -> str:
-    # Eight digits: more than anything here is measured to, fewer than the last bits in which machines may differ.
+    # Eight digits: fewer than the last bits, in which machines differ.
     return "" if pd.isna(value) else f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
@@ -88,12 +88,12 @@ def word(text: str) -> Cell:
 
 
 def number(value: float | None, form: str, unit: str = "") -> Cell:
-    """Return a number, a dash if it is missing."""
+    """Format a number, a dash if it is missing."""
     return Cell("-" if pd.isna(value) else f"{value:{form}}{unit}", (value,))
 
 
 def percent(fraction: float | None) -> Cell:
-    """Return three significant digits of a share; the CSV has the fraction."""
+    """Format three significant digits of a share; the CSV has the fraction."""
     if fraction is None or pd.isna(fraction):
         return number(None, "")
     share = 100 * fraction
@@ -106,7 +106,7 @@ def gibibytes(count: float | None) -> Cell:
 
 
 def mean_sd(values: pd.Series, expected: int = 0) -> Cell:
-    """Return mean and standard deviation of the values that are not NaN, and their number if fewer than expected.
+    """Format mean and standard deviation, and the number of values if fewer than expected.
 
     One value, or counts that are all the same, have no standard deviation.
     """
@@ -119,7 +119,7 @@ def mean_sd(values: pd.Series, expected: int = 0) -> Cell:
 
 
 def difference_cell(found: Any, expected: int = 0) -> Cell:
-    """Return mean and interval, and the number of pairs if fewer than expected."""
+    """Format mean and interval, and the number of pairs if fewer than expected."""
     if found is None:
         return Cell("-", (None,) * 4)
     # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
@@ -143,6 +143,7 @@ TITLES = {
 COUNTS = ("chance", "answers", "examples", "documents", "targets", "reads_intruding")
 WHOLE = ("real_tokens", "real_tokens_per_second", "slots_per_second", "rounds", *COUNTS[1:])
 EXACT = ("seconds_per_step_median", "seconds_per_step_spread", "chance")
+# Of metrics without standard deviation.
 FORMATS: dict[str, Callable[[float], Cell]] = {
     **dict.fromkeys(WHOLE, functools.partial(number, form=",.0f")),
     **dict.fromkeys(EXACT, functools.partial(number, form=".4g")),
@@ -150,25 +151,21 @@ FORMATS: dict[str, Callable[[float], Cell]] = {
     "peak_memory_bytes": gibibytes,
     "speedup": functools.partial(number, form=".2f", unit="x"),
 }
-"""Metrics that are shown as a mean without standard deviation."""
-MAIN = ("choice_accuracy", "accuracy", "loss")
-"""An evaluation's main metric: the first of these that it has, else its first."""
+MAIN = ("choice_accuracy", "accuracy", "loss")  # an evaluation's main metric is the first of these that it has
 DIFFERENCE = ("difference", "difference_low", "difference_high", "pairs")
-FEW_DOCUMENTS = 50
-"""Validation documents below which a table warns."""
+FEW_DOCUMENTS = 50  # of validation: with fewer, a table warns
 PARITY_SEEDS = 5
-"""A claim of parity needs at least this many seeds."""
 
 ArmColumn = tuple[Column, Callable[[Arm], Cell]]
 
 
 def title(metric: str) -> str:
-    """Return a metric's title; ``mqar.accuracy`` is of an evaluation."""
+    """Return a metric's title."""
     return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
 
 
 def arms_table(name: str, heading: str, arms: Sequence[Arm], columns: Sequence[ArmColumn], *notes: str) -> Table:
-    """Make a table of a row for each arm, whose first column is the arm's name."""
+    """Make a table of a row for each arm."""
     columns = [(Column("arm", ("arm",), False), lambda arm: word(arm.label)), *columns]
     return Table(name, heading, [c for c, _ in columns], [[cell(arm) for _, cell in columns] for arm in arms], [*notes])
 
@@ -182,7 +179,7 @@ def seeds_column(arms: Sequence[Arm], metric: str = "val_loss") -> ArmColumn:
 
 
 def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColumn:
-    """Return the column of a metric, or of a configuration key such as ``optimizer.lr``; ``prefix``: not part of the title."""
+    """Return the column of a metric, or of a configuration key; ``prefix`` is not part of the title."""
     if form := FORMATS.get(metric.rpartition(".")[2]):
         heading = f"speedup over {aggregate.versus(arms)}" if metric == "speedup" and arms else title(metric)
         return Column(heading, (metric,)), lambda arm: form(arm[prefix + metric].mean())
@@ -202,7 +199,7 @@ def difference_column(
 
 
 def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
-    """Return the evaluations of the arms' runs, and the metrics of each, the main one first."""
+    """Return the arms' evaluations, and the metrics of each, the main one first."""
     found: dict[str, list[str]] = {}
     for metric in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
         name, _, own = metric.partition(".")
@@ -212,13 +209,13 @@ def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
 
 
 def main_first(metrics: Sequence[str]) -> list[str]:
-    """Sort an evaluation's metrics: the main one, the others as ``loss_2`` before ``loss_16``, counts."""
+    """Sort an evaluation's metrics: the main one, others by number, counts."""
     main = next((metric for metric in MAIN if metric in metrics), "")
     return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
 
 
 def training_tables(records: Sequence[Record]) -> list[Table]:
-    """Make the tables of quality and speed, of paired differences, of differences by position, and of each evaluation."""
+    """Make tables of quality and speed, of paired differences, by position, and of each evaluation."""
     arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
     if not arms:
         return []
@@ -259,7 +256,7 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
-    """Make the table of a sweep's contrasts: effect, interval, seeds, verdict, and the seeds that it would have taken."""
+    """Make the table of a sweep's contrasts."""
     text = [Column(name, (name,), False) for name in ("contrast", "primary", "verdict")]
     numbers = [Column("difference [95% CI]", DIFFERENCE), Column("groups", ("groups",)), Column("p, Holm", ("p_holm",))]
     columns = [*text[:2], *numbers, text[2], Column("seeds for 80 % power", ("seeds_needed",))]
@@ -291,7 +288,7 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
 
 
 def sentence(records: Sequence[Record]) -> str:
-    """Say in one sentence what the trained arms' loss and speed come to, beside the baseline; empty without a comparison."""
+    """Say in one sentence how the arms' loss and speed compare with the baseline's; empty without a comparison."""
     arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
     parts = []
     for one in aggregate.contrasts(arms, "val_loss"):
@@ -357,7 +354,7 @@ def throughput_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def evaluation_tables(records: Sequence[Record]) -> list[Table]:
-    """Make a table of models for each evaluation and its options, with differences from the first paired by item."""
+    """Make a table of models for each evaluation and its options, with differences from the first."""
     asked: dict[str, list[Record]] = {}
     for record in aggregate.of_kind(records, "evaluation"):
         one = record["config"]["evaluation"]

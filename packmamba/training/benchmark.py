@@ -22,7 +22,7 @@ WARM_UP = 1  # rounds that are dropped, after each arm's first step
 
 
 class Arm:
-    """Take a configuration's optimizer steps on one device, in the precision and with the loss scale of its training."""
+    """Take a configuration's optimizer steps on one device, in the precision of its training."""
 
     def __init__(self, config: Config) -> None:
         data = PackedDataModule.from_config(config, progress=False)
@@ -34,7 +34,7 @@ class Arm:
         _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
 
     def step(self, number: int) -> tuple[float, int, int]:
-        """Take step ``number``, from 0; return seconds, without the making of its batches, tokens and slots."""
+        """Take step ``number``, from 0; return seconds, tokens and slots."""
         step = self.steps[number].to(self.fabric.device)
 
         def take() -> None:
@@ -45,10 +45,9 @@ class Arm:
 
 
 def measure_throughput(configs: list[Config], rounds: int, output: str, progress: bool = True) -> Iterator[Any]:
-    """Yield one record per configuration: in each round every arm in turn takes its next step (A B C A B C ...).
+    """Yield one record per configuration: in each round every arm takes its next step (A B C A B C ...).
 
-    Raises RuntimeError where arms with the same weights disagree on the loss of the same documents. Records belong to the
-    experiment named as the folder ``output``.
+    Raises RuntimeError where arms with the same weights disagree on the loss of the same documents.
     """
     with configured_runtime(max(configs, key=lambda config: config.model.compile)):
         arms = {config.name: Arm(config) for config in configs}

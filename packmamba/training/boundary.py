@@ -1,6 +1,6 @@
-"""Boundary schemes: what crosses from one document to the next, by layouts and initial states.
+"""Boundary schemes: what crosses from one document to the next, by layouts and initial states. B rows, S documents.
 
-A constructor's arguments, all with defaults, are the keys of ``trainer.boundary_options``. Shapes: B rows, S documents.
+A constructor's arguments, all with defaults, are the keys of ``trainer.boundary_options``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 from packmamba.nn.mixers import State
 
-States = list[State]
-"""By layer, a tuple of tensors whose first dimension counts documents (S, ...) or rows (B, ...)."""
+States = list[State]  # by layer, tensors of documents (S, ...) or rows (B, ...)
 
 
 class Boundary:
@@ -42,12 +41,12 @@ class Boundary:
         return layout, layout
 
     def hidden(self, model: MambaLM, batch: PackedBatch) -> Tensor:
-        """Compute the activations (B, L, d_model) from which the head makes logits."""
+        """Compute the activations (B, L, d_model) that the head takes."""
         conv, ssm = self.layouts(batch.layout)
         return model(batch.tokens, layout=batch.layout, conv_layout=conv, ssm_layout=ssm, return_hidden=True)
 
     def reset(self) -> None:
-        """Forget all batches, before a validation."""
+        """Forget all batches."""
 
     def measures(self) -> dict[str, float]:
         """Return numbers to log and record."""
@@ -91,8 +90,8 @@ class LeakScan(Leak):
 class StatefulBoundary(Boundary):
     """Start documents from detached final states of rows of earlier batches (truncated backpropagation through time).
 
-    Between ``incoming`` and ``store``, ``forward`` may be replayed as a CUDA graph: it and ``initial_states`` do only tensor
-    operations, and read of a layout only ``shape``, ``starts`` and ``offsets``.
+    ``forward`` may be replayed as a CUDA graph: it and ``initial_states`` do only tensor operations, and read of a layout only
+    ``shape``, ``starts`` and ``offsets``.
     """
 
     stateful = True
@@ -123,13 +122,12 @@ class RowStates(NamedTuple):
     """Final states of each row's last document (B, ...)."""
 
     states: States
-    positions: Tensor
-    """(B,) int32 on the CPU, the document's tokens so far; -1 for a row without documents."""
+    positions: Tensor  # (B,) int32 on the CPU, the document's tokens so far; -1 without a document
     step: int
 
 
 class Carry(StatefulBoundary):
-    """Continue a document cut at a row's end from its own state in the next batch; start others from zero."""
+    """Continue a document cut at a row's end from its own state in the next batch."""
 
     continues = True
 
@@ -151,7 +149,7 @@ class Carry(StatefulBoundary):
         return self.exchange(stored, fresh)
 
     def exchange(self, stored: RowStates, fresh: States) -> States:
-        """Return what a document that continues in a row starts from (B, ...). Not part of a CUDA graph."""
+        """Return what a document that continues in a row starts from (B, ...)."""
         return stored.states
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
@@ -159,7 +157,7 @@ class Carry(StatefulBoundary):
         return select_states(layout.continues, self.continued(index_states(incoming, row_of(layout)), fresh), fresh)
 
     def continued(self, incoming: States, fresh: States) -> States:
-        """Return what continuing documents start from (S, ...), given their row's incoming and fresh states."""
+        """Return what continuing documents start from (S, ...)."""
         return incoming
 
     def store(self, batch: PackedBatch, final: States) -> None:
@@ -196,7 +194,7 @@ class CarryScan(Carry):
 class StatePassing(Carry):
     """Start a continuing document from another stream's state (arXiv 2507.02782), of the batch that computed its own.
 
-    Each row takes the state of a row that stopped at nearly the same position, all in one ring, so that none returns soon.
+    Rows exchange states in one ring, sorted by position.
     """
 
     least_rows = 2
@@ -211,9 +209,9 @@ class StatePassing(Carry):
 
 
 class FittedNoise(Carry):
-    """Start a continuing document from normal noise with the mean and variance of the states (arXiv 2507.02782).
+    """Start a continuing document from normal noise with the states' mean and variance (arXiv 2507.02782).
 
-    ``memory`` is the decay of the moments' exponential average over batches.
+    ``memory``: decay of the moments' exponential average over batches.
     """
 
     generator: torch.Generator | None
@@ -269,7 +267,7 @@ class FittedNoise(Carry):
 
 
 class StatePassingWithinRow(StatefulBoundary):
-    """Start each document that follows another in its row from a row's final state in the previous batch, without gradient."""
+    """Start each document that follows another in its row from a row's final state in the previous batch."""
 
     stored: States | None = None
 
@@ -302,28 +300,28 @@ class StatePassingWithinRow(StatefulBoundary):
 
 
 def on_host(layout: SequenceLayout) -> SequenceLayout:
-    """Return the layout on the CPU, without a wait for the GPU where it was moved from there."""
+    """Return the layout on the CPU, without a wait where it was moved from there."""
     while layout.device.type != "cpu":
         layout = layout.origin or layout.to("cpu")
     return layout
 
 
 def last_documents(layout: SequenceLayout) -> Tensor:
-    """Return each row's last document (B,), from ``starts`` alone; any document for a row without one."""
+    """Return each row's last document (B,); any for a row without one."""
     rows, row_length = layout.shape
     ends = torch.arange(1, rows + 1, dtype=torch.int32, device=layout.device) * row_length
     return (torch.searchsorted(layout.starts, ends) - 1).clamp(min=0)
 
 
 def end_positions(layout: SequenceLayout) -> Tensor:
-    """Return where in its document each row's last one ends (B,) int32; -1 for a row without documents."""
+    """Return where in its document each row's last one ends (B,) int32; -1 for a row without."""
     last = last_documents(layout)
     here = layout.rows[last] == torch.arange(layout.shape[0], device=layout.device)
     return torch.where(here, (layout.offsets + layout.lengths)[last], -1).to(torch.int32)
 
 
 def row_of(layout: SequenceLayout) -> Tensor:
-    """Return each document's row (S,), from ``starts`` alone; any row for a document that a CUDA graph's layout lacks."""
+    """Return each document's row (S,); any for a document that a CUDA graph's layout lacks."""
     return (layout.starts // layout.shape[1]).clamp(max=layout.shape[0] - 1)
 
 
@@ -336,12 +334,12 @@ def move_states(states: States, device: torch.device | str) -> States:
 
 
 def unflatten_states(parts: Iterable[Tensor], like: States) -> States:
-    """Group parts, ordered as by ``flatten_states``, by the layers of ``like``."""
+    """Group the parts of ``flatten_states`` by the layers of ``like``."""
     return tree_unflatten(parts, tree_structure(like))
 
 
 def select_states(documents: Tensor, states: States, others: States) -> States:
-    """Select ``states`` where documents (S,) bool is true, else ``others``."""
+    """Select ``states`` where documents (S,) is true, else ``others``."""
     return map_states(lambda a, b: torch.where(documents.view(-1, *(1,) * (a.dim() - 1)), a, b), states, others)
 
 
@@ -356,4 +354,3 @@ BOUNDARIES: dict[str, type[Boundary]] = {
     "fitted_noise": FittedNoise,
     "state_passing_within_row": StatePassingWithinRow,
 }
-"""Boundary schemes by name; plugins may add to it."""

@@ -1,4 +1,4 @@
-"""Callbacks of a training run: metrics for the record, checkpoints, stopping, leakcheck, weight averaging, evaluations."""
+"""Callbacks of a training run: metrics, checkpoints, stopping, leakcheck, weight averaging, evaluations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class SavedCallback(Callback):
-    """A callback with attributes that are part of checkpoints."""
+    """Save attributes in checkpoints."""
 
     SAVED: tuple[str, ...]
 
@@ -50,10 +50,9 @@ class SavedCallback(Callback):
 
 
 class RunMetrics(SavedCallback):
-    """Count tokens, slots and seconds of training, and keep the curves of the run's record.
+    """Count tokens, slots and seconds of training, and keep curves. Stop at a loss that is not finite, of the step ``diverged``.
 
-    Seconds are those of optimizer steps and their data; ``timed`` leaves out each process's first steps. Stops the run at a loss
-    that is not finite; ``diverged`` is that step.
+    Seconds are those of optimizer steps and their data; ``timed`` leaves out each process's first steps.
     """
 
     WARMUP_STEPS = 3
@@ -107,7 +106,7 @@ class RunMetrics(SavedCallback):
         step = trainer.global_step
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
         self.steps_here += 1
-        # Between logged steps nothing waits for the GPU, which would idle until the next step's kernels are launched.
+        # Between logged steps nothing waits for the GPU.
         counts = {"real_tokens": batch.num_tokens, "slots": batch.num_slots, "targets": batch.num_targets}
         counts |= {"documents_behind": batch.num_behind, "tokens_behind": batch.tokens_behind, "steps": 1}
         self._count(logged or self.steps_here <= self.WARMUP_STEPS, **counts)
@@ -120,7 +119,7 @@ class RunMetrics(SavedCallback):
             self.check_finite(trainer, module)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:
-        """Stop the run if a loss since the last check is not finite. Waits for the GPU."""
+        """Stop the run if a loss since the last check is not finite."""
         finite = torch.isfinite(torch.stack(self._unchecked_losses)).tolist() if self._unchecked_losses else []
         self._unchecked_losses.clear()
         # A loss scale skips such a step and leaves the weights alone.
@@ -155,7 +154,7 @@ class RunMetrics(SavedCallback):
 
 
 class CheckpointFile(TorchCheckpointIO):
-    """Write Lightning's checkpoint to a temporary name, then rename it."""
+    """Write a checkpoint through a temporary file."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
@@ -169,7 +168,7 @@ class CheckpointFile(TorchCheckpointIO):
 
 
 class Stopped(UserError):
-    """A run was stopped before its last step, with a checkpoint that it resumes from."""
+    """A run was stopped, with a checkpoint that it resumes from."""
 
     def __init__(self, step: int, max_steps: int, signum: int = 0) -> None:
         super().__init__(f"stopped after step {step} of {max_steps}, with a checkpoint; the same command resumes it")
@@ -247,7 +246,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint on the CPU, without running code. Raises ConfigError."""
+    """Load a checkpoint on the CPU, without running code."""
     try:
         if (damaged := zipfile.ZipFile(path).testzip()) is not None:  # torch.load does not check CRCs
             raise ValueError(f"{damaged} is damaged")
@@ -273,7 +272,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 class Average(SavedCallback):
-    """Keep the mean of the weights after ``snapshots`` steps evenly spaced over the last ``share`` of the run."""
+    """Average the weights after ``snapshots`` steps evenly spaced over the last ``share`` of the run."""
 
     SAVED = ("taken", "mean")
 
@@ -293,7 +292,7 @@ class Average(SavedCallback):
 
 
 class LeakCheck(Callback):
-    """Check documents of a batch's lengths for isolation at a process's first step, and every ``every`` steps (0: no further)."""
+    """Check documents of a batch's lengths at a process's first step, and every ``every`` steps (0: no further)."""
 
     def __init__(self, every: int, metrics: RunMetrics) -> None:
         self.every, self.metrics = every, metrics
@@ -306,7 +305,7 @@ class LeakCheck(Callback):
 
 
 def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) -> None:
-    """Raise UserError where documents as long as the first eight of the layout's fullest row leak against the scheme."""
+    """Raise UserError where documents as long as the first eight of the layout's fullest row leak."""
     rows = layout.rows.cpu()
     lengths = layout.lengths.cpu()[rows == rows.mode().values][:8].tolist() if len(rows) else []
     if len(lengths) < 2 or boundary.stateful or any(used != layout for used in boundary.layouts(layout)):
@@ -335,7 +334,7 @@ def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
 
 
 class Evaluations(SavedCallback):
-    """Evaluate the model every ``trainer.evaluate_every`` steps, on the first rank; training stays as it is."""
+    """Evaluate the model every ``trainer.evaluate_every`` steps, on the first rank."""
 
     SAVED = ("points",)
 
@@ -359,7 +358,7 @@ class Evaluations(SavedCallback):
             trainer.strategy.barrier()
 
     def evaluate(self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None) -> dict[str, EvalResult]:
-        """Add this step's numbers by ``<evaluation>.<metric>``, null where not finite, to the curve, and log them."""
+        """Add this step's numbers, null where not finite, to the curve, and log them."""
         step, results = trainer.global_step, {}
         for name in self.config.evaluations:
             more: Any = {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}

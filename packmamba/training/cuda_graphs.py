@@ -1,4 +1,4 @@
-"""CUDA graphs of a batch's forward and backward pass, for models whose kernels are launched slower than they are computed."""
+"""CUDA graphs of a batch's forward and backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Loss = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape that a graph is captured for: slots, most documents (a power of four), and the longest (of two, offset included)."""
+    """Shape of a graph: slots, most documents (a power of four), and the longest (of two, offset included)."""
 
     rows: int
     row_length: int
@@ -41,19 +41,19 @@ class Shape:
 
     @property
     def slots(self) -> tuple[int, int, bool]:
-        """Return the key of the graph; one graph is kept for each, with the largest maxima so far."""
+        """Return the key of the graph, which is kept with the largest maxima so far."""
         return self.rows, self.row_length, self.accumulates
 
 
 class StaticBatch:
-    """Hold a batch at fixed addresses, into which every batch of a shape is copied."""
+    """Hold a batch at fixed addresses."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         slots = (shape.rows, shape.row_length)
         starts, ends, offsets = (torch.zeros(shape.documents, dtype=torch.int32, device=device) for _ in range(3))
         # All slots are computed: how many hold tokens is not part of the shape.
         layout = SequenceLayout(slots, starts, ends, offsets, shape.rows * shape.row_length, shape.longest)
-        # A leak flows through padding too, which nothing reads: layout.flow() of the documents would wait for the GPU.
+        # A leak flows through padding too, which nothing reads.
         layout.flowing = SequenceLayout.from_rows(*slots, device=device)
         tokens, targets = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
         self.batch = PackedBatch(tokens, targets, torch.zeros(slots, dtype=torch.bool, device=device), layout)
@@ -86,9 +86,9 @@ class Captured(NamedTuple):
 class BatchGraphs:
     """Run forward and backward passes of batches as CUDA graphs, captured at a shape's first batch and replayed after.
 
-    A graph of one-batch steps has gradients of its own; accumulating graphs share one set. While a shape is captured, nothing
-    may hold a loss of an earlier batch with its autograd graph. ``loss``, of a batch and perhaps further tensors, returns the sum
-    over its targets, (B, L) that of each slot, and perhaps further tensors without gradient.
+    One-batch graphs have gradients of their own; accumulating graphs share one set. While a shape is captured, nothing may hold a
+    loss of an earlier batch with its autograd graph. ``loss``, of a batch and perhaps further tensors, returns the sum over its
+    targets, (B, L) that of each slot, and perhaps further tensors without gradient.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:
@@ -102,7 +102,7 @@ class BatchGraphs:
         self, batch: PackedBatch, num_targets: int, first: bool = True, last: bool = True, inputs: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
         """Put gradients into the parameters' ``grad``; return the loss over ``num_targets``, (B, L) that of each slot, and the
-        further results. Later calls overwrite them. The step's ``first`` and ``last`` batch alone writes, several add gradients.
+        further results, which later calls overwrite. A step's ``first`` and ``last`` batch alone writes, several add gradients.
         """
         shape = Shape.of(batch, accumulates=not (first and last))
         if shape.accumulates:

@@ -45,40 +45,39 @@ from packmamba.training.callbacks import RunMetrics
 from packmamba.training.lit_module import PackedLitModule
 
 logger = logging.getLogger(__name__)
-MAX_COMPILED_SHAPES = 256
-"""PyTorch's own limit, 8, is reached by a few shapes of rows."""
+MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is reached by a few shapes of rows
 
 
 def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool] | None = None) -> dict[str, Any]:
     """Train and evaluate a run, append its record, and return it.
 
-    A finished run is not repeated. An unfinished one resumes from its newest checkpoint, on a CPU to the same bits as if never
-    interrupted. Raises Stopped, with a checkpoint, on SIGTERM or Ctrl-C, or where ``stop`` returns True after a step.
+    A finished run is not repeated. An unfinished one resumes from its newest checkpoint, on a CPU to the same bits. Raises
+    Stopped, with a checkpoint, on SIGTERM or Ctrl-C, or where ``stop`` returns True after a step.
     """
     folder = run_id.run_folder(config)
     new = not folder.exists()
-    with configured_runtime(config), redirect_stdout(sys.stderr):  # Lightning's progress bar writes to stdout
+    with configured_runtime(config), redirect_stdout(sys.stderr):
         try:
             return _fit(config, progress, stop)
         except UserError as error:
             if new and not callbacks.checkpoints(folder / "checkpoints") and not isinstance(error, run_id.Locked):
                 shutil.rmtree(folder, ignore_errors=True)  # of a run that was refused
             raise
-        except SystemExit:  # Lightning's answer to a second Ctrl-C
+        except SystemExit:  # of Lightning
             raise KeyboardInterrupt from None
         finally:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
-                wandb.finish()  # else the process's next run joins this one
+                wandb.finish()  # else the next run joins this one
 
 
 @contextmanager
 def configured_runtime(config: Config) -> Iterator[None]:
-    """Set threads, determinism and the compiler's limits for one run; restore threads and determinism."""
+    """Set threads, determinism and the compiler's limits for one run."""
     trainer, threads, strict = config.trainer, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
-    with suppress(AttributeError, OSError):  # glibc: large tensors reuse pages instead of faulting them in again
+    with suppress(AttributeError, OSError):  # glibc: large tensors reuse pages
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -91,7 +90,7 @@ def configured_runtime(config: Config) -> Iterator[None]:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs bandwidth
             torch.use_deterministic_algorithms(True)
         if config.model.compile:
-            torch.compiler.reset()  # shapes of earlier runs may split sums otherwise
+            torch.compiler.reset()  # shapes of earlier runs would decide how sums are split
             dynamo: Any = torch._dynamo.config
             dynamo.recompile_limit, dynamo.accumulated_recompile_limit = MAX_COMPILED_SHAPES, 4 * MAX_COMPILED_SHAPES
             dynamo.fail_on_recompile_limit_hit = True  # else the rest runs uncompiled
@@ -105,7 +104,7 @@ def configured_runtime(config: Config) -> Iterator[None]:
 
 def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
-    records.provenance()  # cached: the commit of the run is that of its start
+    records.provenance()  # cached, at the run's start
     check_run(config)
     check_accelerator(config)
     path, folder, options = run_id.record_path(config), run_id.run_folder(config), config.trainer
@@ -132,7 +131,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     checkpoint = callbacks.Checkpoint(saved, config, metrics, stops)
     trainer = make_trainer(config, folder, [metrics, average, evaluations, checkpoint], progress, reached)
     with lock if trainer.is_global_zero else nullcontext():
-        if (done := run_id.find_record(config)) is not None:  # another process has just finished the run
+        if (done := run_id.find_record(config)) is not None:  # by another process meanwhile
             return done
         lightning.seed_everything(config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(config, data.vocab_size)
@@ -190,7 +189,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
                 logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
             if options.evaluate_every is not None:
                 record["curves"]["evaluations"] = evaluations.points
-            if "tensorboard" in options.loggers:  # whose curves have steps alone
+            if "tensorboard" in options.loggers:
                 with SummaryWriter(folder / "tensorboard" / "by_tokens") as writer:
                     for name, curve in {"train": metrics.train, "val": metrics.validation}.items():
                         for point in curve:
@@ -204,21 +203,21 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
 
 
 def check_run(config: Config, vocab_size: int | None = None) -> None:
-    """Check options of the boundary scheme and of evaluations, these for a model's vocabulary too."""
+    """Check options of the boundary scheme and of evaluations, these for a vocabulary too."""
     BOUNDARIES[config.trainer.boundary](**config.trainer.boundary_options)
     for name in config.evaluations:
         registry.check(name, callbacks.evaluation_context(config, name), vocab_size)
 
 
 def check_accelerator(config: Config) -> None:
-    """Raise ConfigError where the run needs a GPU and this machine has none."""
+    """Raise ConfigError where the run needs a GPU and there is none."""
     key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
     if (config.trainer.cuda_graphs or config.trainer.accelerator in ("gpu", "cuda")) and not torch.cuda.is_available():
         raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none; change it")
 
 
 def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
-    """Make Lightning's trainer of one run, with our callbacks, the metrics first, and the user's."""
+    """Make Lightning's trainer of one run."""
     options = config.trainer
     own = [*own, *(instantiate(one, "trainer.callbacks") for one in options.callbacks)]
     if options.leakcheck_every is not None:
@@ -255,7 +254,7 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
 
 
 class FSDP2(ModelParallelStrategy):
-    """Load checkpoints without running code: Lightning drops Trainer.fit's flag here."""
+    """Load checkpoints with weights_only, which Lightning drops here."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return super().load_checkpoint(checkpoint_path, weights_only=True)
@@ -268,15 +267,14 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
         return FSDP2(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
     if options.strategy == "auto" and devices == 1:
         return "auto"
-    # Blocks compile one by one, so gradients already meet block by block; splitting blocks at DDP's buckets only costs.
+    # Blocks compile one by one: splitting them at DDP's buckets only costs.
     torch._dynamo.config.optimize_ddp = False
     return DDPStrategy(gradient_as_bucket_view=True)
 
 
 def disable_lightning_signals(trainer: lightning.Trainer) -> None:
-    """Disable Lightning's signal handlers and its SIGTERM broadcast, which waits for the GPU at each step (its issue 20806)."""
+    """Disable Lightning's signal handlers, and its broadcast at each step (Lightning issue 20806)."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    assert callable(connector.register_signal_handlers) and callable(loop._broadcast_sigterm_tensor)
     connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
@@ -288,7 +286,7 @@ def quieten() -> None:
 
 
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
-    """Instantiate a class path, or ``class_path`` and ``init_args``, with those ``defaults`` that the class takes."""
+    """Instantiate a class path, or ``class_path`` and ``init_args``, with ``defaults`` that the class takes."""
     path, arguments = (spec, {}) if isinstance(spec, str) else (spec["class_path"], spec.get("init_args", {}))
     module, _, name = path.rpartition(".")
     try:
@@ -300,7 +298,7 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
 
 
 def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
-    """Make one of Lightning's loggers by its short name, or any by class path."""
+    """Make a logger by its short name or class path."""
     if spec == "csv":
         return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
     if spec == "tensorboard":
@@ -332,7 +330,7 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
 
 
 def weights_path(config: Config) -> Path:
-    """Return the folder or file that ``trainer.init_from`` names; of ``<sweep>:<arm>``, the run of this seed."""
+    """Return the path that ``trainer.init_from`` names; of ``<sweep>:<arm>``, the run of this seed."""
     source = str(config.trainer.init_from)
     if Path(source).exists():
         return Path(source)
@@ -346,7 +344,7 @@ def weights_path(config: Config) -> Path:
 
 
 def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:
-    """Make the run's record: losses of its last validation, throughput after the first steps, and curves."""
+    """Make the run's record."""
     totals, last = metrics.totals, metrics.validation[-1]
     curves = {"train": metrics.train, "validation": metrics.validation, "loss_by_position": metrics.by_position}
     timed = metrics.timed if metrics.timed["seconds"] else totals

@@ -1,4 +1,4 @@
-"""Train the runs of a sweep: in this process, in a worker process for each device slot, or as jobs of SLURM."""
+"""Train the runs of a sweep: in this process, in a process for each device slot, or as jobs of SLURM."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from packmamba.training.run_id import LEASE_SECONDS, Locked, RunLock, find_recor
 
 PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
 START_METHOD, CLUSTER = "spawn", "slurm"
-STOP_SECONDS = 10.0  # for a stopped run to end its step and write a checkpoint
-THREADS = 4  # maximum of a run on a GPU; those of a run on a CPU under jobs=auto
+STOP_SECONDS = 10.0  # for a step and a checkpoint
+THREADS = 4  # maximum of a run on a GPU; of a run on a CPU under jobs=auto
 
 
 class Outcome(NamedTuple):
@@ -48,7 +48,7 @@ Report = Callable[[Config, Optional[Outcome], str], None]
 
 
 def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Outcome:
-    """Train a run, which ``stop`` may stop after each step. An error is the run's outcome, with the traceback on stderr."""
+    """Train a run, which ``stop`` may stop after each step. An error is the run's outcome, its traceback on stderr."""
     try:
         if config.trainer.devices > 1:
             return _train_in_ranks(config, stop)
@@ -73,7 +73,7 @@ def _outcome(record: dict[str, Any]) -> Outcome:
 
 
 def _train_in_ranks(config: Config, stop: Callable[[], bool]) -> Outcome:
-    """Train a run on several devices under torchrun; see this file's last lines."""
+    """Train a run on several devices under torchrun."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
     command = [sys.executable, "-m", __name__, json.dumps(to_dict(config)), str(config.trainer.devices)]
     process = subprocess.Popen(command, env=environment | {"PYTHONPATH": PYTHONPATH}, start_new_session=True)
@@ -91,7 +91,7 @@ def _train_in_ranks(config: Config, stop: Callable[[], bool]) -> Outcome:
 
 
 def _end_with(parent: int) -> None:
-    """End this process, and its group, when its parent has ended."""
+    """End this process's group with its parent."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -128,7 +128,7 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
 def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")) -> None:
     """Train runs in order, each in the next free slot. A worker process that is killed fails its run alone.
 
-    At ``STOP_SECONDS`` before the deadline, of ``time.monotonic``, runs stop with a checkpoint, and no other begins.
+    ``STOP_SECONDS`` before the deadline, of ``time.monotonic``, runs stop with a checkpoint.
     """
     context, last = multiprocessing.get_context(START_METHOD), deadline - STOP_SECONDS
     queue, free, stop = deque(configs), deque(range(len(slots))), context.Event()
@@ -186,7 +186,7 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
 
 
 def _train_in_worker(config: Config, last: float) -> Outcome:
-    """Train a run, which stops at the time ``last``. What it prints goes to ``output.txt`` in its folder."""
+    """Train a run, which stops at the time ``last``; its output goes to ``output.txt`` in its folder."""
     run_folder(config).mkdir(parents=True, exist_ok=True)
     with open(run_folder(config) / "output.txt", "a") as file:
         os.dup2(file.fileno(), 1)
@@ -199,18 +199,18 @@ TIME = "minutes, hours or days, such as 30m, 12h or 2d", re.compile(r"[1-9]\d*[m
 
 @dataclass
 class SlurmConfig:
-    partition: Optional[str] = key(None, "Partition of the jobs; null for the cluster's default.")
-    time: str = key("4h", "Time limit of a job; a run that needs longer is requeued.", check=TIME)
-    gpus: int = key(1, "GPUs of a job for each of its run's trainer.devices.", low=0, high=1)
-    cpus: int = key(4, "Cores of a job for each of its run's trainer.devices.", low=1)
-    memory: Optional[str] = key(None, "Memory of each job, such as 32GB; null for the cluster's default.")
-    grace: int = key(90, "Seconds before the time limit at which SLURM signals a job, which is requeued then.", low=1)
-    setup: list[str] = key([], "Lines of shell that each job begins with, such as [module load cuda].")
-    options: dict[str, Any] = key({}, "Further options of sbatch, such as {account: mine, qos: low}.")
+    partition: Optional[str] = key(None, "Partition; null for the cluster's default.")
+    time: str = key("4h", "Time limit of a job, which is requeued then.", check=TIME)
+    gpus: int = key(1, "GPUs for each of trainer.devices.", low=0, high=1)
+    cpus: int = key(4, "Cores for each of trainer.devices.", low=1)
+    memory: Optional[str] = key(None, "Memory of a job, such as 32GB.")
+    grace: int = key(90, "Seconds before the time limit at which a job is stopped.", low=1)
+    setup: list[str] = key([], "Shell lines of each job, such as [module load cuda].")
+    options: dict[str, Any] = key({}, "Options of sbatch, such as {account: mine}.")
 
 
 class Job:
-    """Train one run in a job; submitit requeues one that is preempted or at its time limit."""
+    """Train one run in a job; submitit requeues one that is preempted or out of time."""
 
     def __call__(self, config: Config) -> Outcome:
         return train(config, False, wait=1.25 * LEASE_SECONDS)  # for the lock of a job that was killed on another node
@@ -222,13 +222,13 @@ class Job:
 
 
 def check_slurm() -> None:
-    """Raise ConfigError where there is no submitit or no SLURM."""
+    """Raise ConfigError without submitit or SLURM."""
     if importlib.util.find_spec("submitit") is None or (CLUSTER == "slurm" and shutil.which("sbatch") is None):
         raise ConfigError("launcher: slurm needs sbatch on this machine, and pip install 'packmamba[slurm]'")
 
 
 def run_as_jobs(configs: list[Config], slurm: SlurmConfig, jobs: int | str, output: str, report: Report) -> None:
-    """Submit an array with a job for each run, of the largest run's size, and wait for all."""
+    """Submit an array with a job for each run, of the largest run's size, and wait."""
     from submitit import AutoExecutor
 
     os.environ["PYTHONPATH"] = PYTHONPATH

@@ -31,8 +31,8 @@ START_TOKENS = 32
 
 
 class LossByPosition(Metric):
-    """Compute the mean loss, that over a document's first START_TOKENS, and that in each bucket [edges[i], edges[i+1]) of
-    POSITION_EDGES, from losses, loss masks and position indices (B, L): sums, divided once.
+    """Compute the mean loss, that of documents' first START_TOKENS, and that in each bucket [edges[i], edges[i+1]) of positions,
+    from losses, loss masks and position indices (B, L).
     """
 
     full_state_update = False
@@ -61,13 +61,13 @@ class PackedLitModule(lightning.LightningModule):
     """Train a MambaLM on the StepBatches of a PackedDataModule, in any Trainer.
 
     The loss of a step is the sum over its real targets divided by their number, over all micro-batches and ranks: its gradient
-    does not depend on how documents lie in rows. Optimisation is manual, with one optimizer step per StepBatch.
+    does not depend on how documents lie in rows.
 
     Args:
-        model: arguments of MambaLM, which checkpoints hold; a MambaLM; or another module with its methods.
-        boundary: what crosses a document boundary, a key of BOUNDARIES, with ``boundary_options`` as arguments.
+        model: arguments of MambaLM, a MambaLM, or another module with its methods.
+        boundary: a key of BOUNDARIES, with ``boundary_options`` as arguments.
         mean_over: "targets"; or "rows", the mean over rows of each row's mean.
-        cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph; one GPU.
+        cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph.
         compile: torch.compile the blocks and the loss.
         optimizer: further keys of the section ``optimizer``. ``schedule_steps``: None takes the Trainer's number of steps.
     """
@@ -104,7 +104,7 @@ class PackedLitModule(lightning.LightningModule):
 
     @classmethod
     def from_config(cls, config: Config, vocab_size: int) -> PackedLitModule:
-        """Build the module of a configured run, for a corpus of this vocabulary."""
+        """Build the module of a configured run."""
         trainer, optimizer = config.trainer, dict(vars(config.optimizer))
         optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
         more = {name: getattr(trainer, name) for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")}
@@ -124,7 +124,7 @@ class PackedLitModule(lightning.LightningModule):
             fully_shard(self.model, mesh=mesh)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Fused: each parameter is read and written once. Under a loss scale it would unscale by itself, after clipping.
+        # Under a loss scale the fused step would unscale by itself, after clipping.
         fused = self.device.type in ("cpu", "cuda") and not self.scaled
         return make_optimizer(self.model, self.optimizer_config, fused)
 
@@ -136,7 +136,7 @@ class PackedLitModule(lightning.LightningModule):
         return self.model(tokens, *args, **kwargs)
 
     def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:
-        """Return the summed cross-entropy, and without gradient (B, L) that at each slot, zero where there is no target."""
+        """Return the summed cross-entropy, and without gradient (B, L) that at each slot, zero without a target."""
         return self._loss(boundary.hidden(self.model, batch), batch)
 
     def _loss(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class PackedLitModule(lightning.LightningModule):
         return linear_cross_entropy(hidden, head, batch.targets, mask, slots, self.compiled, weights)
 
     def accumulate(self, step: StepBatch, backward: Backward, world_size: int = 1) -> Tensor:
-        """Add the step's gradients, micro-batch by micro-batch; return its loss on this rank's targets over all targets."""
+        """Add the step's gradients; return its loss on this rank's targets over all targets."""
         if self.cuda_graphs:
             return self._replay(step)
         strategy = self._trainer.strategy if self._trainer is not None else None
@@ -181,7 +181,7 @@ class PackedLitModule(lightning.LightningModule):
         return torch.stack(losses).sum()
 
     def graph_loss(self, batch: PackedBatch, *incoming: Tensor) -> tuple[Tensor, ...]:
-        """Return ``loss`` and final states of rows, as functions of tensors alone."""
+        """Return ``loss`` and final states of rows, from tensors alone."""
         if not isinstance(self.boundary, StatefulBoundary):
             return self.loss(batch, self.boundary)
         states = unflatten_states(incoming, self.model.start_states(0))
@@ -191,7 +191,7 @@ class PackedLitModule(lightning.LightningModule):
     def take_step(
         self, step: StepBatch, optimizer: Any, number: int, backward: Any = Tensor.backward, ranks: int = 1
     ) -> Any:
-        """Compute the gradients of step ``number``, from 0, and update the weights; return ``accumulate``'s loss."""
+        """Update the weights by step ``number``, from 0; return ``accumulate``'s loss."""
         for parameters in optimizer.param_groups:
             parameters["lr"] = self.learning_rate(number)
         self.boundary.step = number
@@ -207,7 +207,7 @@ class PackedLitModule(lightning.LightningModule):
             torch.distributed.all_reduce(loss)  # the strategy's reduce would wait for all ranks
         every = getattr(self.trainer, "log_every_n_steps", None) or 1
         if number == 0 or (number + 1) % every == 0 or number + 1 == self.trainer.max_steps:
-            # On the CPU, and only here: a progress bar that reads a GPU's number waits for all its work.
+            # On the CPU, and only here: reading a GPU's number waits for it.
             self.log("train/loss", loss.cpu(), prog_bar=True)
             logged: dict[str, Any] = {f"train/{name}": value for name, value in self.boundary.measures().items()}
             if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
@@ -275,7 +275,7 @@ class PackedLitModule(lightning.LightningModule):
 
 
 def make_model(config: Config, vocab_size: int) -> MambaLM:
-    """Build the configured model for a corpus of this vocabulary."""
+    """Build the configured model."""
     model = config.model
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise ConfigError(f"model.vocab_size: expected at least {vocab_size}, the corpus's, got {model.vocab_size}")

@@ -21,9 +21,9 @@ def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw}
-"""Functions (model, config, fused, **options) -> an optimizer of all parameters; plugins may add theirs.
+"""Functions (model, config, fused, **options) -> optimizer, with the section ``optimizer`` and the keys of ``optimizer.options``.
 
-config: the section ``optimizer``. options, with defaults: keys of ``optimizer.options``. fused: a step may take ``grad_scale``.
+fused: a step may take ``grad_scale``.
 """
 
 
@@ -36,12 +36,12 @@ def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Opti
 
 
 def clip(optimizer: Optimizer, limit: float) -> None:
-    """Scale all gradients so that their norm is at most ``limit``; the norm before is kept as ``gradient_norm``."""
+    """Scale gradients to a norm of at most ``limit``; keep the norm before as ``gradient_norm``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     plain = all(type(g) is Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients)
     if optimizer.defaults.get("fused") and plain:
-        # The fused step divides gradients by this as it reads them: clipping alone would read and write them all.
+        # The fused step divides gradients by this as it reads them.
         norm = get_total_norm(gradients)
         optimizer.grad_scale = (norm / limit).clamp(min=1)  # type: ignore[attr-defined]
     else:
@@ -51,7 +51,7 @@ def clip(optimizer: Optimizer, limit: float) -> None:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: float) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up, then a cosine to ``final_lr_fraction`` over ``steps``."""
+    """Return the learning rate of a step, from 0: linear warm-up, then a cosine over ``steps``."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)

@@ -1,4 +1,4 @@
-"""Identify a run by a hash of the keys that decide its result; find its folder and records; lock its folder."""
+"""Identify a run by a hash of the keys that decide its result; find its records; lock its folder."""
 
 from __future__ import annotations
 
@@ -16,26 +16,23 @@ from packmamba.config import Config, to_dict
 from packmamba.errors import ConfigError
 from packmamba.records import LATER_KEYS, has_records, read_records
 
-SCHEMA_VERSION = 2
-"""Raise it when a key's default changes: keys at their defaults are no part of a run's id."""
+SCHEMA_VERSION = 2  # raise it when a key's default changes: keys at their defaults are no part of an id
 SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
+# Keys that records leave out, and keys that do not decide a result (under trainer.deterministic, threads do).
 PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every", "trainer.loggers")
-"""Keys that records leave out: where files go, how they are made, and what is observed."""
 EXCLUDED = (*PLACES, "data.num_workers", "trainer.log_every", "trainer.checkpoint_every", "trainer.threads")
-"""Keys that do not decide a run's result. Under ``trainer.deterministic``, the number of threads does."""
-LEASE_SECONDS = 60.0
-"""A process on another machine that has not renewed its lock for so long has lost it."""
+LEASE_SECONDS = 60.0  # a process that has not renewed its lock for so long has lost it
 
 
 def flatten(values: Any) -> dict[str, Any]:
-    """Replace the sections of a configuration by their keys' dotted names."""
+    """Replace the sections of a configuration by dotted names."""
     sections = {name: values[name] for name in SECTIONS if isinstance(values.get(name), dict)}
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {**{name: value for name, value in values.items() if name not in sections}, **flat}
 
 
 def recorded_config(config: Config) -> dict[str, Any]:
-    """Return the configuration as a record holds it: without ``PLACES``, and without later keys at their first values."""
+    """Return the configuration as a record holds it: without ``PLACES``, and later keys at their first values."""
     values = to_dict(config)
     for name in [*PLACES, *LATER]:
         section, _, key = name.rpartition(".")
@@ -46,12 +43,11 @@ def recorded_config(config: Config) -> dict[str, Any]:
 
 
 DEFAULTS = flatten(to_dict(Config()))
-LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}
-"""Values of keys that a record lacks; ``data.cut_at_steps`` has another default since."""
+LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}  # of records without
 
 
 def id_of(arm: str, values: dict[str, Any]) -> str:
-    """Return the id of a run, with its arm and seed, from its configuration as a record holds it.
+    """Return the id of a run from its configuration as a record holds it.
 
     A run that is to be continued has the id of the one that ends with its learning-rate schedule.
     """
@@ -75,12 +71,12 @@ def run_folder(config: Config) -> Path:
 
 
 def record_path(config: Config) -> Path:
-    """Return the file that gets the run's record: its output folder's, or its own."""
+    """Return the file of the run's record."""
     return run_folder(config) / "record.json" if config.output is None else Path(config.output) / "records.jsonl"
 
 
 def training_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a folder's training runs, [] if it has none."""
+    """Read the records of a folder's training runs."""
     records = read_records(folder) if has_records(folder) else []
     return [record for record in records if record["kind"] == "training"]
 
@@ -101,7 +97,7 @@ def find_record(config: Config) -> dict[str, Any] | None:
 
 
 def name_of(output: str) -> str:
-    """Return the name of the experiment whose records a folder holds."""
+    """Return the experiment whose records a folder holds."""
     return os.path.basename(os.path.abspath(output)) or "root"
 
 
@@ -110,9 +106,9 @@ class Locked(ConfigError):
 
 
 class RunLock:
-    """Lock a folder to one process, on machines that share it too. Reentrant within the process. Raises Locked.
+    """Lock a folder to one process, on machines that share it too; reentrant. Raises Locked.
 
-    The lock of a killed process is free at once on its machine, and after ``LEASE_SECONDS`` elsewhere.
+    A killed process's lock is free at once on its machine, after ``LEASE_SECONDS`` elsewhere.
     """
 
     def __init__(self, folder: Path, wait: float = 0.0) -> None:

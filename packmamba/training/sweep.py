@@ -29,33 +29,33 @@ from packmamba.training.run_id import find_records, flatten, id_of, run_folder, 
 
 @dataclass
 class TableConfig:
-    metrics: list[str] = key([], "Metrics, such as [val_loss, mqar.accuracy]; [] for losses and the first evaluation.")
-    columns: Optional[list[str]] = key(None, "Other metrics and keys, such as optimizer.lr; null for the usual ones.")
+    metrics: list[str] = key([], "Metrics, such as [val_loss, mqar.accuracy]; []: val_loss.")
+    columns: Optional[list[str]] = key(None, "Further metrics and keys, such as optimizer.lr; null: the usual ones.")
 
 
 @dataclass
 class TuneConfig:
     grid: dict[str, list[Any]] = key({}, "Keys of which each arm takes its best value, as optimizer.lr: [1e-3, 3e-3].")
-    seeds: list[int] = key([], "Seeds that the values are tried with, none of grid.seed.")
-    metric: str = key("val_loss", "Metric of a run's record that decides, in the mean over seeds.")
+    seeds: list[int] = key([], "Seeds of the trials, none of grid.seed.")
+    metric: str = key("val_loss", "Metric that decides, in the mean over seeds.")
     best: str = key("least", "The best value of the metric.", choices=("least", "most"))
 
 
 @dataclass
 class SweepConfig:
     output: str = key("runs/sweep", "Folder of the sweep's records, tables and report.")
-    name: Optional[str] = key(None, "Name of the sweep in sweep.json; null for the name of its file.")
-    base: Optional[str] = key(None, "Training configuration that every run starts from, relative to this file.")
+    name: Optional[str] = key(None, "Name in sweep.json; null for the file's.")
+    base: Optional[str] = key(None, "Configuration that every run starts from, relative to this file.")
     common: dict[str, Any] = key({}, "Keys that every run sets, such as data.row_length: 512.")
     arms: dict[str, dict[str, Any]] = key({}, "Keys of each arm that is compared.", check=("at least one arm", bool))
-    grid: dict[str, list[Any]] = key({}, "Values of keys, in every combination with every arm, such as seed: [0, 1].")
-    evaluations: list[str] = key([], "Evaluations of every run's trained model, such as [next_line, passkey].")
-    evaluation_options: dict[str, Any] = key({}, "For each of the evaluations its parameters; see the key of a run.")
-    plugins: list[str] = key([], "Python modules that every run imports first; see the key of a run.")
-    throughput_rounds: int = key(0, "Before training, time so many interleaved steps of all arms; 0 for none.", low=0)
+    grid: dict[str, list[Any]] = key({}, "Values of keys, combined with every arm, such as seed: [0, 1].")
+    evaluations: list[str] = key([], "Of every trained model, such as [next_line, passkey].")
+    evaluation_options: dict[str, Any] = key({}, "Parameters of each evaluation.")
+    plugins: list[str] = key([], "Python modules to import first.")
+    throughput_rounds: int = key(0, "Time this many interleaved steps of all arms first.", low=0)
     train: bool = key(True, "Train the runs; false: only time them.")
     baseline: Optional[str] = key(None, "Arm that tables compare with; null: the first of padded, single, packed.")
-    margin: Optional[float] = key(None, "Differences within ± this are equivalent; null: none is called so.", above=0)
+    margin: Optional[float] = key(None, "Differences within ± this are equivalent.", above=0)
     primary: list[str] = key([], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'.")
     table: TableConfig = field(default_factory=TableConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
@@ -94,7 +94,7 @@ def _overlaps(name: str, keys: Iterable[str]) -> list[str]:
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
-    """Load a sweep and its runs' configurations; overrides are of the sweep's own keys, or of every run's."""
+    """Load a sweep and its runs; overrides are of the sweep's own keys, or of every run's."""
     of_runs = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
     own = [override for override in overrides if re.split(r"[.=]", override)[0] not in of_runs]
     # A key of a grid is a whole name: grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
@@ -121,7 +121,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
 
 
 def _check_override(sweep: SweepConfig, given: Iterable[str], origin: str) -> None:
-    """Refuse keys for all runs that the grid or the arms give different values."""
+    """Refuse keys that the grid or the arms give different values."""
     for name in given:
         for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
             for varied in _overlaps(name, grid):
@@ -140,7 +140,7 @@ def _suffix(point: dict[str, Any]) -> str:
 
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
-    """Yield the keys that each run sets; grid values other than seeds become part of the arm's name."""
+    """Yield the keys of each run; grid values become part of the arm's name."""
     own = {name: getattr(sweep, name) for name in ("plugins", "evaluations", "evaluation_options")}
     own = {name: value for name, value in own.items() if value}
     for point, (arm, keys) in itertools.product(_points(sweep.grid), sweep.arms.items()):
@@ -156,7 +156,7 @@ def _layer(keys: dict[str, Any]) -> DictConfig:
 
 
 def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
-    """Return the runs that choose an arm's values: for each combination, a run with each seed."""
+    """Return the runs that choose an arm's values: for each combination, one with each seed."""
     points, output = _points(tune.grid) if tune.grid else [], f"{config.output}/tuning"
     keys = [{"name": config.name + _suffix(point), "output": output, **point} for point in points]
     return [[_with(config, **each, seed=seed) for seed in tune.seeds] for each in keys]
@@ -169,7 +169,7 @@ def _with(config: Config, **keys: Any) -> Config:
 def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config | None:
     """Return a run with the values of the best mean metric in its arm's trials; None: trials are not done.
 
-    Values with which a trial diverged are left out. Raises Unfinished where one diverged with each.
+    Values with which a trial diverged are left out. Raises Unfinished without others.
     """
     means: dict[int, float] = {}
     for number, runs in enumerate(tried):
@@ -188,8 +188,9 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
 
 
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
-    """Time a sweep's arms, train each run without a record; return the folder of records. The deadline's seconds begin at
-    ``begun``, of ``time.monotonic``, or now. Raises ConfigError before any run, and Unfinished where some are not done.
+    """Time a sweep's arms, train each run without a record; return the folder of records.
+
+    The deadline counts from ``begun``, of ``time.monotonic``. Raises Unfinished where some runs are not done.
     """
     runs, arms = configs if sweep.train else [], configs[: len(sweep.arms)]
     tried = {config.name: trials(sweep.tune, config) for config in runs}
@@ -216,7 +217,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
             print(f"{config.name}, seed {config.seed}: {state}{where}{reason}", flush=True)
 
     def train(wanted: list[Config]) -> None:
-        """Train the runs without a record, those that start from others' weights last."""
+        """Train the runs without a record, last those that start from others' weights."""
         waves: tuple[list[Config], list[Config]] = [], []
         names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
         for run, record in zip(wanted, find_records(wanted)):
@@ -257,7 +258,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
 
 
 def _check_corpora(runs: list[Config], progress: bool) -> None:
-    """Prepare the corpora of runs, if any is to be trained, and compare them with those in the records of finished ones."""
+    """Prepare the corpora of runs, and compare them with those of finished ones."""
     records, hashes = find_records(runs), dict[str, str]()
     for run, record in zip(runs, records) if None in records else ():
         documents = repr(run.data)
@@ -268,7 +269,7 @@ def _check_corpora(runs: list[Config], progress: bool) -> None:
 
 
 def _measure_throughput(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:
-    """Time the arms of a sweep, unless all of them have been timed: only arms that were timed together compare."""
+    """Time the arms, unless all of them have been timed."""
     records = read_records(sweep.output) if has_records(sweep.output) else []
     timed = {id_of(record["arm"], record["config"]) for record in records if record["kind"] == "throughput"}
     if sweep.throughput_rounds and not timed.issuperset(map(run_id, arms)):
@@ -277,7 +278,7 @@ def _measure_throughput(sweep: SweepConfig, arms: list[Config], progress: bool) 
 
 
 def _write_sweep(sweep: SweepConfig, configs: list[Config]) -> None:
-    """Write the sweep's arms and seeds beside its records, if there are any."""
+    """Write the sweep's arms and seeds beside its records."""
     if sweep.train and has_records(sweep.output):
         tune, arms = sweep.tune, {c.name: [other.seed for other in configs if other.name == c.name] for c in configs}
         tuned = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
