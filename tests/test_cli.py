@@ -146,7 +146,7 @@ def test_an_error_is_one_line(words, message, monkeypatch, capsys):
 
 def test_interrupted_and_unread(monkeypatch, capsys):
     for raised, status, message in (
-        (KeyboardInterrupt, 130, "the same command continues"),
+        (KeyboardInterrupt, 130, "the same command resumes"),
         (OSError(28, "No space left on device", "x"), 2, "No space left"),
         (ModuleNotFoundError("No module named 'datasets'", name="datasets"), 2, "'datasets'"),
         (RuntimeError("CUDA out of memory"), 2, "reduce data.max_tokens_per_batch"),
