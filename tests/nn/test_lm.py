@@ -21,7 +21,7 @@ from models import (
     slots,
     summed_loss,
 )
-from packmamba import SequenceLayout
+from packmamba import PackedMamba, PackedMamba2, SequenceLayout
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
 from packmamba.ops.scan import ScanArguments
@@ -97,8 +97,9 @@ def test_tokens_at_padding_change_no_bit():
             assert torch.equal(value, expected_gradients[name]), name
 
 
-def test_nan_in_padding_reaches_no_gradient_of_a_layer():
-    layer, real = build(dtype=torch.float32, bias=True).backbone.layers[0].mixer, (LAYOUT.documents >= 0)[..., None]
+@pytest.mark.parametrize("kind", [PackedMamba, PackedMamba2])
+def test_nan_in_padding_reaches_no_gradient_of_a_layer(kind):
+    layer, real = kind(8, **{"headdim": 8} if kind is PackedMamba2 else {}), (LAYOUT.documents >= 0)[..., None]
     hidden, found = torch.randn(*LAYOUT.shape, 8), []
     for filler in (0.0, float("nan"), float("inf")):
         x = torch.where(real, hidden, filler).requires_grad_()

@@ -24,31 +24,104 @@ State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
 
 
-def prepare(
-    mixer: Any, hidden: Tensor, layout: SequenceLayout | None, conv_layout: SequenceLayout | None,
-    ssm_layout: SequenceLayout | None, cu_seqlens: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Check a mixer's arguments; return hidden, zero at padding, and the layouts of its two operators."""
-    check_is_tensor(hidden, "hidden")
-    if hidden.dim() != 3 or hidden.shape[2] != mixer.d_model:
-        raise ValueError(f"hidden: expected shape (B, L, {mixer.d_model}), got {tuple(hidden.shape)}")
-    dtype = mixer.in_proj.weight.dtype
-    if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
-    if cu_seqlens is not None:
-        given = {"cu_seqlens": cu_seqlens, "layout": layout}
-        layout = boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
-    for name, value in (("layout", layout), ("ssm_layout", ssm_layout)):
-        if value is not None:
-            check_layout(value, hidden, "hidden", name)
-    conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
-    if ssm_layout is not None and ssm_layout.num_tokens < ssm_layout.num_slots:
-        # The projection's weight gradient multiplies what stands in padding by zero, which NaN survives.
-        hidden = hidden.masked_fill((ssm_layout.documents < 0)[..., None], 0)
-    return hidden, conv_layout, ssm_layout
+def check_options(sizes: dict, flags: dict, d_conv: int, dt: tuple[float, float, float], backend: str | None) -> None:
+    """Check a mixer's options; sizes: (size, maximum) by name. Raises TypeError or ValueError."""
+    for name, (size, most) in sizes.items():
+        check_size(name, size, most)
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    if d_conv not in (2, 3, 4):
+        raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
+    if not 0 < dt[0] <= dt[1] < math.inf or not 0 <= dt[2] <= 1:
+        raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt}")
+    if backend not in (None, *ops.BACKENDS):
+        raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
 
 
-class PackedMamba(nn.Module):
+def initial_dt(count: int, dt_min: float, dt_max: float, dt_init_floor: float) -> Tensor:
+    """Draw biases of delta, log-uniform in [dt_min, dt_max] after softplus."""
+    dt = torch.exp(torch.rand(count) * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min))
+    dt = dt.clamp(min=dt_init_floor)
+    return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
+
+def check_pair(state: Any) -> tuple[Tensor | None, Tensor | None]:
+    if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
+        raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
+    return (None, None) if state is None else (state[0], state[1])
+
+
+class Mixer(nn.Module):
+    """Compute a convolution and a recurrence between ``in_proj`` and ``out_proj``: what both Mambas share."""
+
+    HUGGING_FACE: dict[str, tuple[str, Any]]
+    d_model: int
+    in_proj: nn.Linear
+    out_proj: nn.Linear
+    _mix: Any  # (in_proj's output, conv_layout, ssm_layout, state, return_state) -> (mixed, final state or None)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        layout: SequenceLayout | None = None,
+        conv_layout: SequenceLayout | None = None,
+        ssm_layout: SequenceLayout | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:
+        """Mix hidden (B, L, d_model) to the same shape; with ``return_state`` return also each document's final state.
+
+        Args:
+            layout, cu_seqlens: where documents lie, as a layout or as cumulative lengths (S + 1,) over all rows, without padding;
+                neither: each row is one. Padding of hidden is never looked at.
+            conv_layout, ssm_layout: instead of ``layout`` in one of the two operators: ``layout.flow()`` leaks there.
+            state: where documents start from, indexed by the documents of conv_layout and ssm_layout; None: zero, or
+                the learned state.
+
+        Raises TypeError or ValueError, naming the argument, what was expected and what came.
+        """
+        check_is_tensor(hidden, "hidden")
+        if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
+            raise ValueError(f"hidden: expected shape (B, L, {self.d_model}), got {tuple(hidden.shape)}")
+        dtype = self.in_proj.weight.dtype
+        if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
+            raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
+        if cu_seqlens is not None:
+            given = {"cu_seqlens": cu_seqlens, "layout": layout}
+            layout = boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
+        for name, value in (("layout", layout), ("ssm_layout", ssm_layout)):
+            if value is not None:
+                check_layout(value, hidden, "hidden", name)
+        conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
+        if ssm_layout is not None and ssm_layout.num_tokens < ssm_layout.num_slots:
+            # The projection's weight gradient multiplies what stands in padding by zero, which NaN survives.
+            hidden = hidden.masked_fill((ssm_layout.documents < 0)[..., None], 0)
+        mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
+        return (mixed, state) if return_state else mixed
+
+    def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
+        """Compute ``forward(normed * weight)`` with the norm weight folded into in_proj, without argument checks."""
+        return self._mix(F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias), *others)
+
+    def initialise_in_stack(self, n_layer: int) -> None:
+        """Zero biases and divide the last projection by sqrt(n_layer) (Mamba follows GPT-2)."""
+        with torch.no_grad():
+            for projection in (self.in_proj, self.out_proj):
+                if projection.bias is not None:
+                    projection.bias.zero_()
+            self.out_proj.weight.div_(math.sqrt(n_layer))
+
+    @classmethod
+    def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Translate the keys of transformers' configuration to this mixer's arguments."""
+        hidden_act = config.get("hidden_act", "silu")
+        if hidden_act not in ("silu", "swish"):
+            raise ValueError(f"hidden_act: expected 'silu', got {hidden_act!r}")
+        return {ours: config.get(theirs, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
+
+
+class PackedMamba(Mixer):
     """Mamba (arXiv 2312.00752, figure 3) whose convolution and scan know where documents start.
 
     Parameters have the names, shapes and initialisation of state-spaces' Mamba. A_log, D and the learned initial state
@@ -91,16 +164,8 @@ class PackedMamba(nn.Module):
         super().__init__()
         dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" and isinstance(d_model, int) else dt_rank
         sizes = {"d_model": (d_model, 2**20), "d_state": (d_state, 256), "expand": (expand, 2**20)}
-        for name, (size, most) in (sizes | {"dt_rank": (dt_rank, 2**20)}).items():
-            check_size(name, size, most)
-        for name, flag in (("bias", bias), ("conv_bias", conv_bias), ("learned_initial_state", learned_initial_state)):
-            check_flag(name, flag)
-        if d_conv not in (2, 3, 4):
-            raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
-        if not 0 < dt_min <= dt_max < math.inf or not 0 <= dt_init_floor <= 1:
-            raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {(dt_min, dt_max, dt_init_floor)}")
-        if backend not in (None, *ops.BACKENDS):
-            raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
+        flags = {"bias": bias, "conv_bias": conv_bias, "learned_initial_state": learned_initial_state}
+        check_options(sizes | {"dt_rank": (dt_rank, 2**20)}, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
         self.d_inner, self.dt_rank = expand * d_model, int(dt_rank)
         self.recompute, self.backend = recompute, backend
@@ -110,10 +175,8 @@ class PackedMamba(nn.Module):
         self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(self.dt_rank, self.d_inner)
         nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
-        dt = torch.exp(torch.rand(self.d_inner) * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min))
-        dt = dt.clamp(min=dt_init_floor)
         with torch.no_grad():
-            self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+            self.dt_proj.bias.copy_(initial_dt(self.d_inner, dt_min, dt_max, dt_init_floor))
         self.A_log = nn.Parameter(torch.log(torch.arange(1.0, d_state + 1)).repeat(self.d_inner, 1))
         self.D = nn.Parameter(torch.ones(self.d_inner))
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias)
@@ -122,40 +185,9 @@ class PackedMamba(nn.Module):
             if (parameter := getattr(self, name)) is not None:
                 parameter._no_weight_decay = True
 
-    def forward(
-        self,
-        hidden: Tensor,
-        layout: SequenceLayout | None = None,
-        conv_layout: SequenceLayout | None = None,
-        ssm_layout: SequenceLayout | None = None,
-        state: State | None = None,
-        return_state: bool = False,
-        cu_seqlens: Tensor | None = None,
-    ) -> Any:
-        """Mix hidden (B, L, d_model) to the same shape; with ``return_state`` return also each document's final state.
-
-        Args:
-            layout, cu_seqlens: where documents lie, as a layout or as cumulative lengths (S + 1,) over all rows, without padding;
-                neither: each row is one.
-            conv_layout, ssm_layout: instead of ``layout`` in one of the two operators: ``layout.flow()`` leaks there.
-            state: where documents start from, indexed by the documents of conv_layout and ssm_layout; None: zero, or
-                the learned state.
-
-        Raises TypeError or ValueError, naming the argument, what was expected and what came.
-        """
-        hidden, *layouts = prepare(self, hidden, layout, conv_layout, ssm_layout, cu_seqlens)
-        mixed, state = self._mix(self.in_proj(hidden), layouts[0], layouts[1], state, return_state)
-        return (mixed, state) if return_state else mixed
-
-    def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
-        """Compute ``forward(normed * weight)`` with the norm weight folded into in_proj, without argument checks."""
-        return self._mix(F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias), *others)
-
     def _mix(self, xz: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
         """Mix xz (B, L, 2 D), in_proj's output, to (B, L, d_model); return also final states or None."""
-        if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
-            raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
-        conv_state, ssm_state = state if state is not None else (None, None)
+        conv_state, ssm_state = check_pair(state)
         if ssm_state is None and self.initial_state is not None:
             ssm_state = self.start_state(xz.shape[0] if ssm_layout is None else ssm_layout.num_documents)[1]
         wide = accumulation_dtype(xz.dtype)
@@ -175,22 +207,6 @@ class PackedMamba(nn.Module):
         wide = accumulation_dtype(weight.dtype)
         start = weight.new_zeros(self.A_log.shape) if self.initial_state is None else self.initial_state
         return conv_state, start.to(wide).expand(documents, -1, -1).contiguous()
-
-    def initialise_in_stack(self, n_layer: int) -> None:
-        """Zero biases and divide the last projection by sqrt(n_layer) (Mamba follows GPT-2)."""
-        with torch.no_grad():
-            for projection in (self.in_proj, self.out_proj):
-                if projection.bias is not None:
-                    projection.bias.zero_()
-            self.out_proj.weight.div_(math.sqrt(n_layer))
-
-    @classmethod
-    def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Translate ``MambaConfig``'s keys to this mixer's arguments."""
-        hidden_act = config.get("hidden_act", "silu")
-        if hidden_act not in ("silu", "swish"):
-            raise ValueError(f"hidden_act: expected 'silu', got {hidden_act!r}")
-        return {ours: config.get(theirs, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
 
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:

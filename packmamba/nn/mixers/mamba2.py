@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packmamba import ops
-from packmamba.layout import SequenceLayout
-from packmamba.nn.mixers.mamba1 import prepare
-from packmamba.ops.checks import accumulation_dtype, check_flag, check_size
+from packmamba.nn.mixers.mamba1 import Mixer, check_options, check_pair, initial_dt
+from packmamba.ops.checks import accumulation_dtype
 
 State = tuple[Tensor, Tensor]
 """(conv_state (S, H P + 2 G N, W-1), ssm_state (S, H, P, N)): what a document leaves to its continuation."""
@@ -33,7 +32,7 @@ class GatedRMSNorm(nn.Module):
         )
 
 
-class PackedMamba2(nn.Module):
+class PackedMamba2(Mixer):
     """Mamba-2 (arXiv 2405.21060, figure 6) whose convolution and scan know where documents start.
 
     Parameters have the names, shapes and initialisation of state-spaces' Mamba2 (rmsnorm, norm_before_gate=False).
@@ -83,21 +82,14 @@ class PackedMamba2(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"d_model": (d_model, 2**20), "d_state": (d_state, 256), "expand": (expand, 2**20)}
-        for name, (size, most) in (sizes | {"headdim": (headdim, 2**20), "ngroups": (ngroups, 2**20)}).items():
-            check_size(name, size, most)
-        for name, flag in (("bias", bias), ("conv_bias", conv_bias), ("D_has_hdim", D_has_hdim)):
-            check_flag(name, flag)
-        if d_conv not in (2, 3, 4):
-            raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
+        flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
+        sizes |= {"headdim": (headdim, 2**20), "ngroups": (ngroups, 2**20)}
+        check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         d_inner = expand * d_model
         if d_inner % headdim or d_inner // headdim % ngroups:
             raise ValueError(
                 f"headdim: expected heads of {d_inner} channels in {ngroups} equal groups, got headdim {headdim}"
             )
-        if not 0 < dt_min <= dt_max < math.inf or not 0 <= dt_init_floor <= 1:
-            raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {(dt_min, dt_max, dt_init_floor)}")
-        if backend not in (None, *ops.BACKENDS):
-            raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
         self.d_model, self.d_state, self.d_conv, self.d_inner = d_model, d_state, d_conv, d_inner
         self.headdim, self.ngroups, self.nheads = headdim, ngroups, d_inner // headdim
         self.dt_limit = None if tuple(dt_limit) == (0.0, math.inf) else (float(dt_limit[0]), float(dt_limit[1]))
@@ -106,9 +98,7 @@ class PackedMamba2(nn.Module):
         self.in_proj = nn.Linear(d_model, d_inner + self.conv_dim + self.nheads, bias=bias)  # z, x, B, C, dt
         # Holds the parameters under their usual names and initialisation; conv1d_pack does the work.
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
-        dt = torch.exp(torch.rand(self.nheads) * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min))
-        dt = dt.clamp(min=dt_init_floor)
-        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.dt_bias = nn.Parameter(initial_dt(self.nheads, dt_min, dt_max, dt_init_floor))
         self.A_log = nn.Parameter(torch.empty(self.nheads).uniform_(*A_init_range).log())
         self.D = nn.Parameter(torch.ones(d_inner if D_has_hdim else self.nheads))
         self.norm = GatedRMSNorm(d_inner, ngroups, norm_eps)
@@ -116,33 +106,9 @@ class PackedMamba2(nn.Module):
         for name in self.NO_WEIGHT_DECAY:
             getattr(self, name)._no_weight_decay = True
 
-    def forward(
-        self,
-        hidden: Tensor,
-        layout: SequenceLayout | None = None,
-        conv_layout: SequenceLayout | None = None,
-        ssm_layout: SequenceLayout | None = None,
-        state: State | None = None,
-        return_state: bool = False,
-        cu_seqlens: Tensor | None = None,
-    ) -> Any:
-        """Mix hidden (B, L, d_model) to the same shape; with ``return_state`` return also each document's final state.
-
-        Args and errors as ``PackedMamba.forward``; padding of hidden is never looked at.
-        """
-        hidden, *layouts = prepare(self, hidden, layout, conv_layout, ssm_layout, cu_seqlens)
-        mixed, state = self._mix(self.in_proj(hidden), layouts[0], layouts[1], state, return_state)
-        return (mixed, state) if return_state else mixed
-
-    def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
-        """Compute ``forward(normed * weight)`` with the norm weight folded into in_proj, without argument checks."""
-        return self._mix(F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias), *others)
-
     def _mix(self, zxbcdt: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
         """Mix in_proj's output to (B, L, d_model); return also final states or None."""
-        if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
-            raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
-        conv_state, ssm_state = state if state is not None else (None, None)
+        conv_state, ssm_state = check_pair(state)
         z, xbc, delta = zxbcdt.split([self.d_inner, self.conv_dim, self.nheads], dim=-1)
         found = ops.conv1d_pack(
             xbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", layout=conv_layout,
@@ -170,21 +136,10 @@ class PackedMamba2(nn.Module):
         shape = (documents, self.nheads, self.headdim, self.d_state)
         return weight.new_zeros(documents, self.conv_dim, self.d_conv - 1), weight.new_zeros(shape, dtype=wide)
 
-    def initialise_in_stack(self, n_layer: int) -> None:
-        """Zero biases and divide the last projection by sqrt(n_layer) (Mamba follows GPT-2)."""
-        with torch.no_grad():
-            for projection in (self.in_proj, self.out_proj):
-                if projection.bias is not None:
-                    projection.bias.zero_()
-            self.out_proj.weight.div_(math.sqrt(n_layer))
-
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Translate ``Mamba2Config``'s keys to this mixer's arguments."""
-        hidden_act = config.get("hidden_act", "silu")
-        if hidden_act not in ("silu", "swish"):
-            raise ValueError(f"hidden_act: expected 'silu', got {hidden_act!r}")
-        found = {ours: config.get(theirs, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
+        found = super().from_hugging_face(config)
         return found | {"dt_limit": tuple(found["dt_limit"])}
 
     @classmethod
