@@ -57,8 +57,7 @@ def schedule(
     """
     schedules = schedules_of(starts)
     stream = torch._C._cuda_getCurrentRawStream(starts.get_device()) if stream is None else stream
-    capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None
-    made_of = (ends.data_ptr(), _version(starts), _version(ends), capture)
+    made_of = (ends.data_ptr(), *versions(starts, ends))
     key = (direction, rows, row_length, channels, cuts, stream)
     known = schedules.get(key)
     if known is not None and known.made_of == made_of:
@@ -72,6 +71,12 @@ def schedule(
         operator("cuda", "schedule")(starts, ends, schedules.get("offsets"), rows, row_length, *planned, memory, stream)
         known.made_of, known.found = made_of, (memory, *planned)
     return known.found
+
+
+def versions(*tensors: Tensor) -> tuple:
+    """Return what tells whether a layout's tensors may have been written to: their versions, and a graph's capture."""
+    capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None
+    return (*map(_version, tensors), capture)
 
 
 def schedules_of(starts: Tensor) -> dict:

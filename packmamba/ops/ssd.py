@@ -384,8 +384,17 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
 
 
 def _forward(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    """Return y, the final state, and states saved for the backward (on a GPU)."""
+    if _on_gpu(a):
+        from packmamba.ops import ssd_triton  # which imports Triton
+
+        return *ssd_triton.forward(a), None
     return *chunked(a), None
+
+
+def _on_gpu(a: SsdArguments) -> bool:
+    if a.x.is_cuda and a.x.dtype == torch.float64:
+        raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
+    return a.x.is_cuda
 
 
 def _fake(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
@@ -397,6 +406,10 @@ def _backward(a: SsdArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None
     dfinal = dfinal if a.return_final_state else None
     if a.layout.starts.numel() == 0:
         return tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in a[:9])
+    if _on_gpu(a):
+        from packmamba.ops import ssd_triton
+
+        return ssd_triton.backward(a, dy, dfinal)
     with torch.autocast(a.x.device.type, enabled=False):
         return _chunked_backward(a, dy, dfinal)
 

@@ -267,11 +267,11 @@ def own_tensors(operator, lengths, row_length, offsets=None, channels=1536, stat
     def normal(seed, *shape):
         return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
-    def activations(number, width):
-        flat = torch.full((len(tokens) * row_length, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+    def activations(number, *width):
+        flat = torch.full((len(tokens) * row_length, *width), torch.nan, dtype=torch.bfloat16, device="cuda")
         for (start, end, offset), seed in zip(spans, seeds, strict=True):
-            flat[start:end] = normal(10 * seed + number, offset + end - start, width)[offset:]
-        return flat.view(len(tokens), row_length, width)
+            flat[start:end] = normal(10 * seed + number, offset + end - start, *width)[offset:]
+        return flat.view(len(tokens), row_length, *width)
 
     def states_of(number, *shape):
         return torch.stack([normal(10 * seed + number, *shape) for seed in seeds])
@@ -281,14 +281,21 @@ def own_tensors(operator, lengths, row_length, offsets=None, channels=1536, stat
         A = -torch.arange(1, 17, device="cuda").float().repeat(channels, 1) * normal(1, channels, 1).exp()
         shared = {"A": A, "D": normal(2, channels), "delta_bias": normal(3, channels) - 3}
         options, shape = {"delta_softplus": True}, (channels, 16)
+    elif operator == "ssd_pack":
+        heads = channels = (channels // 512, 64)
+        own = {"x": heads, "delta": heads[:1], "B": (1, 128), "C": (1, 128), "z": heads}
+        shared = {"A": -normal(1, heads[0]).exp(), "D": normal(2, heads[0]), "delta_bias": normal(3, heads[0]) - 3}
+        options, shape = {"delta_softplus": True}, (*heads, 128)
     else:
         own, shared = {"x": channels}, {"weight": normal(1, channels, 4), "bias": normal(2, channels)}
         options, shape = {"activation": "silu"}, (channels, 3)
-    tensors = {name: activations(i, width).requires_grad_() for i, (name, width) in enumerate(own.items())}
+    own = {name: width if isinstance(width, tuple) else (width,) for name, width in own.items()}
+    channels = channels if isinstance(channels, tuple) else (channels,)
+    tensors = {name: activations(i, *width).requires_grad_() for i, (name, width) in enumerate(own.items())}
     if states:
         tensors["initial_state"] = states_of(7, *shape).requires_grad_()
     y, final = getattr(ops, operator)(**tensors, **shared, **options, layout=layout, return_final_state=True)
-    outputs, grads = [y], [activations(8, channels)]
+    outputs, grads = [y], [activations(8, *channels)]
     if states:
         outputs, grads = [y, final], [*grads, states_of(9, *shape)]
     gradients = torch.autograd.grad(outputs, list(tensors.values()), grads)
@@ -309,7 +316,7 @@ NEIGHBOURS = {
 }
 
 
-@pytest.mark.parametrize("operator", ["ssm_pack", "conv1d_pack"])
+@pytest.mark.parametrize("operator", ["ssm_pack", "ssd_pack", "conv1d_pack"])
 @pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
 @pytest.mark.parametrize("channels", [1536, 4096])
 @pytest.mark.parametrize("length", [1, 300, 512, 1024, 2048, 4096, 8192, 16384, 32768])
