@@ -219,19 +219,21 @@ def versus(arms: Sequence[Arm]) -> str:
 
 
 def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Estimate | None:
-    """Return the arm's metric minus its baseline's, paired by seed; None of the baseline."""
+    """Return ``estimate`` of the arm and its baseline; None of the baseline."""
     baseline = baseline_of(arm, arms)
-    return None if baseline is arm else interval(arm[metric] - baseline[metric])
+    return None if baseline is arm else estimate(arm, baseline, metric)
+
+
+def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
+    """Return ``bootstrap``'s arguments where an evaluation has groups of documents, else differences by seed, and None."""
+    sums, weights = difference_by_group(arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets")
+    return (sums, weights) if len(sums) > 1 and metric.endswith(".loss") else (arm[metric] - other[metric], None)
 
 
 def estimate(arm: Arm, other: Arm, metric: str) -> Estimate | None:
     """Return one arm's metric minus another's, paired by seed, over groups of documents too where there are any."""
-    sums, weights = difference_by_group(arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets")
-    return (
-        bootstrap(sums, weights)
-        if len(sums) > 1 and metric.endswith(".loss")
-        else interval(arm[metric] - other[metric])
-    )
+    values, weights = paired(arm, other, metric)
+    return interval(values) if weights is None else bootstrap(values, weights)
 
 
 class Contrast(NamedTuple):

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure as Canvas
 
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
-from packmamba.report.tables import evaluations_of, title
+from packmamba.report.tables import decided, evaluations_of, title
 
 INK, MUTED = "#24292f", "#5c6370"
 # Okabe and Ito's colours. Arms that coincide stay visible as stripes: the later, the thinner.
@@ -180,7 +180,7 @@ def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
             by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
     panels = [({"title": "Against data", "xlabel": "real tokens", "ylabel": "validation loss (nats)"}, by_tokens)]
     if all(arm.timing for arm in arms):
-        panels += [({"title": "Against time", "xlabel": "training time (s), at the speed timed in turns"}, by_time)]
+        panels += [({"title": "Against time", "xlabel": "training time (s), at the measured speed"}, by_time)]
     caption = "Validation loss against real tokens and against time. Bands: range of seeds."
     return line_figure("learning-curves", caption, arms, panels)
 
@@ -194,9 +194,9 @@ def _differences(arms: Sequence[Arm], metric: str, name: str, what: str) -> list
         color = style_in(arm, arms)["color"]
         dots = (arm[metric] - aggregate.baseline_of(arm, arms)[metric]).dropna()
         ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
-        ax.errorbar(one.mean, y, xerr=one.high - one.mean, fmt="D", color=color, capsize=4)
+        ax.errorbar(one.mean, y, xerr=[[one.mean - one.low], [one.high - one.mean]], fmt="D", color=color, capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
-    margin = next((arm.sweep.get("margin") for arm in pairs if metric == "val_loss"), None)
+    margin = next((arm.sweep.get("margin") for arm in pairs if metric == decided(arms)), None)
     if margin is not None:
         ax.axvspan(-margin, margin, color=MUTED, alpha=0.12, linewidth=0)
     names = [f"{arm.label} - {aggregate.baseline_of(arm, arms).title}" for arm in pairs]

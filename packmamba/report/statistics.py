@@ -116,23 +116,38 @@ def verdict(found: Estimate | None, margin: float | None, p: float | None = None
     return "different" if (found.low > 0 or found.high < 0) and (p is None or not p > 0.05) else "open"
 
 
-def power(pilot: Any, margin: float, seeds: int, effect: float = 0.0, draws: int = 2000) -> float:
+def power(pilot: Any, weights: Any, margin: float, seeds: int, effect: float = 0.0, draws: int = 2000) -> float:
     """Return the probability that ``verdict`` of so many seeds is equivalent if the true difference is ``effect``.
 
-    Seeds are resampled from the pilot's differences, deviations widened by sqrt(n / (n - 1)).
+    Seeds are resampled from the pilot's differences (seeds,), deviations widened by sqrt(n / (n - 1)); with ``weights`` of
+    groups, seeds and groups from sums (seeds, groups), a tenth as often.
     """
-    pilot = pd.Series(pilot, dtype=float).dropna().to_numpy()
+    pilot, rng = np.asarray(pilot, float), np.random.default_rng(0)
+    pilot = pilot[~np.isnan(pilot)] if weights is None else pilot
     if len(pilot) < 2:
         return math.nan
-    deviations = (pilot - pilot.mean()) * math.sqrt(len(pilot) / (len(pilot) - 1))
-    drawn = effect + np.random.default_rng(0).choice(deviations, (draws, seeds))
-    half = round(stdtrit(seeds - 1, 0.975), 3) * drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
-    return float((abs(drawn.mean(axis=1)) + half < margin).mean())
+    deviations = (pilot - pilot.mean(axis=0)) * math.sqrt(len(pilot) / (len(pilot) - 1))
+    if weights is None:
+        drawn = effect + rng.choice(deviations, (draws, seeds))
+        half = round(stdtrit(seeds - 1, 0.975), 3) * drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
+        return float((abs(drawn.mean(axis=1)) + half < margin).mean())
+    centre, groups = pilot.mean(axis=0), len(weights)
+    centre = centre + (effect - centre.sum() / weights.sum()) * weights
+    found = []
+    for _ in range(draws // 10):
+        rows, columns = rng.integers(len(pilot), size=(seeds, 1)), rng.integers(groups, size=groups)
+        sums = (centre + deviations)[rows, columns]
+        found.append(verdict(bootstrap(sums, weights[columns], 400), margin) == "equivalent")
+    return float(np.mean(found))
 
 
-def seeds_for(pilot: Any, margin: float, wanted: float = 0.8) -> int | None:
+def seeds_for(pilot: Any, weights: Any, margin: float, wanted: float = 0.8) -> int | None:
     """Return the fewest seeds, 2 to 100, whose ``power`` at no difference reaches ``wanted``; None without."""
-    return next((n for n in range(2, 101) if power(pilot, margin, n) >= wanted), None)
+    few, most = 2, 101
+    while few < most:
+        middle = (few + most) // 2
+        few, most = (few, middle) if power(pilot, weights, margin, middle) >= wanted else (middle + 1, most)
+    return few if few <= 100 else None
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

@@ -214,13 +214,23 @@ def main_first(metrics: Sequence[str]) -> list[str]:
     return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
 
 
+def _spec(arms: Sequence[Arm], key: str) -> Any:
+    """Return a key of the sweep's ``table``."""
+    specs: list[dict[str, Any]] = [table for arm in arms if (table := arm.sweep.get("table"))]
+    return specs[0].get(key) if specs else None
+
+
+def decided(arms: Sequence[Arm]) -> str:
+    """Return the metric on which verdicts are: the first of the sweep's table."""
+    return (_spec(arms, "metrics") or ["val_loss"])[0]
+
+
 def training_tables(records: Sequence[Record]) -> list[Table]:
     """Make tables of quality and speed, of paired differences, by position, and of each evaluation."""
     arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
     if not arms:
         return []
-    spec: dict[str, Any] = next((table for arm in arms if (table := arm.sweep.get("table"))), {})
-    metrics, further, evaluations = spec.get("metrics") or ["val_loss"], spec.get("columns"), evaluations_of(arms)
+    metrics, further, evaluations = _spec(arms, "metrics") or ["val_loss"], _spec(arms, "columns"), evaluations_of(arms)
     if further is None:
         further = ["real_tokens", "val_loss_start", "val_loss_as_trained", "real_tokens_per_second", "padding_fraction"]
         further += ["speedup", "peak_memory_bytes", *(f"{name}.{main}" for name, (main, *_) in evaluations.items())]
@@ -251,7 +261,9 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
         if asked:
             first, *others = (metric_column(metric, asked, f"{name}.") for metric in own)
             columns = [seeds_column(asked, main), first, difference_column(main, asked), *others]
-            tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", asked, columns))
+            groups = {one.groups for arm in asked if (one := aggregate.difference(arm, arms, main))} - {1}
+            notes = [f"Intervals are over seeds and {max(groups)} groups of documents."] if groups else []
+            tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", asked, columns, *notes))
     return [table for table in tables if table.rows]
 
 
@@ -263,7 +275,9 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
     for one in found:
         margin, p = one.arm.sweep.get("margin"), one.p
-        needed = seeds_for(one.arm[metric] - one.other[metric], margin) if margin and one.same_documents else None
+        needed = (
+            seeds_for(*aggregate.paired(one.arm, one.other, metric), margin) if margin and one.same_documents else None
+        )
         table.rows.append(
             [
                 *(word(text) for text in (one.name, "primary" if one.primary else "exploratory")),
@@ -278,7 +292,7 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
     table.notes = [
         "Paired over seeds, and resampled over groups of documents where there are any. Different: the interval excludes zero, "
         f"of primary contrasts with p <= 0.05 after Holm.{''.join(sorted(within))} Seeds for 80 % power: to be equivalent at no "
-        "true difference, by resampling these seeds.",
+        "true difference, by resampling these seeds (and groups) under the same rule; a dash: more than 100.",
     ]
     if any(not one.same_documents for one in found):
         table.notes.append(
@@ -291,15 +305,17 @@ def sentence(records: Sequence[Record]) -> str:
     """Say in one sentence how the arms' loss and speed compare with the baseline's; empty without a comparison."""
     arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
     parts = []
-    for one in aggregate.contrasts(arms, "val_loss"):
+    metric = decided(arms)
+    for one in aggregate.contrasts(arms, metric):
         if one.other is not aggregate.baseline_of(one.arm, arms) or pd.isna(one.found.mean):
             continue
         cell, speed = difference_cell(one.found).text, one.arm["speedup"].mean()
-        says = f"{cell} nats (one seed)"
+        unit = " nats" if "loss" in metric else ""
+        says = f"{cell}{unit} (one seed)"
         if one.found.seeds > 1:
-            says = f"is {one.verdict} ({cell} nats, {one.found.seeds} seeds)"
+            says = f"is {one.verdict} ({cell}{unit}, {one.found.seeds} seeds)"
         parts.append(f"{one.arm.label} {says}" + ("" if pd.isna(speed) else f", {speed:.2f}x as fast"))
-    return f"In validation loss, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
+    return f"In {title(metric)}, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
 
 
 def _names(metric: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from made_records import table, training
 from packmamba.config import ConfigError
 from packmamba.report import aggregate
 from packmamba.report.html import format_table
-from packmamba.report.statistics import interval, power, seeds_for, verdict
+from packmamba.report.statistics import bootstrap, interval, power, seeds_for, verdict
 from packmamba.report.tables import sentence
 from packmamba.training.sweep import load_sweep
 
@@ -28,16 +28,36 @@ def test_verdicts_of_a_known_truth(truth):
             assert share["equivalent"] <= 0.05 + error
         else:
             assert share["different"] <= 0.05 + error
-            planned = power(rng.normal(0, deviation, 400), MARGIN, seeds)
+            planned = power(rng.normal(0, deviation, 400), None, MARGIN, seeds)
             assert share["equivalent"] == pytest.approx(planned, abs=0.06)
 
 
 def test_seeds_for_have_the_power_that_they_promise():
     rng = np.random.default_rng(5)
-    needed = seeds_for(rng.normal(0, 0.009, 5000), MARGIN)
+    needed = seeds_for(rng.normal(0, 0.009, 5000), None, MARGIN)
     found = [verdict(interval(rng.normal(0, 0.009, needed)), MARGIN) == "equivalent" for _ in range(2000)]
     assert 0.75 <= np.mean(found) <= 0.92
-    assert seeds_for([0.1], MARGIN) is None and seeds_for([0.0, 1.0], MARGIN) is None
+    assert seeds_for([0.1], None, MARGIN) is None and seeds_for([0.0, 1.0], None, MARGIN) is None
+
+
+@pytest.mark.parametrize("truth", [0.0, MARGIN])
+def test_verdicts_over_seeds_and_groups(truth):
+    """Type I at most 5 %; power as predicted from a pilot of other seeds, under the same bootstrap."""
+    rng, trials, seeds = np.random.default_rng(7), 200, 6
+    weights = rng.lognormal(8, 0.5, 20)
+
+    def sums(count):
+        per_target = truth + rng.normal(0, 0.004, (count, 1)) + rng.normal(0, 0.006, 20)
+        return (per_target + rng.normal(0, 0.004, (count, 20))) * weights
+
+    found = [verdict(bootstrap(sums(seeds), weights, 400), MARGIN) for _ in range(trials)]
+    equivalent, error = found.count("equivalent") / trials, 3 * math.sqrt(0.05 * 0.95 / trials)
+    if truth:
+        assert equivalent <= 0.05 + error
+    else:
+        assert found.count("different") / trials <= 0.05 + error
+        predicted = np.mean([power(sums(40), weights, MARGIN, seeds, draws=400) for _ in range(10)])
+        assert equivalent == pytest.approx(predicted, abs=0.12)
 
 
 RULE = {"margin": MARGIN, "primary": ["packed-reset", "packed-leak - packed-reset"], "baseline": "padded"}
