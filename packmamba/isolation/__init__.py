@@ -1,6 +1,5 @@
 """leakcheck: does anything cross a document boundary, in any causal language model? To the bit, forward and backward."""
 
-from packmamba.isolation.check import leakcheck
-from packmamba.isolation.result import LeakCheckResult, ModeResult
+from packmamba.isolation.check import LeakCheckResult, ModeResult, leakcheck
 
 __all__ = ["LeakCheckResult", "ModeResult", "leakcheck"]
