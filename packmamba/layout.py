@@ -210,6 +210,10 @@ class SequenceLayout:
     @cached_property
     def documents(self) -> Tensor:
         """(B, L) int32, each slot's document, counted over the whole batch; padding -1."""
+        return self.slot_documents()
+
+    def slot_documents(self) -> Tensor:
+        """Compute ``documents``; Python 3.11's cached_property has a lock, which graphs break at."""
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
         owner = torch.searchsorted(self.starts, slot, right=True, out_int32=True) - 1
         return torch.where(slot < _and_zero(self.ends)[owner], owner, -1).view(self.shape)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from operators import AWKWARD, OPERATORS, SPECIFICATIONS, random_case
-from packmamba import MambaLM, PackedMamba, SequenceLayout, ops
+from packmamba import MambaLM, PackedMamba, PackedMamba2, SequenceLayout, ops
 from packmamba.ops import build, custom_op
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
@@ -45,9 +45,12 @@ def random_layouts(count, rows, row_length):
         yield SequenceLayout.from_lengths(lengths, row_length=row_length)
 
 
-def test_one_graph_for_a_hundred_layouts():
+@pytest.mark.parametrize(
+    "mixer", [PackedMamba, lambda **sizes: PackedMamba2(**sizes, headdim=8)], ids=["mamba1", "mamba2"]
+)
+def test_one_graph_for_a_hundred_layouts(mixer):
     torch.manual_seed(0)
-    layer = PackedMamba(d_model=16, d_state=4)
+    layer = mixer(d_model=16, d_state=4)
     graphs = []
 
     def backend(graph, example_inputs):
@@ -59,7 +62,7 @@ def test_one_graph_for_a_hundred_layouts():
     parameters = list(layer.parameters())
     for layout in random_layouts(100, rows=2, row_length=48):
         x = torch.randn(2, 48, 16)
-        expected, got = layer(x, layout=layout), fast(x, layout=layout)
+        got, expected = fast(x, layout=layout), layer(x, layout=layout)
         assert torch.equal(got, expected)
         for a, b in zip(torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(expected.sum(), parameters)):
             assert torch.equal(a, b)

@@ -96,7 +96,7 @@ class Mixer(nn.Module):
         conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
         if ssm_layout is not None and ssm_layout.num_tokens < ssm_layout.num_slots:
             # The projection's weight gradient multiplies what stands in padding by zero, which NaN survives.
-            hidden = hidden.masked_fill((ssm_layout.documents < 0)[..., None], 0)
+            hidden = hidden.masked_fill((ssm_layout.slot_documents() < 0)[..., None], 0)
         mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
         return (mixed, state) if return_state else mixed
 
