@@ -46,6 +46,10 @@ class LossByPosition(Metric):
             self.add_state(name, torch.zeros(len(POSITION_EDGES), dtype=dtype), dist_reduce_fx="sum")
         self.register_buffer("edges", torch.tensor(POSITION_EDGES[1:]), persistent=False)
 
+    def _apply(self, fn: Any, *arguments: Any, **options: Any) -> Any:
+        """Keep dtypes where precision bf16-true or 16-true converts modules: sums in bfloat16 stop growing."""
+        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), *arguments, **options)
+
     def update(self, losses: Tensor, loss_mask: Tensor, position_indices: Tensor) -> None:
         bucket = torch.bucketize(position_indices[loss_mask], self.edges, right=True)
         self.sums.index_add_(0, bucket, losses[loss_mask].to(self.sums.dtype))

@@ -350,14 +350,18 @@ def test_the_loss_is_a_mean_over_the_targets_of_the_whole_step(tmp_path, mean_ov
     assert abs(expected[0] - expected[1]) > 1e-3
 
 
-def test_positions_fall_into_their_buckets():
-    metric = LossByPosition()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_fall_into_their_buckets(dtype):
+    metric = LossByPosition().to(dtype)  # as Lightning's bf16-true converts modules
     positions = torch.tensor([[0, 1, 2, 3, 4, 31, 32, -1, 70000]])
     metric.update(torch.arange(9.0)[None], positions >= 0, positions)
     results = metric.compute()
     assert results["counts"].tolist()[:7] == [1, 1, 2, 1, 0, 1, 1] and results["counts"].tolist()[-1] == 1
     assert results["by_position"][2] == 2.5 and results["loss"] == (36 - 7) / 8
     assert results["loss_start"] == (0 + 1 + 2 + 3 + 4 + 5) / 6
+    metric.reset()
+    metric.update(torch.full((1, 5000), 5.55), torch.ones(1, 5000, dtype=torch.bool), torch.arange(5000)[None])
+    assert float(metric.compute()["loss"]) == pytest.approx(5.55)
 
 
 def test_learning_rate_warms_up_and_falls_to_its_fraction():
