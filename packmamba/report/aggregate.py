@@ -273,10 +273,12 @@ def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
 
 
 def _same_documents(arm: Arm, other: Arm) -> bool:
-    """Return whether each step of both arms holds the same documents."""
-    keys = [key.removeprefix("config.") for key in {*arm.runs, *other.runs} if key.startswith("config.data.")]
-    streams = "stream" in (arm.says("data.batching"), other.says("data.batching"))
-    return not streams or all(arm.says(key) == other.says(key) for key in keys)
+    """Return whether each step of both arms holds the same documents, from the keys in which the arms differ."""
+    free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
+    if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {"matched"}:
+        free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
+    keys = {key.removeprefix("config.") for key in {*arm.runs, *other.runs} if key.startswith("config.data.")}
+    return all(arm.says(key) == other.says(key) for key in keys - free)
 
 
 def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Estimate]]:

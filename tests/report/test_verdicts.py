@@ -101,6 +101,11 @@ def test_arms_that_read_other_documents_are_never_equivalent():
     made = records(**{"packed-reset": {"batching": "stream"}})
     rows = {row["contrast"]: row["verdict"] for row in table(made, "verdicts")}
     assert rows["packed-reset - padded"] == "open, other documents"
+    made = records(**{"packed-reset": {"cut_documents": 64}})
+    rows = {row["contrast"]: row["verdict"] for row in table(made, "verdicts")}
+    assert rows["packed-reset - padded"] == "open, other documents"
+    made = records(**{"packed-reset": {"row_length": 64, "max_tokens_per_batch": 128}})
+    assert {row["contrast"]: row["verdict"] for row in table(made, "verdicts")}["packed-reset - padded"] == "equivalent"
     made = records(**{name: {"batching": "stream"} for name in ("padded", "packed-reset", "packed-leak")})
     assert {row["contrast"]: row["verdict"] for row in table(made, "verdicts")}["packed-reset - padded"] == "equivalent"
 
