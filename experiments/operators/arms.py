@@ -91,6 +91,11 @@ GPU_ARMS = {
         "mamba-ssm's scan, each document in a row of its own, filled up",
         *("scan", "mamba-ssm", "padded", None),
     ),
+    "ssd": _gpu(
+        "ssd_pack",
+        "our Mamba-2 scan, heads of 64 channels and 128 states",
+        *("scan", "packmamba-ssd"),
+    ),
     "mamba2-ssd": _gpu(
         "Mamba-2 SSD with seq_idx",
         "Mamba-2's scan (state space duality), which keeps packed documents apart",

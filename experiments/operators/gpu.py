@@ -123,7 +123,8 @@ def _measure(c: Config, tokens: int, channels: int, documents: str, rows: list[l
     shape = (tokens, channels, documents, rows, c.seed)
     arms = {name: GPU_ARMS[name] for name in c.arms if tokens <= c.slow_tokens or not GPU_ARMS[name].slow}
     here = Prepared(*shape, arms)
-    ours = [name for name in here.arms if (arms[name].operator, arms[name].implementation) == ("scan", "packmamba")]
+    scans = [name for name in here.arms if arms[name].operator == "scan"]
+    ours = [name for name in scans if arms[name].implementation.startswith("packmamba")]
     memory = {name: here.memory(name) for name in ours}
     turns: dict[str, Callable[[int], Any]] = {COPY: lambda _: copy_bytes_per_second()}
     turns |= {name: lambda _, name=name: here.seconds(name) for name in here.arms}  # type: ignore[misc]

@@ -273,8 +273,8 @@ def mamba(peer: Any, packing: str, inputs: Inputs, pad_to: int) -> Implementatio
     return Implementation(forward, backward, lambda layout: (split(layout), layout), output, expects)
 
 
-def ssd(chunk_scan: Callable[..., Tensor], inputs: Inputs, some: Tensor) -> tuple[Implementation, Reference]:
-    """Mamba-2's scan with seq_idx, heads of 64 channels and 128 states; and its reference, which is ours by channel."""
+def ssd(scan: Callable[..., Tensor], inputs: Inputs, some: Tensor, name: str) -> tuple[Implementation, Reference]:
+    """Return a Mamba-2 scan, heads of 64 channels and 128 states, and its reference ``name``: ssm_pack by channel."""
     held = {name: inputs.scan[name].detach() for name in ("u", "delta", "z")}
     tokens, channels = inputs.dy.shape[1:]
     heads, device = channels // HEAD_CHANNELS, inputs.dy.device
@@ -284,17 +284,7 @@ def ssd(chunk_scan: Callable[..., Tensor], inputs: Inputs, some: Tensor) -> tupl
     B, C = (torch.randn(1, tokens, 1, HEAD_STATES, device=device).to(x.dtype).requires_grad_() for _ in range(2))
 
     def forward(layout: SequenceLayout) -> Tensor:
-        return chunk_scan(
-            x,
-            steps,
-            rates,
-            B,
-            C,
-            chunk_size=256,
-            seq_idx=layout.seq_idx,
-            dt_softplus=True,
-            z=held["z"].reshape(x.shape),
-        )
+        return scan(x, steps, rates, B, C, z=held["z"].reshape(x.shape), layout=layout)
 
     def backward(y: Tensor, _: SequenceLayout) -> Any:
         return torch.autograd.grad(y, [x, steps, rates, B, C], inputs.dy.view(x.shape))
@@ -308,7 +298,7 @@ def ssd(chunk_scan: Callable[..., Tensor], inputs: Inputs, some: Tensor) -> tupl
             z=held["z"][..., some].double(), delta_softplus=True, layout=layout, backend="reference",
         )  # fmt: skip
 
-    return Implementation(forward, backward, output=lambda y, _: y.reshape(1, tokens, channels), expects="ssd"), exact
+    return Implementation(forward, backward, output=lambda y, _: y.reshape(1, tokens, channels), expects=name), exact
 
 
 def causal_conv(convolve: Callable[..., Tensor], inputs: Inputs) -> Implementation:
@@ -333,12 +323,17 @@ def _mamba_ssm(
     return mamba(selective_scan_cuda, arm.packing, inputs, pad_to)
 
 
-def _mamba2_ssd(
-    arm: GpuArm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
-) -> Implementation:
-    made, references["ssd"] = ssd(
-        find_peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined"), inputs, some
-    )
+def _ssd(arm: GpuArm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]) -> Implementation:
+    def ours(*tensors: Tensor, **more: Any) -> Tensor:
+        return ops.ssd_pack(*tensors, **more, delta_softplus=True)
+
+    def theirs(*tensors: Tensor, layout: SequenceLayout, **more: Any) -> Tensor:
+        return peer(*tensors, **more, chunk_size=256, seq_idx=layout.seq_idx, dt_softplus=True)
+
+    if arm.implementation == "mamba2-ssd":
+        peer = find_peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    scan = theirs if arm.implementation == "mamba2-ssd" else ours
+    made, references[arm.implementation] = ssd(scan, inputs, some, arm.implementation)
     return made
 
 
@@ -354,7 +349,8 @@ BUILDERS: dict[str, Callable[[GpuArm, Inputs, Tensor, int, dict[str, Reference]]
     "packmamba": lambda arm, inputs, *_: packmamba(arm, inputs),
     "torch": lambda arm, inputs, *_: projections(inputs),
     "mamba-ssm": _mamba_ssm,
-    "mamba2-ssd": _mamba2_ssd,
+    "mamba2-ssd": _ssd,
+    "packmamba-ssd": _ssd,
     "causal-conv1d": _causal_conv1d,
 }
 """What implements an arm. A builder may add a reference of its own; ImportError or ValueError if a peer is not installed."""

@@ -113,7 +113,7 @@ def test_operators_of_a_gpu_against_float64():
     """Run the GPU's bench as far as a CPU can, with stand-ins for the peers' kernels."""
     layout, some = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100), torch.tensor([0, 7, 63])
     inputs = gpu_implementations.Inputs.random(100, 128, 0, "cpu")
-    names = ("scan", "scan-states", "conv1d", "projections")
+    names = ("scan", "scan-states", "ssd", "conv1d", "projections")
     made, references = gpu_implementations.build({name: GPU_ARMS[name] for name in names}, inputs, some, 48)
     peer = types.SimpleNamespace(fwd=peer_forward, bwd=lambda *arguments: (arguments[8],))
     for packing_ in ("unpacked", "by-document", "padded"):
@@ -121,7 +121,14 @@ def test_operators_of_a_gpu_against_float64():
     made["causal-conv1d"] = gpu_implementations.causal_conv(convolve, inputs)
     errors = gpu.check(made, references, layout, some)
     assert errors.keys() == made.keys() - {"projections"} and all(0 < output < 1e-2 for output, _ in errors.values())
-    for name, count in (("scan", 8), ("scan-states", 9), ("conv1d", 3), ("projections", 8), ("causal-conv1d", 3)):
+    for name, count in (
+        ("scan", 8),
+        ("scan-states", 9),
+        ("ssd", 5),
+        ("conv1d", 3),
+        ("projections", 8),
+        ("causal-conv1d", 3),
+    ):
         prepared = made[name].prepare(layout)
         assert len(made[name].backward(made[name].forward(prepared), prepared)) == count
     arm = made["causal-conv1d"]
@@ -138,7 +145,9 @@ def test_operators_of_a_gpu_against_float64():
 @pytest.mark.gpu
 def test_operators_on_a_gpu(tmp_path):
     ours = [
-        name for name, arm in GPU_ARMS.items() if arm.implementation in ("packmamba", "torch") and not arm.per_token
+        name
+        for name, arm in GPU_ARMS.items()
+        if arm.implementation in ("packmamba", "packmamba-ssd", "torch") and not arm.per_token
     ]
     values = {"shapes": ["256,128,40", "300,64,short"], "arms": ours, "layouts": 2, "rounds": 2, "slow_rounds": 1}
     gpu.run(configured(gpu.Config, values), tmp_path / "records.jsonl", False)
