@@ -137,6 +137,10 @@ def line_figure(name: str, caption: str, arms: Sequence[Arm], panels: Sequence[P
             ax.fill_between(line.index, line["low"], line["high"], color=style["color"], alpha=0.15, linewidth=0)
         ax.set(**settings)
         ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))  # 20k and 10M
+        if settings.get("xscale") == "log":
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+            ax.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     legend_below(fig)
     return [finish(fig, name, caption)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -75,7 +76,10 @@ def write_table(table: Table, form: str) -> str:
     style = texts.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
     form = "".join("r" if column.numeric else "l" for column in table.columns)
     latex = style.to_latex(column_format=form, label=f"tab:{table.name}", position_float="centering", hrules=True)
-    return re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
+    latex = re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
+    tabular = re.compile(r"\\begin{tabular}.*\\end{tabular}", re.DOTALL)
+    latex = tabular.sub(lambda found: f"\\resizebox{{\\columnwidth}}{{!}}{{%\n{found[0]}}}", latex)
+    return "% \\usepackage{booktabs,graphicx}\n" + latex
 
 
 def _csv_value(value: Any) -> str:
@@ -307,14 +311,14 @@ def sentence(records: Sequence[Record]) -> str:
     parts = []
     metric = decided(arms)
     for one in aggregate.contrasts(arms, metric):
-        if one.other is not aggregate.baseline_of(one.arm, arms) or pd.isna(one.found.mean):
+        beside = one.other is aggregate.baseline_of(one.arm, arms)
+        if not (beside or one.primary) or pd.isna(one.found.mean):
             continue
-        cell, speed = difference_cell(one.found).text, one.arm["speedup"].mean()
-        unit = " nats" if "loss" in metric else ""
-        says = f"{cell}{unit} (one seed)"
-        if one.found.seeds > 1:
-            says = f"is {one.verdict} ({cell}{unit}, {one.found.seeds} seeds)"
-        parts.append(f"{one.arm.label} {says}" + ("" if pd.isna(speed) else f", {speed:.2f}x as fast"))
+        name, speed = (one.arm.label, one.arm["speedup"].mean()) if beside else (one.name, math.nan)
+        cell = difference_cell(one.found).text + (" nats" if "loss" in metric else "")
+        says = f"is {one.verdict} ({cell}, {one.found.seeds} seeds)" if one.found.seeds > 1 else f"{cell} (one seed)"
+        others = "" if one.same_documents else ", other documents"
+        parts.append(f"{name} {says}{others}" + ("" if pd.isna(speed) else f", {speed:.2f}x as fast"))
     return f"In {title(metric)}, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
 
 

@@ -21,6 +21,7 @@ def test_tables_are_written_as_markdown_csv_and_latex():
     assert write_table(made, "csv") == "arm,x,y\na|b_c,-1.5,1e-09\nd,,\n"
     assert "| arm_1 | x % |\n| --- | ---: |\n| a\\|b_c | -1.50 ± 0.1 |\n| d | - |" in write_table(made, "md")
     latex = write_table(made, "tex")
+    assert latex.startswith("% \\usepackage{booktabs,graphicx}\n")
     assert "a|b\\_c & $-$1.50 $\\pm$ 0.1 \\\\" in latex and "\\label{tab:t}" in latex and "\\toprule" in latex
     made.rows = [[word("a"), Cell("2.50x", (12345678901, True))]]
     assert write_table(made, "csv").endswith("a,12345678901,True\n"), "integers keep all digits"
