@@ -88,9 +88,8 @@ def _dot(a, b, DTYPE: tl.constexpr):
 @triton.jit
 def _dot_of_gated(dy, x, GATE: tl.constexpr, DTYPE: tl.constexpr):
     """Multiply dy by x's transpose; a gated dy is no bfloat16 number, and sums over channels cancel."""
-    if GATE and DTYPE != tl.float32:
-        precision: tl.constexpr = "tf32" if DTYPE == tl.bfloat16 else "tf32x3"
-        return tl.dot(dy, tl.trans(x.to(tl.float32)), input_precision=precision)
+    if GATE and DTYPE == tl.bfloat16:
+        return tl.dot(dy, tl.trans(x.to(tl.float32)), input_precision="tf32")
     return _dot(dy, tl.trans(x), DTYPE)
 
 
@@ -358,7 +357,8 @@ def zero_padding(chunks: Plan, *tensors: Tensor | None) -> None:
             _zero[(triton.cdiv(slots, 32),)](tensor, chunks.padding, slots, tensor.numel() // slots, 32, 256)
 
 
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: tl.float32}
+"""Of products' operands and of saved states: float16 would miss its tolerance."""
 
 
 def _settings(a: Any) -> tuple[dict[str, Any], dict[str, int], tuple]:
@@ -409,7 +409,8 @@ def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor |
     dy = a.x.new_zeros(a.x.shape) if dy is None else dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     count, slots = len(chunks.start), rows * length
-    at_starts, at_ends = (a.x.new_empty(count, heads, channels, states) for _ in range(2))
+    wide = a.x.dtype if a.x.dtype == torch.bfloat16 else torch.float32
+    at_starts, at_ends = (a.x.new_empty(count, heads, channels, states, dtype=wide) for _ in range(2))
     place = (chunks.start, chunks.length)
     dinitial = None if a.initial_state is None else torch.zeros_like(a.initial_state)
     initial, skip = a.initial_state is not None, 0 if a.D is None else a.D.dim()
