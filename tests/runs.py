@@ -28,36 +28,16 @@ def write_documents(folder: Path) -> Path:
     return path
 
 
+TINY = """name=tiny data.source=jsonl data.begin_token=null data.end_token=null data.validation_fraction=0.2
+    data.row_length=24 data.overlong=split data.tokens_per_step=96 data.cut_at_steps=false data.max_tokens_per_batch=72
+    model.d_model=8 model.n_layer=2 model.d_state=4 optimizer.warmup_steps=2 trainer.max_steps=6 trainer.validate_every=3
+    trainer.checkpoint_every=2 trainer.log_every=1 trainer.accelerator=cpu""".split()
+
+
 def tiny_config(folder: Path, *overrides: str) -> Config:
     """Rows of 24 slots, steps of about 96 tokens, forward passes of at most 72 slots: several batches a step."""
-    return load_config(
-        None,
-        [
-            "name=tiny",
-            f"runs_dir={folder}/runs",
-            "data.source=jsonl",
-            f"data.path={write_documents(folder)}",
-            f"data.cache_dir={folder}/cache",
-            "data.begin_token=null",
-            "data.end_token=null",
-            "data.validation_fraction=0.2",
-            "data.row_length=24",
-            "data.overlong=split",
-            "data.tokens_per_step=96",
-            "data.cut_at_steps=false",
-            "data.max_tokens_per_batch=72",
-            "model.d_model=8",
-            "model.n_layer=2",
-            "model.d_state=4",
-            "optimizer.warmup_steps=2",
-            "trainer.max_steps=6",
-            "trainer.validate_every=3",
-            "trainer.checkpoint_every=2",
-            "trainer.log_every=1",
-            "trainer.accelerator=cpu",
-            *overrides,
-        ],
-    )
+    places = [f"runs_dir={folder}/runs", f"data.path={write_documents(folder)}", f"data.cache_dir={folder}/cache"]
+    return load_config(None, [*TINY, *places, *overrides])
 
 
 SCHEMES = {

@@ -15,13 +15,9 @@ from packmamba.records import append_record, make_record, provenance, read_recor
 
 
 def test_round_trip(tmp_path):
-    record = training(
-        "padded", loss=np.float64(2.5), val_loss_start=float("nan"), steps=np.int64(7), targets=np.float32(2)
-    )
-    assert record["metrics"]["val_loss_start"] is None and (
-        record["metrics"]["steps"],
-        record["metrics"]["targets"],
-    ) == (7, 2)
+    numbers = {"val_loss_start": float("nan"), "steps": np.int64(7), "targets": np.float32(2)}
+    record = training("padded", loss=np.float64(2.5), **numbers)
+    assert [record["metrics"][name] for name in numbers] == [None, 7, 2]
     assert record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert record["hardware"]["cores"] >= 1 and record["hardware"]["memory_bytes"] > 2**28 and record["hardware"]["cpu"]
     write(tmp_path, [record, record | {"seed": 1}])
@@ -42,10 +38,8 @@ def test_all_places_of_records_are_read(tmp_path, name):
 
 def test_keys_and_values_of_old_records_are_renamed(tmp_path):
     old = {"data": {"mode": "stream", "strategy": "best_fit"}, "trainer": {"boundary": "noise", "strategy": "auto"}}
-    write(
-        tmp_path,
-        [training("padded", config=old), make_record("packing", "q", "split", {"strategy": "split"}, 0, "c", {}, 1)],
-    )
+    packing = make_record("packing", "q", "split", {"strategy": "split"}, 0, "c", {}, 1)
+    write(tmp_path, [training("padded", config=old), packing])
     first, second = read_records(tmp_path)
     assert first["config"]["data"] == {"batching": "stream", "strategy": "best_fit_decreasing"}
     assert first["config"]["trainer"] == {"boundary": "fitted_noise", "strategy": "auto"}

@@ -72,11 +72,6 @@ def toy(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_every_folder_is_an_experiment():
-    folders = {path.parent.name for path in ROOT.glob("experiments/*/reproduce.py")}
-    assert folders <= set(reproduce.experiments()) and reproduce.find("speedup") == ROOT / "experiments" / "speedup"
-
-
 def test_a_bench_by_name_or_file(toy, tmp_path):
     for what in ("toy", "toy/toy", toy / "toy.yaml"):
         bench = reproduce.load_bench(what, ["arms=[b]", "answer=7", "output=mine"])

@@ -141,9 +141,9 @@ class Carry(StatefulBoundary):
         if not len(rows):
             return fresh
         stored = self.stored.get(batch.turn)
-        positions = torch.empty(0) if stored is None else stored.positions
-        if stored is None or len(positions) != layout.shape[0] or not torch.equal(positions[rows], offsets):
-            expected, given = positions.tolist(), dict(zip(rows.tolist(), offsets.tolist()))
+        if stored is None or len(stored.positions) != layout.shape[0] or (stored.positions[rows] != offsets).any():
+            expected = [] if stored is None else stored.positions.tolist()
+            given = dict(zip(rows.tolist(), offsets.tolist()))
             raise ValueError(f"layout: expected documents to continue at {expected}, by row, got {given}")
         self.age = self.step - stored.step
         return self.exchange(stored, fresh)

@@ -63,9 +63,7 @@ class RunMetrics(SavedCallback):
         counts = ("steps", "real_tokens", "slots", "targets", "documents_behind", "tokens_behind", "seconds")
         self.totals: dict[str, float] = dict.fromkeys(counts, 0)
         self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
-        self.train: list[dict[str, float]] = []
-        self.validation: list[dict[str, float]] = []
-        self.by_position: list[dict[str, float]] = []
+        self.train, self.validation, self.by_position = (list[dict[str, float]]() for _ in range(3))
         self.started_from: int | None = None
         self.peak_memory: int | None = None
         self.diverged: int | None = None
@@ -107,9 +105,15 @@ class RunMetrics(SavedCallback):
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
         self.steps_here += 1
         # Between logged steps nothing waits for the GPU.
-        counts = {"real_tokens": batch.num_tokens, "slots": batch.num_slots, "targets": batch.num_targets}
-        counts |= {"documents_behind": batch.num_behind, "tokens_behind": batch.tokens_behind, "steps": 1}
-        self._count(logged or self.steps_here <= self.WARMUP_STEPS, **counts)
+        self._count(
+            logged or self.steps_here <= self.WARMUP_STEPS,
+            steps=1,
+            real_tokens=batch.num_tokens,
+            slots=batch.num_slots,
+            targets=batch.num_targets,
+            documents_behind=batch.num_behind,
+            tokens_behind=batch.tokens_behind,
+        )
         self._unchecked_losses.append(outputs["loss"])
         if logged:
             before = self.train[-1] if self.train else {"real_tokens": 0, "seconds": 0.0}
@@ -218,9 +222,9 @@ class Checkpoint(LightningCheckpoint):
         step = trainer.global_step
         signum = self._signum or int(self.stop(self.metrics))
         if trainer.world_size > 1:  # agreeing waits for all ranks
-            told = torch.tensor(signum, device=trainer.strategy.root_device)
-            agree = step % self.metrics.log_every == 0
-            signum = int(trainer.strategy.reduce(told, reduce_op="max")) if agree else 0
+            own, signum = torch.tensor(signum, device=trainer.strategy.root_device), 0
+            if step % self.metrics.log_every == 0:
+                signum = int(trainer.strategy.reduce(own, reduce_op="max"))
         last = step == trainer.max_steps
         if step % self.every and not last and not signum:
             return
@@ -253,7 +257,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"{path}: expected a checkpoint without pickled objects, got: {reason}; remove it") from None
+        raise ConfigError(f"{path}: expected a checkpoint of this version, got: {reason}; remove it") from None
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -25,7 +25,6 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
-from torch.utils.tensorboard import SummaryWriter
 
 from packmamba import records
 from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, to_dict
@@ -60,13 +59,13 @@ def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool
         try:
             return _fit(config, progress, stop)
         except UserError as error:
-            if new and not callbacks.checkpoints(folder / "checkpoints") and not isinstance(error, run_id.Locked):
-                shutil.rmtree(folder, ignore_errors=True)  # of a run that was refused
+            if new and not isinstance(error, run_id.Locked) and not callbacks.checkpoints(folder / "checkpoints"):
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         except SystemExit:  # of Lightning
             raise KeyboardInterrupt from None
         finally:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
                 wandb.finish()  # else the next run joins this one
@@ -111,7 +110,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     data, saved = PackedDataModule.from_config(config, progress=progress), folder / "checkpoints"
     if (done := run_id.find_record(config)) is not None:
         if done["corpus_hash"] != data.corpora.corpus_hash:
-            raise ConfigError(f"data: the documents have changed; remove {path} and {folder} to train again")
+            raise ConfigError(f"data: the documents have changed; remove {path} and {folder}")
         if progress:
             print(f"already done, nothing is trained: {folder}")
         return done
@@ -144,14 +143,15 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             for each in () if reached else trainer.loggers:
                 each.log_hyperparams(run_id.recorded_config(config))
         resume = callbacks.newest_checkpoint(saved)
+        backend = backend_name(config.ops.backend, trainer.strategy.root_device)
         if progress and trainer.is_global_zero:
             train, held_out = data.corpora.train, data.corpora.validation.num_documents
-            steps, parameters = options.max_steps, sum(p.numel() for p in module.model.parameters())
+            epochs = options.max_steps * config.data.tokens_per_step / train.num_tokens
             print(
                 f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; validation on "
-                f"{min(held_out, config.data.validation_documents or held_out)} of {held_out} held out; {parameters:,} "
-                f"parameters; backend {backend_name(config.ops.backend, trainer.strategy.root_device)}; {steps} steps, "
-                f"{steps * config.data.tokens_per_step / train.num_tokens:.2g} epochs; run {folder}"
+                f"{min(held_out, config.data.validation_documents or held_out)} of {held_out} held out; "
+                f"{sum(p.numel() for p in module.model.parameters()):,} parameters; backend {backend}; "
+                f"{options.max_steps} steps, {epochs:.2g} epochs; run {folder}"
                 + (f", from step {callbacks.step_of(resume)}" if resume else ""),
                 flush=True,
             )
@@ -169,9 +169,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
             trainer.validate(module, data, verbose=False)
             metrics.validation[-1]["loss_last_weights"] = last["loss"]
         record = training_record(config, data.corpora.corpus_hash, module, metrics)
-        documents = evaluation_documents(data.corpora.validation, config.data)
-        record["metrics"]["validation_documents"] = len(documents)
-        record["hardware"]["backend"] = backend_name(config.ops.backend, trainer.strategy.root_device)
+        record["metrics"]["validation_documents"] = len(evaluation_documents(data.corpora.validation, config.data))
+        record["hardware"]["backend"] = backend
         weights = trainer.strategy.lightning_module_state_dict()  # gathered, on all ranks
         if trainer.is_global_zero:
             lock.check()
@@ -184,16 +183,11 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
                     for name, result in evaluations.evaluate(trainer, loaded.model, loaded.tokenizer).items():
                         records.write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
                         record["curves"] |= {f"{name}.{each}": points for each, points in result.curves.items()}
-                    record["metrics"] |= {name: value for name, value in evaluations.points[-1].items() if "." in name}
+                    record["metrics"] |= {k: value for k, value in evaluations.points[-1].items() if "." in k}
             else:
                 logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
             if options.evaluate_every is not None:
                 record["curves"]["evaluations"] = evaluations.points
-            if "tensorboard" in options.loggers:
-                with SummaryWriter(folder / "tensorboard" / "by_tokens") as writer:
-                    for name, curve in {"train": metrics.train, "val": metrics.validation}.items():
-                        for point in curve:
-                            writer.add_scalar(f"{name}/loss by tokens", point["loss"], int(point["real_tokens"]))
             record["wall_seconds"] = time.perf_counter() - begun
             lock.check()
             records.append_record(path, record)
@@ -245,8 +239,8 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
         )
         backend_name(config.ops.backend, trainer.strategy.root_device)
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
-        section = "ops." if str(error).startswith("backend") else "trainer: "
-        raise ConfigError(f"{section}{' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{'ops.' if reason.startswith('backend') else 'trainer: '}{reason}") from None
     if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":  # Lightning would take bfloat16
         raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
     disable_lightning_signals(trainer)
@@ -317,10 +311,9 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
     """Load the weights that ``trainer.init_from`` names; return their checksum."""
     path, checksum = weights_path(config), 0
     try:
-        if path.is_dir():
-            weights = read_pretrained(path)[1]
-        else:
-            weights = callbacks.model_weights(callbacks.read_checkpoint(path)["state_dict"])
+        folder = path.is_dir()
+        state = read_pretrained(path)[1] if folder else callbacks.read_checkpoint(path)["state_dict"]
+        weights = state if folder else callbacks.model_weights(state)
         load_weights(model, weights, path, "this run's keys of model")
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
@@ -338,8 +331,8 @@ def weights_path(config: Config) -> Path:
     runs = [r for r in run_id.training_records(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
     paths = {Path(folder) / "runs" / run_id.id_of(arm, record["config"]) for record in runs}
     if len(paths) != 1:
-        expected = f"the folder of a model, a .ckpt file, or <sweep>:<arm> with one run of seed {config.seed}"
-        raise ConfigError(f"trainer.init_from: expected {expected}, got '{source}', which is {len(paths)} runs")
+        expected = f"a model's folder, a .ckpt file, or <sweep>:<arm> with one run of seed {config.seed}"
+        raise ConfigError(f"trainer.init_from: expected {expected}, got '{source}', {len(paths)} runs")
     return paths.pop()
 
 
@@ -361,8 +354,11 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunM
         "peak_memory_bytes": metrics.peak_memory,
         **module.boundary.measures(),
     }
-    optional: dict[str, Any] = {"diverged_at_step": metrics.diverged, "started_from_checksum": metrics.started_from}
-    optional["val_loss_last_weights"] = last.get("loss_last_weights")
+    optional: dict[str, Any] = {
+        "diverged_at_step": metrics.diverged,
+        "started_from_checksum": metrics.started_from,
+        "val_loss_last_weights": last.get("loss_last_weights"),
+    }
     values |= {name: value for name, value in optional.items() if value is not None}
     experiment = run_id.name_of(config.output) if config.output else run_id.run_id(config)
     identity = experiment, config.name, run_id.recorded_config(config), config.seed, corpus_hash

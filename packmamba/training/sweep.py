@@ -17,6 +17,7 @@ from typing import Any, Optional
 from omegaconf import DictConfig, OmegaConf
 
 from packmamba.config import AUTO, Config, key, load, parse_override, read_yaml, resolve, to_dict
+from packmamba.config.load import ON_GPU
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.records import METRICS, append_record, check_writable, has_records, read_records, write_sweep
@@ -78,14 +79,14 @@ class SweepConfig:
             yield "tune: expected both grid and seeds, or neither"
         if both := set(self.tune.seeds).intersection(self.grid.get("seed", [0])):
             yield f"tune.seeds: expected none of grid.seed, got {both.pop()}"
-        arms = {f"arms.{arm}": keys for arm, keys in self.arms.items()}
-        grids = {"grid": (self.grid, arms), "tune.grid": (self.tune.grid, {**arms, "grid": self.grid})}
-        for where, (grid, others) in grids.items():
+        others: dict[str, Any] = {f"arms.{arm}": keys for arm, keys in self.arms.items()}
+        for where, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
             for name, values in grid.items():
                 if not values or len(values) != len(set(map(str, values))):
                     yield f"{where}.{name}: expected at least one value and none twice, got {values}"
                 for other in [other for other, keys in others.items() if _overlaps(name, flatten(keys))]:
                     yield f"{where}.{name}: expected a key that {other} does not set"
+            others["grid"] = self.grid
 
 
 def _overlaps(name: str, keys: Iterable[str]) -> list[str]:
@@ -141,8 +142,7 @@ def _suffix(point: dict[str, Any]) -> str:
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """Yield the keys of each run; grid values become part of the arm's name."""
-    own = {name: getattr(sweep, name) for name in ("plugins", "evaluations", "evaluation_options")}
-    own = {name: value for name, value in own.items() if value}
+    own = {name: it for name in ("plugins", "evaluations", "evaluation_options") if (it := getattr(sweep, name))}
     for point, (arm, keys) in itertools.product(_points(sweep.grid), sweep.arms.items()):
         place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
         yield {**own, **flatten(sweep.common), **flatten(keys), **point, **place}
@@ -173,10 +173,10 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
     """
     means: dict[int, float] = {}
     for number, runs in enumerate(tried):
-        records = find_records(runs)
+        records: list[Any] = find_records(runs)
         if None in records:
             return None
-        metrics = [record["metrics"] for record in records if record is not None]
+        metrics = [record["metrics"] for record in records]
         if not any("diverged_at_step" in each for each in metrics):
             if None in (values := [each.get(tune.metric) for each in metrics]):
                 raise ConfigError(f"tune.metric: expected one of {', '.join(metrics[0])}, got '{tune.metric}': null")
@@ -202,19 +202,19 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         for config in [*runs, *arms]:
             check_accelerator(config)
     _check_corpora([*trial_runs, *runs], progress)
-    on_gpu = any(config.trainer.accelerator in ("auto", "gpu", "cuda") for config in runs)
+    on_gpu = any(config.trainer.accelerator in ON_GPU for config in runs)
     in_slots = sweep.launcher == "local" and (sweep.jobs != 1 or sweep.deadline is not None)
     slots = launch.device_slots(sweep.jobs, on_gpu) if in_slots else []
     deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
     outcomes: list[Outcome] = []
 
     def report(config: Config, outcome: Outcome | None, place: str = "") -> None:
-        if outcome is not None:
-            outcomes.append(outcome)
+        outcomes.extend([outcome] if outcome else [])
         state, why = outcome or ("begins", "")
         if progress:
-            where, reason = place and f" on {place}", why and f": {why}"
-            print(f"{config.name}, seed {config.seed}: {state}{where}{reason}", flush=True)
+            print(
+                f"{config.name}, seed {config.seed}: {state}{place and f' on {place}'}{why and f': {why}'}", flush=True
+            )
 
     def train(wanted: list[Config]) -> None:
         """Train the runs without a record, last those that start from others' weights."""
@@ -253,7 +253,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         raise Unfinished(f"{failed} of {total} runs failed, {done} are done; the same command tries again")
     if done < total:
         elsewhere = f", other processes train {locked}" if locked else ""
-        raise Unfinished(f"{done} of {total} runs are done{elsewhere}; the same command resumes the others", status=3)
+        raise Unfinished(f"{done} of {total} runs are done{elsewhere}; the same command resumes", status=3)
     return Path(sweep.output)
 
 
@@ -265,7 +265,7 @@ def _check_corpora(runs: list[Config], progress: bool) -> None:
         hashes[documents] = hashes.get(documents) or load_corpora(run.data, progress=progress).corpus_hash
         if record is not None and record["corpus_hash"] != hashes[documents]:
             changed = f"data: the documents have changed since {run.name}, seed {run.seed}, was trained"
-            raise ConfigError(f"{changed}; give another output, or remove its record and its folder {run_folder(run)}")
+            raise ConfigError(f"{changed}; give another output, or remove its record and {run_folder(run)}")
 
 
 def _measure_throughput(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:

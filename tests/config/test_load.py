@@ -1,11 +1,10 @@
 """Reading configurations: YAML files, overrides, shipped files, plugins."""
 
-import dataclasses
 import sys
 
 import pytest
 
-from packmamba.config import CONFIGS, Config, ConfigError, load_config
+from packmamba.config import CONFIGS, ConfigError, load_config
 from packmamba.data.packing import STRATEGIES
 from packmamba.training.sweep import load_sweep
 
@@ -83,9 +82,3 @@ def test_plugins_are_imported_before_names_are_checked(tmp_path, monkeypatch):
     assert load_config(None, ["plugins=[my_strategy]", "data.strategy=mine"]).plugins == ["my_strategy"]
     with pytest.raises(ConfigError, match="^plugins: cannot import 'no_such_module'"):
         load_config(None, ["plugins=[no_such_module]"])
-
-
-def test_every_key_has_help():
-    for section in (Config, *(type(value) for value in vars(Config()).values() if dataclasses.is_dataclass(value))):
-        for key in dataclasses.fields(section):
-            assert dataclasses.is_dataclass(getattr(section(), key.name)) or key.metadata["help"].endswith(".")

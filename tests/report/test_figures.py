@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from made_records import throughput, training
-from packmamba.report import aggregate, figures
+from packmamba.report import figures
 from packmamba.report.figures import training_figures
 
 
@@ -40,15 +40,6 @@ def test_nothing_drawn_is_cut_and_no_panel_is_empty(drawn):
             assert box.x0 >= 0 and box.x1 <= fig.bbox.width
         assert all(ax.lines or ax.patches for ax in fig.axes)
     assert len(drawn["loss-by-position"][0].axes) == 1, "nothing is compared"
-
-
-def test_no_two_arms_of_a_figure_look_alike():
-    records = [
-        training(arm, config={"model": {"d_model": n}}) for arm in ("padded", "packed-reset", "mine") for n in range(4)
-    ]
-    arms = aggregate.training_arms(records)
-    looks = [repr(figures.style_in(arm, arms)) for arm in arms]
-    assert len(set(looks)) == len(looks) == 12
 
 
 def test_evaluations_against_steps(drawn):

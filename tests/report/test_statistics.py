@@ -57,12 +57,8 @@ def test_groups_are_paired_by_seed_and_summed():
         points = [{"group": g, "start": s, "targets": 10 * (g + 1), "nats": nats + g} for g in (0, 1) for s in (1, 2)]
         return {**training(arm, seed), "curves": {"perplexity.by_group": points}}
 
-    records = [
-        record("padded", 0, 5.0),
-        record("padded", 1, 6.0),
-        record("packed-reset", 1, 6.5),
-        record("packed-reset", 2, 9),
-    ]
+    runs = ("padded", 0, 5.0), ("padded", 1, 6.0), ("packed-reset", 1, 6.5), ("packed-reset", 2, 9)
+    records = [record(*run) for run in runs]
     padded, packed = aggregate.training_arms(records)
     sums, weights = difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets")
     assert sums.tolist() == [[1.0, 1.0]] and weights.tolist() == [20, 40]

@@ -5,7 +5,7 @@ import pytest
 
 from made_records import table, throughput, training
 from packmamba.records import make_record
-from packmamba.report.html import build_sections, format_table
+from packmamba.report.html import build_sections
 from packmamba.report.tables import Cell, Column, Table, word, write_table
 
 
@@ -27,33 +27,18 @@ def test_tables_are_written_as_markdown_csv_and_latex():
     assert write_table(made, "csv").endswith("a,12345678901,True\n"), "integers keep all digits"
 
 
-def test_terminal_table_lines_up():
-    title, _, head, *rows = format_table([training("single"), training("packed-reset")]).splitlines()
-    assert title == "validation loss by arm" and head.split()[0] == "seeds"
-    assert (
-        rows[0].startswith("single ")
-        and rows[1].startswith("packed-reset ")
-        and len(rows[0]) == len(rows[1]) == len(head)
-    )
-
-
 def test_diverged_and_missing_seeds_are_counted():
     records = [training(arm, seed) for arm in ("padded", "packed-leak") for seed in range(3)]
     records[-1] = training("packed-leak", 2, float("nan"))
     records += [training("packed-reset", 0)]
     rows = texts(records, "training")
-    assert {arm: row[0] for arm, row in rows.items()} == {
-        "padded": "3",
-        "packed-reset": "1 of 3, 2 missing",
-        "packed-leak": "2 of 3, 1 diverged",
-    }
+    expected = {"padded": "3", "packed-reset": "1 of 3, 2 missing", "packed-leak": "2 of 3, 1 diverged"}
+    assert {arm: row[0] for arm, row in rows.items()} == expected
     assert "2.0000 ± 0.0000 (of 2)" in rows["packed-leak"] and any("(2 pairs)" in cell for cell in rows["packed-leak"])
     assert any("(2 pairs)" in cell for cell in texts(records, "loss-by-position")["packed-leak"])
     alone = table([training("padded", 0, 2.0), training("packed-leak", 0, float("nan"))], "training")
-    assert [(row["arm"], row["val_loss"], row["val_loss_difference"]) for row in alone] == [
-        ("padded", "2", ""),
-        ("packed-leak", "", ""),
-    ]
+    found = [(row["arm"], row["val_loss"], row["val_loss_difference"]) for row in alone]
+    assert found == [("padded", "2", ""), ("packed-leak", "", "")]
 
 
 def test_differences_are_paired_by_position_too():
@@ -98,10 +83,7 @@ def test_evaluations_of_arms():
     padded, packed = table(choices, "evaluation-next_line")
     assert (float(padded["choice_accuracy"]), float(padded["chance"]), padded["seeds"]) == (0.375, 0.25, "2")
     assert (float(packed["difference"]), packed["pairs"]) == (0.5, "2")
-    assert {row["arm"] for row in table([*choices, training("packed-leak", 0)], "evaluation-next_line")} == {
-        "padded",
-        "packed-reset",
-    }
+    assert len(table([*choices, training("packed-leak", 0)], "evaluation-next_line")) == 2
 
 
 def evaluation(name, options, arm="mine", seed=0, curves=None, time="2030-01-01T00:00:00+00:00", **metrics):

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from made_records import table, training
-from packmamba.config import ConfigError
 from packmamba.report import aggregate
 from packmamba.report.html import format_table
 from packmamba.report.statistics import bootstrap, interval, power, seeds_for, verdict
 from packmamba.report.tables import sentence
-from packmamba.training.sweep import load_sweep
 
 MARGIN = 0.01
 
@@ -77,21 +75,14 @@ def records(**streams):
 def test_a_sweep_s_verdicts():
     made = records()
     rows = {row["contrast"]: row for row in table(made, "verdicts")}
-    assert [(row["primary"], row["verdict"]) for row in rows.values()] == [
-        ("primary", "equivalent"),
-        ("exploratory", "different"),
-        ("primary", "different"),
-    ]
+    found = [f"{row['primary']}, {row['verdict']}" for row in rows.values()]
+    assert found == ["primary, equivalent", "exploratory, different", "primary, different"]
     assert list(rows) == ["packed-reset - padded", "packed-leak - padded", "packed-leak - packed-reset"]
     both = [float(row["p_holm"]) for row in rows.values() if row["primary"] == "primary"]
     alone = interval(aggregate.training_arms(made)[2]["val_loss"] - aggregate.training_arms(made)[1]["val_loss"]).p
     assert max(both) <= 1 and min(both) == pytest.approx(2 * alone, rel=1e-6), "Holm over two"
     assert int(rows["packed-reset - padded"]["seeds_needed"]) <= 5
-    assert {row["arm"]: row["verdict"] for row in table(made, "training")} == {
-        "padded": "-",
-        "packed-reset": "equivalent",
-        "packed-leak": "different",
-    }
+    assert [row["verdict"] for row in table(made, "training")] == ["-", "equivalent", "different"]
     said = sentence(made)
     assert "packed-reset is equivalent (+0.0001" in said and "packed-leak is different (+0.0491" in said
     assert said in format_table(made) and "Verdicts on validation loss" in format_table(made)
@@ -108,16 +99,3 @@ def test_arms_that_read_other_documents_are_never_equivalent():
     assert {row["contrast"]: row["verdict"] for row in table(made, "verdicts")}["packed-reset - padded"] == "equivalent"
     made = records(**{name: {"batching": "stream"} for name in ("padded", "packed-reset", "packed-leak")})
     assert {row["contrast"]: row["verdict"] for row in table(made, "verdicts")}["packed-reset - padded"] == "equivalent"
-
-
-def test_few_validation_documents_are_a_warning():
-    made = [training("padded", validation_documents=10), training("packed-reset", validation_documents=10)]
-    assert "Validation: 10 documents, 580 targets." in format_table(made)
-    assert "Fewer than 50 documents" in format_table(made)
-
-
-@pytest.mark.parametrize("wrong", ["primary=[lost]", "primary=['a - lost']", "margin=0"])
-def test_wrong_rules_are_refused(tmp_path, wrong):
-    (tmp_path / "sweep.yaml").write_text("arms: {a: {data.strategy: padded}, b: {data.strategy: greedy}}\n")
-    with pytest.raises(ConfigError, match=wrong.partition("=")[0] + ": expected"):
-        load_sweep(tmp_path / "sweep.yaml", [wrong])

@@ -145,28 +145,6 @@ def test_half_a_leak_flows_in_one_operator(tmp_path, scheme, leaks):
     assert layouts[leaks] == layout.flow() and layouts[1 - leaks] == layout
 
 
-def test_carried_losses_are_those_of_whole_documents(tmp_path):
-    data, module = made(tmp_path, *PLAIN, "trainer.boundary=carry")
-    carry, seen, continued, open_documents = Carry(), {}, 0, {}
-    with torch.no_grad():
-        for batch in batches_of(data, 6):
-            losses, layout = module.loss(batch, carry)[1], batch.layout
-            for s in range(layout.num_documents):
-                here, row = slice(int(layout.starts[s]), int(layout.ends[s])), int(layout.rows[s])
-                tokens, loss, mask = (t.flatten()[here].tolist() for t in (batch.tokens, losses, batch.loss_mask))
-                if layout.offsets[s]:
-                    continued += 1
-                    tokens, loss = open_documents[row][0] + tokens, open_documents[row][1] + loss
-                open_documents[row] = [tokens, loss]
-                if not mask[-1]:
-                    seen[tuple(tokens)] = loss
-        assert continued >= 3 and max(map(len, seen)) > 24
-        for tokens, loss in seen.items():
-            if len(tokens) > 1:
-                found = torch.tensor(loss[:-1], dtype=torch.float64)
-                assert torch.allclose(found, losses_alone(module, tokens), rtol=1e-9, atol=1e-12)
-
-
 def test_carry_refuses_states_of_another_position(tmp_path):
     data, module = made(tmp_path, *PLAIN, "trainer.boundary=carry")
     batches = batches_of(data, 6)
@@ -177,18 +155,6 @@ def test_carry_refuses_states_of_another_position(tmp_path):
             module.loss(batch, carry)
         with pytest.raises(ValueError, match="expected documents to continue at"):
             module.loss(batches[goes_on], carry)
-
-
-def test_a_scheme_for_continuing_documents_is_one_method(tmp_path):
-    class Zero(Carry):
-        def continued(self, incoming, fresh):
-            return fresh
-
-    data, module = made(tmp_path, *PLAIN, "trainer.boundary=carry")
-    batches, zero, reset = batches_of(data, 6), Zero(), Reset()
-    for batch in batches:
-        assert torch.equal(module.loss(batch, zero)[1], module.loss(batch, reset)[1])
-    assert any(batch.layout.continues.any() for batch in batches)
 
 
 @pytest.mark.parametrize("scheme", [name for name, made in BOUNDARIES.items() if made.stateful])

@@ -156,11 +156,7 @@ def test_a_run_learns_the_same(tmp_path, strategy):
 def test_clipping_in_the_fused_step_is_clipping(tmp_path):
     losses = []
     for accelerator in ("cpu", "gpu"):
-        keys = [
-            "data.strategy=greedy",
-            "optimizer.grad_clip=0.9",
-            f"trainer.accelerator={accelerator}",
-        ]  # of some steps
+        keys = ["data.strategy=greedy", "optimizer.grad_clip=0.9", f"trainer.accelerator={accelerator}"]
         config = tiny_config(tmp_path, f"name={accelerator}", *keys)
         losses.append([point["loss"] for point in fit(config, progress=False)["curves"]["train"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

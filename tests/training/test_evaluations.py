@@ -9,12 +9,11 @@ import torch
 
 import run
 from packmamba import MambaLM
-from packmamba.config import ConfigError
 from packmamba.data.tokenizer import load_tokenizer
 from packmamba.evaluation.registry import evaluate
 from packmamba.records import read_records
 from packmamba.training.callbacks import Stopped, evaluation_context
-from packmamba.training.fit import check_run, fit
+from packmamba.training.fit import fit
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder
 from processes import fork_ranks, statuses
@@ -78,11 +77,6 @@ def test_several_ranks_have_the_curve_of_one(tmp_path, strategy):
     (record,) = read_records(run_folder(both))
     for step in (2, 4):
         assert own(record, step) == pytest.approx(own(alone, step), rel=1e-4)
-
-
-def test_an_evaluation_is_refused_before_training(tmp_path):
-    with pytest.raises(ConfigError, match="evaluation_options.parity"):
-        check_run(tiny_config(tmp_path, *ASKED, "evaluation_options.parity.unknown=6"))
 
 
 def test_a_run_whose_evaluation_failed_only_evaluates(tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
         ("trainer.cuda_graphs", "true"),
         ("trainer.precision", "16-mixed"),
         ("trainer.boundary_options", "{unknown: 1}"),
+        ("evaluation_options.parity", "{unknown: 6} evaluations=[parity]"),
         ("model.vocab_size", "9"),
         ("ops.backend", "missing"),
     ],
@@ -65,7 +66,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
 def test_a_run_that_cannot_be_is_refused_by_its_key(tmp_path, monkeypatch, key, value):
     monkeypatch.setitem(BACKENDS, "missing", Backend(packages=("not_there",)))
     with pytest.raises(ConfigError, match=key):
-        fit(tiny_config(tmp_path, f"{key}={value}"), progress=False)
+        fit(tiny_config(tmp_path, *f"{key}={value}".replace("} ", "}|").split("|")), progress=False)
 
 
 def test_a_run_of_another_process_is_refused_or_taken_as_done(tmp_path, monkeypatch):

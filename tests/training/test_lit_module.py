@@ -209,15 +209,6 @@ def test_losses_reach_loggers_callbacks_and_results(tmp_path, boundary):
     assert stopped.global_step == 4
 
 
-def test_nothing_is_logged_between_logged_steps(tmp_path, monkeypatch):
-    """On a GPU a logged number is waited for."""
-    data = data_module(tmp_path)
-    module, logged = lit_module(data), []
-    monkeypatch.setattr(module, "log", lambda name, value, **_: logged.append((module.global_step, name)))
-    trainer_of(tmp_path, max_steps=11, log_every_n_steps=5, limit_val_batches=0).fit(module, data)
-    assert [step for step, name in logged if name == "train/loss"] == [1, 5, 10, 11]
-
-
 def test_the_data_module_follows_the_boundary_of_the_trained_module(tmp_path):
     data = data_module(tmp_path, strategy="concat_split", streams=2, batching="stream", tokens_per_step=128)
     trainer_of(tmp_path, max_steps=2).fit(lit_module(data, boundary="carry"), data)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from packmamba.config import Config, ConfigError, to_dict
-from packmamba.records import append_record
 from packmamba.training import run_id as ids
 from packmamba.training.fit import fit
 from packmamba.training.run_id import Locked, RunLock, find_record, id_of, recorded_config, run_folder, run_id
@@ -82,14 +81,6 @@ def test_a_raised_run_ends_as_one_that_was_as_long_from_the_start(tmp_path):
     assert fit(short, progress=False) == first
     with pytest.raises(ConfigError, match=r"^trainer.max_steps: expected at least 8"):
         fit(having(short, trainer__max_steps=6), progress=False)
-
-
-def test_a_finished_run_is_found_among_an_output_s_records(tmp_path):
-    config = tiny_config(tmp_path, f"output={tmp_path}/out", "trainer.max_steps=1")
-    record = fit(config, progress=False)
-    other = record | {"seed": 1, "config": record["config"] | {"seed": 1}}
-    append_record(ids.record_path(config), other)
-    assert find_record(config) == record and find_record(having(config, trainer__max_steps=2)) is None
 
 
 def test_a_folder_is_locked_to_one_process_and_free_once_that_is_killed(tmp_path):

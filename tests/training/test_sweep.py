@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from sweeps import write_sweep
 
 from made_records import training
@@ -81,6 +80,8 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"train": False}, "train: expected true without throughput_rounds"),
         ({"jobs": 0}, "jobs: expected auto or an integer"),
         ({"launcher": "slurm", "deadline": 5}, "launcher: expected local"),
+        ({"primary": ["a - lost"]}, "primary: expected"),
+        ({"margin": 0}, "margin: expected"),
         ({"slurm": {"time": "4 hours"}}, "slurm.time: expected minutes, hours or days"),
         ({"baseline": "padde"}, "baseline: expected one of padded, packed or null"),
         ({"table": {"metrics": ["val_los"]}}, "table.metrics: expected one of .*val_loss"),
@@ -110,15 +111,6 @@ def test_what_is_compared_is_not_one_for_all_runs(tmp_path, override, message):
         load_sweep(path, [override])
 
 
-def test_a_gpu_that_is_not_there_is_named_before_any_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arms = {"packed": {"data.strategy": "greedy"}, "gpu": {"trainer.accelerator": "gpu"}}
-    path = write_sweep(tmp_path, arms=arms, grid={})
-    with pytest.raises(ConfigError, match="trainer.accelerator"):
-        run_sweep(*load_sweep(path), progress=False)
-    run_sweep(*load_sweep(path, ["arms=[packed]"]), progress=False)
-
-
 def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys):
     path = str(write_sweep(tmp_path))
     assert cli.main(["sweep", path, "arms=[packed]"]) == 0
@@ -133,19 +125,6 @@ def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys):
     assert (tmp_path / "sweep" / "report.html").is_file()
     said = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["sweep"]
     assert said["arms"] == {"padded": [0, 1], "packed": [0, 1]}
-
-
-def test_what_is_added_later_alone_is_run(tmp_path, pretended):
-    def added(arms, grid, **changes):
-        pretended.clear()
-        path = write_sweep(tmp_path, arms={arm: {"data.buffer": 1 + ord(arm)} for arm in arms}, grid=grid, **changes)
-        run_sweep(*load_sweep(path), progress=False)
-        return pretended[:]
-
-    assert added("a", {"seed": [0]}) == [("a", 0)]
-    assert added("a", {"seed": [0]}) == []
-    assert added("ab", {"seed": [0, 1]}) == [("b", 0), ("a", 1), ("b", 1)]
-    assert added("a", {"seed": [0]}, common={"trainer.max_steps": 3, "optimizer.schedule_steps": 2}) == [("a", 0)]
 
 
 def test_finished_runs_of_other_documents_are_refused(tmp_path):
