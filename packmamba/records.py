@@ -22,7 +22,7 @@ from packmamba.errors import ConfigError
 SWEEPS = "sweep.json"
 SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit dirty
 FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
-KEYS = ["schema", "kind", "experiment", "arm", "seed", "corpus_hash", "config", "metrics", "curves", "wall_seconds"]
+KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_seconds".split()
 
 # Losses are nats per target, of documents alone; val_loss_start of their first 32 tokens. The spread is the interquartile range.
 _SPEED = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
@@ -33,14 +33,11 @@ METRICS: dict[str, tuple[str, ...]] = {
 }
 
 # Keys that came after runs were named: records lack them where they have their defaults.
-LATER_KEYS = (
-    *("data.task", "data.unit", "data.cut_documents", "data.shuffle_steps", "data.subset", "data.stagger"),
-    *("data.split", "data.task_options", "model.mixer", "model.mixer_options", "optimizer.name", "optimizer.options"),
-    *("optimizer.schedule_steps", "trainer.init_from", "trainer.evaluate_every", "trainer.cuda_graphs"),
-    *("trainer.deterministic", "trainer.boundary_options", "trainer.callbacks", "trainer.average_snapshots"),
-    *("trainer.average_share", "trainer.mean_over", "evaluations", "evaluation_options", "evaluation_examples"),
-    "plugins",
-)
+LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
+    data.task_options model.mixer model.mixer_options optimizer.name optimizer.options
+    optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
+    trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
+    trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
 STRATEGIES = {"in_order": "next_fit", "best_fit": "best_fit_decreasing", "histogram": "spfhp", "split": "concat_split"}
 # Old names of keys of a configuration and of keys' values: the names today.
 RENAMED: dict[str, dict[str, str]] = {
@@ -104,7 +101,6 @@ def has_records(folder: str | Path) -> bool:
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
-    """Rename an old record's keys and values."""
     record.pop("checksum", None)
     if record["kind"] == "packing":  # whose arms are strategies
         record["arm"] = STRATEGIES.get(record["arm"], record["arm"])
@@ -133,14 +129,16 @@ def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]
     made = {record["arm"] for record in records if record["kind"] == "training"}
     sweeps: dict[str, dict[str, Any]] = {}
     for entry in entries:
-        tuned, absent = entry["tuned"] or {}, [arm for arm in entry["arms"] if arm not in made]
+        tuned, absent = entry["tuned"], [arm for arm in entry["arms"] if arm not in made]
         tried = [dict(zip(tuned["keys"], tuned.get("tried", ())))] if tuned else []
         for arm, seeds in entry["arms"].items():
             before = sweeps.get(arm, {"seeds": [], "tried": []})
             merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried, "absent": absent}
             sweeps[arm] = {key: value for key, value in entry.items() if key != "arms"} | merged
-    held = [record["kind"] == "training" and record["arm"] in sweeps for record in records]
-    return [{**r, "sweep": sweeps[r["arm"]]} if its else r for r, its in zip(records, held)]
+    trained = [record for record in records if record["kind"] == "training" and record["arm"] in sweeps]
+    for record in trained:
+        record["sweep"] = sweeps[record["arm"]]
+    return records
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -168,9 +166,10 @@ def provenance() -> dict[str, Any]:
     """Return commit (``PACKMAMBA_COMMIT``, with ``-dirty``, where .git does not travel), hardware and versions."""
     root = Path(__file__).resolve().parents[1]
     git = ("git", "--no-optional-locks", "-C", str(root))
-    given, commit, dirty = os.environ.get("PACKMAMBA_COMMIT"), None, None
-    if given:
-        commit, dirty = given.removesuffix("-dirty"), given.endswith("-dirty")
+    commit: Any = os.environ.get("PACKMAMBA_COMMIT")
+    dirty: Any = commit and commit.endswith("-dirty")
+    if commit:
+        commit = commit.removesuffix("-dirty")
     elif _output(*git, "rev-parse", "--show-toplevel") == str(root):  # not of a repository around an installed package
         commit, dirty = _output(*git, "rev-parse", "HEAD"), bool(_output(*git, "status", "--porcelain", "--", *SOURCES))
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
@@ -187,7 +186,6 @@ def provenance() -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    """Return the output of a command, nothing if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

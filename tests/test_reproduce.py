@@ -22,7 +22,7 @@ from packmamba.reproduce import Bench
 
 @dataclass
 class Arm:
-    rows: int = 1
+    rows: int = key(1, "Rows.", low=1)
 
 @dataclass
 class Config:
@@ -87,6 +87,8 @@ def test_a_bench_by_name_or_file(toy, tmp_path):
         ("tony", [], "did you mean 'toy'"),
         ("toy/small", [], "toy/small.yaml: expected a YAML file"),
         ("toy", ["answer=0"], "^answer: expected at least 1"),
+        ("toy", ["arms.a.rows=0"], "^arms.a.rows: expected at least 1"),
+        ("toy", ["arms.a.rows=x"], "^arms.a.rows: expected an integer"),
         ("toy", ["arms=[c]"], "^arms: expected some of a, b"),
         ("toy", ["bench=toy/other"], "^bench: expected one of toy"),
         ("toy", ["plugins=[nowhere]"], "^plugins: "),

@@ -88,9 +88,11 @@ def _instead(key: str, config: Any) -> str:
     if key in OLD_KEYS:
         return f"; rename it to {OLD_KEYS[key]}"
     section, _, name = key.rpartition(".")
-    known = [prefix + field.name for prefix, one in sections_of(config) for field in dataclasses.fields(one)]
+    known = {
+        prefix + field.name: prefix[:-1] for prefix, one in sections_of(config) for field in dataclasses.fields(one)
+    }
     same = [other for other in known if other.rpartition(".")[2] == name]
-    return suggest(key, same or [other for other in known if other.rpartition(".")[0] == section], 0 if same else 0.6)
+    return suggest(key, same or [other for other in known if known[other] == section], 0 if same else 0.6)
 
 
 def validate(config: Schema) -> Schema:
@@ -117,12 +119,11 @@ def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check(name: str, value: Any, choices: Any = (), check: Any = None, **bounds: Any) -> None:
-    """Check a key's value against its limits."""
     expected = " and ".join(f"{BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items())
     for one in [] if value is None else value if isinstance(value, list) else [value]:
         if choices and one not in (names := registry(choices)):
             renamed = RENAMED.get(name.rpartition(".")[2], {}).get(one)
-            hint = f"; it is {renamed} now" if renamed else suggest(str(one), names).partition("; known")[0]
+            hint = f"; it is {renamed} now" if renamed else suggest(one, names).partition("; known")[0]
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}")
         if expected and not (one < float("inf") and all(BOUNDS[key][1](one, limit) for key, limit in bounds.items())):
             raise ConfigError(f"{name}: expected {expected}, got {shown(one)}")
@@ -158,9 +159,9 @@ def _check_rules(config: Config) -> None:
     need(data.unit is None or data.source == "packages", "data.unit", "null, unless data.source=packages")
     need(data.streams == 1 or splits, "data.streams", "1, unless data.strategy=concat_split")
     need(data.row_length or not strategy.needs_row_length, "data.row_length", f"an integer with {data.strategy}")
-    need(not data.stagger or (stream and splits), "data.stagger", "false, unless batching=stream and concat_split")
+    need(not data.stagger or (stream and splits), "data.stagger", "false, unless in streams of concat_split")
     shuffles = stream and strategy.pads and data.row_length and not boundary.continues
-    need(data.shuffle_steps is None or shuffles, "data.shuffle_steps", "null, unless batching=stream, and no carry")
+    need(data.shuffle_steps is None or shuffles, "data.shuffle_steps", "null, unless batching=stream without carry")
     if boundary.continues:
         devices, turns, carries = trainer.devices * trainer.num_nodes, data.takes_turns, f"with {trainer.boundary}"
         rows = data.batch_rows if turns else data.streams // devices
@@ -172,7 +173,7 @@ def _check_rules(config: Config) -> None:
         if turns:
             need(data.streams % data.step_rows == 0, "data.streams", f"a multiple of a step's {data.step_rows} rows")
             alike = data.step_rows % (data.batch_rows * devices) == 0
-            need(alike, "data.max_tokens_per_batch", f"batches of equally many of a step's {data.step_rows} rows")
+            need(alike, "data.max_tokens_per_batch", f"equal batches of a step's {data.step_rows} rows")
     precision, sharded, on_cpu = trainer.precision, trainer.strategy == "fsdp2", trainer.accelerator == "cpu"
     need(not on_cpu or precision != "16-mixed", "trainer.precision", "bf16-mixed or 32-true on a CPU")
     need(not sharded or boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={trainer.boundary}")
@@ -180,7 +181,7 @@ def _check_rules(config: Config) -> None:
     need(not sharded or precision in ("32-true", "bf16-mixed"), "trainer.precision", "32-true or bf16-mixed with fsdp2")
     one = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto" and trainer.accelerator in ON_GPU
     graphs = one and precision in ("32-true", "bf16-mixed", "bf16-true") and config.ops.backend in ("auto", "cuda")
-    expected = "false, unless on one GPU, in 32-true, bf16-mixed or bf16-true, with ops.backend auto or cuda"
+    expected = "false, unless on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
     need(graphs or not trainer.cuda_graphs, "trainer.cuda_graphs", expected)
 
 

@@ -53,14 +53,14 @@ def options(function: Callable[..., Any]) -> list[str]:
 @dataclass
 class DataConfig:
     source: str = key("stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES")
-    path: Optional[str] = key(None, "Folder, file or pattern a/*.parquet; dataset (huggingface); prefix (megatron).")
+    path: Optional[str] = key(None, "Folder, file or pattern; dataset (huggingface); prefix (megatron).")
     unit: Optional[str] = key(None, "Documents of packages; null: files.", choices=("files", "functions", "mixture"))
-    text_key: str = key("text", "Field or column that holds the document (jsonl, parquet, huggingface).")
+    text_key: str = key("text", "Field or column of the document (jsonl, parquet, huggingface).")
     subset: Optional[str] = key(None, "Configuration of the dataset (huggingface).")
     split: str = key("train", "Split of the dataset, such as train[:10%] (huggingface).")
-    tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json of the tokenizers library.")
-    begin_token: Optional[str] = key("<s>", "Token put before every document; null for none.")
-    end_token: Optional[str] = key("</s>", "Token put after every document; null for none.")
+    tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json.")
+    begin_token: Optional[str] = key("<s>", "Token before every document; null for none.")
+    end_token: Optional[str] = key("</s>", "Token after every document; null for none.")
     validation_fraction: float = key(0.05, "Fraction of files (text) or documents held out.", above=0, high=0.99)
     distribution: str = key("documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS)
     num_documents: int = key(10000, "Number of synthetic documents, or of a task's examples.", low=1)
@@ -68,25 +68,24 @@ class DataConfig:
     task: Optional[str] = key(None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
-    num_proc: Optional[int] = key(None, "Threads that tokenize; null for one per core, at most 16.", low=1)
+    num_proc: Optional[int] = key(None, "Threads that tokenize; null: one per core, at most 16.", low=1)
     batching: str = key("matched", "Arrange a step's documents, or fill rows (stream).", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
     row_length: Optional[int] = key(1024, "Tokens of a row, padding included; null (single, padded): no limit.", low=1)
     overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
     buffer: int = key(4096, "Window of greedy, in documents.", low=1)
-    streams: int = key(1, "Parallel streams of concat_split: row b continues row b of the batch before.", low=1)
-    stagger: bool = key(False, "Begin each stream inside its first document (strategy concat_split, batching stream).")
+    streams: int = key(1, "Parallel streams of concat_split.", low=1)
+    stagger: bool = key(False, "Begin each stream inside its first document (concat_split, batching stream).")
     shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (batching stream).", low=1)
-    tokens_per_step: int = key(4096, "Tokens of an optimizer step; in batching stream, padding included.", low=1)
-    cut_documents: Optional[int] = key(None, "Cut training documents into documents of this length.", low=1)
-    cut_at_steps: bool = key(True, "Cut documents so that each step holds exactly tokens_per_step (batching matched).")
+    tokens_per_step: int = key(4096, "Tokens of an optimizer step; with batching=stream, padding included.", low=1)
+    cut_documents: Optional[int] = key(None, "Cut training documents to this length.", low=1)
+    cut_at_steps: bool = key(True, "Cut documents so that each step holds exactly tokens_per_step (matched).")
     max_tokens_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
     validation_documents: Optional[int] = key(None, "Documents to validate on; null for all held out.", low=1)
     num_workers: int = key(0, "Processes that prepare batches; 0 for none.", low=0)
 
     @property
     def step_rows(self) -> int:
-        """Count the whole rows of a step in batching stream."""
         return self.tokens_per_step // (self.row_length or self.tokens_per_step)
 
     @property
@@ -107,19 +106,17 @@ class ModelConfig:
     n_layer: int = key(2, "Number of blocks.", low=1)
     mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
     mixer_options: dict[str, Any] = key({}, "Further arguments of the mixer, such as dt_max.")
-    d_state: int = key(16, "States per channel of the scan; 16: the default of the mixer (mamba2: 128).", low=1)
-    d_conv: int = key(4, "Width of the causal convolution, 2 to 4.", low=2, high=4)
+    d_state: int = key(16, "States per channel; 16: the mixer's default (mamba2: 128).", low=1)
+    d_conv: int = key(4, "Width of the convolution.", low=2, high=4)
     expand: int = key(2, "d_inner = expand * d_model.", low=1)
-    dt_rank: Any = key("auto", "Rank of the projection to delta; auto is ceil(d_model / 16).", check=AUTO)
+    dt_rank: Any = key("auto", "Rank of delta; auto: ceil(d_model / 16).", check=AUTO)
     tie_embeddings: bool = key(True, "The head shares the embedding's weight.")
-    learned_initial_state: bool = key(False, "Learn each layer's initial scan state instead of zero.")
-    compile: bool = key(False, "Compile each block and the loss with torch.compile.")
-    recompute: str = key("none", "Recompute in the backward pass, to save memory.", choices=("none", "inner", "block"))
+    learned_initial_state: bool = key(False, "Learn each layer's initial scan state.")
+    compile: bool = key(False, "torch.compile the blocks and the loss.")
+    recompute: str = key("none", "Recompute in the backward pass.", choices=("none", "inner", "block"))
 
     def of_mixer(self) -> dict[str, Any]:
-        """Return the arguments of the mixer: its keys and its further options."""
-        known = options(registry(MIXERS)[self.mixer])
-        keys = {name: getattr(self, name) for name in MIXER_KEYS if name in known}
+        keys = {name: getattr(self, name) for name in MIXER_KEYS if name in options(registry(MIXERS)[self.mixer])}
         if self.mixer != "mamba1":  # keys at mamba1's defaults stand for the mixer's own
             keys = {name: value for name, value in keys.items() if value != getattr(type(self), name)}
         return keys | self.mixer_options
@@ -128,39 +125,39 @@ class ModelConfig:
 @dataclass
 class OptimizerConfig:
     name: str = key("adamw", "The optimizer.", choices=OPTIMIZERS)
-    options: dict[str, Any] = key({}, "Further arguments of the optimizer; adamw has none.")
+    options: dict[str, Any] = key({}, "Further arguments; adamw has none.")
     lr: float = key(2e-3, "Peak learning rate.", above=0)
     betas: list[float] = key([0.9, 0.95], "Decay rates of AdamW's moments.", check=TWO_RATES)
-    weight_decay: float = key(0.1, "Of matrices; biases, norms, A_log, D and initial states have none.", low=0)
+    weight_decay: float = key(0.1, "Of matrices alone.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
     schedule_steps: Optional[int] = key(None, "Steps of the learning rate schedule; null: trainer.max_steps.", low=1)
-    final_lr_fraction: float = key(0.1, "The cosine ends at this fraction of the peak.", low=0, high=1)
+    final_lr_fraction: float = key(0.1, "Fraction of the peak at the cosine's end.", low=0, high=1)
     grad_clip: Optional[float] = key(1.0, "Maximum gradient norm; null for no clipping.", above=0)
 
 
 @dataclass
 class TrainerConfig:
-    boundary: str = key("reset", "State at a document's start: zero, or what crosses a boundary.", choices=BOUNDARIES)
-    boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme; reset, leak and carry have none.")
+    boundary: str = key("reset", "What crosses a document's boundary.", choices=BOUNDARIES)
+    boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme.")
     mean_over: str = key("targets", "Mean of a step's loss; rows: of each row's mean.", choices=("targets", "rows"))
     max_steps: int = key(200, "Optimizer steps.", low=1)
-    validate_every: int = key(50, "Steps between validations; the last step is always validated.", low=1)
-    average_snapshots: int = key(1, "Average the weights of this many evenly spaced steps up to the last.", low=1)
-    average_share: float = key(0.1, "Last fraction of the steps, in which snapshots are spaced.", low=0, high=1)
+    validate_every: int = key(50, "Steps between validations.", low=1)
+    average_snapshots: int = key(1, "Average the weights of this many steps.", low=1)
+    average_share: float = key(0.1, "Last fraction of the steps, over which snapshots are spaced.", low=0, high=1)
     evaluate_every: Optional[int] = key(None, "Steps between evaluations; null for only at the end.", low=1)
     checkpoint_every: int = key(50, "Steps between checkpoints.", low=1)
     log_every: int = key(10, "Steps between logged points.", low=1)
     loggers: list[Any] = key(["csv", "tensorboard"], "csv, tensorboard, wandb, mlflow or class paths.", check=LOGGERS)
-    callbacks: list[Any] = key([], "Class paths of Lightning callbacks, or {class_path: ..., init_args: {...}}.")
+    callbacks: list[Any] = key([], "Class paths, or {class_path: ..., init_args: {...}}.")
     leakcheck_every: Optional[int] = key(0, "Steps between leakchecks; 0: only the first batch; null: none.", low=0)
     precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
     accelerator: str = key("auto", "Lightning's.", choices=("auto", "cpu", "gpu", "cuda", "mps", "tpu"))
     devices: int = key(1, "Devices of each machine.", low=1)
     num_nodes: int = key(1, "Machines, each started by torchrun or SLURM.", low=1)
     strategy: str = key("auto", "Over several devices; auto is ddp.", choices=("auto", "ddp", "fsdp2"))
-    cuda_graphs: bool = key(False, "Replay forward and backward as CUDA graphs: faster for small models.")
-    deterministic: bool = key(False, "The same command gives the same bits, on a CPU or one GPU; partly slower.")
-    init_from: Optional[str] = key(None, "Initial weights: a run, checkpoint or .ckpt file, or <sweep folder>:<arm>.")
+    cuda_graphs: bool = key(False, "Replay micro-batches as CUDA graphs: faster for small models.")
+    deterministic: bool = key(False, "Give the same bits again, on a CPU or one GPU; slower.")
+    init_from: Optional[str] = key(None, "Initial weights: a run, checkpoint, .ckpt file, or <sweep>:<arm>.")
     threads: Optional[int] = key(None, "CPU threads; null: PyTorch's default, or 1 if deterministic.", low=1, high=1024)
 
 
@@ -171,14 +168,14 @@ class OpsConfig:
 
 @dataclass
 class Config:
-    name: str = key("train", "Name of the run's folder and of its arm in tables.")
-    output: Optional[str] = key(None, "Folder for the run's record; null for the run's own folder.")
-    plugins: list[str] = key([], "Python modules to import first; keys may name what they register.")
+    name: str = key("train", "Name of the run and of its arm in tables.")
+    output: Optional[str] = key(None, "Folder of the record; null: the run's own.")
+    plugins: list[str] = key([], "Python modules to import first.")
     evaluations: list[str] = key([], "Of the trained model.", choices="packmamba.evaluation.registry:EVALUATIONS")
-    evaluation_options: dict[str, Any] = key({}, "Their parameters, such as evaluation_options.mqar.num_pairs=4.")
-    evaluation_examples: int = key(200, "Examples of each task among the evaluations.", low=1)
-    seed: int = key(0, "Seed of initial weights and of the order of documents.", low=0, high=2**32 - 1)
-    runs_dir: str = key("runs", "Folder of run folders: checkpoints, logs and records.")
+    evaluation_options: dict[str, Any] = key({}, "Such as evaluation_options.mqar.num_pairs=4.")
+    evaluation_examples: int = key(200, "Examples of each task.", low=1)
+    seed: int = key(0, "Seed of initial weights and the order of documents.", low=0, high=2**32 - 1)
+    runs_dir: str = key("runs", "Folder of run folders.")
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

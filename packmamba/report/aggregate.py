@@ -162,12 +162,11 @@ def with_speeds(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Arm]:
     held = Counter(one.timing for one in timed if any(one.name == arm.name for arm in arms))
     timing = max(held, key=held.__getitem__, default=None)
     names = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
-    found = []
+    timed, found = [one for one in timed if one.timing == timing], []
     for arm in arms:
-        its = [t for t in timed if t.timing == timing and t.name == arm.name]
-        its = [one for one in its if all(one.says(key) == value for key, value in arm.variant)]
+        its = [t for t in timed if t.name == arm.name and all(t.says(key) == value for key, value in arm.variant)]
         speeds = dict(its[0].runs.iloc[0][names]) if its else {"speedup": math.nan, "timing": None}
-        if baseline_of(arm, arms).name not in [one.name for one in timed if one.timing == timing]:
+        if baseline_of(arm, arms).name not in [one.name for one in timed]:
             speeds["speedup"] = math.nan
         found.append(replace(arm, runs=arm.runs.assign(**speeds)))
     return found
@@ -262,13 +261,14 @@ def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
             if arm.title == first and (others or not second):
                 pairs[arm, others[0] if others else baseline_of(arm, arms)] = True
     apart = {pair: primary for pair, primary in pairs.items() if pair[0] is not pair[1]}
-    made = [(*pair, one, primary) for pair, primary in apart.items() if (one := estimate(*pair, metric))]
-    adjusted = holm({str(i): one.p for i, (*_, one, primary) in enumerate(made) if primary})
+    made = {pair: one for pair in apart if (one := estimate(*pair, metric))}
+    adjusted = holm({str(i): one.p for i, (pair, one) in enumerate(made.items()) if apart[pair]})
     found = []
-    for i, (arm, other, one, primary) in enumerate(made):
+    for i, ((arm, other), one) in enumerate(made.items()):
         p, same = adjusted.get(str(i), math.nan), _same_documents(arm, other)
         margin = arm.sweep.get("margin") if same else None
-        found.append(Contrast(arm, other, one, primary, same, p, verdict(one, margin, p if primary else None)))
+        ruling = verdict(one, margin, adjusted.get(str(i)))
+        found.append(Contrast(arm, other, one, apart[arm, other], same, p, ruling))
     return found
 
 
@@ -298,9 +298,9 @@ def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
     place: Any = zipfile.Path(archive) if archive.is_file() else Path(folder) / "items"
     found = []
     for record in records:
-        asked = record["config"].get("evaluation") if record["kind"] == "evaluation" else None
-        path = place / f"{asked['name']}-{record['config'].get('id')}.jsonl" if asked else None
-        found.append({**record, "items": path} if path and path.is_file() else record)
+        name = record["config"].get("evaluation", {}).get("name") if record["kind"] == "evaluation" else None
+        path = place / f"{name}-{record['config'].get('id')}.jsonl"
+        found.append({**record, "items": path} if name and path.is_file() else record)
     return found
 
 

@@ -25,14 +25,15 @@ from packmamba.report.aggregate import Arm, Record
 from packmamba.report.tables import decided, evaluations_of, title
 
 INK, MUTED = "#24292f", "#5c6370"
+_DASHED = (0, (4, 1.5))
 # Okabe and Ito's colours. Arms that coincide stay visible as stripes: the later, the thinner.
 STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8", "linewidth": 6.0},
     "padded": {"color": "#E69F00", "linewidth": 3.6},
     "packed-reset": {"color": "#0072B2", "linewidth": 1.6},
-    "packed-leak": {"color": "#D55E00", "linewidth": 1.8, "linestyle": (0, (4, 1.5))},
-    "packed-leak-conv": {"color": "#CC79A7", "linewidth": 1.8, "linestyle": (0, (4, 1.5))},
-    "packed-leak-scan": {"color": "#7A4B9A", "linewidth": 1.8, "linestyle": (0, (4, 1.5))},
+    "packed-leak": {"color": "#D55E00", "linewidth": 1.8, "linestyle": _DASHED},
+    "packed-leak-conv": {"color": "#CC79A7", "linewidth": 1.8, "linestyle": _DASHED},
+    "packed-leak-scan": {"color": "#7A4B9A", "linewidth": 1.8, "linestyle": _DASHED},
     "packed-carry": {"color": "#009E73", "linewidth": 1.8, "linestyle": (0, (7, 1.5, 1, 1.5))},
 }
 OTHERS = ("#56B4E9", "#882255", "#8C6D1F", "#B2182B", "#1B7837", "#4D4D4D")
@@ -103,7 +104,6 @@ def finish(fig: Canvas, name: str, caption: str) -> Figure:
 
 
 def legend_below(fig: Canvas, columns: int = 5) -> None:
-    """Draw one legend for all axes, in as many columns as fit."""
     found = [ax.get_legend_handles_labels() for ax in fig.axes]
     handles = {label: handle for each in found for handle, label in zip(*each)}
     for ncols in range(min(columns, max(1, len(handles))), 0, -1):
@@ -173,7 +173,6 @@ def throughput_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
-    """Draw loss against tokens, and against time where all arms were timed together."""
     by_tokens, by_time = {}, {}
     for arm in arms:
         points = arm.points("validation")
@@ -228,7 +227,6 @@ def _speed_bars(bars: Sequence[Arm]) -> list[Figure]:
 
 
 def _loss_by_position(arms: Sequence[Arm]) -> list[Figure]:
-    """Draw each arm's loss, and paired differences."""
     axis = {"xscale": "log", "xlabel": "position in the document (tokens)"}
     losses, differences = {}, {}
     for arm in arms:

@@ -166,7 +166,6 @@ def render(sections: Sequence[Section], opening: Table | None = None) -> str:
 
 
 def _values(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the values of each key in all records."""
     keys = dict.fromkeys(key for record in records for key in record)
     texts = {key: {"null" if r[key] is None else str(r[key]) for r in records if key in r} for key in keys}
     return {key: sorted(values) for key, values in texts.items()}

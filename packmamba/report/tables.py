@@ -49,28 +49,23 @@ class Table:
         rows = [[row[i] for i in kept] for row in self.rows]
         return Table(self.name, self.title, [self.columns[i] for i in kept], rows, self.notes)
 
-    def texts(self) -> pd.DataFrame:
-        """Return the cells as readers see them."""
-        titles = [column.title for column in self.columns]
-        return pd.DataFrame([[cell.text for cell in row] for row in self.rows], columns=titles, dtype=object)
-
 
 def write_table(table: Table, form: str) -> str:
     """Return the table as csv (unrounded), md, tex (booktabs) or txt."""
     if form == "csv":
         names = [name for column in table.columns for name in column.names]
         values = [[value for cell in row for value in cell.values] for row in table.rows]
-        return (
-            pd.DataFrame(values, columns=names, dtype=object).map(_csv_value).to_csv(index=False, lineterminator="\n")
-        )
+        frame = pd.DataFrame(values, columns=names, dtype=object)
+        return frame.map(_csv_value).to_csv(index=False, lineterminator="\n")
     table = table.shown()
-    texts = table.texts()
+    cells = [[cell.text for cell in row] for row in table.rows]
+    texts = pd.DataFrame(cells, columns=[column.title for column in table.columns], dtype=object)
     if form == "txt":
-        text = texts.set_axis(texts.iloc[:, 0]).iloc[:, 1:].rename_axis(None).to_string() if len(texts) else ""
+        text = texts.set_axis(texts.iloc[:, 0]).iloc[:, 1:].rename_axis(None).to_string() if cells else ""
         return "\n".join([table.title, "", text, "", *table.notes]) + "\n"
     if form == "md":
         rules = ["---:" if column.numeric else "---" for column in table.columns]
-        lines = [list(texts), rules, *texts.map(lambda text: text.replace("|", "\\|")).to_numpy().tolist()]
+        lines = [list(texts), rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)]) + "\n"
     style = texts.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
@@ -96,17 +91,17 @@ def number(value: float | None, form: str, unit: str = "") -> Cell:
     return Cell("-" if pd.isna(value) else f"{value:{form}}{unit}", (value,))
 
 
-def percent(fraction: float | None) -> Cell:
+def percent(fraction: Any) -> Cell:
     """Format three significant digits of a share; the CSV has the fraction."""
-    if fraction is None or pd.isna(fraction):
+    if pd.isna(fraction):
         return number(None, "")
     share = 100 * fraction
     text = f"{share:.0f}" if share in (0, 100) else "< 0.001" if 0 < share < 0.001 else f"{share:#.3g}".rstrip(".")
     return Cell(f"{text} %", (fraction,))
 
 
-def gibibytes(count: float | None) -> Cell:
-    return Cell("-" if count is None or pd.isna(count) else f"{count / 2**30:.2f} GiB", (count,))
+def gibibytes(count: Any) -> Cell:
+    return Cell("-" if pd.isna(count) else f"{count / 2**30:.2f} GiB", (count,))
 
 
 def mean_sd(values: pd.Series, expected: int = 0) -> Cell:
@@ -164,12 +159,10 @@ ArmColumn = tuple[Column, Callable[[Arm], Cell]]
 
 
 def title(metric: str) -> str:
-    """Return a metric's title."""
     return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
 
 
 def arms_table(name: str, heading: str, arms: Sequence[Arm], columns: Sequence[ArmColumn], *notes: str) -> Table:
-    """Make a table of a row for each arm."""
     columns = [(Column("arm", ("arm",), False), lambda arm: word(arm.label)), *columns]
     return Table(name, heading, [c for c, _ in columns], [[cell(arm) for _, cell in columns] for arm in arms], [*notes])
 
@@ -252,9 +245,8 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     both = ("val_loss", "val_loss_start")
     columns = [(Column("minus", ("baseline",), False), lambda arm: word(aggregate.baseline_of(arm, arms).label))]
     columns += [difference_column(metric, arms, title(metric), _names(metric)) for metric in both]
-    differing = [
-        arm for arm in arms if any((one := aggregate.difference(arm, arms, m)) and one.seeds > 1 for m in both)
-    ]
+    pairs = {arm: [aggregate.difference(arm, arms, metric) for metric in both] for arm in arms}
+    differing = [arm for arm, found in pairs.items() if any(one and one.seeds > 1 for one in found)]
     note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
     heading = "Paired differences over seeds, in nats per target"
     tables = [whole, *([_verdicts(found, metrics[0])] if ruled else [])]
@@ -338,9 +330,8 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
     if targets and not pd.isna(documents):
         notes.append(f"Validation: {documents:,.0f} documents, {targets:,.0f} targets.")
         if documents < FEW_DOCUMENTS:
-            notes.append(
-                f"Fewer than {FEW_DOCUMENTS} documents: intervals over seeds say nothing about other documents."
-            )
+            few = f"Fewer than {FEW_DOCUMENTS} documents"
+            notes.append(f"{few}: intervals over seeds say nothing about other documents.")
     if absent := {name for arm in arms for name in arm.sweep.get("absent", ())}:
         notes.append(f"Without any run: {', '.join(sorted(absent))}.")
     return notes
@@ -356,9 +347,8 @@ def _positions(arms: Sequence[Arm]) -> Table:
         cell = difference_cell(one, sum(aggregate.seeds_of(arm, arms)))
         table.rows.append([word(arm.label), number(start, ",.0f"), last, cell])
     excluding = sum(one.low > 0 or one.high < 0 for *_, one in found)
-    table.notes = [
-        f"Paired over seeds. {excluding} of {len(found)} intervals exclude zero; one in twenty would by chance."
-    ]
+    share = f"{excluding} of {len(found)} intervals exclude zero; one in twenty would by chance."
+    table.notes = [f"Paired over seeds. {share}"]
     return table
 
 

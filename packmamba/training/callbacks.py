@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 
 class SavedCallback(Callback):
-    """Save attributes in checkpoints."""
-
     SAVED: tuple[str, ...]
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,8 +156,6 @@ class RunMetrics(SavedCallback):
 
 
 class CheckpointFile(TorchCheckpointIO):
-    """Write a checkpoint through a temporary file."""
-
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -331,7 +327,6 @@ def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) 
 
 
 def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
-    """Return the context of one of the run's evaluations."""
     options = config.evaluation_options.get(name, {})
     more = {"tokenizer": None, "examples": config.evaluation_examples, "options": options} | more
     return EvalContext(config.data, key="evaluation_options", trainer=config.trainer, **more)
@@ -377,5 +372,4 @@ class Evaluations(SavedCallback):
 
 
 def model_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model's weights of a Lightning module's state."""
     return {name.removeprefix("model."): weight for name, weight in state.items() if name.startswith("model.")}

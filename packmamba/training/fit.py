@@ -211,7 +211,6 @@ def check_accelerator(config: Config) -> None:
 
 
 def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
-    """Make Lightning's trainer of one run."""
     options = config.trainer
     own = [*own, *(instantiate(one, "trainer.callbacks") for one in options.callbacks)]
     if options.leakcheck_every is not None:
@@ -255,7 +254,6 @@ class FSDP2(ModelParallelStrategy):
 
 
 def make_strategy(options: TrainerConfig) -> Strategy | str:
-    """Make Lightning's strategy; auto is one device, or DDP."""
     devices = options.devices * options.num_nodes
     if options.strategy == "fsdp2":
         return FSDP2(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
@@ -292,7 +290,6 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
 
 
 def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
-    """Make a logger by its short name or class path."""
     if spec == "csv":
         return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
     if spec == "tensorboard":
@@ -337,7 +334,6 @@ def weights_path(config: Config) -> Path:
 
 
 def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:
-    """Make the run's record."""
     totals, last = metrics.totals, metrics.validation[-1]
     curves = {"train": metrics.train, "validation": metrics.validation, "loss_by_position": metrics.by_position}
     timed = metrics.timed if metrics.timed["seconds"] else totals

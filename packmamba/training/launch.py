@@ -39,7 +39,7 @@ THREADS = 4  # maximum of a run on a GPU; of a run on a CPU under jobs=auto
 
 
 class Outcome(NamedTuple):
-    state: str  # done, stopped (it continues from its checkpoint), locked (by another process), or failed
+    state: str  # done, stopped, locked (by another process), or failed
     why: str = ""
 
 
@@ -73,7 +73,6 @@ def _outcome(record: dict[str, Any]) -> Outcome:
 
 
 def _train_in_ranks(config: Config, stop: Callable[[], bool]) -> Outcome:
-    """Train a run on several devices under torchrun."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
     command = [sys.executable, "-m", __name__, json.dumps(to_dict(config)), str(config.trainer.devices)]
     process = subprocess.Popen(command, env=environment | {"PYTHONPATH": PYTHONPATH}, start_new_session=True)
@@ -81,7 +80,7 @@ def _train_in_ranks(config: Config, stop: Callable[[], bool]) -> Outcome:
         while process.poll() is None and not stop():
             time.sleep(0.2)
     finally:
-        process.terminate()  # torchrun passes it on to the ranks, which write a checkpoint
+        process.terminate()  # torchrun passes it on to the ranks
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
         process.kill()
@@ -102,7 +101,6 @@ def _end_with(parent: int) -> None:
 
 
 def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
-    """Train runs one after another in this process."""
     for config in configs:
         report(config, None, "")
         report(config, train(config, progress), "")
@@ -222,7 +220,6 @@ class Job:
 
 
 def check_slurm() -> None:
-    """Raise ConfigError without submitit or SLURM."""
     if importlib.util.find_spec("submitit") is None or (CLUSTER == "slurm" and shutil.which("sbatch") is None):
         raise ConfigError("launcher: slurm needs sbatch on this machine, and pip install 'packmamba[slurm]'")
 

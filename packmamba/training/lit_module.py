@@ -91,7 +91,7 @@ class PackedLitModule(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization, self.compiled = False, compile
         if model is None:
-            raise ConfigError("model: expected MambaLM's arguments or a module, got None; pass your own module again")
+            raise ConfigError("model: expected MambaLM's arguments or a module; pass your own module again")
         validate(TrainerConfig(boundary=boundary, mean_over=mean_over))
         self.optimizer_config = validate(OptimizerConfig(lr=lr, **optimizer))
         self.boundary, self.evaluation_boundary = (BOUNDARIES[boundary](**boundary_options or {}) for _ in range(2))
@@ -171,7 +171,6 @@ class PackedLitModule(lightning.LightningModule):
         return total
 
     def _replay(self, step: StepBatch) -> Tensor:
-        """Compute ``accumulate`` by CUDA graphs."""
         if self._graphs is None:
             self._graphs = BatchGraphs(self.graph_loss, list(self.model.parameters()))
         losses, scheme = [], self.boundary
@@ -210,14 +209,14 @@ class PackedLitModule(lightning.LightningModule):
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(loss)  # the strategy's reduce would wait for all ranks
         every = getattr(self.trainer, "log_every_n_steps", None) or 1
-        if number == 0 or (number + 1) % every == 0 or number + 1 == self.trainer.max_steps:
+        if number + 1 in (1, self.trainer.max_steps) or (number + 1) % every == 0:
             # On the CPU, and only here: reading a GPU's number waits for it.
             self.log("train/loss", loss.cpu(), prog_bar=True)
             logged: dict[str, Any] = {f"train/{name}": value for name, value in self.boundary.measures().items()}
+            logged |= {"train/learning_rate": self.learning_rate(number)}
+            logged |= {"data/padding_fraction": 1 - step.num_tokens / step.num_slots}
             if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
                 logged["train/gradient_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            logged["train/learning_rate"] = self.learning_rate(number)
-            logged["data/padding_fraction"] = 1 - step.num_tokens / step.num_slots
             self.log_dict({name: torch.tensor(float(value), dtype=torch.float64) for name, value in logged.items()})
         return loss
 
@@ -265,11 +264,11 @@ class PackedLitModule(lightning.LightningModule):
             return  # only a training that is resumed needs states and random numbers
         carried = checkpoint["carry"]
         if len(carried) != (ranks := self.trainer.world_size):
-            raise ConfigError(f"trainer.devices: expected {len(carried)} processes, as the checkpoint has, got {ranks}")
+            raise ConfigError(f"trainer.devices: expected {len(carried)}, as the checkpoint has, got {ranks}")
         try:
             self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         except KeyError:
-            raise ConfigError("runs_dir: expected a checkpoint of this version, got an older one; remove it") from None
+            raise ConfigError("runs_dir: expected a checkpoint of this version; remove it") from None
         rng = checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(rng["numpy"])  # noqa: NPY002
@@ -279,10 +278,9 @@ class PackedLitModule(lightning.LightningModule):
 
 
 def make_model(config: Config, vocab_size: int) -> MambaLM:
-    """Build the configured model."""
     model = config.model
     if model.vocab_size is not None and model.vocab_size < vocab_size:
-        raise ConfigError(f"model.vocab_size: expected at least {vocab_size}, the corpus's, got {model.vocab_size}")
+        raise ConfigError(f"model.vocab_size: expected at least the corpus's {vocab_size}, got {model.vocab_size}")
     options = {name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")}
     try:
         return MambaLM(model.vocab_size or vocab_size, backend=config.ops.backend, **options, **model.of_mixer())

@@ -71,7 +71,6 @@ def run_folder(config: Config) -> Path:
 
 
 def record_path(config: Config) -> Path:
-    """Return the file of the run's record."""
     return run_folder(config) / "record.json" if config.output is None else Path(config.output) / "records.jsonl"
 
 
@@ -97,7 +96,6 @@ def find_record(config: Config) -> dict[str, Any] | None:
 
 
 def name_of(output: str) -> str:
-    """Return the experiment whose records a folder holds."""
     return os.path.basename(os.path.abspath(output)) or "root"
 
 

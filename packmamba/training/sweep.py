@@ -269,7 +269,6 @@ def _check_corpora(runs: list[Config], progress: bool) -> None:
 
 
 def _measure_throughput(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:
-    """Time the arms, unless all of them have been timed."""
     records = read_records(sweep.output) if has_records(sweep.output) else []
     timed = {id_of(record["arm"], record["config"]) for record in records if record["kind"] == "throughput"}
     if sweep.throughput_rounds and not timed.issuperset(map(run_id, arms)):
@@ -278,7 +277,6 @@ def _measure_throughput(sweep: SweepConfig, arms: list[Config], progress: bool) 
 
 
 def _write_sweep(sweep: SweepConfig, configs: list[Config]) -> None:
-    """Write the sweep's arms and seeds beside its records."""
     if sweep.train and has_records(sweep.output):
         tune, arms = sweep.tune, {c.name: [other.seed for other in configs if other.name == c.name] for c in configs}
         tuned = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None

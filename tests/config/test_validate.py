@@ -1,10 +1,8 @@
 """Test that each error of a configuration names its key, in one line."""
 
-from dataclasses import dataclass, field
-
 import pytest
 
-from packmamba.config import Config, ConfigError, key, load, load_config, validate
+from packmamba.config import Config, ConfigError, load_config, validate
 
 CARRY = ["trainer.boundary=carry", "data.strategy=concat_split"]
 CARRIES = " ".join(CARRY)
@@ -78,32 +76,3 @@ def test_a_configuration_built_in_code_is_checked():
     config.trainer.max_steps = 0
     with pytest.raises(ConfigError, match="^trainer.max_steps: "):
         validate(config)
-
-
-@dataclass
-class Arm:
-    rows: int = key(1, "Rows.", low=1)
-
-
-@dataclass
-class Bench:
-    sizes: list[int] = key([1], "Sizes.", low=1)
-    names: list[str] = key(["a"], "Names.", choices=("a", "b"))
-    limits: dict[str, list[int]] = key({}, "Limits.")
-    arms: dict[str, Arm] = field(default_factory=dict)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("sizes=[3,0]", "sizes: expected at least 1, got 0"),
-        ("sizes=[x]", r"sizes\[0\]: expected an integer"),
-        ("names=[a,c]", 'names: expected one of a, b, got "c"'),
-        ("limits.x=3", "limits.x: expected a list"),
-        ("arms.mine.rows=0", "arms.mine.rows: expected at least 1, got 0"),
-    ],
-)
-def test_other_schemas_have_the_same_rules(override, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        load(Bench, None, [override])
-    assert load(Bench, None, ["arms.mine.rows=2"]).arms["mine"].rows == 2

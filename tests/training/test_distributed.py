@@ -36,12 +36,9 @@ def train_as_a_user(path):
 # Lightning refuses FSDP2 in float64.
 @pytest.mark.parametrize(("strategy", "precision", "tolerance"), [("ddp", "64-true", 1e-9), ("fsdp2", "32-true", 1e-4)])
 def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
-    keys = [
-        "data.strategy=greedy",
-        "data.max_tokens_per_batch=24",
-        "optimizer.grad_clip=0.9",  # of some steps' gradients, not of all: Adam does not see a factor that all have
-        f"trainer.precision={precision}",
-    ]
+    # Some steps' gradients are clipped, not all: Adam does not see a factor that all have.
+    keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", "optimizer.grad_clip=0.9"]
+    keys += [f"trainer.precision={precision}"]
     alone = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone")
     fit(alone, progress=False)
     both = tiny_config(tmp_path, *keys, "trainer.devices=2", f"trainer.strategy={strategy}")

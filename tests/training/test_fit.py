@@ -130,17 +130,3 @@ def test_weights_that_cannot_be_are_refused(tmp_path, source):
     with pytest.raises(ConfigError, match=r"trainer\.init_from") as refused:
         fit(config, progress=False)
     assert "\n" not in str(refused.value)
-
-
-def test_determinism_and_threads_are_set_for_one_run(tmp_path):
-    seen = []
-
-    def look(metrics):
-        seen.append((torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()))
-        return False
-
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    keys = ["trainer.deterministic=true", f"trainer.threads={before[1] + 1}", "trainer.max_steps=2"]
-    fit(tiny_config(tmp_path, *keys), False, look)
-    assert seen == [(True, before[1] + 1)] * 2
-    assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == before
