@@ -25,22 +25,25 @@ except ModuleNotFoundError as error:  # installed without the extra train
     sys.exit(f"packmamba: error: the package '{error.name}' is missing; pip install 'packmamba[train]'")
 
 DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one."
-DTYPE = "dtype of the weights; null for the checkpoint's."
 FIRST = """name seed data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer
 optimizer.lr trainer.boundary trainer.max_steps""".split()
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass
-class EvalConfig:
+class LoadConfig:
+    device: str = key("auto", DEVICE)
+    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+
+
+@dataclasses.dataclass
+class EvalConfig(LoadConfig):
     tasks: list[str] = key(["perplexity"], "Evaluations, or lm-evaluation-harness tasks.")
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     examples: int = key(200, "Examples of each task.", low=1)
     seed: int = key(1_000_000, "Seed of the tasks' examples.", low=0)
     options: dict[str, Any] = key({}, "Of each evaluation, such as options.mqar.num_pairs=4.")
     max_slots: Optional[int] = key(None, "Tokens of a forward pass; null: fill the device.", low=1)
-    device: str = key("auto", DEVICE)
-    dtype: Optional[str] = key(None, DTYPE, choices=DTYPES)
     include_path: Optional[str] = key(None, "Folder of lm-evaluation-harness tasks.")
     limit: Optional[int] = key(None, "Maximum examples of an lm-evaluation-harness task.", low=1)
     output: Optional[str] = key(None, "Folder of records and items; null: RUN/evaluation.")
@@ -48,22 +51,19 @@ class EvalConfig:
 
 
 @dataclasses.dataclass
-class GenerateConfig:
+class GenerateConfig(LoadConfig):
     max_new_tokens: int = key(64, "Maximum tokens to generate.", low=1)
     temperature: float = key(0.0, "Sampling temperature; 0 for the most likely token.", low=0)
     top_p: float = key(1.0, "Sample among the likeliest tokens of this total probability.", above=0, high=1)
     seed: int = key(0, "Seed of sampling.", low=0)
-    device: str = key("auto", DEVICE)
-    dtype: Optional[str] = key(None, DTYPE, choices=DTYPES)
 
 
 @dataclasses.dataclass
-class LeakcheckConfig:
-    boundaries: str = key("position_ids", "Boundary arguments of a Hugging Face model, joined by +.")
+class LeakcheckConfig(LoadConfig):
+    boundaries: str = key("position_ids", "Boundary arguments of a Hugging Face model, joined by +, or attention_mask.")
     patch: bool = key(False, "Patch the Hugging Face model first.")
     lengths: Optional[list[int]] = key(None, "Lengths of at least two documents; null: awkward ones.", low=1)
     device: str = key("cpu", DEVICE)
-    dtype: Optional[str] = key(None, DTYPE, choices=DTYPES)
 
 
 @dataclasses.dataclass
