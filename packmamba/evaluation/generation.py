@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -40,8 +41,9 @@ def generate(
     if () in texts:
         raise ValueError(f"prompts[{texts.index(())}]: expected at least one token, got none")
     check_ids([] if stop_token is None else [stop_token], "stop_token", model)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+    for name, count, minimum in (("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0)):
+        if not isinstance(count, Integral) or count < minimum:
+            raise ValueError(f"{name}: expected an integer of at least {minimum}, got {count!r}")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature: expected at least 0 and finite, got {temperature}")
     if not 0 < top_p <= 1 or (temperature == 0 and top_p < 1):

@@ -113,17 +113,22 @@ class PackMambaLM(TemplateLM):
         self,
         contexts: list[str],
         until: str | list[str] | None = None,
-        max_gen_toks: int = 256,  # as in the harness' own classes
+        max_gen_toks: int | None = None,
+        max_new_tokens: int = 256,  # as in the harness' own classes
         temperature: float | None = 0.0,
         top_p: float = 1.0,
         do_sample: bool = True,
+        **others: Any,
     ) -> list[str]:
+        if others:
+            expected = "until, max_gen_toks, temperature, top_p or do_sample"
+            raise ValueError(f"generation_kwargs: expected {expected}, got {sorted(others)}")
         stops = [stop for stop in ([until] if isinstance(until, str) else until or []) if stop]
         temperature = float(temperature or 0.0) if do_sample else 0.0
         generated = generate(
             self.model,
             [self.tok_encode(context) or [self.prefix_token_id] for context in contexts],
-            int(max_gen_toks),
+            int(max_new_tokens if max_gen_toks is None else max_gen_toks),
             temperature,
             top_p if temperature else 1.0,
             self.eot_token_id,

@@ -47,7 +47,10 @@ def score(
     begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
     by_context: dict[Ids, dict[Ids, Predictions]] = {}
     checked: list[tuple[Ids, Ids]] = []
-    for i, (context, continuation) in enumerate(requests):
+    for i, request in enumerate(requests):
+        if not isinstance(request, (tuple, list)) or len(request) != 2:
+            raise TypeError(f"requests[{i}]: expected a pair (context, continuation), got {request!r:.60}")
+        context, continuation = request
         context = check_ids(context, f"requests[{i}]: context", model) or begin
         continuation = check_ids(continuation, f"requests[{i}]: continuation", model)
         if not context or not continuation:

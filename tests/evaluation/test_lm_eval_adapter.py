@@ -13,6 +13,7 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
+from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -111,6 +112,17 @@ def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, 
         for metric, value in values.items():
             if isinstance(value, float):
                 assert ours["results"][name][metric] == pytest.approx(value, rel=1e-4, abs=1e-3), (name, metric)
+
+
+def test_arguments_of_generation(checkpoint):
+    model = PackMambaLM(str(checkpoint), device="cpu")
+
+    def generate(**options):
+        return model.generate_until([Instance("generate_until", {}, ("the cat", options), 0)])
+
+    assert generate(max_new_tokens=3) == generate(max_gen_toks=3) != generate(max_gen_toks=9)
+    with pytest.raises(ValueError, match="generation_kwargs: .*num_beams"):
+        generate(num_beams=3)
 
 
 def test_errors_name_the_argument(tmp_path):

@@ -64,6 +64,12 @@ def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
     return low, high
 
 
+def integer(name: str, value: int, minimum: int) -> int:
+    """Return an integer. Raises ValueError naming the argument."""
+    require(isinstance(value, int) and value >= minimum, name, f"an integer of at least {minimum}", value)
+    return value
+
+
 def require(holds: bool, name: str, expected: str, value: Any) -> None:
     if not holds:
         raise ValueError(f"{name}: expected {expected}, got {value!r:.60}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from packmamba.evaluation.tasks.base import Example, Span, draw, make_example, require, span, within
+from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, require, span, within
 
 
 class MultiQueryRecall:
@@ -20,9 +20,9 @@ class MultiQueryRecall:
     ) -> None:
         self.pairs = span("num_pairs", num_pairs, 1)
         self.length = span("length", length, 4 * self.pairs[1])
-        require(vocab_size >= 2 * self.pairs[1], "vocab_size", f"at least {2 * self.pairs[1]}", vocab_size)
+        self.vocab_size = integer("vocab_size", vocab_size, 2 * self.pairs[1])
         require(power_a > 0, "power_a", "a number above 0", power_a)
-        self.vocab_size, self.power_a = vocab_size, float(power_a)
+        self.power_a = float(power_a)
         self.chance = 1 / (vocab_size - vocab_size // 2)
 
     def example(self, seed: int, index: int) -> Example:
@@ -46,7 +46,7 @@ class Induction:
     """
 
     def __init__(self, length: Span = (128, 256), vocab_size: int = 16) -> None:
-        self.length, self.vocab_size = span("length", length, 3), span("vocab_size", vocab_size, 2)[0]
+        self.length, self.vocab_size = span("length", length, 3), integer("vocab_size", vocab_size, 3)
         self.chance = 1 / (vocab_size - 1)
 
     def example(self, seed: int, index: int) -> Example:
@@ -66,8 +66,8 @@ class FuzzyRecall:
     """
 
     def __init__(self, length: Span = (64, 128), vocab_size: int = 16, motif: int = 3, num_keys: int = 8) -> None:
-        self.length = span("length", length, 4 * span("motif", motif, 1)[0])
-        require(0 < num_keys <= vocab_size // 2, "num_keys", f"at most the {vocab_size // 2} tokens of keys", num_keys)
+        self.length = span("length", length, 4 * integer("motif", motif, 1))
+        require(0 < num_keys <= vocab_size // 2, "num_keys", f"1 to {vocab_size // 2}, half the ids", num_keys)
         self.vocab_size, self.motif, self.num_keys = vocab_size, motif, num_keys
         self.chance = 1 / (vocab_size - vocab_size // 2)
 
@@ -101,7 +101,7 @@ class NoisyRecall:
     """
 
     def __init__(self, length: Span = (64, 128), vocab_size: int = 32, noise: float = 0.2) -> None:
-        self.length, self.vocab_size = span("length", length, 4), span("vocab_size", vocab_size, 4)[0]
+        self.length, self.vocab_size = span("length", length, 4), integer("vocab_size", vocab_size, 8)
         require(0 <= noise < 1, "noise", "at least 0 and below 1", noise)
         self.noise, self.keys = noise, vocab_size // 4
         self.chance = 1 / self.keys
@@ -135,8 +135,7 @@ class SelectiveCopying:
     def __init__(self, num_data: Span = 16, length: Span = (128, 256), vocab_size: int = 16) -> None:
         self.data = span("num_data", num_data, 1)
         self.length = span("length", length, self.data[1])
-        require(vocab_size >= 4, "vocab_size", "at least 4", vocab_size)
-        self.vocab_size = vocab_size
+        self.vocab_size = integer("vocab_size", vocab_size, 4)
         self.chance = 1 / (vocab_size - 2)
 
     def example(self, seed: int, index: int) -> Example:

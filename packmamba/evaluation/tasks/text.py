@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packmamba.evaluation.tasks.base import Example, Span, draw, make_example, require, span, within
+from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, require, span, within
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 Documents = Iterable[str | tuple[str, str]] | None
@@ -52,7 +52,7 @@ class Passkey:
         others: int = 2,
         documents: Documents = None,
     ) -> None:
-        self.digits, self.others, self.depth = span("digits", digits, 1)[0], span("others", others, 0)[0], depth
+        self.digits, self.others, self.depth = integer("digits", digits, 1), integer("others", others, 0), depth
         self.length = span("length", length, (32 + digits) * (others + 2))
         require(depth is None or 0 <= depth <= 1, "depth", "0 to 1 or None", depth)
         self.code = b"\n".join(text.encode() for _, text in with_packages(documents))
@@ -99,8 +99,8 @@ class NextLine:
     def __init__(
         self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None
     ) -> None:
-        self.context, self.num_choices = span("context", context, 1)[0], span("num_choices", num_choices, 2)[0]
-        self.per_package, self.chance = per_package, 1 / num_choices
+        self.context, self.num_choices = integer("context", context, 1), integer("num_choices", num_choices, 2)
+        self.per_package, self.chance = integer("per_package", per_package, 1), 1 / num_choices
         packages: dict[str, list[bytes]] = {}
         for package, text in with_packages(documents):
             packages.setdefault(package, []).append(text.encode())
