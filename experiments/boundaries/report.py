@@ -228,9 +228,6 @@ def spans(T: int) -> dict[str, tuple[float, float]]:
 
 
 COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "shuffled": "#D55E00"}
-AFTER_NAME = "-post-training"
-AFTER = {"": False, AFTER_NAME: True}
-"""Ends of figures' names, and whether their runs went on from other runs' weights."""
 LEAST, MOST = 5, 16
 """Powers of two between which places are drawn: before them differences are many times larger."""
 
@@ -285,18 +282,12 @@ def _pairs(here: dict[str, Arm], name: str = "own", other: str = "zero") -> int:
 
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw a leak's effect on the loss by position in the document; also in post-training."""
+    """Draw a leak's effect in post-training on the loss by position in the document."""
     settings = {
-        s: here for s, here in by_setting(arms(records)).items() if not s.tuning and _pairs(here, "leak", "rows") > 1
+        s: here
+        for s, here in by_setting(arms(records)).items()
+        if s.after and not s.tuning and _pairs(here, "leak", "rows") > 1
     }
-    found = []
-    for end, after in AFTER.items():
-        part = {s: here for s, here in settings.items() if s.after == after}
-        found += _leaks_by_place(f"leaks{end}", part)
-    return found
-
-
-def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[Figure]:
     if not settings:
         return []
     fig, (ax,) = axes(1, width=7.0)
@@ -315,12 +306,11 @@ def _leaks_by_place(name: str, settings: dict[Setting, dict[str, Arm]]) -> list[
     ax.set_xticks([64, 256, 1024, 4096, 16384], ["64", "256", "1024", "4096", "16,384"])
     ax.set_xticks([], minor=True)
     legend_below(fig, columns=1)
-    after = "; runs that went on from zero" if name.endswith(AFTER_NAME) else ""
     caption = (
         f"Leak minus the same rows with reset, by the place in the document from {2**LEAST} on, each document read from "
-        f"zero{after}; bars are 95 % intervals over seeds and packages."
+        "zero; runs that went on from zero; bars are 95 % intervals over seeds and packages."
     )
-    return [finish(fig, name, caption)]
+    return [finish(fig, "leaks-post-training", caption)]
 
 
 def _halves(found: Sequence[Estimate]) -> np.ndarray:

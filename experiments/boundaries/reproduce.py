@@ -3,20 +3,9 @@
 from packmamba.reproduce import Headline, Step
 
 SMALL = (
-    *(
-        "data.source=stdlib",
-        "data.path=null",
-        "data.unit=null",
-        "data.tokens_per_step=1024",
-        "data.max_tokens_per_batch=1024",
-    ),
-    *(
-        "data.validation_documents=150",
-        "data.num_workers=0",
-        "model.d_model=64",
-        "model.n_layer=2",
-        "model.compile=false",
-    ),
+    *("data.source=stdlib", "data.path=null", "data.unit=null", "data.validation_documents=150", "data.num_workers=0"),
+    *("data.tokens_per_step=1024", "data.max_tokens_per_batch=1024"),
+    *("model.d_model=64", "model.n_layer=2", "model.compile=false"),
     *("optimizer.lr=5.0e-3", "optimizer.warmup_steps=5", "trainer.precision=32-true", "trainer.cuda_graphs=false"),
     *(f"trainer.{key}=80" for key in ("max_steps", "validate_every", "checkpoint_every")),
     *("trainer.accelerator=cpu", "trainer.threads=1", "jobs=1", "grid.seed=[1,2]"),
@@ -80,14 +69,7 @@ def _headline(
 GRAPHS = "tokens/s of own over zero's, as CUDA graphs"
 HEADLINES = [
     *(
-        Headline(
-            f"{outcome} {places} T",
-            "primary-files",
-            MAIN | {"outcome": outcome, "places": places},
-            "difference",
-            alone="primary",
-            small=SMALL_MAIN,
-        )
+        _headline(f"{outcome} {places} T", "primary", outcome, "difference", "outcome", MAIN | {"places": places})
         for outcome in ("coverage", "continuity")
         for places in ("inside", "beyond")
     ),

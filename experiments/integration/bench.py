@@ -252,10 +252,10 @@ class IntegrationConfig:
 
 
 def run(config: IntegrationConfig, records_path: Path, progress: bool = True) -> None:
-    """Appends a record of kind ``integration`` for each arm.
+    """Append a record of kind ``integration`` for each arm.
 
     Raises:
-            RuntimeError: a patched arm differs from single documents; nothing is recorded.
+        RuntimeError: a patched arm differs from single documents; nothing is recorded.
     """
     arms = {name: Arm(**fields) for name, fields in config.arms.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Tables and figures of parity: equivalence, calibration, drift, gradients, steps of equal time."""
+"""Tables of parity: equivalence, calibration, drift, gradients, steps of equal time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from experiments.common import make_columns, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
-from packmamba.report.figures import Figure, axes, finish, legend_below
 from packmamba.report.html import KINDS as LIBRARY
 from packmamba.report.html import Kind
 from packmamba.report.statistics import (
@@ -29,7 +27,6 @@ from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percen
 
 EARLY = 200
 """Optimizer steps of the prediction on float32."""
-LINES = {"packed-reset": "#0072B2", "packed-control": "#E69F00", "single": "#009E73"}
 Pair = tuple[Arm, Arm]
 
 
@@ -43,21 +40,8 @@ def apart(arm: Arm, other: Arm, curve: str = "train") -> pd.Series:
 
 
 def precision(arm: Arm) -> str:
-    return {"32-true": "float32", "bf16-mixed": "bfloat16"}.get(
-        said := arm.runs.iloc[0]["config.trainer.precision"], said
-    )
-
-
-def line(arm: Arm, first: Arm) -> Any:
-    """Return an arm's line style; a figure's first arm is solid."""
-    keys = ("optimizer.lr", "trainer.max_steps", "data.validation_documents")
-    own, its = ([one.runs.iloc[0].get(f"config.{key}") for key in keys] for one in (arm, first))
-    rate, steps, documents = (one != other for one, other in zip(own, its))
-    if rate:
-        return ":"
-    if precision(arm) == "float32":
-        return (0, (4, 1.5))
-    return "-." if steps else (0, (6, 1, 1, 1, 1, 1)) if documents else "-"
+    name = arm.runs.iloc[0]["config.trainer.precision"]
+    return {"32-true": "float32", "bf16-mixed": "bfloat16"}.get(name, name)
 
 
 def drift_table(pairs: Sequence[Pair]) -> Table:
@@ -89,36 +73,6 @@ def drift_table(pairs: Sequence[Pair]) -> Table:
     return table
 
 
-def drift_figure(pairs: Sequence[Pair]) -> list[Figure]:
-    """Differences against steps, on a logarithmic axis; nothing unless there is a pair in float32."""
-    if not any(precision(arm) == "float32" for arm, _ in pairs):
-        return []
-    fig, (ax,) = axes(1, width=6.4)
-    for arm, other in pairs:
-        steps = apart(arm, other)
-        if steps.empty:
-            continue
-        by_step = steps.groupby("step")
-        low, mean, high = by_step.min(), by_step.mean(), by_step.max()
-        name = next((name for name in LINES if arm.name.startswith(name)), "")
-        style: dict[str, Any] = {
-            "color": LINES.get(name, "#5b616b"),
-            "linestyle": line(arm, pairs[0][0]),
-            "linewidth": 1.8,
-        }
-        ax.plot(mean.index, mean, marker="o", markersize=3, label=f"{arm.name} minus {other.name}", **style)
-        if steps.index.get_level_values("seed").nunique() > 1:
-            ax.fill_between(mean.index, np.maximum(low, 1e-7), high, color=style["color"], alpha=0.12, linewidth=0)
-    ax.set(yscale="log", xlabel="optimizer step", ylabel="difference of a step's loss, nats")
-    legend_below(fig, columns=2)
-    caption = (
-        "Size of the difference between two arms' losses of the same documents, by step: mean over seeds, and from the least to "
-        "the largest. Dashed: float32; dotted: another learning rate; dash-dotted: more steps; with two dots: other "
-        "validation documents."
-    )
-    return [finish(fig, "drift", caption)]
-
-
 MARGIN = 0.005
 """Nats per target, named before the runs."""
 SEEDS = 8
@@ -136,7 +90,8 @@ OVER_SEEDS = ("over_seeds", "over_seeds_low", "over_seeds_high", "pairs")
 
 def unit(records: Sequence[Record]) -> str:
     """Name the unit of a document."""
-    return records[0]["config"]["data"].get("unit") or records[0]["config"]["data"]["source"]
+    data = records[0]["config"]["data"]
+    return data.get("unit") or data["source"]
 
 
 def parity_tables(records: Sequence[Record]) -> list[Table]:
@@ -150,11 +105,6 @@ def parity_tables(records: Sequence[Record]) -> list[Table]:
         found.append(_calibration(by_name["packed-reset"], by_name["packed-control"]))
     found += [_leak(arms), drift_table(_pairs(arms))]
     return [table for table in found if table.rows]
-
-
-def parity_figures(records: Sequence[Record]) -> list[Figure]:
-    """``records`` are of one corpus."""
-    return drift_figure(_pairs(aggregate.training_arms(records)))
 
 
 def _pairs(arms: Sequence[Arm]) -> list[Pair]:
@@ -227,11 +177,7 @@ def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
             continue
         inside, beyond, others = (
             difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets", where)
-            for where in (
-                f"start < {cut}",
-                f"start >= {cut}",
-                f"group != {targets.idxmax()}",
-            )
+            for where in (f"start < {cut}", f"start >= {cut}", f"group != {targets.idxmax()}")
         )
         if len(inside[0]) > 1:
             table.rows.append([
@@ -423,7 +369,7 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
 
 
 KINDS = {
-    "training": without_speeds(replace(LIBRARY["training"].extended(parity_tables, parity_figures), label=unit)),
+    "training": without_speeds(replace(LIBRARY["training"].extended(parity_tables), label=unit)),
     "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
     "gradients": Kind(gradient_tables, label=unit),
 }
