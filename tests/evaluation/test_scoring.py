@@ -79,6 +79,9 @@ def test_a_shared_context_is_computed_once(model, monkeypatch):
     monkeypatch.setattr(MambaLM, "forward", counted)
     score(model, [([1] * 100, [2, 3, choice]) for choice in range(4)], max_slots=256)
     assert sum(tokens) == 100 + 4 * 2
+    tokens.clear()
+    score(model, make_requests(), max_slots=96, begin_token=7)
+    assert max(tokens) <= 96
 
 
 @pytest.mark.parametrize(

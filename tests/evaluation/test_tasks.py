@@ -20,11 +20,11 @@ def make(name, **options):
 
 
 def solve_mqar(task, tokens):
-    held, answers, place = {}, {}, 0
+    held, place = {}, 0
     while tokens[place] not in held and tokens[place] < task.vocab_size // 2:
         held[tokens[place]] = tokens[place + 1]
         place += 2
-    return {t: held[token] for t, token in enumerate(tokens) if t >= place and token in held} | answers
+    return {t: held[token] for t, token in enumerate(tokens) if t >= place and token in held}
 
 
 def solve_selective_copying(task, tokens):
