@@ -1,7 +1,6 @@
 """Language-modelling evaluations on validation documents: loss, loss by position, context gain, remembrance.
 
-Every document is read from a zero state, piece by piece with exact states where it is longer than a pass. Losses are nats per
-target token.
+Documents are read from a zero state. Losses are nats per target token.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ Losses = list[NDArray[np.float64]]
 def token_losses(
     model: MambaLM, documents: Sequence[Any], max_slots: int = 16384, reader: Reader | None = None
 ) -> Losses:
-    """Return for each document of n tokens the (n - 1,) losses of tokens 1 to n - 1, each given all tokens before it.
-
-    ``reader`` reads these documents otherwise than each from a zero state.
-    """
+    """Return for each document of n tokens the (n - 1,) losses of tokens 1 to n - 1; ``reader``: not from zero states."""
 
     def targets(i: int, start: int, end: int) -> tuple[slice, Any]:
         wanted = documents[i][start + 1 : end + 1]
@@ -48,7 +44,7 @@ def token_losses(
 
 
 def sums_between(edges: Sequence[int], losses: NDArray[np.float64]) -> list[float]:
-    """Sum a document's losses at positions [edges[i], edges[i + 1]), as far as it reaches; its first target has position 1."""
+    """Sum a document's losses at positions [edges[i], edges[i + 1]); its first target has position 1."""
     return [
         float(losses[max(start, 1) - 1 : end - 1].sum())
         for start, end in zip(edges, edges[1:])
@@ -59,7 +55,7 @@ def sums_between(edges: Sequence[int], losses: NDArray[np.float64]) -> list[floa
 def means_between(
     edges: Sequence[int], sums: Sequence[Sequence[float]], lengths: Sequence[int]
 ) -> list[dict[str, float]]:
-    """Return mean losses by position from the ``sums_between`` of documents with these numbers of targets."""
+    """Average losses by position from documents' ``sums_between`` and numbers of targets."""
     rows = []
     for i, (start, end) in enumerate(zip(edges, edges[1:])):
         reach = [n for n, some in enumerate(sums) if len(some) > i]
@@ -71,7 +67,7 @@ def means_between(
 
 
 class Validation(NamedTuple):
-    """The validation documents that an evaluation reads, their numbers in the corpus, and the evaluation's options."""
+    """Hold an evaluation's documents, their numbers in the corpus, and its options."""
 
     corpus: Corpus
     numbers: list[int]
@@ -91,7 +87,7 @@ OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
 
 
 def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
-    """Return an evaluation's ``Validation``; None while the vocabulary size is unknown. Raises ConfigError."""
+    """Return a ``Validation``; None while the vocabulary size is unknown. Raises ConfigError."""
     known, options = OPTIONS.get(name, {}), {}
     for option in context.options.keys() - known:
         raise ConfigError(f"{context.key}.{name}: expected options of {', '.join(known) or 'none'}, got '{option}'")
@@ -154,7 +150,7 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
 
 
 def _bytes(document: np.ndarray, corpus: Corpus, tokenizer: Any) -> int:
-    """Return the bytes of a document's text without begin and end tokens; 0 if its ids have no text."""
+    """Count the bytes of a document's text; 0 without a tokenizer."""
     if tokenizer is None:
         return 0
     own = document[~np.isin(document, [i for i in (corpus.begin_id, corpus.end_id) if i is not None])]
@@ -162,7 +158,7 @@ def _bytes(document: np.ndarray, corpus: Corpus, tokenizer: Any) -> int:
 
 
 def _by_group(items: list[dict[str, Any]], key: str, sums: Sequence[str]) -> list[dict[str, float]]:
-    """Sum over the documents of a group, for intervals over groups."""
+    """Sum over each group's documents, for intervals over groups."""
     points: dict[tuple[Any, ...], dict[str, float]] = {}
     for item in items:
         place = {key: item[key], "group": item["group"]}
@@ -174,7 +170,7 @@ def _by_group(items: list[dict[str, Any]], key: str, sums: Sequence[str]) -> lis
 
 
 def positions(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate the loss by position in windows; buckets double from a sixteenth of a window to the last of ``most`` windows."""
+    """Evaluate the loss by position; buckets double from a sixteenth of a window to ``most`` windows."""
     texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
     edges = sorted({0, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))})
@@ -263,7 +259,7 @@ def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
 
 
 def _last_distributions(model: MambaLM, documents: Sequence[Any], max_slots: int) -> Tensor:
-    """(documents, vocabulary), the next-token distribution after each document."""
+    """Return (documents, vocabulary), the next-token distribution after each document."""
     last: dict[int, Tensor] = {}
     for _ in read_documents(model, documents, max_slots, lambda i, first, hidden: last.update({i: hidden[-1]})):
         pass

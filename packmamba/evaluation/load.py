@@ -18,10 +18,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass
 class LoadedModel:
-    """A model in evaluation mode, and how its texts are tokenized.
-
-    ``config`` is the run's if ``trained``; of any other checkpoint the defaults. Without a tokenizer its ids have no text.
-    """
+    """Hold a model in evaluation mode; ``config`` is the run's if ``trained``, else the defaults."""
 
     model: MambaLM
     config: Config
@@ -73,11 +70,10 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
 
 @dataclass
 class EvalContext:
-    """Everything that an evaluation uses besides the model.
+    """Hold what an evaluation uses besides the model.
 
-    ``data`` has the documents of evaluations on text and the rows of training, ``trainer`` the boundary scheme: if something
-    crosses under it, the model is evaluated as trained too. ``examples`` and ``seed`` are a task's; ``options`` are the
-    evaluation's, under the configuration key ``key``.
+    ``data`` has validation documents and the rows of training, ``trainer`` the boundary scheme; ``examples`` and ``seed`` are a
+    task's; ``options`` the evaluation's, under the configuration key ``key``.
     """
 
     data: DataConfig
@@ -96,7 +92,7 @@ class EvalContext:
 
 @dataclass
 class EvalResult:
-    """Metrics by name (``<name>_as_trained`` under the training's boundary scheme), curves by name, one item per example."""
+    """Hold metrics (``<name>_as_trained`` under the training's boundary scheme), curves, one item per example."""
 
     metrics: dict[str, float]
     curves: dict[str, list[dict[str, float]]]

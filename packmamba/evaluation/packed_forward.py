@@ -1,7 +1,6 @@
 """Packed forward passes over documents: each from a zero state, or in rows as in training.
 
-Passes have one batch shape, so that results do not depend on the other documents: packing isolates them, but a matrix product
-of another size may sum in another order.
+All passes have one batch shape: a matrix product of another size may sum in another order.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
 DocumentState = tuple[list[tuple[Tensor, ...]], int]
-"""For each layer the states of several documents, and the index of one of them."""
+"""Layers' states of several documents, and the index of one."""
 Visit = Callable[[int, int, Tensor], None]
-"""Takes a document's number, the position of a piece's first token in it, and the piece's activations (n, d_model)."""
+"""Takes a document's number, the position of a piece's first token, and its activations (n, d_model)."""
 Reader = Callable[[Visit], Iterator[int]]
-"""Reads documents, calling ``Visit`` for each piece of a pass before it yields the number of tokens in the pass."""
+"""Calls ``Visit`` for each piece of a pass, then yields the number of tokens in the pass."""
 
-SLOTS_PER_STATE = 64  # a pass returns one final state for so many slots: a state is as large as some tens of tokens
-HEAD_ROWS = 512  # fewest rows of logits computed at a time
-GPU_LOGITS = 1 << 25  # logits computed at a time on a GPU: with a small vocabulary, launches take longer than products
+SLOTS_PER_STATE = 64  # slots per final state of a pass: a state is as large as some tens of tokens
+HEAD_ROWS = 512  # minimum rows of logits at a time
+GPU_LOGITS = 1 << 25  # logits at a time on a GPU, where a small vocabulary's launches outlast its products
 
 
 @dataclass
 class Segment:
-    """A document's tokens from ``first`` on, read from the state ``start`` (None for zero) in as many passes as they need.
+    """Hold a document's tokens from ``first`` on, read from the state ``start`` (None: zero) in one pass or more.
 
-    ``visit`` gets each piece's first position and activations; ``finish`` gets the final state and returns further segments.
+    ``visit`` gets each piece's first position and activations; ``finish`` turns the final state into further segments.
     """
 
     tokens: Any
@@ -61,9 +60,9 @@ class Segment:
 def packed_forward(
     model: MambaLM, segments: list[Segment], max_slots: int, progress: bool | None = None
 ) -> Iterator[int]:
-    """Compute all segments and those that follow from them; yield the number of tokens in each pass.
+    """Compute all segments and those that follow from them; yield the number of tokens in each pass. Raises ValueError.
 
-    Segments with an initial state go first, so that few states are held; then the longest that fit. Raises ValueError.
+    Segments with an initial state go first, so that few states are held; then the longest that fit.
     """
     if max_slots < 1:
         raise ValueError(f"max_slots: expected at least 1, got {max_slots}")
@@ -104,10 +103,7 @@ def read_documents(
     visit: Visit,
     finals: dict[int, DocumentState | None] | None = None,
 ) -> Iterator[int]:
-    """Read each document from a zero state; yield the number of tokens in each pass, after ``visit`` got all pieces in it.
-
-    ``finals``, where given, is filled with the documents' final states.
-    """
+    """Read each document from a zero state; yield the number of tokens in each pass. ``finals`` receives final states."""
 
     def store(i: int, final: DocumentState) -> list[Segment]:
         finals[i] = final  # type: ignore[index]
@@ -150,12 +146,12 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> list[S
 
 
 def to_device(part: Any, device: torch.device) -> Any:
-    """Copy a tensor or a layout to a device; to a GPU from pinned memory, without waiting for it."""
+    """Copy a tensor or a layout to a device; to a GPU without waiting."""
     return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
 
 
 class InitialStates(Sequence):
-    """Initial states of documents by layer, gathered on access: one layer's copies are held at a time."""
+    """Gather documents' initial states on access: one layer's copies are held at a time."""
 
     def __init__(self, model: MambaLM, starts: Sequence[DocumentState | None]) -> None:
         self.mixers = [layer.mixer for layer in model.backbone.layers]
@@ -186,9 +182,9 @@ class InitialStates(Sequence):
 
 
 class TrainingLayoutReader:
-    """Documents in rows of a run's packing strategy, read under its boundary scheme (which belongs to this reader alone).
+    """Read documents in rows of a run's strategy under its boundary scheme (this reader's alone).
 
-    Where training refuses or truncates documents longer than a row, rows are as long as the longest document.
+    Unless documents are split, rows are at least as long as the longest.
     """
 
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
@@ -202,7 +198,7 @@ class TrainingLayoutReader:
         self.plan, self.batches = arrange_as_trained(corpus, np.arange(len(lengths)), data, boundary.continues)
 
     def read(self, model: MambaLM, visit: Visit) -> Iterator[int]:
-        """Read all documents batch by batch; yield the number of tokens of each batch."""
+        """Read all documents; yield the number of tokens of each batch."""
         device, plan = next(model.parameters()).device, self.plan
         self.boundary.reset()
         for rows in self.batches:
@@ -221,8 +217,7 @@ class TrainingLayoutReader:
 def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """(T, d_model) -> float32 (float64 for float64) log-probabilities (rows, vocabulary), some rows at a time.
 
-    The head computes in the dtype of its weights, under autocast too. The number of rows is constant for a model, so that the
-    head's product has one shape.
+    The head's product has its weights' dtype, under autocast too, and one shape for a model.
     """
     weight = model.lm_head.weight
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -238,11 +233,11 @@ def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, T
 
 
 Predictions = list[tuple[Tensor, Tensor]]
-"""For each piece of a document the float64 log-probabilities of its targets, and the most likely ids, on the model's device."""
+"""By piece of a document: float64 log-probabilities of targets, and most likely ids, on the model's device."""
 
 
 def predict(model: MambaLM, passes: Iterator[int], collected: list[tuple[Predictions, Tensor, Any]]) -> None:
-    """After each pass append to the predictions of what it collected: (predictions, activations, targets)."""
+    """Append each pass's results to the predictions in ``collected``: (predictions, activations, targets)."""
     for _ in passes:
         if not collected:
             continue
@@ -264,7 +259,7 @@ def predict_documents(
 ) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
     """Return each of ``count`` documents' losses in nats and most likely ids.
 
-    ``targets`` gives of a document's positions [start, end) those that count (an index of activations) and the ids after them.
+    ``targets(document, start, end)`` -> index of the activations that count, and the ids after them.
     """
     empty = (torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
     results: list[Predictions] = [[] for _ in range(count)]

@@ -30,10 +30,7 @@ def score(
     begin_token: int | None = None,
     progress: bool | None = None,
 ) -> list[Score]:
-    """Score continuations given their contexts; the bits of a score depend on neither the order nor the other requests.
-
-    A context with several continuations is computed once; each continuation starts from its final state. Requests longer
-    than a pass are computed piece by piece with exact states.
+    """Score continuations given their contexts; a score's bits depend on neither the order nor the other requests.
 
     Args:
         requests: pairs (context, continuation) of token ids.

@@ -1,6 +1,6 @@
-"""Evaluate a model on the examples of a task: accuracy and loss of its answers, by length and by load.
+"""Evaluate a model on a task's examples: accuracy and loss of its answers, by length and by load.
 
-Each example is read from a zero state, and under the training's boundary scheme as well if that lets something cross.
+Each is read from a zero state, and under the training's boundary scheme too if that lets something cross.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from packmamba.nn import MambaLM
 Items = list[dict[str, Any]]
 Curves = dict[str, list[dict[str, float]]]
 VALIDATION = "validation"
-"""Value of a task's option ``documents`` that stands for the validation documents."""
+"""Value of a task's option ``documents``."""
 
 
 def answer(
     model: MambaLM, examples: Sequence[Example], max_slots: int = 16384, reader: Reader | None = None
 ) -> tuple[Items, list[np.ndarray]]:
-    """Return plain numbers for each example, and its most likely ids (k,) after its k questions.
+    """Return numbers for each example, and its most likely ids (k,) after its k questions.
 
-    Examples are read from zero states, or by ``reader``; multiple choice is scored from zero states alone. Their order and
-    company change no bit.
+    Examples are read from zero states, or by ``reader``; multiple choice is scored from zero states alone.
     """
 
     def targets(i: int, start: int, end: int) -> tuple[Any, np.ndarray]:
@@ -62,7 +61,7 @@ def answer(
 
 
 def summarize(items: Items) -> tuple[dict[str, float], Curves]:
-    """Return metrics and tables ``by_length`` and ``by_load`` in buckets [1, 2), [2, 4), ...; as trained too where items are."""
+    """Return metrics and curves ``by_length`` and ``by_load`` in buckets [1, 2), [2, 4), ..."""
     suffixes = [suffix for suffix in ("", "_as_trained") if "right" + suffix in items[0]]
     names = ["answers", *(name + suffix for suffix in suffixes for name in ("right", "nats"))]
 
@@ -89,7 +88,7 @@ def summarize(items: Items) -> tuple[dict[str, float], Curves]:
 
 
 def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate accuracy and loss of a task's answers; of multiple choice the choices' accuracy too."""
+    """Evaluate accuracy and loss of a task's answers and choices."""
     task = make_task(name, context, len(model.lm_head.weight))
     total = getattr(task, "num_examples", None) or context.examples
     count = min(context.examples, total)
@@ -116,10 +115,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
 
 
 def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
-    """Return the task with its parameters; None for one of validation documents while the vocabulary size is unknown.
-
-    Raises ConfigError if parameters are wrong or the model's vocabulary is too small.
-    """
+    """Return the task; None for validation documents while the vocabulary size is unknown. Raises ConfigError."""
     known, parameters, texts = options(TASKS[name]), dict(context.options), None
     if parameters.get("documents") is not None and "documents" in known:
         if (given := parameters.pop("documents")) != VALIDATION:
@@ -146,7 +142,7 @@ def _construct(make: Any, parameters: str, documents: tuple[tuple[str, str], ...
 
 
 def tokenize(example: Example, tokenizer: Any) -> Example:
-    """Return an example of bytes, whose answer stands at its end, in a tokenizer's ids."""
+    """Convert an example of bytes, whose answer stands at its end, to a tokenizer's ids."""
     encode = lambda ids: tokenizer.encode(bytes(map(int, ids)).decode(errors="replace")).tolist()  # noqa: E731
     prompt, choices = encode(example.context), tuple(encode(choice) for choice in example.choices)
     right = encode(example.targets[example.mask]) if example.answer is None else choices[example.answer]

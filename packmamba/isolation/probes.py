@@ -25,9 +25,9 @@ PAD = 4  # slots of padding beside the longest document
 
 
 class Documents:
-    """Random tokens (L,) of packed documents, others in their place, and the rows in which a model gets them.
+    """Draw tokens (L,) of packed documents and others in their place, and arrange the rows in which a model gets them.
 
-    Rows are packed, or hold one document each, padded on the left or right with its neighbours' tokens in the packed row.
+    Rows are packed, or hold one document each, padded on the left or right with neighbours' tokens.
 
     Attributes:
         number: (L,), each slot's document.
@@ -57,7 +57,7 @@ class Documents:
         """Yield changed tokens, and the slots whose logits must not change.
 
         Changed are the first document's last token, the last one's first token, then everything around each of
-        ``documents``: to the document's own first token, which competes with it most, as for the capacity of experts.
+        ``documents``, to its own first token: that competes with it most, as for the capacity of experts.
         """
         count, slot = len(self.lengths), torch.arange(len(self.tokens), device=self.tokens.device)
         yield torch.where(slot == self.lengths[0] - 1, self.others, self.tokens), self.number != 0
@@ -134,7 +134,7 @@ def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
 
 
 class Entries(TorchFunctionMode):
-    """Capture embeddings of tokens, wherever ids become floating-point numbers, as leaves to differentiate by."""
+    """Capture tokens' embeddings as leaves to differentiate by, wherever ids become floating-point numbers."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
@@ -155,10 +155,7 @@ class Entries(TorchFunctionMode):
 
 
 def crossing_gradients(documents: Documents) -> bool | None:
-    """Return whether the loss of the middle or the last document has a gradient outside it; None: none can be taken.
-
-    The loss is a random linear form of the document's logits. A NaN gradient counts as one.
-    """
+    """Return whether a loss of the middle or the last document has a gradient (NaN too) outside it; None: none can be taken."""
     count = len(documents.lengths)
     torch.manual_seed(SEED)
     tokens = documents.tokens[None]
@@ -188,7 +185,7 @@ def crossing_gradients(documents: Documents) -> bool | None:
 
 
 class Routing(TorchDispatchMode):
-    """Detect routing, as in mixtures of experts, where some tokens decide the shapes of products of others."""
+    """Detect routing: some tokens decide the shapes of products of others."""
 
     NAMES = ("topk", "sort", "argsort", "argmax", "bincount", "histc", "_grouped_mm")
     found = False
@@ -222,7 +219,7 @@ def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str |
 
 
 def _calls(documents: Documents, tokens: Tensor) -> dict[tuple[str, int], list[list[Tensor]]]:
-    """Record the inputs and outputs of every call of a module, in the order in which calls end: inner modules first."""
+    """Record inputs and outputs of every module's calls, inner modules first."""
     calls: dict[tuple[str, int], list[list[Tensor]]] = {}
     counts: Counter[str] = Counter()
 
