@@ -46,8 +46,8 @@ from packmamba.training.lit_module import PackedLitModule
 
 
 def tables(question, records):
-    (section,) = build_sections(records, figures=False, kinds=kinds_of(find(question), records))
-    return {table.name: table for table in section.tables}
+    sections = build_sections(records, figures=False, kinds=kinds_of(find(question), records))
+    return {table.name: table for section in sections for table in section.tables}
 
 
 CPU = {
@@ -291,12 +291,8 @@ def test_time_of_kernels_and_gaps():
 
 
 SCORING = [
-    *(
-        "model=130m",
-        "overrides=[model.n_layer=1,model.d_model=32,model.vocab_size=300]",
-        "dtype=float32",
-        "max_slots=256",
-    ),
+    *("model=130m", "overrides=[model.n_layer=1,model.d_model=32,model.vocab_size=300]"),
+    *("dtype=float32", "max_slots=256"),
     "workloads.short-context={contexts: 6, context: 12, continuations: 4, continuation: 3}",
     "workloads.long-context={contexts: 4, context: 80, continuations: 1, continuation: 3}",
     *("prompts=[1,3]", "prompt_length=16", "new_tokens=3", "rounds=2", "arms=[packed,padded-8]"),
@@ -309,12 +305,7 @@ def test_scoring(tmp_path):
     scores = [record for record in records if record["kind"] == "scoring"]
     assert [record["arm"] for record in scores] == ["packed", "padded-8"] * 2
     assert all(record["metrics"]["mean_difference"] < 1e-5 for record in scores)
-    assert {"scoring-short-context", "scoring-long-context", "generation"} <= scoring_tables(records)
-
-
-def scoring_tables(records):
-    kinds = kinds_of(find("scoring"), records)
-    return {table.name for section in build_sections(records, figures=False, kinds=kinds) for table in section.tables}
+    assert {"scoring-short-context", "scoring-long-context", "generation"} <= tables("scoring", records).keys()
 
 
 def test_wrong_scores_are_not_timed(tmp_path, monkeypatch):
