@@ -17,7 +17,7 @@ ARGUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")
 
 
 class CheckedCallable:
-    """Call a function of tokens and lengths. What ``leakcheck`` calls by another way is a class derived from this.
+    """Call a function of tokens and lengths; base class of what is called otherwise.
 
     Attributes:
         inputs: packed, or the sides of the padding beside a document in a row of its own: the result is about these.
@@ -51,7 +51,7 @@ class CheckedCallable:
         raise NotImplementedError
 
     def alone(self, tokens: Tensor) -> Tensor:
-        """Return the logits (1, L, V) of one document, without the boundary argument where it is optional."""
+        """Return the logits (1, L, V) of one document, without an optional boundary argument."""
         return self.packed(tokens, [tokens.shape[1]])
 
 
@@ -156,7 +156,7 @@ def _parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
-    """List the modules that a callable computes with, as far as it shows: bound, enclosed, or named in its code."""
+    """List the modules that a callable binds, encloses or names in its code."""
     seen: list[Any] = [getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
     if inspect.isfunction(inner := getattr(function, "__func__", function)):
         enclosed = inspect.getclosurevars(inner)

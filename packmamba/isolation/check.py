@@ -14,12 +14,11 @@ from packmamba.isolation.adapters import CheckedCallable, adapt
 from packmamba.isolation.probes import Documents, moved
 
 ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65))
-"""Lengths of documents: awkward ones, and some that end where kernels cut their chunks. The sums are primes, which no other
-axis of a model is as long as."""
+"""Lengths of documents: awkward ones, and some that end at kernels' chunks. The sums are primes: no other axis is as long."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Maximum ||packed - alone|| / ||alone|| of a document: sums in another order."""
+"""Maximum ||packed - alone|| / ||alone|| of a document."""
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Changes, relative to the largest logit, that count as rounding where tokens are routed and no gradient connects documents."""
+"""Maximum rounding, relative to the largest logit, where tokens are routed and no gradient connects documents."""
 
 
 def leakcheck(
@@ -76,7 +75,7 @@ def leakcheck(
 
 
 def _check(documents: Documents, mode: ModeResult, alone: bool) -> None:
-    """Check one row of documents and add the findings to ``mode``."""
+    """Check one row of documents; add to ``mode``."""
     model = documents.model
     with torch.no_grad():
         try:
@@ -119,7 +118,7 @@ def _check(documents: Documents, mode: ModeResult, alone: bool) -> None:
 
 
 def _noise(documents: Documents, base: Tensor, moves: Tensor, mode: ModeResult, rounding: float) -> float:
-    """Return the size of moves that two calls with the same tokens make; below 0 if that is no rounding but a leak."""
+    """Return the size of moves between two equal calls; below 0 if that is a leak."""
     noise = float(_moves(documents.logits(), base).max())
     differ = f"Two calls with the same tokens differ by {noise:.1g}"
     if noise > rounding:
@@ -133,7 +132,7 @@ def _noise(documents: Documents, base: Tensor, moves: Tensor, mode: ModeResult, 
 
 
 def _padding_is_harmless(documents: Documents) -> bool | None:
-    """Return whether padded documents equal themselves alone up to rounding, whatever the padding holds; None: refused."""
+    """Return whether padded documents equal themselves alone up to rounding; None: refused."""
     with torch.no_grad():
         try:
             base = documents.logits()
@@ -163,7 +162,7 @@ def _moves(logits: Tensor, base: Tensor) -> Tensor:
 
 
 def _from_alone(documents: Documents, base: Tensor) -> float:
-    """Return the largest ||packed - alone|| / ||alone|| of a document, over finite entries; infinite if others differ."""
+    """Return the largest ||packed - alone|| / ||alone|| over finite entries; infinite if others differ."""
     largest = 0.0
     for packed, alone in zip(base.split(documents.lengths), documents.alone()):
         finite = packed.isfinite() & alone.isfinite()
@@ -176,7 +175,7 @@ def _from_alone(documents: Documents, base: Tensor) -> float:
 
 @dataclass
 class ModeResult:
-    """Findings in evaluation mode, in training mode, or of a callable as it is. None: not seen.
+    """Hold the findings in one mode, or of a callable. None: not seen.
 
     Attributes:
         isolated_forward: changing other documents changes no bit of a document's logits.
@@ -208,7 +207,7 @@ class ModeResult:
         return self.isolated_forward is False or self.isolated_backward is False
 
     def add(self, name: str, holds: bool) -> None:
-        """Record whether a property holds in one more row; it holds if it does in all."""
+        """Record whether a property holds in one more row."""
         setattr(self, name, getattr(self, name) is not False and holds)
 
     def sentences(self, name: str, boundaries: str) -> Iterator[str]:
@@ -235,7 +234,7 @@ class ModeResult:
 
 
 def _of_modes(name: str, combine: Callable[[Iterator[Any]], Any]) -> Any:
-    """Make a property that combines a finding of all modes; None where no mode has one."""
+    """Make a property that combines all modes' findings; None without one."""
 
     def get(self: LeakCheckResult) -> Any:
         values = [value for mode in self.modes.values() if (value := getattr(mode, name)) is not None]
@@ -246,7 +245,7 @@ def _of_modes(name: str, combine: Callable[[Iterator[Any]], Any]) -> Any:
 
 @dataclass
 class LeakCheckResult:
-    """The result of ``leakcheck``; ``str`` gives it in sentences.
+    """Hold the result of ``leakcheck``; ``str`` gives it in sentences.
 
     Attributes:
         boundaries: how documents were marked: the argument's name, layout (a MambaLM), lengths (a callable).
