@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,12 +48,13 @@ def _fields() -> dict[tuple[str, ...], dict[str, object]]:
 def without_speeds(kind: Kind) -> Kind:
     """Leave out the speed of training runs that shared a machine; timings of arms in turns have tables of their own."""
 
-    def tables(records: list[Record]) -> list[Table]:
+    def tables(records: Sequence[Record]) -> list[Table]:
         made = kind.tables(records)
         for table in made:
             kept = [i for i, c in enumerate(table.columns) if c.names[0] not in ("real_tokens_per_second", "speedup")]
             if table.name == "training":
-                table.columns, *table.rows = ([row[i] for i in kept] for row in (table.columns, *table.rows))
+                table.columns = [table.columns[i] for i in kept]
+                table.rows = [[row[i] for i in kept] for row in table.rows]
                 table.notes = [note for note in table.notes if not note.startswith("Speed")]
         return made
 

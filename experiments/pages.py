@@ -35,10 +35,12 @@ def numbers(folder: Path, source: dict[str, Any], column: str) -> list[float]:
     """Return a number of the row that a source names, with its interval if it has one; [] without such a row."""
     path = folder / source["from"]
     row = row_of(path, {key: value for key, value in source.items() if key not in OWN}) if path.is_file() else None
-    values = [float(row[name]) for name in (column, f"{column}_low", f"{column}_high") if row and row.get(name)]
+    if row is None:
+        return []
+    values = [float(row[name]) for name in (column, f"{column}_low", f"{column}_high") if row.get(name)]
     if values and "over" in source:
         other = row_of(path, source["over"] | ({"run": row["run"]} if "run" in row else {}))  # times of one run
-        return [values[0] / float(other[column])]
+        return [values[0] / float(other[column])] if other else []
     return values
 
 
@@ -52,10 +54,11 @@ def cell(folder: Path, source: dict[str, Any], spec: str, margin: float) -> str:
     if not values:
         return ""
     if form == "verdict":
-        return verdict(Estimate(*values, seeds=0), margin)
-    mean, *bounds = (f"{value:{form}}" for value in values)
-    mean += "".join(f" ± {value:{form}}" for name in spread for value in numbers(folder, source, name))
-    return mean + f" [{', '.join(bounds)}]" * bool(bounds) + (unit if unit == "x" else f" {unit}" * bool(unit))
+        mean, low, high = values
+        return verdict(Estimate(mean, low, high, 0), margin)
+    shown, *bounds = (f"{value:{form}}" for value in values)
+    shown += "".join(f" ± {value:{form}}" for name in spread for value in numbers(folder, source, name))
+    return shown + f" [{', '.join(bounds)}]" * bool(bounds) + (unit if unit == "x" else f" {unit}" * bool(unit))
 
 
 def sources(table: dict[str, Any], row: list[Any]) -> list[dict[str, Any]]:

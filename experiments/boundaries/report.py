@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -456,7 +457,8 @@ def _exploratory(settings: dict[Setting, dict[str, Arm]]) -> Table:
             for places, span in spans(setting.T).items():
                 both = paired(some[arm], some[other], *span)
                 if both and len(both[0]) > 2:
-                    p = interval(both[0].sum(axis=1) / both[1].sum()).p
+                    one = interval(both[0].sum(axis=1) / both[1].sum())
+                    p = math.nan if one is None else one.p
                     head = [word(setting.label()), word(what), word(other), word(places)]
                     cells = [_cell(contrast(some[arm], some[other], *span)), _same(some[arm], some[other])]
                     found.append(([*head, *cells], p))

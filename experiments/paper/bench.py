@@ -91,7 +91,7 @@ def time_lengths(c: Config, device: torch.device, records_path: Path, progress: 
     config = replace(c, overrides=["model.n_layer=1", "model.vocab_size=256"])
     model = Size(config, c.length_model, device, records_path, progress)
     module = model.build()
-    losses = {"packmamba": module.loss}
+    losses: dict[str, Any] = {"packmamba": module.loss}
     try:
         losses["mamba-ssm"] = PeerLM(module.model).loss
     except ValueError as error:

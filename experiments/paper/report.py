@@ -72,8 +72,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
             return seconds[0] / seconds[1] * tokens[1] / tokens[0]
 
         speeds[size, dtype] = ratio_of([record["metrics"]["seconds_per_batch"] for record in (single, packed)])
-        there = [scaled_seconds(timed[arm]) for arm in (single["arm"], PACKED) if arm in timed]
-        model = ratio_of(there) if len(pair) == 2 and None not in there else None
+        scaled = (scaled_seconds(timed[arm]) for arm in (single["arm"], PACKED) if arm in timed)
+        there = [seconds for seconds in scaled if seconds is not None]
+        model = ratio_of(there) if len(there) == 2 else None
         add("packed over one document at a time", size, dtype, speeds[size, dtype], PAPER.get(size), model=model)
         if len(pair) == 2:
             kernels = ratio_of([m["seconds"] - m["idle"] for m in pair])

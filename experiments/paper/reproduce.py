@@ -3,7 +3,15 @@
 from packmamba.reproduce import Headline, Step
 
 _TINY = "overrides=[model.d_model=64,model.n_layer=2,model.vocab_size=256]"
-_SMALL = ("models=[130m]", "dtypes=[float32]", _TINY, "length_model=130m", "lengths=[57,256]", "calls=2", "slots=2048")
+_SMALL: tuple[str, ...] = (
+    "models=[130m]",
+    "dtypes=[float32]",
+    _TINY,
+    "length_model=130m",
+    "lengths=[57,256]",
+    "calls=2",
+    "slots=2048",
+)
 _SMALL += ("documents=64", "arms.packed.row_length=2048", "packed_documents=20000", "rounds=2")
 TAKES = "6 minutes"
 STEPS = [

@@ -85,11 +85,12 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
         packed = _best_packed(arms)
         shown = {name: arms[arm] for name, arm in _bars(packed).items() if arm in arms}
         for y, (name, record) in enumerate(shown.items()):
-            rate, metrics = _rate(record), record["metrics"]
+            metrics = record["metrics"]
+            rate = metrics["real_tokens_per_second"]
             spread = rate * metrics["seconds_spread"] / metrics["seconds_per_batch"] / 2
             ax.barh(y, rate, color=_THEIRS if "mamba-ssm" in name else _OURS, height=0.66)
             ax.errorbar(rate, y, xerr=spread, color=INK, capsize=2, linewidth=1)
-            ratio = (_rate(arms[packed]) if packed else rate) / rate
+            ratio = (arms[packed]["metrics"]["real_tokens_per_second"] if packed else rate) / rate
             ax.text(
                 rate + spread,
                 y,
@@ -98,7 +99,7 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
                 fontsize=8,
             )
         name_bars(ax, list(shown), ax is panels[0])
-        ax.set_xlim(0, 1.45 * max(map(_rate, shown.values())))
+        ax.set_xlim(0, 1.45 * max(record["metrics"]["real_tokens_per_second"] for record in shown.values()))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
         paper = f" (the paper, A100: {PAPER[model]}x over single)" if model in PAPER else ""
         ax.set(title=model.upper() + paper, xlabel="real tokens per second")
