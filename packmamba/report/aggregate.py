@@ -18,7 +18,16 @@ from packmamba.report.statistics import Estimate, bootstrap, difference_by_group
 
 Record = Mapping[str, Any]
 
-SCHEMES = ("single", "padded", "packed-reset", "packed-leak", "packed-leak-conv", "packed-leak-scan", "packed-carry")
+SCHEMES = (
+    "single",
+    "padded",
+    "padded-sorted",
+    "packed-reset",
+    "packed-leak",
+    "packed-leak-conv",
+    "packed-leak-scan",
+    "packed-carry",
+)
 BASELINES = ("padded", "single", "packed-reset")  # by preference
 OPEN_END = 2**31 - 1  # of a range of positions
 # Keys in which the runs of one arm may differ.
@@ -87,6 +96,7 @@ class Arm:
     def scheme(self) -> str:
         """One of ``SCHEMES``, or ``packed-`` and the boundary scheme."""
         strategy, boundary = self.says("data.strategy"), self.says("trainer.boundary", "reset")
+        strategy = str(strategy).replace("_", "-")
         return strategy if strategy in SCHEMES else f"packed-{boundary.replace('_', '-')}"
 
     @property

@@ -30,13 +30,14 @@ _DASHED = (0, (4, 1.5))
 STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8", "linewidth": 6.0},
     "padded": {"color": "#E69F00", "linewidth": 3.6},
+    "padded-sorted": {"color": "#8C6D1F", "linewidth": 2.4},
     "packed-reset": {"color": "#0072B2", "linewidth": 1.6},
     "packed-leak": {"color": "#D55E00", "linewidth": 1.8, "linestyle": _DASHED},
     "packed-leak-conv": {"color": "#CC79A7", "linewidth": 1.8, "linestyle": _DASHED},
     "packed-leak-scan": {"color": "#7A4B9A", "linewidth": 1.8, "linestyle": _DASHED},
     "packed-carry": {"color": "#009E73", "linewidth": 1.8, "linestyle": (0, (7, 1.5, 1, 1.5))},
 }
-OTHERS = ("#56B4E9", "#882255", "#8C6D1F", "#B2182B", "#1B7837", "#4D4D4D")
+OTHERS = ("#56B4E9", "#882255", "#B2182B", "#1B7837", "#4D4D4D")
 DPI = 160
 NARROW = 4.3  # inches
 _narrow = False
