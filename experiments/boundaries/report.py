@@ -82,7 +82,7 @@ class Setting:
     tuning: bool
     """Seeds on which things were chosen."""
     tried: bool
-    """Of a sweep that tries learning rates: compared inside it alone."""
+    """True in a sweep that tries learning rates: compared inside it alone."""
 
     def label(self) -> str:
         size = {512: "14M", 768: "47M"}.get(self.width, f"width {self.width}")

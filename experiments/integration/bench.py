@@ -182,9 +182,9 @@ class Measured:
 @dataclass(frozen=True)
 class Turn:
     seconds: float
-    """Of the steps behind the first ones."""
+    """Rate of the steps behind the first ones."""
     losses: list[float]
-    """Of every step, nats per target."""
+    """Loss of every step, nats per target."""
     peak: int | None
 
 

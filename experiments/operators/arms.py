@@ -44,7 +44,7 @@ class GpuArm(_Fields):
     packing: str = "packed"
     """packed: rows with boundaries; unpacked: the row as one document; by-document: each alone; padded: one batch."""
     boundaries: str | None = "schedule"
-    """What kernels find boundaries by: schedule; indices, one for each token; null where there are none."""
+    """Source of boundaries in kernels: schedule; indices, one for each token; null where there are none."""
     with_states: bool = False
     """An initial state goes in, the final one comes out."""
 

@@ -182,7 +182,7 @@ class Operator:
     kernels: Callable[[], Call]
     """Ours, into memory that is there."""
     theirs: str
-    """What transformers calls it, and how it computes one document: channels first."""
+    """Name of transformers' implementation of one document, channels first."""
     alone: Callable[[Callable[..., Tensor], dict[str, Tensor], slice], Tensor]
     checked: dict[str, Tensor]
     """The leaves in float64; where channels are independent, the first ones stand for all."""

@@ -149,7 +149,7 @@ def references(inputs: Inputs, some: Tensor) -> dict[str, Reference]:
 
 
 HEAD_CHANNELS, HEAD_STATES = 64, 128
-"""Of Mamba-2: channels that share a step size, and states of each."""
+"""Mamba-2's channels that share a step size, and states of each."""
 
 
 @dataclass
@@ -165,7 +165,7 @@ class Implementation:
     expects: str = ""
     """Which of ``references`` the output must agree with."""
     gradients: bool = False
-    """Whether ``prepare`` gives a Call, whose gradients are held against float64 too."""
+    """True if ``prepare`` gives a Call, whose gradients are held against float64 too."""
 
     def phases(self, layout: SequenceLayout) -> Phases:
         """Forward and backward, for the clock."""
@@ -353,7 +353,7 @@ BUILDERS: dict[str, Callable[[GpuArm, Inputs, Tensor, int, dict[str, Reference]]
     "packmamba-ssd": _ssd,
     "causal-conv1d": _causal_conv1d,
 }
-"""What implements an arm. A builder may add a reference of its own; ImportError or ValueError if a peer is not installed."""
+"""Implementations of arms. A builder may add a reference of its own; ImportError or ValueError if a peer is not installed."""
 
 
 def build(

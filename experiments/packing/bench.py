@@ -66,7 +66,7 @@ class Arm:
 
     strategy: str
     buffer: Optional[int]
-    """Of greedy alone."""
+    """Buffer of greedy alone."""
 
     def plan(self, lengths: np.ndarray | list[int], row_length: int, overlong: str) -> PackingPlan:
         return plan_rows(lengths, row_length, self.strategy, overlong, 1 if self.buffer is None else self.buffer)

@@ -22,7 +22,7 @@ from packmamba.training.fit import disable_lightning_signals, make_strategy, qui
 from packmamba.training.lit_module import PackedLitModule
 
 TURN_STEPS = 4
-"""Of a turn: the device waits for the host at its start, as it does not in training."""
+"""Steps of a turn: the device waits for the host at its start, as it does not in training."""
 WARM_UP = 4
 """Steps before, in which everything is compiled; the timed ones begin with the same documents."""
 

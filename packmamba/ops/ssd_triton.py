@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from packmamba.ops import cuda
+from packmamba.ops.custom_op import dense
 
 CHUNK = 64
 HEADS = 8
@@ -358,7 +359,7 @@ def zero_padding(chunks: Plan, *tensors: Tensor | None) -> None:
 
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: tl.float32}
-"""Of products' operands and of saved states: float16 would miss its tolerance."""
+"""Dtypes of products' operands and of saved states, by that of the activations: float16 would miss its tolerance."""
 
 
 def _settings(a: Any) -> tuple[dict[str, Any], dict[str, int], tuple]:
@@ -379,12 +380,14 @@ def _settings(a: Any) -> tuple[dict[str, Any], dict[str, int], tuple]:
     return constants, strides, (length, heads, float(low), float(high))
 
 
-def _spread(strides: dict[str, int], *names: str) -> dict[str, int]:
-    return {name: value for name, value in strides.items() if name[0] in names}
+def _dense(a: Any) -> Any:
+    """Copy parameters and states that are not contiguous: the kernels index them without strides."""
+    return a._replace(**{name: dense(getattr(a, name)) for name in ("A", "D", "delta_bias", "initial_state")})
 
 
 def forward(a: Any) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack``."""
+    a = _dense(a)
     rows, length, heads, _ = a.x.shape
     constants, strides, sizes = _settings(a)
     y, documents = a.x.new_empty(a.x.shape), len(a.layout.starts)
@@ -403,6 +406,7 @@ def forward(a: Any) -> tuple[Tensor, Tensor | None]:
 
 def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradients of the nine tensors."""
+    a = _dense(a)
     (rows, length, heads, channels), (groups, states) = a.x.shape, a.B.shape[2:]
     constants, strides, sizes = _settings(a)
     chunks, documents = plan(a.layout, a.offsets, rows, length), len(a.layout.starts)
@@ -420,7 +424,8 @@ def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor |
     )  # fmt: skip
     _walk_back[(heads * documents,)](
         dy, a.delta, a.A, a.C, a.z, a.delta_bias, dfinal, dinitial, at_ends, chunks.documents, *sizes,
-        **_spread(strides, "d", "C", "z"), **constants, INITIAL=initial, FINAL=dfinal is not None, **WALK,
+        **{name: of for name, of in strides.items() if name[0] in "dCz"}, **constants, INITIAL=initial,
+        FINAL=dfinal is not None, **WALK,
     )  # fmt: skip
     each = next(n for n in range(min(HEADS, heads // groups), 0, -1) if heads // groups % n == 0)
     dx, ddelta = a.x.new_empty(a.x.shape), a.x.new_empty(a.delta.shape)

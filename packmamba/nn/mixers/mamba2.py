@@ -27,9 +27,8 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, gated: Tensor) -> Tensor:
         wide = gated.to(accumulation_dtype(gated.dtype)).unflatten(-1, (self.groups, -1))
-        return F.rms_norm(wide, wide.shape[-1:], eps=self.epsilon).flatten(-2).to(gated.dtype) * self.weight.to(
-            gated.dtype
-        )
+        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.epsilon).flatten(-2)
+        return normed.to(gated.dtype) * self.weight.to(gated.dtype)
 
 
 class PackedMamba2(Mixer):
