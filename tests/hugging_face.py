@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-FAMILIES = ("Mamba", "FalconMamba", "Jamba", "Zamba")
+FAMILIES = ("Mamba", "FalconMamba", "Jamba", "Zamba", "Mamba2")
 HYBRID = {  # their keys of what CONFIGS names
     "use_bias": "mamba_proj_bias",
     "use_conv_bias": "mamba_conv_bias",
@@ -29,7 +29,9 @@ ROWS = [([5, 1, 8], 0, 0), ([3, 2, 1], 3, 5), ([14], 0, 0), ([], 14, 0), ([4], 1
 
 
 def modeling(family):
-    name = {"FalconMamba": "falcon_mamba"}.get(family, family.lower())
+    name = {"FalconMamba": "falcon_mamba", "FalconH1": "falcon_h1", "NemotronH": "nemotron_h"}.get(
+        family, family.lower()
+    )
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
@@ -50,12 +52,14 @@ def plain_torch(monkeypatch):
 @pytest.fixture
 def wide(monkeypatch, plain_torch):
     """float64 all the way: transformers rounds to float32 between, whatever the weights are."""
-    real = torch.Tensor.float
-    monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype == torch.float64 else real(t))
-    for family in FAMILIES:
-        norm = getattr(modeling(family), f"{family}RMSNorm")
-        wide_norm = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
-        monkeypatch.setattr(norm, "forward", wide_norm)
+    real_float, real_to = torch.Tensor.float, torch.Tensor.to
+
+    def to(tensor, *args, **kwargs):
+        rounds = args == (torch.float32,) or kwargs == {"dtype": torch.float32}
+        return tensor if rounds and tensor.dtype == torch.float64 else real_to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype == torch.float64 else real_float(t))
+    monkeypatch.setattr(torch.Tensor, "to", to)
 
 
 def build(family, dtype=torch.float32, seed=0, **config):
@@ -63,6 +67,16 @@ def build(family, dtype=torch.float32, seed=0, **config):
 
     torch.manual_seed(seed)
     config = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4} | config
+    if family == "Mamba2":
+        inner = config["hidden_size"] * config.setdefault("expand", 2)
+        config |= {
+            "head_dim": inner // 4,
+            "num_heads": 4,
+            "n_groups": 2,
+            "chunk_size": 4,
+            "time_step_limit": (0.01, 0.2),
+        }
+        config.pop("time_step_rank", None)
     if family in ("Jamba", "Zamba"):
         config = {HYBRID.get(key, key): value for key, value in config.items()}
         config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}

@@ -1,4 +1,4 @@
-"""Packing for Hugging Face's models with Mamba-1 layers: one line, in place, or one for a process."""
+"""Packing for Hugging Face's models with Mamba layers: one line, in place, or one for a process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 from packmamba.integrations.transformers.boundaries import KNOWN
 
-NAMES = tuple(f"{family}ForCausalLM" for family in ("Mamba", "FalconMamba", "Jamba", "Zamba"))
+NAMES = tuple(f"{family}ForCausalLM" for family in ("Mamba", "FalconMamba", "Jamba", "Zamba", "Mamba2"))
 PLACES = ("transformers.models.", "packmamba.integrations.transformers.models")
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(model: Model, require_boundaries: bool = False) -> Model:
-    """Patch a MambaForCausalLM, FalconMamba-, Jamba- or ZambaForCausalLM in place to respect documents; return it.
+    """Patch a model whose class is among ``NAMES``, of transformers, in place to respect documents; return it.
 
     Its forward then takes packed rows: ``position_ids`` (B, L) that start again at 0, ``seq_idx`` (B, L) or ``cu_seq_lens_q``
     (S + 1,), any of them together if they agree, and ``attention_mask`` (B, L) with padding on either side. A document has the

@@ -22,6 +22,8 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
         packing: where documents lie; None: each row is one.
         cache: transformers' cache, which gets the states that rows end with; None: they are not kept.
     """
+    if hasattr(mixer, "dt_bias"):
+        return mix2(mixer, hidden, packing, cache)
     layout = None if packing is None else packing.layout
     xz = mixer.in_proj(hidden)
     wide = accumulation_dtype(xz.dtype)
@@ -65,10 +67,46 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
             y, state = y if keeps else (y, None)
         mixed = out_proj(_blank(y, packing))
     if keeps:
-        inputs = _blank(inputs, packing).transpose(1, 2)
-        cache.update_conv_state(inputs, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
-        cache.update_recurrent_state(state if packing is None else state[packing.last], mixer.layer_idx)
+        _keep(mixer, cache, packing, inputs, state)
     return mixed
+
+
+def mix2(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tensor:
+    """Mix as ``mix`` by Mamba-2's recurrence: the mixers of Mamba-2 and of the hybrids on it, which their attributes tell apart.
+
+    The mixer's own gated norm is called. Falcon-H1 scales the input and each part of what in_proj makes, and may have no norm.
+    """
+    layout = None if packing is None else packing.layout
+    if hasattr(mixer, "mup_vector"):
+        projected = mixer.in_proj(hidden * mixer.ssm_in_multiplier)
+        projected = (projected * mixer.mup_vector).to(projected.dtype)
+    else:
+        projected = mixer.in_proj(hidden)
+    groups, states = mixer.n_groups, mixer.ssm_state_size
+    gate, inputs, delta = projected.split((mixer.intermediate_size, mixer.conv_dim, mixer.num_heads), dim=-1)
+    xbc = ops.conv1d_pack(inputs, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, layout=layout, activation="silu")
+    x, B, C = xbc.split((mixer.intermediate_size, groups * states, groups * states), dim=-1)
+    wide = accumulation_dtype(x.dtype)
+    A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.to(wide)
+    by_head, by_group = (-1, mixer.head_dim), (groups, states)
+    normed, keeps = getattr(mixer, "mamba_rms_norm", True), cache is not None
+    y = ops.ssd_pack(
+        x.unflatten(-1, by_head), delta, A, B.unflatten(-1, by_group), C.unflatten(-1, by_group), D,
+        z=None if normed else gate.unflatten(-1, by_head), delta_bias=mixer.dt_bias.to(wide), delta_softplus=True,
+        delta_limit=mixer.time_step_limit, layout=layout, return_final_state=keeps,
+    )  # fmt: skip
+    y, state = y if keeps else (y, None)
+    y = mixer.norm(y.flatten(-2), gate) if normed else y.flatten(-2)
+    if keeps:
+        _keep(mixer, cache, packing, inputs, state)
+    return mixer.out_proj(_blank(y, packing).to(hidden.dtype))
+
+
+def _keep(mixer: Any, cache: Any, packing: Packing | None, inputs: Tensor, state: Any) -> None:
+    """Give a cache the convolution's inputs and the states that rows end with."""
+    inputs = _blank(inputs, packing).transpose(1, 2)
+    cache.update_conv_state(inputs, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
+    cache.update_recurrent_state(state if packing is None else state[packing.last], mixer.layer_idx)
 
 
 def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Packing subclasses of transformers' models with Mamba-1 layers, which ``patch`` puts in place of the originals, same names."""
+"""Packing subclasses of transformers' models with Mamba layers, which ``patch`` puts in place of the originals, same names."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.jamba import modeling_jamba
 from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.zamba import modeling_zamba
 
 from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, Packing, find
@@ -25,11 +26,13 @@ PARTS = {"in_proj", "conv1d", "out_proj", "A_log", "D"}
 PROJECTIONS = {"x_proj", "dt_proj"}
 NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
 HEADS = {"x_proj_weight", "dt_proj_weight", "dt_proj_bias"}
-FAMILIES = (  # modules, names, what a mixer holds, whether attention layers stand beside mixers
-    (modeling_mamba, "Mamba", "Mixer", PARTS | PROJECTIONS, False),
-    (modeling_falcon_mamba, "FalconMamba", "Mixer", PARTS | PROJECTIONS | NORMS, False),
-    (modeling_jamba, "Jamba", "MambaMixer", PARTS | PROJECTIONS | NORMS, True),
-    (modeling_zamba, "Zamba", "MambaMixer", PARTS | HEADS, True),
+PARTS2 = PARTS | {"dt_bias", "norm"}
+FAMILIES = (  # modules, names, what a mixer holds, how its model hands it the packing: alone, or beside attention's mask
+    (modeling_mamba, "Mamba", "Mixer", PARTS | PROJECTIONS, "mask"),
+    (modeling_falcon_mamba, "FalconMamba", "Mixer", PARTS | PROJECTIONS | NORMS, "mask"),
+    (modeling_jamba, "Jamba", "MambaMixer", PARTS | PROJECTIONS | NORMS, "masks"),
+    (modeling_zamba, "Zamba", "MambaMixer", PARTS | HEADS, "masks"),
+    (modeling_mamba2, "Mamba2", "Mixer", PARTS2, "keyword"),
 )
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "kwargs"}
 CACHES = ("cache", "cache_params", "past_key_values")
@@ -151,8 +154,9 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
     return {"full_attention": create_causal_mask(**arguments), "linear_attention": packing}
 
 
-def _packs(original: Any, hybrid: bool, whole: bool) -> Callable:
+def _packs(original: Any, way: str, whole: bool) -> Callable:
     """Wrap a model's forward to take boundary arguments."""
+    hybrid = way == "masks"
     signature = inspect.signature(original.forward)
     *named, others = signature.parameters.values()
     names = [parameter.name for parameter in named[1:]]
@@ -173,6 +177,8 @@ def _packs(original: Any, hybrid: bool, whole: bool) -> Callable:
         packing = None if hybrid and whole else kwargs.pop("packing", None)
         if packing is not None:
             kwargs["attention_mask"] = _masks(self, kwargs, packing) if hybrid else packing
+        if way == "keyword" and not whole and isinstance(kwargs.get("attention_mask"), Packing):
+            kwargs["packing"] = kwargs.pop("attention_mask")
         return original.forward(self, **kwargs)
 
     # What Trainer reads to know which columns of a data set the model takes.
@@ -213,7 +219,8 @@ def _mixes(original: Any) -> Callable:
     @functools.wraps(original.forward)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs.update(zip(names, args))
-        cache, mask = _cache(kwargs), kwargs.get("attention_mask")
+        packing = kwargs.pop("packing", None)
+        cache, mask = _cache(kwargs), kwargs.get("attention_mask") if packing is None else packing
         continues = cache is not None and cache.has_previous_state(self.layer_idx)
         if continues or isinstance(mask, Tensor):
             return original.forward(self, hidden_states, **kwargs)
@@ -247,13 +254,13 @@ def _subclass(original: type, **attributes: Any) -> None:
     CLASSES[original] = globals()[original.__name__] = ours
 
 
-for module, family, suffix, holds, hybrid in FAMILIES:
+for module, family, suffix, holds, way in FAMILIES:
     mixer, backbone, whole = (getattr(module, f"{family}{part}") for part in (suffix, "Model", "ForCausalLM"))
     HOLDS[mixer], WHOLE[whole] = holds, whole.__init__
     _subclass(mixer, forward=_mixes(mixer))
-    _subclass(backbone, forward=_packs(backbone, hybrid, whole=False))
+    _subclass(backbone, forward=_packs(backbone, way, whole=False))
     _subclass(
-        whole, __init__=_made(whole, whole.__init__), forward=_packs(whole, hybrid, whole=True),
+        whole, __init__=_made(whole, whole.__init__), forward=_packs(whole, way, whole=True),
         prepare_inputs_for_generation=_generates(whole), save_pretrained=_saves(whole),
     )  # fmt: skip
 
