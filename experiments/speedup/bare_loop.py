@@ -60,9 +60,10 @@ class BareLoop:
         peers = [name for name, arm in arms.items() if arm.peer]
         try:
             peer = PeerLM(self.module.model) if peers else None
-        except ValueError as error:
+        except (ImportError, ValueError) as error:
             print(f"left out, {', '.join(peers)}: {error}", file=sys.stderr)
             arms, peer = {name: arm for name, arm in arms.items() if not arm.peer}, None
+        self.peer_leaks = peer is not None and peer.leaks
         self.cases = []
         for name, arm in arms.items():
             fed = feed(model.documents, arm, c.slots)
@@ -86,7 +87,7 @@ class BareLoop:
             if case.arm.packs:
                 leaking = self.token_losses(lambda batch: self.module.loss(batch, Leak()), fed)
                 case.leak_error = _difference(leaking, alone)
-                expected = leaking if case.arm.leaks else alone
+                expected = leaking if case.arm.peer and self.peer_leaks else alone
             loss = case.loss
             if case.arm.graphs:
                 graphs = BatchGraphs(self.module.loss, self.parameters)

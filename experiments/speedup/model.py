@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional, cast
 
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from packmamba import timing
 from packmamba.config import Config as RunConfig
-from packmamba.config import DataConfig, key, load_config
+from packmamba.config import ConfigError, DataConfig, key, load_config
 from packmamba.data.batch import PackedBatch, Rows
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import STRATEGIES
@@ -44,10 +44,10 @@ class Arm:
     row_length: Optional[int] = key(
         None, "Slots of a row; null: as many as each document (single) or each batch's longest (padded) has.", low=1
     )
-    sorted_by_length: bool = key(False, "Documents are sorted by length before they are arranged.")
+    multiple_of: int = key(1, "Rows end in padding up to a multiple of so many slots; not in steps.", low=1)
     layers: str = key(
         "packmamba",
-        "packmamba, or mamba-ssm, which leaks where rows are packed and is left out where it is not installed.",
+        "packmamba, or mamba-ssm, whose Mamba-1 leaks where rows are packed; left out where it is not installed.",
         choices=("packmamba", "mamba-ssm"),
     )
     graphs: bool = key(False, "Forward and backward are CUDA graphs (packmamba.training.cuda_graphs).")
@@ -60,15 +60,11 @@ class Arm:
 
     @property
     def packs(self) -> bool:
-        return self.strategy not in ("single", "padded")
+        return self.strategy not in ("single", "padded", "padded_sorted")
 
     @property
     def peer(self) -> bool:
         return self.layers == "mamba-ssm"
-
-    @property
-    def leaks(self) -> bool:
-        return self.peer and self.packs
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of its records."""
@@ -124,26 +120,29 @@ class Feed:
 
 def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
     """The documents as the arm arranges them, in batches of at most ``slots`` slots. ValueError if a row cannot hold one."""
-    lengths, data = documents.lengths, arm.data(max_tokens_per_batch=slots)
-    order = np.argsort(lengths, kind="stable") if arm.sorted_by_length else np.arange(len(lengths))
-    rows = arrange(cast(Corpus, documents), Pieces.of(cast(Corpus, documents), order), data)
+    corpus, data = cast(Corpus, documents), arm.data(max_tokens_per_batch=slots)
+    rows = arrange(corpus, Pieces.of(corpus, np.arange(len(documents.lengths))), data)
+    rows = replace(rows, slots=-(-rows.slots // arm.multiple_of) * arm.multiple_of)
     return Feed(rows, micro_batches(rows, np.arange(len(rows)), data))
 
 
 class PeerLM(nn.Module):
     """mamba-ssm's blocks as its users run them: fast path, fused add and norm, residual in float32; eager.
 
-    Shares its parameters with ``model``. Raises ValueError if mamba-ssm is not installed.
+    Shares its parameters with ``model``. Mamba-2's layers are told where packed documents lie; Mamba-1's cannot be, and leak.
+    Raises ValueError or ImportError if mamba-ssm is not installed.
     """
 
     backbone: Any
 
     def __init__(self, model: MambaLM) -> None:
         super().__init__()
-        block, mixer = _peer("mamba_ssm", "modules.block", "Block"), _peer("mamba_ssm", "modules.mamba_simple", "Mamba")
-        norm, self._norm = (_peer("mamba_ssm", "ops.triton.layer_norm", name) for name in ("RMSNorm", "layer_norm_fn"))
         c = model.config
-        settings = {key: c[key] for key in ("d_state", "d_conv", "expand", "dt_rank") if key in c}
+        self.leaks = c["mixer"] == "mamba1"
+        block = _peer("mamba_ssm", "modules.block", "Block")
+        mixer = _peer("mamba_ssm", *(("modules.mamba_simple", "Mamba") if self.leaks else ("modules.mamba2", "Mamba2")))
+        norm, self._norm = (_peer("mamba_ssm", "ops.triton.layer_norm", name) for name in ("RMSNorm", "layer_norm_fn"))
+        settings = {key: c[key] for key in ("d_state", "d_conv", "expand", "dt_rank", "headdim", "ngroups") if key in c}
         with torch.device("meta"):
             layers = [
                 block(
@@ -160,10 +159,11 @@ class PeerLM(nn.Module):
         self.load_state_dict(model.state_dict(keep_vars=True), assign=True)
 
     def loss(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy and (B, L) that at each slot, zero where there is no target. Rows leak."""
+        """The summed cross-entropy and (B, L) that at each slot, zero where there is no target."""
+        boundaries = {"seq_idx": batch.layout.seq_idx} if batch.layout.packed and not self.leaks else {}
         hidden, residual = self.backbone.embedding(batch.tokens), None
         for layer in self.backbone.layers:
-            hidden, residual = layer(hidden, residual)
+            hidden, residual = layer(hidden, residual, **boundaries)
         norm = self.backbone.norm_f
         hidden = self._norm(hidden, norm.weight, norm.bias, residual=residual, eps=norm.eps, is_rms_norm=True)
         logits = self.lm_head(hidden).float()
@@ -199,12 +199,14 @@ class Config:
     dtype: str = key("bfloat16", "Of the bare loop's weights; A and D are float32 as in mamba-ssm.", choices=TOLERANCES)
     precision: str = key("bf16-mixed", "Lightning's, of the steps.", choices=("32-true", "bf16-mixed", "bf16-true"))
     num_workers: int = key(2, "Processes that prepare the batches of steps.", low=0)
-    peak_flops_per_second: Optional[float] = key(None, "Of which model FLOP utilisation is a share.", above=0)
     seed: int = key(0, "Of lengths, tokens and weights.", low=0)
 
     def taking_part(self, part: str) -> dict[str, Arm]:
-        """Return the arms that take part in a part."""
-        return {name: arm for name, arm in self.arms.items() if part in arm.parts}
+        """Return the arms that take part in a part. Raises ConfigError for an arm whose rows PackedDataModule cannot make."""
+        arms = {name: arm for name, arm in self.arms.items() if part in arm.parts}
+        if part == STEPS and (rounded := [name for name, arm in arms.items() if arm.multiple_of > 1]):
+            raise ConfigError(f"arms.{rounded[0]}.parts: expected no steps with multiple_of above 1, got {part}")
+        return arms
 
 
 def run_config(model: str, overrides: list[str]) -> RunConfig:
@@ -215,7 +217,7 @@ def run_config(model: str, overrides: list[str]) -> RunConfig:
 # The first that matches a kernel's name (on a CPU, an operator's) is its family.
 FAMILIES = {
     "conv": r"conv1d|convparams",
-    "scan": r"ssm|scanparams|selective_scan|scheduleparams|::schedule\(",
+    "scan": r"ssm|scanparams|selective_scan|scheduleparams|::schedule\(|chunk_|state_passing|_walk",
     "optimizer": r"multi_tensor|fused_?adam|foreach|AdamW",
     "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter",
     "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|bmm|linear)$",
@@ -294,6 +296,8 @@ class Model:
         self.vocab_size = self.config.model.vocab_size
         self.documents = Documents(draw_lengths(c.distribution, c.documents, c.seed), self.vocab_size, c.seed)
         self.begun = time.perf_counter()
+        with torch.device("meta"):
+            self.lm = PackedLitModule.from_config(self.config, 1).model
 
     def build(self) -> PackedLitModule:
         """The model with weights of ``dtype``, but A and D, which mamba-ssm keeps in float32 too."""
@@ -311,21 +315,14 @@ class Model:
         return f"{self.name}: {what}" if self.progress else None
 
     def speed(self, real_tokens_per_second: float, padding_fraction: float) -> dict[str, Any]:
-        """Return the fields of a record of speed. FLOPs: 6 for each token and parameter outside the embedding, head included."""
-        model = self.config.model
-        if not hasattr(self, "flop_parameters"):
-            with torch.device("meta"):
-                lm = PackedLitModule.from_config(self.config, 1).model
-            self.flop_parameters = sum(p.numel() for p in lm.parameters())
-            if not model.tie_embeddings:
-                self.flop_parameters -= lm.backbone.embedding.weight.numel()
-        flops, peak = 6 * self.flop_parameters * real_tokens_per_second, self.c.peak_flops_per_second
+        """Return the fields of a record of speed; flop_parameters are those outside the embedding, head included."""
+        lm = self.lm
+        embedding = 0 if self.config.model.tie_embeddings else lm.backbone.embedding.weight.numel()
         return {
             "real_tokens_per_second": real_tokens_per_second,
             "slots_per_second": real_tokens_per_second / (1 - padding_fraction),
             "padding_fraction": padding_fraction,
-            "model_flops_utilisation": None if peak is None else flops / peak,
-            "flop_parameters": self.flop_parameters,
+            "flop_parameters": sum(parameter.numel() for parameter in lm.parameters()) - embedding,
             "rounds": self.c.rounds,
         }
 
@@ -350,7 +347,7 @@ class Model:
     ) -> None:  # fmt: skip
         """Appends a record; ``fields``: the arm's, and what else its configuration holds."""
         c = self.c
-        shared = ("distribution", "documents", "slots", "dtype", "precision", "rounds", "peak_flops_per_second")
+        shared = ("distribution", "documents", "slots", "dtype", "precision", "rounds")
         settings = {"model": self.name, "part": part, **{name: getattr(c, name) for name in shared}}
         if self.progress:
             shown = {name: None if v is None else float(f"{v:.4g}") for name, v in metrics.items()}
@@ -362,5 +359,6 @@ class Model:
         append_record(self.path, record)
 
     def sizes(self) -> dict[str, Any]:
-        names = ("d_model", "n_layer", "expand", "d_state", "vocab_size", "compile", "recompute")
-        return {name: getattr(self.config.model, name) for name in names}
+        names = ("d_model", "n_layer", "mixer", "expand", "vocab_size", "compile", "recompute")
+        of_mixer = {"d_state": self.lm.backbone.layers[0].mixer.d_state}
+        return {name: getattr(self.config.model, name) for name in names} | of_mixer

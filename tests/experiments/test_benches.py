@@ -8,7 +8,9 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from configured import configured
+from torch import nn
 
 import run
 from experiments.operators import cpu, gpu, gpu_implementations
@@ -37,9 +39,11 @@ from packmamba import SequenceLayout, ops
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.packing import STRATEGIES, plan_rows
 from packmamba.evaluation import Score
+from packmamba.nn.mixers.mamba2 import PackedMamba2
 from packmamba.ops import custom_op
 from packmamba.records import read_records
 from packmamba.report.html import build_sections
+from packmamba.report.tables import write_table
 from packmamba.reproduce import find, kinds_of, load_bench
 from packmamba.training.boundary import Leak
 from packmamba.training.lit_module import PackedLitModule
@@ -183,9 +187,10 @@ def test_a_wrong_plan_is_not_timed(array, value):
 BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"
 ARMS = {
     "single": {"strategy": "single", "parts": [BARE, STEPS]},
+    "single-8": {"strategy": "single", "multiple_of": 8},
     "padded-256": {"strategy": "padded", "row_length": 256, "parts": [BARE, BREAKDOWN, STEPS]},
     "padded-longest": {"strategy": "padded"},
-    "padded-buckets": {"strategy": "padded", "sorted_by_length": True},
+    "padded-sorted": {"strategy": "padded_sorted"},
     "packed-512-next_fit": {"strategy": "next_fit", "row_length": 512},
     "packed-512-best_fit_decreasing": {
         "strategy": "best_fit_decreasing",
@@ -207,8 +212,11 @@ TINY = {
     "dtype": "float32",
     "precision": "32-true",
     "num_workers": 0,
-    "peak_flops_per_second": 1e11,
 }
+
+
+MAMBA2 = ["model.mixer=mamba2", "model.n_layer=1", *MODEL[1:], "model.mixer_options={headdim: 8}"]
+PACKED = ("packed-512-next_fit", "packed-512-best_fit_decreasing")
 
 
 def test_whole_models(tmp_path):
@@ -223,8 +231,9 @@ def test_whole_models(tmp_path):
         assert configured(Arm, ARMS[record["arm"]]).fields().items() <= record["config"].items()
         assert record["metrics"]["loss_error"] <= TOLERANCES["float32"]
     padding = {record["arm"]: record["metrics"]["padding_fraction"] for record in bare}
-    assert padding["single"] == 0 < padding["packed-512-best_fit_decreasing"] < padding["packed-512-next_fit"]
-    assert padding["padded-buckets"] < padding["padded-longest"] < padding["padded-256"]
+    assert padding["single"] == 0 < padding["single-8"] < padding["padded-256"]
+    assert padding["single"] < padding["packed-512-best_fit_decreasing"] < padding["packed-512-next_fit"]
+    assert padding["padded-sorted"] < padding["padded-longest"] < padding["padded-256"]
     assert [record["arm"] for record in by_kind["speedup", STEPS]] == [
         n for n, a in ARMS.items() if STEPS in a.get("parts", ())
     ]
@@ -233,7 +242,74 @@ def test_whole_models(tmp_path):
         assert metrics["scan"] > 0 and metrics["conv"] > 0 and metrics["matrix products"] > 0
         assert sum(metrics[family] for family in FAMILIES) == pytest.approx(metrics["seconds"])
     made = tables("speedup", records)
-    assert [row[1].text for row in made["arms-130m"].rows] == list(ARMS) and len(made["breakdown"].rows) == 2
+    assert [row[2].text for row in made["arms-130m"].rows] == list(ARMS) and len(made["breakdown"].rows) == 2
+
+
+def test_cards_and_mixers_stand_side_by_side(tmp_path):
+    arms = {name: ARMS[name] for name in ("single", "single-8", "packed-512-next_fit")}
+    own = {"arms": arms, "rounds": 1, "parts": [BARE], "overrides": MAMBA2}
+    speedup.run(configured(Config, TINY | own), tmp_path / "records.jsonl", progress=False)
+    records = read_records(tmp_path)
+    assert {(r["config"]["mixer"], r["config"]["d_state"]) for r in records} == {("mamba2", 4)}
+    of_cards = []
+    for name, factor in (("NVIDIA H200", 1), ("NVIDIA H100 80GB HBM3", 2)):
+        for r in records:
+            metrics = r["metrics"] | {"seconds_per_batch": 0.5 * factor, "seconds_spread": 0.04 * factor}
+            metrics |= {"real_tokens_per_second": 1e6 / factor}
+            of_cards.append(r | {"hardware": r["hardware"] | {"gpus": [name]}, "metrics": metrics})
+    made = {
+        name: list(csv.DictReader(write_table(table, "csv").splitlines()))
+        for name, table in tables("speedup", of_cards).items()
+    }
+    assert [(row["card"], row["arm"]) for row in made["arms-130m"]] == [
+        (c, a) for c in ("H200", "H100 80GB HBM3") for a in arms
+    ]
+    rows = made["headline"]
+    assert [row["card"] for row in rows] == ["H200", "H100 80GB HBM3"]
+    for row, factor in zip(rows, (1, 2)):
+        assert (float(row["over_single_8"]), float(row["over_single_8_spread"])) == pytest.approx((1, 0.08 * 2**0.5))
+        per_token = 6 * records[0]["metrics"]["flop_parameters"]
+        expected = per_token * 1e6 / factor / 989e12, (per_token + 15 * 32 * 4) * 1e6 / factor / 989e12
+        assert (float(row["model_flops_utilisation"]), float(row["counted_flops_utilisation"])) == pytest.approx(
+            expected
+        )
+
+
+class PeerNorm(nn.RMSNorm):
+    bias = None
+
+    def __init__(self, width):
+        super().__init__(width, eps=1e-5)
+
+
+class PeerBlock(nn.Module):
+    def __init__(self, width, mixer, mlp, norm, **_):
+        super().__init__()
+        self.norm, self.mixer = norm(width), mixer(width)
+
+    def forward(self, hidden, residual, **boundaries):
+        residual = hidden if residual is None else hidden + residual
+        return self.mixer(self.norm(residual), **boundaries), residual
+
+
+class PeerMamba2(PackedMamba2):
+    def forward(self, hidden, seq_idx=None):
+        return super().forward(hidden, None if seq_idx is None else SequenceLayout.from_seq_idx(seq_idx))
+
+
+def test_mamba_ssm_s_mamba2_is_told_where_documents_lie(tmp_path, monkeypatch):
+    norm = lambda hidden, weight, bias, residual, **_: F.rms_norm(hidden + residual, weight.shape, weight, 1e-5)  # noqa: E731
+    stand_ins = {"Block": PeerBlock, "Mamba2": PeerMamba2, "RMSNorm": PeerNorm, "layer_norm_fn": norm}
+    monkeypatch.setattr("experiments.speedup.model._peer", lambda package, module, name: stand_ins[name])
+    arms = {
+        name: ARMS[name] | {"layers": "mamba-ssm", "parts": [BARE]} for name in ("single-8", "padded-sorted", *PACKED)
+    }
+    values = TINY | {"arms": arms, "rounds": 1, "parts": [BARE], "overrides": MAMBA2}
+    speedup.run(configured(Config, values), tmp_path / "records.jsonl", progress=False)
+    assert [record["arm"] for record in read_records(tmp_path)] == list(arms)
+    monkeypatch.setattr(PeerMamba2, "forward", lambda self, hidden, seq_idx=None: PackedMamba2.forward(self, hidden))
+    with pytest.raises(RuntimeError, match="packed-512-next_fit: losses are off"):
+        speedup.run(configured(Config, values), tmp_path / "again.jsonl", progress=False)
 
 
 def test_a_leaking_arm_is_not_timed(tmp_path, monkeypatch):
