@@ -27,10 +27,9 @@ class Schedules(dict):
 
 
 class SequenceLayout:
-    """Documents in the B * L slots of a batch; padding is only ever a row's tail.
+    """Documents in the B * L slots of a batch, in row order, then position order; padding is only ever a row's tail.
 
-    Documents are counted in row order, then position order. Each has at least one token here; a row may have none.
-    Build one with a ``from_*`` constructor: they check everything once, on the host, so that operators need not.
+    Each has at least one token here; a row may have none. The ``from_*`` constructors check everything once, on the host.
 
     Attributes:
         shape: (B, L).
@@ -44,10 +43,7 @@ class SequenceLayout:
         self, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor, num_tokens: int, longest: int | None = None
     ) -> None:  # fmt: skip
         """Trust the arguments: int32 tensors of one device that describe documents as the class says."""
-        self.shape = shape
-        self.starts = starts
-        self.ends = ends
-        self.offsets = offsets
+        self.shape, self.starts, self.ends, self.offsets = shape, starts, ends, offsets
         self.num_tokens, self.longest = num_tokens, longest
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
             starts.schedules = Schedules(longest=longest, offsets=offsets)  # type: ignore[attr-defined]
@@ -58,40 +54,34 @@ class SequenceLayout:
     def from_lengths(
         cls, lengths: Sequence[Sequence[int]], row_length: int, offsets: Sequence[Sequence[int]] | None = None
     ) -> SequenceLayout:
-        """Build from rows of document lengths, in order from the left; the rest of a row is padding.
+        """Build from each row's document lengths, from the left; the rest of a row is padding, and an empty row all of it.
 
-        Args:
-            lengths: for each row the lengths of its documents, each at least 1; an empty row is all padding.
-            row_length: L.
-            offsets: for each length the position in its document of the first token here; None: zeros.
-
-        Raises TypeError or ValueError, naming the row and document.
+        ``offsets``: for each length the position in its document of the first token here; None: zeros. Raises TypeError or
+        ValueError, naming the row and document.
         """
         row_length = _integer(row_length, "row_length", minimum=1)
         rows = _integers(lengths, "lengths", minimum=1)
+        places = [[0] * len(row) for row in rows] if offsets is None else _integers(offsets, "offsets", minimum=0)
         if not rows:
             raise ValueError("lengths: expected at least one row, got none")
-        _check_slots(len(rows), row_length)
-        starts = []
+        if list(map(len, places)) != list(map(len, rows)):
+            raise ValueError("offsets: expected as many as lengths in each row, got others")
+        starts: list[int] = []
         for b, row in enumerate(rows):
             if sum(row) > row_length:
                 raise ValueError(f"lengths[{b}]: documents of {sum(row)} tokens do not fit row_length={row_length}")
-            starts.append([b * row_length + before for before in accumulate([0, *row][:-1])])
-        places = [[0] * len(row) for row in rows] if offsets is None else _integers(offsets, "offsets", minimum=0)
-        if list(map(len, places)) != list(map(len, rows)):
-            raise ValueError("offsets: expected as many as lengths in each row, got others")
-        first, tokens, place = (torch.tensor(list(chain(*of)), dtype=torch.int64) for of in (starts, rows, places))
+            starts += [*accumulate(row, initial=b * row_length)][:-1]
+        first, tokens, place = (
+            torch.tensor(of, dtype=torch.int64) for of in (starts, [*chain(*rows)], [*chain(*places)])
+        )
         return cls._checked((len(rows), row_length), first, first + tokens, place)
 
     @classmethod
     def from_rows(cls, num_rows: int, row_length: int, device: torch.device | str | None = None) -> SequenceLayout:
         """Build a layout of one document per row: the operators' default."""
-        num_rows = _integer(num_rows, "num_rows", minimum=1)
-        row_length = _integer(row_length, "row_length", minimum=1)
-        _check_slots(num_rows, row_length)
+        shape = _shape(num_rows, row_length)
         starts = torch.arange(num_rows, dtype=torch.int32, device=device) * row_length
-        shape, offsets = (num_rows, row_length), torch.zeros_like(starts)
-        return cls(shape, starts, starts + row_length, offsets, num_rows * row_length, row_length)
+        return cls(shape, starts, starts + row_length, torch.zeros_like(starts), num_rows * row_length, row_length)
 
     @classmethod
     def from_position_indices(cls, position_indices: Tensor) -> SequenceLayout:
@@ -113,65 +103,61 @@ class SequenceLayout:
     def from_seq_idx(cls, seq_idx: Tensor) -> SequenceLayout:
         """Build from each token's document id, (B, L) integer, as causal-conv1d and Mamba-2 take it, with offsets 0.
 
-        Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a row.
-        Raises TypeError or ValueError, naming the first row and position that are wrong.
+        Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a row. Raises TypeError or
+        ValueError, naming the first row and position that are wrong.
         """
         idx = _index_matrix(seq_idx, "seq_idx")
         starts_here = idx >= 0
         starts_here[:, 1:] &= idx[:, 1:] != idx[:, :-1]
-        for b in range(idx.shape[0]):
-            ids = idx[b][starts_here[b]]
+        for b, ids in enumerate(row[here] for row, here in zip(idx, starts_here)):
             values, counts = ids.unique(return_counts=True)
-            if (counts > 1).any():
-                again = int(values[counts > 1][0])
-                raise ValueError(f"seq_idx[{b}]: expected the slots of an id side by side, got id {again} again")
+            if (again := values[counts > 1]).numel():
+                raise ValueError(
+                    f"seq_idx[{b}]: expected the slots of an id side by side, got id {int(again[0])} again"
+                )
         return cls._from_starts(idx, starts_here, torch.zeros_like(idx))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int = 1, row_length: int | None = None) -> SequenceLayout:
         """Build from cumulative lengths over all rows, (S + 1,) integer, as flash-attention takes them, with offsets 0.
 
-        They increase strictly from 0 to rows * row_length and hold every row's start, since no document crosses rows and
-        nothing is padding. row_length None: what ``cu_seqlens`` ends at, by rows. Raises TypeError or ValueError, naming what
-        is wrong.
+        They increase strictly from 0 to rows * row_length and hold every row's start: nothing is padding. ``row_length`` None:
+        what they end at, by rows. Raises TypeError or ValueError.
         """
         cu = _integer_tensor(cu_seqlens, "cu_seqlens")
         if cu.dim() != 1 or cu.numel() < 2:
             raise ValueError(f"cu_seqlens: expected shape (S + 1,) with S at least 1, got {tuple(cu.shape)}")
-        rows = _integer(rows, "rows", minimum=1)
-        row_length = _integer(int(cu[-1]) // rows if row_length is None else row_length, "row_length", minimum=1)
-        _check_slots(rows, row_length)
+        last = int(cu[-1])
+        rows, row_length = shape = _shape(rows, last // rows if row_length is None else row_length)
         slots = rows * row_length
-        if cu[0] != 0 or cu[-1] != slots:
-            got = f"{int(cu[0])} to {int(cu[-1])}"
-            fix = "; mark a padded tail by from_lengths, or by -1 in from_seq_idx" if 0 < cu[-1] < slots else ""
-            raise ValueError(f"cu_seqlens: expected to run from 0 to rows * row_length = {slots}, got {got}{fix}")
-        if (cu.diff() <= 0).any():
-            s = int((cu.diff() <= 0).nonzero()[0])
-            raise ValueError(f"cu_seqlens: expected to increase strictly, got {int(cu[s])} then {int(cu[s + 1])}")
-        missing = ~torch.isin(torch.arange(rows) * row_length, cu)
-        if missing.any():
-            b = int(missing.nonzero()[0])
-            raise ValueError(f"cu_seqlens: expected row {b} to start with a document, got none at {b * row_length}")
-        return cls._checked((rows, row_length), cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
+        if cu[0] != 0 or last != slots:
+            fix = "; mark a padded tail by from_lengths, or by -1 in from_seq_idx" if 0 < last < slots else ""
+            expected = f"expected to run from 0 to rows * row_length = {slots}"
+            raise ValueError(f"cu_seqlens: {expected}, got {int(cu[0])} to {last}{fix}")
+        if len(equal := (cu.diff() <= 0).nonzero().flatten()):
+            raise ValueError(f"cu_seqlens: expected to increase strictly, got {cu[equal[0] :][:2].tolist()}")
+        row_starts = torch.arange(0, slots, row_length)
+        if len(missing := row_starts[~torch.isin(row_starts, cu)]):
+            raise ValueError(f"cu_seqlens: expected a document to start at each row's start, got none at {missing[0]}")
+        return cls._checked(shape, cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
 
     @classmethod
     def _from_starts(cls, values: Tensor, starts_here: Tensor, offsets: Tensor) -> SequenceLayout:
+        """Build from (B, L) marks of documents' first tokens; a row's last document ends where ``values`` become -1."""
         rows, row_length = values.shape
         starts = starts_here.flatten().nonzero().flatten()
-        row_of = starts // row_length
-        row_ends = (values >= 0).sum(1) + torch.arange(rows) * row_length
-        ends = row_ends[row_of]
-        ends[:-1] = torch.where(row_of[1:] == row_of[:-1], starts[1:], ends[:-1])
+        row = starts // row_length
+        ends = ((values >= 0).sum(1) + torch.arange(rows) * row_length)[row]
+        ends[:-1] = torch.where(row[1:] == row[:-1], starts[1:], ends[:-1])
         return cls._checked((rows, row_length), starts, ends, offsets.flatten()[starts])
 
     @classmethod
     def _checked(cls, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor) -> SequenceLayout:
-        if offsets.numel() and int((offsets + (ends - starts)).max()) > _MAX_SLOTS:
+        longest = int((offsets + ends - starts).max()) if ends.numel() else 0
+        if longest > _MAX_SLOTS:
             raise ValueError(f"offsets: positions must stay below 2**31, got {int(offsets.max())}")
-        num_tokens = int((ends - starts).sum())
-        longest = int((offsets + (ends - starts)).max()) if ends.numel() else 0
-        return cls(shape, starts.to(torch.int32), ends.to(torch.int32), offsets.to(torch.int32), num_tokens, longest)
+        narrow = (part.to(torch.int32) for part in (starts, ends, offsets))
+        return cls(_shape(*shape), *narrow, int((ends - starts).sum()), longest)
 
     @property
     def device(self) -> torch.device:
@@ -309,11 +295,17 @@ def _integer(value: int, name: str, minimum: int) -> int:
     return number
 
 
+def _shape(rows: int, row_length: int) -> tuple[int, int]:
+    shape = _integer(rows, "rows", 1), _integer(row_length, "row_length", 1)
+    if shape[0] * shape[1] > _MAX_SLOTS:
+        raise ValueError(f"row_length: expected at most 2**31 - 1 slots, got {rows} rows of {row_length}")
+    return shape
+
+
 def _integer_tensor(tensor: Tensor, name: str) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected an integer tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in _INT_DTYPES or tensor.is_meta:
-        raise TypeError(f"{name}: expected an integer tensor of values, got dtype {tensor.dtype} on {tensor.device}")
+    dtype = getattr(tensor, "dtype", type(tensor).__name__)
+    if dtype not in _INT_DTYPES or not isinstance(tensor, Tensor) or tensor.is_meta:
+        raise TypeError(f"{name}: expected an integer tensor of values, got {dtype}")
     return tensor.to("cpu", torch.int64)
 
 
@@ -321,21 +313,14 @@ def _index_matrix(tensor: Tensor, name: str) -> Tensor:
     matrix = _integer_tensor(tensor, name)
     if matrix.dim() != 2 or 0 in matrix.shape:
         raise ValueError(f"{name}: expected shape (B, L) with at least one slot, got {tuple(matrix.shape)}")
-    _check_slots(*matrix.shape)
     _check_all(matrix >= -1, name, "-1 (padding) or at least 0", matrix)
-    padding = matrix == -1
-    right = torch.ones_like(padding)
-    right[:, 1:] = ~padding[:, :-1] | padding[:, 1:]
+    right = torch.ones_like(matrix, dtype=torch.bool)
+    right[:, 1:] = (matrix[:, :-1] >= 0) | (matrix[:, 1:] < 0)
     _check_all(right, name, "padding (-1) only at a row's tail", matrix)
     return matrix
 
 
-def _check_slots(rows: int, row_length: int) -> None:
-    if rows * row_length > _MAX_SLOTS:
-        raise ValueError(f"row_length: expected at most 2**31 - 1 slots, got {rows} rows of {row_length}")
-
-
 def _check_all(right: Tensor, name: str, expected: str, values: Tensor) -> None:
     if not right.all():
-        b, t = (int(i) for i in (~right).nonzero()[0])
+        b, t = (~right).nonzero()[0].tolist()
         raise ValueError(f"{name}[{b}, {t}]: expected {expected}, got {int(values[b, t])}")
