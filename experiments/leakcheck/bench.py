@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from packmamba.config import ConfigError, key, suggest
 from packmamba.integrations.transformers import patch
-from packmamba.isolation import LeakCheckResult, ModeResult, leakcheck
+from packmamba.isolation import LeakCheckResult, leakcheck
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
@@ -68,7 +68,7 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
             failed = False
         except Exception as error:  # a model that does not run here does not end the audit
             said, failed = f"{type(error).__name__}: {' '.join(str(error).split())}", True
-            result = LeakCheckResult(boundaries, {"evaluation": ModeResult(raises=said)})
+            result = LeakCheckResult(boundaries, raises=said)
         append_record(records_path, _record(c, arm, of, boundaries, model, result, failed, time.perf_counter() - begun))
 
 
@@ -115,7 +115,6 @@ def _record(
 ) -> dict[str, Any]:
     import transformers
 
-    first = next(iter(result.modes.values()))
     return make_record(
         kind="audit",
         experiment=c.experiment,
@@ -142,11 +141,11 @@ def _record(
             "same_as_alone": _flag(result.same_as_alone),
             "raises": _flag(result.raises is not None),
             "fails": _flag(failed),
-            "ignored": _flag(first.ignored),
-            "largest": first.largest,
-            "difference": first.difference,
-            "reach": first.after,
-            "endless": _flag(first.endless),
+            "ignored": _flag(result.ignored),
+            "largest": result.largest,
+            "difference": result.difference,
+            "reach": result.reach,
+            "endless": _flag(result.endless),
             **{f"padding_{side}": _flag(result.padding.get(side)) for side in ("left", "right")},
         },
         wall_seconds=seconds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ ARGUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")
 
 
 class CheckedCallable:
-    """Call a function of tokens and lengths; base class of what is called otherwise.
+    """Call a function of tokens (1, L) and lengths.
 
     Attributes:
         inputs: packed, or the sides of the padding beside a document in a row of its own: the result is about these.
@@ -30,13 +30,14 @@ class CheckedCallable:
 
     inputs: tuple[str, ...] = ("packed",)
     padding: tuple[str, ...] = ()
-    boundaries, optional = "lengths", False
+    optional = False
     avoid: frozenset[int] = frozenset()
-    longest = 128
 
-    def __init__(self, model: Any, vocab_size: int) -> None:
-        self.model, self.vocab_size = model, vocab_size
-        self.modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
+    def __init__(
+        self, call: Callable[..., Any], modules: list[nn.Module], boundaries: str, vocab_size: int, longest: int
+    ) -> None:
+        self.call, self.modules = call, modules
+        self.boundaries, self.vocab_size, self.longest = boundaries, vocab_size, longest
 
     @property
     def device(self) -> torch.device:
@@ -44,7 +45,7 @@ class CheckedCallable:
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         """Return the logits (1, L, V) of packed documents."""
-        return self.model(tokens, lengths)
+        return self.call(tokens, lengths)
 
     def padded(self, rows: Tensor, own: Tensor) -> Tensor:
         """Return logits (R, W, V) of documents in rows of their own, whose slots ``own`` marks."""
@@ -53,22 +54,6 @@ class CheckedCallable:
     def alone(self, tokens: Tensor) -> Tensor:
         """Return the logits (1, L, V) of one document, without an optional boundary argument."""
         return self.packed(tokens, [tokens.shape[1]])
-
-
-class CheckedMambaLM(CheckedCallable):
-    """Call a MambaLM by a layout."""
-
-    padding, boundaries, longest = ("right",), "layout", 2**31
-
-    def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        return self._logits(tokens, [lengths])
-
-    def padded(self, rows: Tensor, own: Tensor) -> Tensor:
-        return self._logits(rows, [[n] for n in own.sum(1).tolist()])
-
-    def _logits(self, tokens: Tensor, lengths: list[list[int]]) -> Tensor:
-        layout = SequenceLayout.from_lengths(lengths, row_length=tokens.shape[1])
-        return self.model(tokens, layout=layout.to(tokens.device))
 
 
 class CheckedModel(CheckedCallable):
@@ -82,31 +67,30 @@ class CheckedModel(CheckedCallable):
         if not masked and (not self.names or not set(self.names) <= set(ARGUMENTS[:3])):
             expected = f"{', '.join(ARGUMENTS)} (the first three joined by +)"
             raise ValueError(f"boundaries: expected {expected}, got {boundaries!r}")
-        self.boundaries = boundaries
         self.known, self.open_ended = _parameters(model)
-        config = getattr(model, "config", None)
-        self.no_cache = {"use_cache": False} if "use_cache" in self.known or hasattr(config, "use_cache") else {}
         if masked:
             self.inputs = ("left", "right")
         elif "attention_mask" in self.known or self.open_ended:
             self.padding = ("left", "right")
+        config = getattr(model, "config", None)
+        self.no_cache = {"use_cache": False} if "use_cache" in self.known or hasattr(config, "use_cache") else {}
         text = getattr(config, "text_config", None) or config
         known_ids = getattr(text, "vocab_size", None) or 0
         if vocab_size and 0 < known_ids < vocab_size:
             raise ValueError(f"vocab_size: expected at most the model's {known_ids}, got {vocab_size}")
-        super().__init__(model, vocab_size or known_ids)
+        longest = getattr(text, "max_position_embeddings", None) or 2**31
+        super().__init__(model, [model], boundaries, vocab_size or known_ids, longest)
         special = [getattr(config, f"{of}_token_id", None) for of in ("pad", "bos", "eos", "image", "audio", "video")]
         flat = [i for ids in special for i in (ids if isinstance(ids, (list, tuple)) else [ids])]
         self.avoid = frozenset(i for i in flat if isinstance(i, int))
-        limits = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
-        self.longest = min([n for n in limits if isinstance(n, int) and n > 0], default=2**31)
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         marks = {k: v for name in self.names for k, v in _boundary_arguments(name, lengths, tokens.device).items()}
-        # max_length_q and the like go along where they are taken.
-        return self._logits(
-            tokens, **{k: v for k, v in marks.items() if k in self.names or k in self.known or self.open_ended}
-        )
+        taken = {
+            *self.names,
+            *(marks if self.open_ended else self.known),
+        }  # max_length_q and the like where it is taken
+        return self._logits(tokens, **{name: value for name, value in marks.items() if name in taken})
 
     def padded(self, rows: Tensor, own: Tensor) -> Tensor:
         return self._logits(rows, attention_mask=own.long())
@@ -115,7 +99,7 @@ class CheckedModel(CheckedCallable):
         return self._logits(tokens)
 
     def _logits(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        output = self.model(input_ids=tokens, **self.no_cache, **arguments)
+        output = self.call(input_ids=tokens, **self.no_cache, **arguments)
         output = getattr(output, "logits", output)
         return output if isinstance(output, Tensor) else output[0]
 
@@ -129,10 +113,17 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
     ours = isinstance(getattr(model, "_orig_mod", model), MambaLM)  # also of a compiled model
     if not ours and isinstance(model, nn.Module) and "input_ids" in _parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)
-    kind = CheckedMambaLM if ours else CheckedCallable
-    if boundaries not in ("position_ids", kind.boundaries):  # position_ids is the default
-        raise ValueError(f"boundaries: expected none, since the model is given a {kind.boundaries}; got {boundaries!r}")
-    return kind(model, vocab_size or (len(model.lm_head.weight) if ours else 32))
+    given = "layout" if ours else "lengths"
+    if boundaries not in ("position_ids", given):  # position_ids is the default
+        raise ValueError(f"boundaries: expected none, since the model is given a {given}; got {boundaries!r}")
+    if not ours:
+        modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
+        return CheckedCallable(model, modules, given, vocab_size or 32, 128)
+
+    def call(tokens: Tensor, lengths: list[int]) -> Tensor:
+        return model(tokens, layout=SequenceLayout.from_lengths([lengths], sum(lengths)).to(tokens.device))
+
+    return CheckedCallable(call, [model], given, vocab_size or len(model.lm_head.weight), 2**31)
 
 
 def _boundary_arguments(name: str, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:

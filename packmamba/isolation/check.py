@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,81 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torc
 """Maximum rounding, relative to the largest logit, where tokens are routed and no gradient connects documents."""
 
 
+@dataclass
+class LeakCheckResult:
+    """Hold what ``leakcheck`` found; ``str`` gives it in sentences. None: not seen.
+
+    Attributes:
+        boundaries: how documents were marked: the argument's name, layout (a MambaLM), lengths (a callable).
+        isolated_forward: changing other documents changes no bit of a document's logits.
+        isolated_backward: a document's loss has no gradient at other documents' tokens.
+        same_as_alone: packed logits equal those of each document alone within the tolerance.
+        largest: largest change of another document's logits; rounding alone if ``isolated_forward``.
+        reach: tokens behind a document that its last token reaches; ``endless``: up to the end of the row.
+        module: the first module whose output another document changes.
+        difference: largest relative difference between a document packed and alone.
+        ignored: the boundary argument changes no bit.
+        raises: the error of a model that refuses the boundary argument.
+        padding: by side, whether documents padded beside an attention_mask are what they are alone (None: refused).
+        notes: further sentences.
+    """
+
+    boundaries: str
+    isolated_forward: bool | None = None
+    isolated_backward: bool | None = None
+    same_as_alone: bool | None = None
+    largest: float = 0.0
+    reach: int = 0
+    endless: bool = False
+    module: str | None = None
+    difference: float | None = None
+    ignored: bool | None = None
+    raises: str | None = None
+    padding: dict[str, bool | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def leaks(self) -> bool:
+        """Anything crosses a boundary, forward or backward."""
+        return self.isolated_forward is False or self.isolated_backward is False
+
+    @property
+    def ok(self) -> bool:
+        """Nothing leaks, nothing is refused, and documents are what they are alone."""
+        return not self.leaks and self.raises is None and self.same_as_alone is not False
+
+    def add(self, name: str, holds: bool) -> None:
+        """Record whether a property holds in one more row."""
+        setattr(self, name, getattr(self, name) is not False and holds)
+
+    def __str__(self) -> str:
+        return "\n".join(self._sentences())
+
+    def _sentences(self) -> Iterator[str]:
+        if self.raises is not None:
+            yield f"Nothing was checked: the model refuses {self.boundaries}: {self.raises}"
+            return
+        yield f"{'Documents leak' if self.leaks else 'Nothing crosses a document boundary'} (boundaries: {self.boundaries})."
+        changed = "no bit of a document's logits"
+        if not self.isolated_forward:
+            reach = f", {self.reach} tokens behind it" if self.reach else ""
+            changed = f"a document's logits, by up to {self.largest:.2g}{reach}"
+        elif self.largest:
+            changed = f"a document's logits by rounding alone ({self.largest:.1g}), without a gradient"
+        yield f"  Changing other documents changes {changed}."
+        if self.isolated_backward is not None:
+            yield f"  A document's loss has {'no' if self.isolated_backward else 'a'} gradient at another document's tokens."
+        if self.module is not None:
+            yield f"  The first module that leaks is {self.module}."
+        verb = "equal" if self.same_as_alone else "differ from"
+        yield f"  Packed logits {verb} those of each document alone: relative difference {self.difference:.1g}."
+        if self.ignored:
+            yield f"  The model ignores {self.boundaries} silently: without it, every bit is the same."
+        yield from (f"  {note}" for note in dict.fromkeys(self.notes))
+        verbs = {None: "are refused", True: "equal themselves alone", False: "differ from themselves alone"}
+        yield from (f"  Padding on the {side}: documents {verbs[harmless]}." for side, harmless in self.padding.items())
+
+
 def leakcheck(
     model_or_callable: Any,
     boundaries: str = "position_ids",
@@ -29,8 +104,9 @@ def leakcheck(
 ) -> LeakCheckResult:
     """Check whether anything crosses a document boundary: change documents of a packed row, compare the others bit by bit.
 
-    Also differentiate documents' losses by the embeddings of all tokens, and compute each document alone. Torch's random
-    states, modes, buffers, gradients and weights are left as they were; each call draws the same random numbers.
+    Also differentiate documents' losses by the embeddings of all tokens, and compute each document alone; in evaluation mode,
+    and if nothing leaks there, in training mode. Torch's random states, modes, buffers, gradients and weights are left as they
+    were; each call draws the same random numbers.
 
     Args:
         model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument; a MambaLM (by its
@@ -51,31 +127,36 @@ def leakcheck(
     rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest]
     if not rows:
         raise ValueError(f"lengths: the model takes {model.longest} positions; name documents that fit")
-    result = LeakCheckResult(model.boundaries, {})
-
-    def check_mode(name: str, rows: Sequence[Sequence[int]], alone: bool) -> ModeResult:
-        mode = result.modes[name] = ModeResult()
+    result = LeakCheckResult(model.boundaries)
+    with probes.undisturbed(model.modules):
         for module in model.modules:
-            module.train(name == "training")
+            module.eval()
+        if not model.vocab_size:
+            with torch.no_grad():
+                two = torch.zeros(2, dtype=torch.int64, device=model.device)
+                model.vocab_size = probes.logits_of(model.alone, two).shape[-1]
         for row in rows:
             for way in model.inputs:
-                _check(Documents(model, way, row), mode, alone)
-        return mode
-
-    with probes.undisturbed(model.modules):
-        if not model.vocab_size:
-            two = torch.zeros(2, dtype=torch.int64, device=model.device)
-            with torch.no_grad():
-                model.vocab_size = probes.logits_of(model.alone, two).shape[-1]
-        mode = check_mode("evaluation" if model.modules else "as it is", rows, True)
-        if mode.raises is None and model.modules:
-            result.padding = {side: _padding_is_harmless(Documents(model, side, rows[0])) for side in model.padding}
-            check_mode("training", rows[:1], False)
+                _check(Documents(model, way, row), result)
+        for side in model.padding if result.raises is None else ():
+            padded = LeakCheckResult(side)
+            try:
+                _check(Documents(model, side, rows[0]), padded)
+            except ValueError:  # logits that are not finite
+                padded.same_as_alone = False
+            result.padding[side] = None if padded.raises else padded.ok
+        if result.raises is None and not result.leaks and model.modules:
+            for module in model.modules:
+                module.train()
+            for way in model.inputs:
+                _check(Documents(model, way, rows[0]), result, alone=False)
+            if result.leaks:
+                result.notes.append("In training mode alone.")
     return result
 
 
-def _check(documents: Documents, mode: ModeResult, alone: bool) -> None:
-    """Check one row of documents; add to ``mode``."""
+def _check(documents: Documents, result: LeakCheckResult, alone: bool = True) -> None:
+    """Check one row of documents; add to ``result``. ``alone``: compare with documents alone too (dropout differs there)."""
     model = documents.model
     with torch.no_grad():
         try:
@@ -84,65 +165,43 @@ def _check(documents: Documents, mode: ModeResult, alone: bool) -> None:
             documents.alone()  # where this fails too, it is no refusal
             if not model.optional:
                 raise
-            mode.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return
         if not base.isfinite().any(-1).all():
             raise ValueError("logits: expected finite numbers, got a token without any")
-        tolerance, rounding = _limits(base, documents.model)
-        tokens, watched = map(torch.stack, zip(*documents.probes(range(len(documents.lengths)))))
+        tolerance, rounding = _limits(base, model)
+        tokens, watched = map(torch.stack, zip(*documents.probes()))
         moves = torch.stack([_moves(documents.logits(other), base) for other in tokens])
-        slots = watched & (moves > _noise(documents, base, moves, mode, rounding))
+        noise = float(_moves(documents.logits(), base).max())
+        carried, last = noise > rounding, documents.lengths[0] - 1
+        if noise:
+            what = "something is carried from one call to the next" if carried else "smaller changes are not seen"
+            result.notes.append(f"Two calls with the same tokens differ by {noise:.1g}: {what}.")
+        if not carried and not moves[0, last] > 4 * noise:
+            raise ValueError("logits: a changed token does not change its own logits, so no leak would show either")
+        slots = watched & (moves > (-1 if carried else 4 * noise))
         if alone:
             difference = _from_alone(documents, base)
-            mode.difference = max(difference, mode.difference or 0.0)
-            mode.add("same_as_alone", difference <= tolerance)
-            if model.optional and documents.way == "packed" and mode.ignored is not False:
+            result.difference = max(difference, result.difference or 0.0)
+            result.add("same_as_alone", difference <= tolerance)
+            if model.optional and documents.way == "packed" and result.ignored is not False:
                 unmarked = probes.logits_of(model.alone, documents.tokens)
-                mode.ignored = not moved(base, unmarked).any()
+                result.ignored = not moved(base, unmarked).any()
     crossed = probes.crossing_gradients(documents)
     if crossed is not None:
-        mode.add("isolated_backward", not crossed)
+        result.add("isolated_backward", not crossed)
     else:
-        mode.notes.append("No gradient can be taken.")
+        result.notes.append("No gradient can be taken.")
     largest = float(moves[slots].max()) if slots.any() else 0.0
-    mode.largest = max(mode.largest, largest)
+    result.largest = max(result.largest, largest)
     isolated = not largest or (crossed is False and largest <= rounding and probes.routes(documents))
-    mode.add("isolated_forward", isolated)
+    result.add("isolated_forward", isolated)
     if isolated:
         return
-    last = documents.lengths[0] - 1
-    if slots[0].any() and (after := int(slots[0].nonzero().max()) - last) > mode.after:
-        mode.after, mode.endless = after, last + after == len(base) - 1
+    if slots[0].any() and (after := int(slots[0].nonzero().max()) - last) > result.reach:
+        result.reach, result.endless = after, last + after == len(base) - 1
     first = int(slots.any(1).nonzero()[0])
-    mode.module = mode.module or probes.first_module(documents, tokens[first], watched[first])
-
-
-def _noise(documents: Documents, base: Tensor, moves: Tensor, mode: ModeResult, rounding: float) -> float:
-    """Return the size of moves between two equal calls; below 0 if that is a leak."""
-    noise = float(_moves(documents.logits(), base).max())
-    differ = f"Two calls with the same tokens differ by {noise:.1g}"
-    if noise > rounding:
-        mode.notes.append(f"{differ}: something is carried from one call to the next.")
-        return -1.0
-    if not moves[0, documents.lengths[0] - 1] > 4 * noise:
-        raise ValueError("logits: a changed token does not change its own logits, so no leak would show either")
-    if noise:
-        mode.notes.append(f"{differ}; smaller changes than 4 times that are not seen.")
-    return 4 * noise
-
-
-def _padding_is_harmless(documents: Documents) -> bool | None:
-    """Return whether padded documents equal themselves alone up to rounding; None: refused."""
-    with torch.no_grad():
-        try:
-            base = documents.logits()
-        except Exception:  # of whatever kind a model refuses by
-            return None
-        tolerance, rounding = _limits(base, documents.model)
-        if _from_alone(documents, base) > tolerance:
-            return False
-        pairs = documents.probes([len(documents.lengths) // 2])
-        return all(_moves(documents.logits(tokens), base)[watched].max() <= rounding for tokens, watched in pairs)
+    result.module = result.module or probes.first_module(documents, tokens[first], watched[first])
 
 
 def _limits(base: Tensor, model: CheckedCallable) -> tuple[float, float]:
@@ -171,119 +230,3 @@ def _from_alone(documents: Documents, base: Tensor) -> float:
         packed, alone = packed[finite].double(), alone[finite].double()
         largest = max(largest, float((packed - alone).norm() / alone.norm()))
     return largest
-
-
-@dataclass
-class ModeResult:
-    """Hold the findings in one mode, or of a callable. None: not seen.
-
-    Attributes:
-        isolated_forward: changing other documents changes no bit of a document's logits.
-        isolated_backward: a document's loss has no gradient at other documents' tokens.
-        same_as_alone: packed logits equal those of each document alone within the tolerance.
-        largest: largest change of another document's logits; rounding alone if ``isolated_forward``.
-        after: tokens behind a document that its last token reaches; ``endless``: up to the end of the row.
-        module: the first module whose output another document changes.
-        difference: largest relative difference between a document packed and alone.
-        ignored: the boundary argument changes no bit.
-        raises: the error of a model that refuses the boundary argument.
-        notes: further sentences.
-    """
-
-    isolated_forward: bool | None = None
-    isolated_backward: bool | None = None
-    same_as_alone: bool | None = None
-    largest: float = 0.0
-    after: int = 0
-    endless: bool = False
-    module: str | None = None
-    difference: float | None = None
-    ignored: bool | None = None
-    raises: str | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def leaks(self) -> bool:
-        return self.isolated_forward is False or self.isolated_backward is False
-
-    def add(self, name: str, holds: bool) -> None:
-        """Record whether a property holds in one more row."""
-        setattr(self, name, getattr(self, name) is not False and holds)
-
-    def sentences(self, name: str, boundaries: str) -> Iterator[str]:
-        if self.raises is not None:
-            yield f"{name}: refuses {boundaries}: {self.raises}"
-            return
-        changed = "no bit of a document's logits"
-        if not self.isolated_forward:
-            reach = f", {self.after} tokens behind it" if self.after else ""
-            changed = f"a document's logits, by up to {self.largest:.2g}{reach}"
-        elif self.largest:
-            changed = f"a document's logits by rounding alone ({self.largest:.1g}), without a gradient"
-        yield f"{name}: changing other documents changes {changed}."
-        if self.isolated_backward is not None:
-            yield f"  A document's loss has {'no' if self.isolated_backward else 'a'} gradient at another document's tokens."
-        if self.module is not None:
-            yield f"  The first module that leaks is {self.module}."
-        if self.difference is not None:
-            verb = "equal" if self.same_as_alone else "differ from"
-            yield f"  Packed logits {verb} those of each document alone: relative difference {self.difference:.1g}."
-        if self.ignored:
-            yield f"  The model ignores {boundaries} silently: without it, every bit is the same."
-        yield from (f"  {note}" for note in dict.fromkeys(self.notes))
-
-
-def _of_modes(name: str, combine: Callable[[Iterator[Any]], Any]) -> Any:
-    """Make a property that combines all modes' findings; None without one."""
-
-    def get(self: LeakCheckResult) -> Any:
-        values = [value for mode in self.modes.values() if (value := getattr(mode, name)) is not None]
-        return combine(iter(values)) if values else None
-
-    return property(get)
-
-
-@dataclass
-class LeakCheckResult:
-    """Hold the result of ``leakcheck``; ``str`` gives it in sentences.
-
-    Attributes:
-        boundaries: how documents were marked: the argument's name, layout (a MambaLM), lengths (a callable).
-        modes: findings by mode.
-        padding: by side, whether padded documents equal themselves alone whatever the padding holds (None: refused); for
-            models that take an attention_mask, and a MambaLM. No part of ``leaks``.
-    """
-
-    boundaries: str
-    modes: dict[str, ModeResult]
-    padding: dict[str, bool | None] = field(default_factory=dict)
-
-    @property
-    def leaks(self) -> bool:
-        """Anything crosses a boundary, forward or backward, in any mode."""
-        return any(mode.leaks for mode in self.modes.values())
-
-    isolated_forward = _of_modes("isolated_forward", all)
-    isolated_backward = _of_modes("isolated_backward", all)
-    same_as_alone = _of_modes("same_as_alone", all)
-    raises = _of_modes("raises", next)
-    module = _of_modes("module", next)
-    ignored = _of_modes("ignored", any)
-    reach = _of_modes("after", max)
-
-    @property
-    def ok(self) -> bool:
-        """Nothing leaks, nothing is refused, and documents are what they are alone."""
-        return not self.leaks and self.raises is None and self.same_as_alone is not False
-
-    def __str__(self) -> str:
-        head = f"Nothing crosses a document boundary (boundaries: {self.boundaries})."
-        if self.leaks:
-            head = f"Documents leak (boundaries: {self.boundaries})."
-        elif self.raises is not None:
-            head = f"Nothing was checked: the model refuses {self.boundaries}."
-        elif self.same_as_alone is False:
-            head = f"No document changes another (boundaries: {self.boundaries}), but packed they are not what they are alone."
-        lines = [head, *(s for name, mode in self.modes.items() for s in mode.sentences(name, self.boundaries))]
-        verbs = {None: "are refused", True: "equal themselves alone", False: "differ from themselves alone"}
-        return "\n".join(lines + [f"Padding on the {side}: documents {verbs[v]}." for side, v in self.padding.items()])

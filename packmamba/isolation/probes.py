@@ -53,16 +53,16 @@ class Documents:
         """Marks of packed slots (L,) -> marks of the rows' slots (R, W)."""
         return marks[self.slots] & self.own
 
-    def probes(self, documents: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    def probes(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield changed tokens, and the slots whose logits must not change.
 
-        Changed are the first document's last token, the last one's first token, then everything around each of
-        ``documents``, to its own first token: that competes with it most, as for the capacity of experts.
+        Changed are the first document's last token, the last one's first token, then everything around each document, to its
+        own first token: that competes with it most, as for the capacity of experts.
         """
         count, slot = len(self.lengths), torch.arange(len(self.tokens), device=self.tokens.device)
         yield torch.where(slot == self.lengths[0] - 1, self.others, self.tokens), self.number != 0
         yield torch.where(slot == len(slot) - self.lengths[-1], self.others, self.tokens), self.number != count - 1
-        for own in (self.number == number for number in documents):
+        for own in (self.number == number for number in range(count)):
             yield torch.where(own, self.tokens, self.tokens[own][0]), own
 
     def call(self, tokens: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Documents:
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore torch's random states, modes and buffers on leaving."""
     every = [(module, module.training) for root in modules for module in root.modules()]
-    buffers = [(m, name, b, None if b is None else b.clone()) for m, _ in every for name, b in m._buffers.items()]
+    buffers = [(m, n, b, b.clone()) for m, _ in every for n, b in m._buffers.items() if b is not None]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices), torch.inference_mode(False):
@@ -93,9 +93,7 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and value is not None and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+                module._buffers[name] = buffer.copy_(value)
 
 
 def eager() -> AbstractContextManager[Any]:
