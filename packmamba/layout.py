@@ -156,8 +156,8 @@ class SequenceLayout:
         longest = int((offsets + ends - starts).max()) if ends.numel() else 0
         if longest > _MAX_SLOTS:
             raise ValueError(f"offsets: positions must stay below 2**31, got {int(offsets.max())}")
-        narrow = (part.to(torch.int32) for part in (starts, ends, offsets))
-        return cls(_shape(*shape), *narrow, int((ends - starts).sum()), longest)
+        first, last, place = (part.to(torch.int32) for part in (starts, ends, offsets))
+        return cls(_shape(*shape), first, last, place, int((ends - starts).sum()), longest)
 
     @property
     def device(self) -> torch.device:
