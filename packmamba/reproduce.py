@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import fnmatch
 import importlib
 import importlib.util
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +19,8 @@ from packmamba.config import import_plugins, read_yaml, resolve, suggest
 from packmamba.config.load import read_layers
 from packmamba.errors import ConfigError
 from packmamba.records import check_writable, read_records
-from packmamba.report.html import write_report
+from packmamba.report.aggregate import with_items
+from packmamba.report.html import table_files, write_report
 from packmamba.report.tables import Column, Table, number, word, write_table
 from packmamba.training.sweep import load_sweep, run_sweep
 
@@ -169,14 +172,11 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
             (output / DONE).write_text(json.dumps(done, indent=1))
     if len(done) == 1:
         raise ConfigError(f"{what}: expected a machine with what one of the steps above needs")
-    table: list[Table] = []
-
-    def compare() -> Table:
-        table.append(comparison(declared.HEADLINES, folder, output, small))
-        return table[0]
-
-    page = write_report(output, kinds_of(folder, read_records(output)), compare=compare)
-    print(f"{write_table(table[0], 'txt')}\nReport: {page}")
+    records = with_items(output, read_records(output))
+    kinds = kinds_of(folder, records)
+    table = comparison(declared.HEADLINES, folder, table_files(records, kinds), small)
+    page = write_report(output, kinds, records, opening=table)
+    print(f"{write_table(table, 'txt')}\nReport: {page}")
 
 
 def costs() -> Iterator[str]:
@@ -191,16 +191,17 @@ def costs() -> Iterator[str]:
             yield f"{name:<12} {needs:<15} {getattr(declared, 'TAKES', '-'):<28} {', '.join(packages)}".rstrip()
 
 
-def comparison(headlines: Sequence[Headline], folder: Path, output: Path, small: bool) -> Table:
-    """Make the table of an experiment's headline numbers: the paper's, the committed and the new ones, from tables/ of both.
+def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, str], small: bool) -> Table:
+    """Make the table of an experiment's headline numbers: the paper's, the committed and the new ones, from tables of both.
 
     The verdict says whether the new number lies in the committed 95 % interval; numbers with scale=small have none.
     """
     columns = [Column(title, (title,), False) for title in ("headline", "the paper", "committed", "now")]
     columns += [Column("now / committed", ("ratio",)), Column("committed interval", ("verdict",), False)]
     table = Table("headlines", "Headline numbers, committed and now", columns)
+    committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")}
     for headline in headlines:
-        then, now = number_of(headline, folder, False), number_of(headline, output, small)
+        then, now = number_of(headline, committed), number_of(headline, made, small)
         comparable = bool(then and now) and not small
         ratio = now[0] / then[0] if comparable and then[0] else None
         verdict = ("inside" if then[1] <= now[0] <= then[2] else "outside") if comparable and then[2:] else "-"
@@ -211,21 +212,20 @@ def comparison(headlines: Sequence[Headline], folder: Path, output: Path, small:
     return table
 
 
-def number_of(headline: Headline, folder: Path, small: bool) -> list[float]:
-    """Read a headline's number, with its interval if any, from a folder's tables; [] without."""
+def number_of(headline: Headline, tables: Mapping[str, str], small: bool = False) -> list[float]:
+    """Read a headline's number, with its interval if any, from the text of tables by file name; [] without."""
     names = [headline.table, headline.alone, *([f"{headline.alone}-*"] if small and headline.small else [])]
     columns = [headline.column, f"{headline.column}_low", f"{headline.column}_high"]
     wanted = {key: str(value) for key, value in {**headline.row, **(headline.small if small else {})}.items()}
-    for path in [path for name in names if name for path in sorted((folder / "tables").glob(f"{name}.csv"))]:
-        table = list(csv.DictReader(path.open()))
+    for found in [tables[each] for name in names for each in fnmatch.filter(sorted(tables), f"{name}.csv")]:
+        table = list(csv.DictReader(io.StringIO(found)))
         for row in [row for row in table if wanted.items() <= row.items()]:
             numbers = [float(row[column]) for column in columns if row.get(column)]
             if headline.over is None or not numbers:
                 return numbers
-            over = headline.over.items() | ({("run", row["run"])} if "run" in row else set())  # times of one run
-            return [
-                numbers[0] / float(other[columns[0]]) for other in table if over <= other.items() if other[columns[0]]
-            ][:1]
+            over = headline.over.items() | {item for item in row.items() if item[0] == "run"}  # times of one run
+            others = [other[columns[0]] for other in table if over <= other.items()]
+            return [numbers[0] / float(other) for other in others if other][:1]
     return []
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,29 +37,19 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("#56B4E9", "#882255", "#B2182B", "#1B7837", "#4D4D4D")
 DPI = 160
-NARROW = 4.3  # inches
-_narrow = False
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawn figure; ``narrow`` is the PNG for a phone's width."""
-
     name: str
     caption: str
     png: bytes
     pdf: bytes
-    narrow: bytes = b""
 
 
-@contextlib.contextmanager
-def house_style(narrow: bool = False) -> Iterator[None]:
-    """Draw in the style of house.mplstyle; ``narrow``: panels one below the other."""
-    global _narrow
-    _narrow = narrow
-    with plt.style.context(Path(__file__).with_name("house.mplstyle")):
-        yield
-    _narrow = False
+def house_style() -> Any:
+    """Draw in the style of house.mplstyle."""
+    return plt.style.context(Path(__file__).with_name("house.mplstyle"))
 
 
 def style_of(name: str, rank: int = 0) -> dict[str, Any]:
@@ -77,29 +65,18 @@ def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
     return style_of("", others.index(arm)) if arm in others else style_of(arm.scheme)
 
 
-def axes(
-    panels: int, width: float = 10.0, height: float = 4.2, columns: int | None = None
-) -> tuple[Canvas, list[Axes]]:
-    """Return a canvas, sized in inches (``height`` of a row), with panels side by side, at most ``columns`` in a row."""
-    across = 1 if _narrow else min(panels, columns or panels)
-    rows = -(-panels // across)
-    size = (NARROW if _narrow else width, rows * height)
-    fig, grid = plt.subplots(rows, across, figsize=size, layout="constrained", squeeze=False)
-    for spare in grid.flat[panels:]:
-        spare.remove()
-    return fig, list(grid.flat[:panels])
+def axes(panels: int, width: float = 10.0, height: float = 4.2) -> tuple[Canvas, list[Axes]]:
+    """Return a canvas, sized in inches, with panels side by side."""
+    fig, grid = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
+    return fig, list(grid.flat)
 
 
 def finish(fig: Canvas, name: str, caption: str) -> Figure:
     """Return the canvas as a figure, as large as its content."""
-    for ax in fig.axes if _narrow else ():
-        ax.set_title("\n".join(textwrap.fill(line, 34) for line in ax.get_title("left").splitlines()))
-        ax.set_xlabel(textwrap.fill(ax.get_xlabel(), 40))
     png, pdf = io.BytesIO(), io.BytesIO()
     fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None}, bbox_inches="tight")
-    if not _narrow:
-        nobody = {"CreationDate": None, "Creator": None, "Producer": None}
-        fig.savefig(pdf, format="pdf", metadata=nobody, bbox_inches="tight")
+    nobody = {"CreationDate": None, "Creator": None, "Producer": None}
+    fig.savefig(pdf, format="pdf", metadata=nobody, bbox_inches="tight")
     plt.close(fig)
     return Figure(name, caption, png.getvalue(), pdf.getvalue())
 
@@ -116,7 +93,7 @@ def legend_below(fig: Canvas, columns: int = 5) -> None:
 
 def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
     """Label horizontal bars from top to bottom."""
-    ax.set_yticks(range(len(labels)), labels if shown or _narrow else [""] * len(labels))
+    ax.set_yticks(range(len(labels)), labels if shown else [""] * len(labels))
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
 

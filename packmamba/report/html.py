@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,26 +86,18 @@ def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds
             for table in kind.tables(section.records):
                 stem = table.name.removesuffix(label) + label
                 section.tables.append(replace(table, name=stem, notes=[*table.notes, *note]))
-            for figure in _drawn(kind, section.records) if figures else ():
-                section.figures.append(replace(figure, name=figure.name.removesuffix(label) + label))
+            with house_style():
+                drawn = kind.figures(section.records) if figures else []
+            section.figures += [replace(one, name=one.name.removesuffix(label) + label) for one in drawn]
     return [*sections.values()]
-
-
-def _drawn(kind: Kind, records: list[Record]) -> list[Figure]:
-    with house_style():
-        wide = kind.figures(records)
-    with house_style(narrow=True):
-        narrow = kind.figures(records)
-    return [replace(figure, narrow=other.png) for figure, other in zip(wide, narrow)]
 
 
 def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
     """Return the headline tables, for a terminal."""
-    sections = build_sections(records, figures=False, kinds=kinds)
     parts = []
-    for section in sections:
-        verdicts = [table for table in section.tables[1:] if table.name.startswith("verdicts")]
-        parts += [*(write_table(table, "txt") for table in [*section.tables[:1], *verdicts]), section.sentence]
+    for section in build_sections(records, figures=False, kinds=kinds):
+        headlines = [table for i, table in enumerate(section.tables) if not i or table.name.startswith("verdicts")]
+        parts += [*(write_table(table, "txt") for table in headlines), section.sentence]
     return "\n".join(filter(None, parts))
 
 
@@ -120,44 +112,41 @@ def write_report(
     kinds: Kinds = None,
     records: Sequence[Record] | None = None,
     latex: bool = False,
-    compare: Callable[[], Table] | None = None,
+    opening: Table | None = None,
 ) -> Path:
     """Write tables/, figures/ and report.html in place of an earlier report's; return the page's path.
 
-    ``latex``: write tables as LaTeX and figures as PDF too. ``compare``: makes a table that opens the page from those in tables/.
+    ``latex``: write tables as LaTeX and figures as PDF too. ``opening``: the page's first table.
     """
-    folder, files = Path(folder), {}  # type: ignore[var-annotated]
+    folder = Path(folder)
     sections = build_sections(with_items(folder, read_records(folder)) if records is None else records, kinds=kinds)
-    for section in sections:
-        for form in ("md", "csv", *["tex"] * latex):
-            files |= {f"tables/{table.name}.{form}": write_table(table, form).encode() for table in section.tables}
-        for form in ("png", *["pdf"] * latex):
-            files |= {f"figures/{figure.name}.{form}": getattr(figure, form) for figure in section.figures}
-    for pattern in ("tables/*.md", "tables/*.csv", "tables/*.tex", "figures/*.png", "figures/*.pdf"):
-        for path in folder.glob(pattern):
-            path.unlink()
-    for name in ("tables", "figures") if files else ():
+    tables = [*([opening] if opening else []), *(table for section in sections for table in section.tables)]
+    files = {
+        f"tables/{t.name}.{form}": write_table(t, form) for t in tables for form in ("md", "csv", *["tex"] * latex)
+    }
+    images = {
+        f"figures/{figure.name}.{form}": getattr(figure, form)
+        for section in sections for figure in section.figures for form in ("png", *["pdf"] * latex)
+    }  # fmt: skip
+    for name in ("tables", "figures"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    opening = compare() if compare else None
-    for table in [opening] if opening else []:
-        for form in ("md", "csv"):
-            (folder / "tables" / f"{table.name}.{form}").write_text(write_table(table, form), encoding="utf-8")
-    (folder / "report.html").write_text(render(sections, opening), encoding="utf-8")
+        for path in (folder / name).iterdir():
+            path.unlink(missing_ok=True)
+    for name, content in {**files, **images, "report.html": render(sections, opening)}.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder / "report.html"
 
 
 def render(sections: Sequence[Section], opening: Table | None = None) -> str:
-    """Return the page, which makes no requests; ``opening``: its first table."""
+    """Return the page, which makes no requests."""
     records = [record for section in sections for record in section.records]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["image"] = lambda content: f"data:image/png;base64,{base64.b64encode(content).decode()}"
     return environment.get_template("page.html").render(
         title=f"PackMamba: {Path(records[0]['experiment']).name}",
         sections=sections,
         opening=opening,
+        base64=base64.b64encode,
         density=DPI / 96,
         provenance=_values([_provenance(record) for record in records]),
         configuration=_values([flatten(record["config"]) for record in records]),
@@ -166,20 +155,17 @@ def render(sections: Sequence[Section], opening: Table | None = None) -> str:
 
 
 def _values(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Collect the values of each key."""
     keys = dict.fromkeys(key for record in records for key in record)
-    texts = {key: {"null" if r[key] is None else str(r[key]) for r in records if key in r} for key in keys}
-    return {key: sorted(values) for key, values in texts.items()}
+    return {key: sorted({json.dumps(r[key]).strip('"') for r in records if key in r}) for key in keys}
 
 
 def _provenance(record: Record) -> dict[str, Any]:
-    hardware = record["hardware"]
-    gpus = [f"{count} x {gpu}" for gpu, count in Counter(hardware.get("gpus") or []).items()]
+    hardware, versions = record["hardware"], record["versions"]
     return {
-        "Arm": record["arm"],
-        "Seed": record["seed"],
-        "Hardware": ", ".join([*gpus, f"{hardware.get('cpu')}, {hardware.get('cores')} cores"]),
-        "Commit": f"{record['commit'] or 'unknown'}{' with uncommitted changes' * bool(record['dirty'])}",
-        "Versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version),
-        "Corpus": record["corpus_hash"],
-        "Recorded": record["time"][:10],
+        **{name: record[name] for name in ("arm", "seed", "corpus_hash")},
+        "hardware": ", ".join([*(hardware.get("gpus") or []), f"{hardware.get('cpu')}, {hardware.get('cores')} cores"]),
+        "commit": f"{record['commit'] or 'unknown'}{' with uncommitted changes' * bool(record['dirty'])}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "recorded": record["time"][:10],
     }
