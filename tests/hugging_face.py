@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-FAMILIES = ("Mamba", "FalconMamba", "Jamba", "Zamba", "Mamba2")
-HYBRID = {  # their keys of what CONFIGS names
+MAMBA1, MAMBA2 = ("Mamba", "FalconMamba", "Jamba", "Zamba"), ("Mamba2",)
+HYBRIDS2 = ("Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
+FAMILIES = MAMBA1 + MAMBA2 + HYBRIDS2
+HYBRID = {  # most hybrids' keys of what CONFIGS names
     "use_bias": "mamba_proj_bias",
     "use_conv_bias": "mamba_conv_bias",
     "state_size": "mamba_d_state",
@@ -17,6 +19,33 @@ HYBRID = {  # their keys of what CONFIGS names
     "time_step_rank": "mamba_dt_rank",
     "expand": "mamba_expand",
 }
+KEYS = {  # where they are others
+    "NemotronH": {"state_size": "ssm_state_size"},
+    "Zamba2": HYBRID | {"use_bias": "add_bias_linear", "use_conv_bias": "use_conv_bias"},
+}
+LIMITS = {"time_step_limit": (0.01, 0.2)}  # that some steps pass
+MIXED = ["linear_attention", "full_attention"]
+OWN = {  # what a family has besides
+    "Mamba2": {"n_groups": 2, "chunk_size": 4} | LIMITS,
+    "Bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2, "mamba_chunk_size": 4} | LIMITS,
+    "GraniteMoeHybrid": {
+        "layer_types": MIXED, "mamba_chunk_size": 4, "num_local_experts": 2, "shared_intermediate_size": 12,
+        "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "position_embedding_type": "rope",
+    },
+    "FalconH1": {
+        "mamba_n_groups": 2, "mamba_chunk_size": 4, "mamba_d_ssm": None, "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
+        "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.3, "key_multiplier": 0.7, "mlp_multipliers": [0.9, 1.1],
+    },
+    "NemotronH": {
+        "layers_block_type": [*MIXED, "mlp", "linear_attention", "moe"], "n_groups": 2, "chunk_size": 4, "head_dim": 8,
+        "n_routed_experts": 2, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 12, "time_step_min": 0.3,
+    },
+    "Zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"], "mamba_ngroups": 2,
+        "chunk_size": 4, "num_mem_blocks": 2, "use_shared_attention_adapter": True, "adapter_rank": 3, "use_mem_rope": True,
+        "time_step_min": 0.3,
+    },
+}  # fmt: skip
 CONFIGS = {
     "published": {},
     "biases": {"use_bias": True, "use_conv_bias": False},
@@ -67,24 +96,33 @@ def build(family, dtype=torch.float32, seed=0, **config):
 
     torch.manual_seed(seed)
     config = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4} | config
-    if family == "Mamba2":
-        inner = config["hidden_size"] * config.setdefault("expand", 2)
-        config |= {
-            "head_dim": inner // 4,
-            "num_heads": 4,
-            "n_groups": 2,
-            "chunk_size": 4,
-            "time_step_limit": (0.01, 0.2),
-        }
+    inner = config["hidden_size"] * config.get("expand", 2)
+    dense = config.pop("num_experts", 2) == 1
+    if family not in MAMBA1:
         config.pop("time_step_rank", None)
-    if family in ("Jamba", "Zamba"):
-        config = {HYBRID.get(key, key): value for key, value in config.items()}
+        norm = {"mamba_rms_norm": True, "mamba_norm_before_gate": False} if config.get("use_bias") else {}
+        rope = {"position_embedding_type": None} if config.get("use_bias") else {}
+    if family not in ("Mamba", "FalconMamba", "Mamba2"):
+        config = {KEYS.get(family, HYBRID).get(key, key): value for key, value in config.items()}
         config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    config |= OWN.get(family, {})
     if family == "Jamba":
-        config = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2} | config
+        config |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2 - dense}
     if family == "Zamba":
         config |= {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]}
         config |= {"attention_head_dim": config["hidden_size"] // 2}
+    if family == "Mamba2":
+        config |= {"head_dim": inner // 4, "num_heads": 4}
+    if family in ("Bamba", "GraniteMoeHybrid", "FalconH1"):
+        config |= {"mamba_n_heads": 4, "head_dim": 8} | (norm if family == "FalconH1" else {})
+    if family == "GraniteMoeHybrid":
+        config |= {"num_local_experts": 0 if dense else 2} | rope
+    if family == "NemotronH":
+        config |= {"mamba_num_heads": 4, "mamba_head_dim": inner // 4}
+        config["layers_block_type"] = config["layers_block_type"][: 5 - dense]
+        del config["num_hidden_layers"]
+    if family == "Zamba2":
+        config |= {"n_mamba_heads": 4, "num_hidden_layers": 5, "num_key_value_heads": 4}
     made = getattr(transformers, f"{family}Config")(**config)
     model = getattr(transformers, f"{family}ForCausalLM")(made).to(dtype)
     with torch.no_grad():
@@ -131,7 +169,8 @@ def loss_and_gradients(model, documents, tokens, rows):
     total = sum(F.cross_entropy(logits, targets, reduction="sum") for logits, targets in pairs if len(targets))
     model.zero_grad()
     total.backward()
-    return total.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    used = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total.detach(), used
 
 
 def error(result, expected):

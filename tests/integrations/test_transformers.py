@@ -68,7 +68,7 @@ def test_a_document_s_first_token_is_no_target(family, name):
 @every_family
 def test_packed_is_the_original_in_float64(family, wide):  # noqa: F811
     # Experts have no products in float64.
-    model, packed = both(family, dtype=torch.float64, use_bias=True, **{"num_experts": 1} if family == "Jamba" else {})
+    model, packed = both(family, dtype=torch.float64, use_bias=True, num_experts=1)
     tokens = random_tokens()
     logits = packed(tokens, attention_mask=MASK, seq_idx=IDX).logits
     assert logits.dtype == torch.float64
@@ -88,6 +88,19 @@ def test_padding_on_either_side(family, training):
     if not training:  # with a bias the original's padding reaches the tokens behind it
         original = model(tokens, attention_mask=mask).logits
         assert error(logits, original) < 1e-5, "at padding too"
+
+
+@every_family
+def test_one_document_is_the_original_s(family):
+    """With all that a model can return beside its logits."""
+    tokens = random_tokens()[2:3]
+    given = {"output_hidden_states": True, "output_router_logits": True, "labels": tokens}
+    expected, found = (m(tokens, **given) for m in both(family))
+    assert list(found) == list(expected)
+    assert error(found.logits, expected.logits) < 1e-6 and abs(found.loss - expected.loss) < 1e-5
+    for name in {"hidden_states", "router_logits"} & {*expected}:
+        for ours, theirs in zip(found[name], expected[name], strict=True):
+            assert error(ours, theirs) < 1e-6, name
 
 
 def collated(lengths, **options):
@@ -261,7 +274,7 @@ def test_patch_refuses_what_its_kernels_do_not_compute(name, config):
 def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
     """By name, and then nothing is patched."""
     model = build(family)
-    mixer = next(module for module in model.modules() if type(module).__name__.endswith("Mixer"))
+    mixer = next(module for module in model.modules() if hasattr(module, "A_log"))
     mixer.gate_norm = torch.nn.Linear(1, 1)
     assert patch_refuses(model).endswith("gate_norm is new") and type(model).__module__.startswith("transformers.")
     monkeypatch.setattr(type(mixer), "forward", lambda self, hidden_states, cache, attention_mask: None)

@@ -9,7 +9,19 @@ from torch import nn
 
 from packmamba.integrations.transformers.boundaries import KNOWN
 
-NAMES = tuple(f"{family}ForCausalLM" for family in ("Mamba", "FalconMamba", "Jamba", "Zamba", "Mamba2"))
+FAMILIES = (
+    "Mamba",
+    "FalconMamba",
+    "Jamba",
+    "Zamba",
+    "Mamba2",
+    "Bamba",
+    "GraniteMoeHybrid",
+    "FalconH1",
+    "NemotronH",
+    "Zamba2",
+)
+NAMES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 PLACES = ("transformers.models.", "packmamba.integrations.transformers.models")
 
 Model = TypeVar("Model", bound=nn.Module)

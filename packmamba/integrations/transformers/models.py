@@ -13,11 +13,17 @@ import transformers
 from torch import Tensor, nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
+from transformers.models.bamba import modeling_bamba
+from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.falcon_mamba import modeling_falcon_mamba
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 from transformers.models.jamba import modeling_jamba
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.zamba import modeling_zamba
+from transformers.models.zamba2 import modeling_zamba2
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, Packing, find
 from packmamba.integrations.transformers.mixer import mix
@@ -33,8 +39,13 @@ FAMILIES = (  # modules, names, what a mixer holds, how its model hands it the p
     (modeling_jamba, "Jamba", "MambaMixer", PARTS | PROJECTIONS | NORMS, "masks"),
     (modeling_zamba, "Zamba", "MambaMixer", PARTS | HEADS, "masks"),
     (modeling_mamba2, "Mamba2", "Mixer", PARTS2, "keyword"),
+    (modeling_bamba, "Bamba", "Mixer", PARTS2, "masks"),
+    (modeling_granitemoehybrid, "GraniteMoeHybrid", "MambaLayer", PARTS2, "masks"),
+    (modeling_falcon_h1, "FalconH1", "Mixer", PARTS2, "masks"),
+    (modeling_nemotron_h, "NemotronH", "Mamba2Mixer", PARTS2, "masks"),
+    (modeling_zamba2, "Zamba2", "MambaMixer", PARTS2, "masks"),
 )
-MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "kwargs"}
+MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "kwargs"}
 CACHES = ("cache", "cache_params", "past_key_values")
 """Names of the cache argument, the newest first, as transformers prefers them."""
 OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids", "position_id")
@@ -140,7 +151,10 @@ def _check_continues(given: dict[str, Tensor]) -> None:
 def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, Any]:
     """Return masks of a hybrid's two kinds of layers: attention inside documents alone, and the packing."""
     rows, length = (kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]).shape[:2]
-    arguments = {"config": model.config, "inputs_embeds": model.embed_tokens.weight.new_empty(rows, length, 0)}
+    arguments = {
+        "config": model.config,
+        "inputs_embeds": model.get_input_embeddings().weight.new_empty(rows, length, 0),
+    }
     arguments |= {"attention_mask": kwargs.get("attention_mask"), "cache": _cache(kwargs)}
     if packing.packed:
         assert packing.layout is not None
@@ -173,7 +187,10 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
         )  # by the model around this one
         asked = self.require_boundaries or any(value is not None and name in ASKS for name, value in kwargs.items())
         if asked and not arranged:
+            position = kwargs.get("position_ids")
             kwargs = _arrange(kwargs, self.require_boundaries)
+            if "position_ids" in names and not getattr(kwargs.get("packing"), "packed", False):
+                kwargs["position_ids"] = position  # rotary embeddings of rows that a cache continues
         packing = None if hybrid and whole else kwargs.pop("packing", None)
         if packing is not None:
             kwargs["attention_mask"] = _masks(self, kwargs, packing) if hybrid else packing
@@ -189,12 +206,13 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
 
 
 def _generates(original: Any) -> Callable:
-    """Wrap ``prepare_inputs_for_generation``: positions are boundaries in the prompt alone."""
+    """Wrap ``prepare_inputs_for_generation``: positions are boundaries in the prompt alone, if the original takes none."""
+    rotates = "position_ids" in inspect.signature(original.forward).parameters
 
     @functools.wraps(original.prepare_inputs_for_generation)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = original.prepare_inputs_for_generation(self, *args, **kwargs)
-        if not kwargs.get("is_first_iteration"):
+        if not rotates and not kwargs.get("is_first_iteration"):
             inputs.pop("position_ids", None)
         return inputs
 
@@ -250,8 +268,10 @@ WHOLE: dict[type, Callable] = {}
 
 
 def _subclass(original: type, **attributes: Any) -> None:
-    ours = type(original.__name__, (original,), {"__module__": __name__, "require_boundaries": False, **attributes})
-    CLASSES[original] = globals()[original.__name__] = ours
+    # Buffers of what is no custom code are initialised on loading; a class under no name there records no hidden states.
+    attributes |= {"__module__": __name__, "require_boundaries": False, "is_custom_code": staticmethod(lambda: False)}
+    CLASSES[original] = globals()[original.__name__] = ours = type(original.__name__, (original,), attributes)
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), getattr(original, "_can_record_outputs", None))
 
 
 for module, family, suffix, holds, way in FAMILIES:
