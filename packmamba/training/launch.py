@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,16 +15,15 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
 from omegaconf import OmegaConf
 
-from packmamba.config import Config, key, resolve, to_dict
+from packmamba.config import CONFIGURATION, Config, to_dict
 from packmamba.errors import ConfigError, UserError
 from packmamba.training.callbacks import Stopped
 from packmamba.training.fit import fit
@@ -73,9 +70,14 @@ def _outcome(record: dict[str, Any]) -> Outcome:
 
 
 def _train_in_ranks(config: Config, stop: Callable[[], bool]) -> Outcome:
+    """Train a run with a process for each device: ``torchrun -m packmamba.cli train FILE``."""
+    file = run_folder(config) / CONFIGURATION
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(OmegaConf.to_yaml(to_dict(config)), encoding="utf-8")
+    ranks = ["--standalone", f"--nproc-per-node={config.trainer.devices}", "-m", "packmamba.cli", "train", str(file)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
-    command = [sys.executable, "-m", __name__, json.dumps(to_dict(config)), str(config.trainer.devices)]
-    process = subprocess.Popen(command, env=environment | {"PYTHONPATH": PYTHONPATH}, start_new_session=True)
+    environment["PYTHONPATH"] = PYTHONPATH
+    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *ranks], env=environment)
     try:
         while process.poll() is None and not stop():
             time.sleep(0.2)
@@ -87,17 +89,6 @@ def _train_in_ranks(config: Config, stop: Callable[[], bool]) -> Outcome:
     if (record := find_record(config)) is not None:
         return _outcome(record)
     return Outcome("stopped" if stop() else "failed", f"torchrun ended with status {process.wait()}")
-
-
-def _end_with(parent: int) -> None:
-    """End this process's group with its parent."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.3)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
@@ -128,44 +119,40 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
 
     ``STOP_SECONDS`` before the deadline, of ``time.monotonic``, runs stop with a checkpoint.
     """
-    context, last = multiprocessing.get_context(START_METHOD), deadline - STOP_SECONDS
-    queue, free, stop = deque(configs), deque(range(len(slots))), context.Event()
-    pools: dict[int, ProcessPoolExecutor] = {}
-    running: dict[Future[Outcome], tuple[int, Config]] = {}
+    context, queue, last = multiprocessing.get_context(START_METHOD), deque(configs), deadline - STOP_SECONDS
+    stop = context.Event()
 
-    def finish(futures: Iterable[Future[Outcome]]) -> None:
-        for future in futures:
-            number, config = running.pop(future)
+    def work(slot: Slot) -> None:
+        pool = None
+        while queue and not stop.is_set() and time.monotonic() < last:
+            config = queue.popleft()
+            report(config, None, slot.name)
+            pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
             try:
-                outcome = future.result()
+                outcome = pool.submit(_train_in_worker, config, last).result()
             except BrokenProcessPool:
                 outcome = Outcome("stopped" if stop.is_set() else "failed", "its process was killed")
             if outcome.state == "failed":  # the next run gets a fresh process
-                pools.pop(number).shutdown(wait=False)
-            free.append(number)
-            report(config, outcome, slots[number].name)
+                pool.shutdown(wait=False)
+                pool = None
+            report(config, outcome, slot.name)
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    threads = ThreadPoolExecutor(len(slots))
+    running = [threads.submit(work, slot) for slot in slots]
     try:
-        while running or (queue and time.monotonic() < last):
-            while queue and free and time.monotonic() < last:
-                number, config = free.popleft(), queue.popleft()
-                report(config, None, slots[number].name)
-                if number not in pools:
-                    pools[number] = ProcessPoolExecutor(1, context, _start_worker, (slots[number], stop, os.getpid()))
-                running[pools[number].submit(_train_in_worker, config, last)] = number, config
-            done = wait(running, min(max(0.0, deadline - time.monotonic()), 1e6), FIRST_COMPLETED).done
-            finish(done)
-            if not done and time.monotonic() >= deadline:
-                break
+        wait(running, min(max(0.0, deadline - time.monotonic()), 1e6))
     except KeyboardInterrupt:
         stop.set()
-        finish(wait(running, STOP_SECONDS).done)
+        wait(running, STOP_SECONDS)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+        stop.set()
         for child in multiprocessing.active_children():
             child.kill()
+    for future in running:
+        future.result()
 
 
 _stop: Any = None  # in a worker process, the event that stops its run
@@ -176,7 +163,13 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
     _stop = stop
     os.setsid()  # Ctrl-C is the parent's
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which SLURM sends to every process of a job
-    _end_with(parent)
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.3)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpu
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(slot.threads))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -190,21 +183,6 @@ def _train_in_worker(config: Config, last: float) -> Outcome:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     return train(config, False, lambda: _stop.is_set() or time.monotonic() > last)
-
-
-TIME = "minutes, hours or days, such as 30m, 12h or 2d", re.compile(r"[1-9]\d*[mhd]").fullmatch
-
-
-@dataclass
-class SlurmConfig:
-    partition: Optional[str] = key(None, "Partition; null for the cluster's default.")
-    time: str = key("4h", "Time limit of a job, which is requeued then.", check=TIME)
-    gpus: int = key(1, "GPUs for each of trainer.devices.", low=0, high=1)
-    cpus: int = key(4, "Cores for each of trainer.devices.", low=1)
-    memory: Optional[str] = key(None, "Memory of a job, such as 32GB.")
-    grace: int = key(90, "Seconds before the time limit at which a job is stopped.", low=1)
-    setup: list[str] = key([], "Shell lines of each job, such as [module load cuda].")
-    options: dict[str, Any] = key({}, "Options of sbatch, such as {account: mine}.")
 
 
 class Job:
@@ -224,24 +202,19 @@ def check_slurm() -> None:
         raise ConfigError("launcher: slurm needs sbatch on this machine, and pip install 'packmamba[slurm]'")
 
 
-def run_as_jobs(configs: list[Config], slurm: SlurmConfig, jobs: int | str, output: str, report: Report) -> None:
-    """Submit an array with a job for each run, of the largest run's size, and wait."""
+def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report) -> None:
+    """Submit an array with a job for each run, of the largest run's devices, and wait."""
     from submitit import AutoExecutor
 
     os.environ["PYTHONPATH"] = PYTHONPATH
     devices = max(config.trainer.devices for config in configs)
+    parameters: dict[str, Any] = {"time": 240, "gpus_per_node": devices, "cpus_per_task": THREADS * devices}
+    parameters |= {"array_parallelism": len(configs) if jobs == "auto" else jobs, **slurm}
     executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
-    executor.update_parameters(
-        timeout_min=int(slurm.time[:-1]) * {"m": 1, "h": 60, "d": 24 * 60}[slurm.time[-1]],
-        cpus_per_task=slurm.cpus * devices,
-        gpus_per_node=slurm.gpus * devices or None,
-        slurm_array_parallelism=len(configs) if jobs == "auto" else jobs,
-        slurm_mem=slurm.memory,
-        slurm_partition=slurm.partition,
-        slurm_setup=slurm.setup,
-        slurm_signal_delay_s=slurm.grace,
-        slurm_additional_parameters=slurm.options,
-    )
+    try:
+        executor.update_parameters(**{f"slurm_{name}": value for name, value in parameters.items()})
+    except ValueError as error:
+        raise ConfigError(f"slurm: {error}") from None
     submitted: list[tuple[Config, Any]] = list(zip(configs, executor.map_array(Job(), configs)))
     print(f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}", flush=True)
     for config, job in submitted:
@@ -250,13 +223,3 @@ def run_as_jobs(configs: list[Config], slurm: SlurmConfig, jobs: int | str, outp
         except Exception as error:  # of submitit: the job failed, or was cancelled
             outcome = Outcome("failed", str(error).strip().splitlines()[-1])
         report(config, outcome, f"job {job.job_id}")
-
-
-if __name__ == "__main__":
-    _end_with(os.getppid())
-    if "LOCAL_RANK" in os.environ:  # a rank of a run on several devices
-        fit(resolve(Config, [(OmegaConf.create(sys.argv[1]), "the sweep")]))
-    else:
-        from torch.distributed.run import main
-
-        main(["--standalone", f"--nproc-per-node={sys.argv[2]}", "-m", "packmamba.training.launch", sys.argv[1]])

@@ -24,7 +24,7 @@ from packmamba.records import METRICS, append_record, check_writable, has_record
 from packmamba.training import launch
 from packmamba.training.benchmark import measure_throughput
 from packmamba.training.fit import check_accelerator, check_run
-from packmamba.training.launch import Outcome, SlurmConfig
+from packmamba.training.launch import Outcome
 from packmamba.training.run_id import find_records, flatten, id_of, run_folder, run_id
 
 
@@ -62,7 +62,9 @@ class SweepConfig:
     tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
     launcher: str = key("local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm"))
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    slurm: dict[str, Any] = key(
+        {}, "Parameters of jobs, of submitit's SlurmExecutor: partition, time (minutes), mem, ..."
+    )
     deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
 
     def problems(self) -> Iterator[str]:

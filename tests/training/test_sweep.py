@@ -82,7 +82,6 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"launcher": "slurm", "deadline": 5}, "launcher: expected local"),
         ({"primary": ["a - lost"]}, "primary: expected"),
         ({"margin": 0}, "margin: expected"),
-        ({"slurm": {"time": "4 hours"}}, "slurm.time: expected minutes, hours or days"),
         ({"baseline": "padde"}, "baseline: expected one of padded, packed or null"),
         ({"table": {"metrics": ["val_los"]}}, "table.metrics: expected one of .*val_loss"),
         ({"tune": {"grid": {"optimizer.lr": [1]}}}, "tune: expected both grid and seeds"),
