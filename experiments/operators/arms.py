@@ -1,4 +1,4 @@
-"""The arms of the experiment, as data: the fields that their records hold, what tables call them, and what each does."""
+"""The arms of the experiment, as data: the fields that their records hold, and what tables call them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ Self = TypeVar("Self", bound="_Fields")
 @dataclass(frozen=True)
 class _Fields:
     label: str = field(default="", compare=False, kw_only=True)
-    does: str = field(default="", compare=False, kw_only=True)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of its records' configurations."""
@@ -58,70 +57,20 @@ class GpuArm(_Fields):
         return self.implementation == "packmamba" and self.boundaries == "indices"
 
 
-def _gpu(label: str, does: str, *fields: Any, **more: Any) -> GpuArm:
-    return GpuArm(*fields, **more, label=label, does=does)
-
-
 GPU_ARMS = {
-    "scan": _gpu(
-        "ssm_pack", "our scan with z, D, bias and softplus; where documents start is in the batch's schedule", "scan"
-    ),
-    "scan-states": _gpu(
-        "ssm_pack, states in and out",
-        "the same with a state to start from and the last state of each document, and their gradients",
-        *("scan", "packmamba", "packed", "schedule", True),
-    ),
-    "scan-indices": _gpu(
-        "ssm_pack, an index per token",
-        "the same, with an index per token instead of the schedule: the paper's mechanism",
-        *("scan", "packmamba", "packed", "indices"),
-    ),
-    "mamba-ssm-unpacked": _gpu(
-        "mamba-ssm, not packed",
-        "mamba-ssm's scan on the row as one document, so it leaks",
-        *("scan", "mamba-ssm", "unpacked", None),
-    ),
-    "mamba-ssm-by-document": _gpu(
-        "mamba-ssm, document by document",
-        "mamba-ssm's scan, one call for each document",
-        *("scan", "mamba-ssm", "by-document", None),
-    ),
-    "mamba-ssm-padded": _gpu(
-        "mamba-ssm, padded",
-        "mamba-ssm's scan, each document in a row of its own, filled up",
-        *("scan", "mamba-ssm", "padded", None),
-    ),
-    "ssd": _gpu(
-        "ssd_pack",
-        "our Mamba-2 scan, heads of 64 channels and 128 states",
-        *("scan", "packmamba-ssd"),
-    ),
-    "mamba2-ssd": _gpu(
-        "Mamba-2 SSD with seq_idx",
-        "Mamba-2's scan (state space duality), which keeps packed documents apart",
-        *("scan", "mamba2-ssd", "packed", "indices"),
-    ),
-    "conv1d": _gpu(
-        "conv1d_pack", "our convolution with SiLU; where documents start is in the batch's schedule", "conv"
-    ),
-    "conv1d-indices": _gpu(
-        "conv1d_pack, an index per token",
-        "the same, with an index per token instead of the schedule",
-        *("conv", "packmamba", "packed", "indices"),
-    ),
-    "causal-conv1d": _gpu(
-        "causal-conv1d with seq_idx",
-        "causal-conv1d's kernel, which keeps packed documents apart",
-        *("conv", "causal-conv1d", "packed", "indices"),
-    ),
-    "projections": _gpu(
-        "matrix products of the block",
-        "the four projections of a block, for scale",
-        "projections",
-        "torch",
-        boundaries=None,
-    ),
-    "schedule": _gpu("the batch's schedule, once", "made once for a batch, used by all layers", "schedule"),
+    "scan": GpuArm("scan", label="ssm_pack"),
+    "scan-states": GpuArm("scan", with_states=True, label="ssm_pack, states in and out"),
+    "scan-indices": GpuArm("scan", boundaries="indices", label="ssm_pack, an index per token"),  # the paper's mechanism
+    "mamba-ssm-unpacked": GpuArm("scan", "mamba-ssm", "unpacked", None, label="mamba-ssm, not packed"),  # leaks
+    "mamba-ssm-by-document": GpuArm("scan", "mamba-ssm", "by-document", None, label="mamba-ssm, document by document"),
+    "mamba-ssm-padded": GpuArm("scan", "mamba-ssm", "padded", None, label="mamba-ssm, padded"),
+    "ssd": GpuArm("scan", "packmamba-ssd", label="ssd_pack"),
+    "mamba2-ssd": GpuArm("scan", "mamba2-ssd", boundaries="indices", label="Mamba-2 SSD with seq_idx"),
+    "conv1d": GpuArm("conv", label="conv1d_pack"),
+    "conv1d-indices": GpuArm("conv", boundaries="indices", label="conv1d_pack, an index per token"),
+    "causal-conv1d": GpuArm("conv", "causal-conv1d", boundaries="indices", label="causal-conv1d with seq_idx"),
+    "projections": GpuArm("projections", "torch", boundaries=None, label="matrix products of the block"),
+    "schedule": GpuArm("schedule", label="the batch's schedule, once"),
 }
 
 
@@ -142,22 +91,8 @@ class CpuArm(_Fields):
 
 
 CPU_ARMS = {
-    "cpu": CpuArm(
-        "packmamba",
-        label="compiled, public operator",
-        does="our kernels as they are called; their outputs are new memory",
-    ),
-    "cpu-kernels": CpuArm(
-        "packmamba",
-        memory="at_hand",
-        label="compiled, memory at hand",
-        does="our kernels, writing into memory that was used before",
-    ),
-    "reference": CpuArm("reference", label="vectorised reference", does="our path in plain PyTorch"),
-    "transformers": CpuArm(
-        "transformers",
-        "by-document",
-        label="transformers, slow path",
-        does="what transformers runs without CUDA kernels",
-    ),
+    "cpu": CpuArm("packmamba", label="compiled, public operator"),
+    "cpu-kernels": CpuArm("packmamba", memory="at_hand", label="compiled, memory at hand"),
+    "reference": CpuArm("reference", label="vectorised reference"),
+    "transformers": CpuArm("transformers", "by-document", label="transformers, slow path"),
 }

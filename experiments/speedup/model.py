@@ -186,7 +186,7 @@ class Config:
     overrides: list[str] = key([], "key=value of run configurations that hold for all, such as model.compile=true.")
     parts: list[str] = key(
         list(PARTS),
-        "forward_backward: the bare loop; breakdown: its kernels; steps: optimizer steps through Lightning.",
+        "forward_backward: the bare loop; breakdown: its kernels; steps: whole optimizer steps.",
         choices=PARTS,
     )
     arms: dict[str, Arm] = key({}, "By name; arms=[single,padded-2048] takes some of the file's.")
@@ -197,8 +197,7 @@ class Config:
     single_batches: int = key(8, "The same for single, whose batch is a document.", low=1)
     rounds: int = key(3, "How often each arm is timed, in turns.", low=1)
     dtype: str = key("bfloat16", "Of the bare loop's weights; A and D are float32 as in mamba-ssm.", choices=TOLERANCES)
-    precision: str = key("bf16-mixed", "Lightning's, of the steps.", choices=("32-true", "bf16-mixed", "bf16-true"))
-    num_workers: int = key(2, "Processes that prepare the batches of steps.", low=0)
+    precision: str = key("bf16-mixed", "Of the steps.", choices=("32-true", "bf16-mixed", "bf16-true"))
     seed: int = key(0, "Of lengths, tokens and weights.", low=0)
 
     def taking_part(self, part: str) -> dict[str, Arm]:

@@ -529,7 +529,7 @@ def _devices(records: Sequence[Record]) -> dict[str, dict[tuple[str, int], Recor
 
 
 KINDS = {
-    # A whole model. config: model, part (forward_backward: the bare loop; steps: whole optimizer steps through Lightning) and its
+    # A whole model. config: model, part (forward_backward: the bare loop; steps: whole optimizer steps) and its
     # sizes. A batch stands for the mean of all the arm's batches of the same documents. peak_memory_bytes is null off a GPU,
     # position_bytes (of one batch) and the gate's errors are null in steps.
     "speedup": Kind(

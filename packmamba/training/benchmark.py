@@ -12,6 +12,7 @@ import lightning
 
 from packmamba import timing
 from packmamba.config import Config
+from packmamba.data.batch import StepBatch
 from packmamba.data.datamodule import PackedDataModule, StepDataset
 from packmamba.records import make_record
 from packmamba.training.fit import configured_runtime
@@ -36,12 +37,13 @@ class Arm:
     def step(self, number: int) -> tuple[float, int, int]:
         """Take step ``number``, from 0; return seconds, tokens and slots."""
         step = self.steps[number].to(self.fabric.device)
+        seconds = timing.seconds(lambda: self.take(step, number), self.fabric.device)
+        return seconds, step.num_tokens, step.num_slots
 
-        def take() -> None:
-            with self.fabric.autocast():
-                self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
-
-        return timing.seconds(take, self.fabric.device), step.num_tokens, step.num_slots
+    def take(self, step: StepBatch, number: int) -> None:
+        """Take a step that is on the device; keep its loss."""
+        with self.fabric.autocast():
+            self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
 
 
 def measure_throughput(configs: list[Config], rounds: int, output: str, progress: bool = True) -> Iterator[Any]:

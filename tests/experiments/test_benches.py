@@ -21,7 +21,6 @@ from experiments.parity.reproduce import GRADIENTS
 from experiments.scoring import bench as scoring
 from experiments.scoring.bench import Workload
 from experiments.speedup import bench as speedup
-from experiments.speedup import steps
 from experiments.speedup.model import (
     TOLERANCES,
     Arm,
@@ -211,7 +210,6 @@ TINY = {
     "rounds": 2,
     "dtype": "float32",
     "precision": "32-true",
-    "num_workers": 0,
 }
 
 
@@ -328,13 +326,6 @@ def test_every_arm_holds_every_token_once():
             found |= dict(zip(numbers, parts, strict=True))
         expected = np.split(documents.tokens, documents.offsets[1:-1])
         assert all(found[i].tolist() == expected[i].tolist() for i in range(200)), name
-
-
-def test_steps_of_arms_take_turns():
-    order = steps.Turns(
-        [range(99)] * 2, [steps.Turn(0, 2, timed=False), steps.Turn(1, 1), steps.Turn(0, 2), steps.Turn(1, 1)]
-    )
-    assert order.order == [(0, 0), (0, 1), (1, 0), (0, 0), (0, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(
