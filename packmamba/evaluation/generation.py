@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from packmamba.evaluation.packed_forward import DocumentState, InitialStates, log_probabilities, read_documents
+from packmamba.evaluation.packed_forward import DocumentState, InitialStates, log_probabilities, read_to_the_end
 from packmamba.evaluation.scoring import check_ids
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -50,11 +50,8 @@ def generate(
         raise ValueError(f"top_p: expected above 0 and at most 1 (1 with temperature=0), got {top_p}")
     if not texts:
         return []
-    last: dict[int, Tensor] = {}
     finals: dict[int, DocumentState | None] = {}
-    for _ in read_documents(model, texts, max_slots, lambda i, first, hidden: last.update({i: hidden[-1]}), finals):
-        pass
-    hidden = torch.stack([last[i] for i in range(len(texts))])
+    hidden = read_to_the_end(model, texts, max_slots, finals)
     with torch.inference_mode():
         states = list(InitialStates(model, [finals[i] for i in range(len(texts))]))
     draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]

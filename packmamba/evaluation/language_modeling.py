@@ -5,9 +5,8 @@ Documents are read from a zero state. Losses are nats per target token.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +18,12 @@ from packmamba.config import ConfigError
 from packmamba.data.token_store import Corpus, evaluation_documents, load_corpora
 from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.evaluation.packed_forward import (
-    Reader,
+    Pass,
     TrainingLayoutReader,
     log_probabilities,
     predict_documents,
     read_documents,
+    read_to_the_end,
 )
 from packmamba.nn import MambaLM
 
@@ -31,51 +31,57 @@ Losses = list[NDArray[np.float64]]
 
 
 def token_losses(
-    model: MambaLM, documents: Sequence[Any], max_slots: int = 16384, reader: Reader | None = None
+    model: MambaLM, documents: Sequence[Any], max_slots: int = 16384, passes: Iterator[Pass] | None = None
 ) -> Losses:
-    """Return for each document of n tokens the (n - 1,) losses of tokens 1 to n - 1; ``reader``: not from zero states."""
+    """Return for each document of n tokens the (n - 1,) losses of tokens 1 to n - 1; ``passes``: not from zero states."""
 
     def targets(i: int, start: int, end: int) -> tuple[slice, Any]:
         wanted = documents[i][start + 1 : end + 1]
         return slice(len(wanted)), wanted
 
-    reader = reader or functools.partial(read_documents, model, [document[:-1] for document in documents], max_slots)
-    return [losses for losses, _ in predict_documents(model, reader, targets, len(documents))]
+    passes = passes or read_documents(model, [document[:-1] for document in documents], max_slots)
+    return [losses for losses, _ in predict_documents(model, passes, targets, len(documents))]
 
 
-def sums_between(edges: Sequence[int], losses: NDArray[np.float64]) -> list[float]:
-    """Sum a document's losses at positions [edges[i], edges[i + 1]); its first target has position 1."""
-    return [
-        float(losses[max(start, 1) - 1 : end - 1].sum())
-        for start, end in zip(edges, edges[1:])
-        if max(start, 1) <= len(losses)
-    ]
+def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]], list[dict[str, float]]]:
+    """Return each document's sums of losses at positions [edges[i], edges[i + 1]), and the means over documents.
 
-
-def means_between(
-    edges: Sequence[int], sums: Sequence[Sequence[float]], lengths: Sequence[int]
-) -> list[dict[str, float]]:
-    """Average losses by position from documents' ``sums_between`` and numbers of targets."""
-    rows = []
-    for i, (start, end) in enumerate(zip(edges, edges[1:])):
-        reach = [n for n, some in enumerate(sums) if len(some) > i]
-        count = sum(min(end - 1, lengths[n]) - max(start, 1) + 1 for n in reach)
-        if count:
+    A document's first target has position 1.
+    """
+    spans = list(zip(edges, edges[1:]))
+    parts = [[some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses]
+    sums = [[float(part.sum()) for part in own] for own in parts]
+    means = []
+    for i, (start, end) in enumerate(spans):
+        if reach := [n for n, own in enumerate(sums) if len(own) > i]:
+            count = sum(len(parts[n][i]) for n in reach)
             loss = sum(sums[n][i] for n in reach) / count
-            rows.append({"start": start, "end": end, "loss": loss, "count": count, "documents": len(reach)})
-    return rows
+            means.append({"start": start, "end": end, "loss": loss, "count": count, "documents": len(reach)})
+    return sums, means
 
 
 class Validation(NamedTuple):
-    """Hold an evaluation's documents, their numbers in the corpus, and its options."""
+    """Hold an evaluation's documents, their numbers and groups in the corpus, and its options."""
 
     corpus: Corpus
     numbers: list[int]
     documents: list[np.ndarray]
     options: dict[str, int]
 
-    def group(self, i: int) -> dict[str, int]:
-        return {} if self.corpus.groups is None else {"group": int(self.corpus.groups[self.numbers[i]])}
+    def items(self, which: Iterable[int], **columns: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return an item for each of these documents, with its entry of each column."""
+        found = []
+        for i, *values in zip(which, *columns.values(), strict=True):
+            group = {} if self.corpus.groups is None else {"group": int(self.corpus.groups[self.numbers[i]])}
+            found.append({"document": self.numbers[i], **group, **dict(zip(columns, values))})
+        return found
+
+    def result(self, metrics: dict[str, float], name: str, curve: Any, items: Any, **by_group: Any) -> EvalResult:
+        """Make a result; ``by_group``: key, sums and items of sums over each group's documents, for intervals over groups."""
+        curves = {name: curve}
+        if self.corpus.groups is not None and by_group:
+            curves["by_group"] = _by_group(**by_group)
+        return EvalResult(metrics, curves, items, self.corpus.corpus_hash)
 
 
 OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
@@ -117,36 +123,31 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     boundary = context.boundary()
     if boundary.as_trained:
         rows = TrainingLayoutReader(texts.documents, context.data, boundary)
-        losses["_as_trained"] = token_losses(model, texts.documents, reader=functools.partial(rows.read, model))
+        losses["_as_trained"] = token_losses(model, texts.documents, passes=rows.read(model))
     targets = [len(some) for some in losses[""]]
+    sizes = [_bytes(document, texts.corpus, context.tokenizer) for document in texts.documents]
     edges = [2**i for i in range(max(targets).bit_length() + 1)]
-    items: list[dict[str, Any]] = []
-    for i, document in enumerate(texts.documents):
-        size = _bytes(document, texts.corpus, context.tokenizer)
-        items.append({"document": texts.numbers[i], "targets": targets[i], "bytes": size, **texts.group(i)})
-        for suffix, some in losses.items():
-            sums = sums_between(edges, some[i])
-            items[-1] |= {"nats" + suffix: float(some[i].sum()), "octaves" + suffix: sums}
-    sizes = [item["bytes"] for item in items]
-    nats = {suffix: sum(item["nats" + suffix] for item in items) for suffix in losses}
-    metrics = {
-        "loss": nats[""] / sum(targets),
-        "bits_per_byte": nats[""] / math.log(2) / sum(sizes) if all(sizes) else float("nan"),
-        "targets": sum(targets),
-        "documents": len(items),
-    }
+    columns: dict[str, Any] = {"targets": targets, "bytes": sizes}
+    for suffix, some in losses.items():
+        columns |= {
+            "nats" + suffix: [float(one.sum()) for one in some],
+            "octaves" + suffix: by_position(edges, some)[0],
+        }
+    items = texts.items(range(len(targets)), **columns)
+    nats, total = sum(columns["nats"]), sum(targets)
+    bits_per_byte = nats / math.log(2) / sum(sizes) if all(sizes) else float("nan")
+    metrics = {"loss": nats / total, "bits_per_byte": bits_per_byte, "targets": total, "documents": len(items)}
     if boundary.as_trained:
-        metrics["loss_as_trained"] = nats["_as_trained"] / sum(targets)
-    curves = {"by_position": means_between(edges, [item["octaves"] for item in items], targets)}
-    if texts.corpus.groups is not None:
-        buckets = [
-            {"start": start, "targets": min(2 * start - 1, item["targets"]) - start + 1, "group": item["group"]}
-            | {"nats" + suffix: item["octaves" + suffix][i] for suffix in losses}
-            for item in items
-            for i, start in enumerate(edges[: len(item["octaves"])])
-        ]
-        curves["by_group"] = _by_group(buckets, "start", ["targets", *("nats" + suffix for suffix in losses)])
-    return EvalResult(metrics, curves, items, texts.corpus.corpus_hash)
+        metrics["loss_as_trained"] = sum(columns["nats_as_trained"]) / total
+    buckets = [
+        {"start": start, "targets": min(2 * start - 1, item["targets"]) - start + 1, "group": item.get("group")}
+        | {"nats" + suffix: item["octaves" + suffix][i] for suffix in losses}
+        for item in items
+        for i, start in enumerate(edges[: len(item["octaves"])])
+    ]
+    sums = ["targets", *("nats" + suffix for suffix in losses)]
+    curve = by_position(edges, losses[""])[1]
+    return texts.result(metrics, "by_position", curve, items, key="start", sums=sums, items_of=buckets)
 
 
 def _bytes(document: np.ndarray, corpus: Corpus, tokenizer: Any) -> int:
@@ -157,10 +158,9 @@ def _bytes(document: np.ndarray, corpus: Corpus, tokenizer: Any) -> int:
     return len(tokenizer.decode(own).encode("utf-8", "replace"))
 
 
-def _by_group(items: list[dict[str, Any]], key: str, sums: Sequence[str]) -> list[dict[str, float]]:
-    """Sum over each group's documents, for intervals over groups."""
+def _by_group(key: str, sums: Sequence[str], items_of: list[dict[str, Any]]) -> list[dict[str, float]]:
     points: dict[tuple[Any, ...], dict[str, float]] = {}
-    for item in items:
+    for item in items_of:
         place = {key: item[key], "group": item["group"]}
         point = points.setdefault(tuple(place.values()), {**place, "documents": 0, **dict.fromkeys(sums, 0.0)})
         point["documents"] += 1
@@ -173,15 +173,12 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate the loss by position; buckets double from a sixteenth of a window to ``most`` windows."""
     texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
-    edges = sorted({0, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))})
+    edges = sorted({1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))} - {0})
     losses = token_losses(model, [document[: edges[-1]] for document in texts.documents], context.max_slots)
-    items: list[dict[str, Any]] = [
-        {"document": texts.numbers[i], "targets": len(some), "sums": sums_between(edges, some), **texts.group(i)}
-        for i, some in enumerate(losses)
-    ]
-    points = means_between(edges, [item["sums"] for item in items], [item["targets"] for item in items])
+    sums, points = by_position(edges, losses)
+    items = texts.items(range(len(losses)), targets=list(map(len, losses)), sums=sums)
     metrics = {f"loss_{point['end'] // window:.0f}": point["loss"] for point in points if point["end"] >= window}
-    return EvalResult(metrics | {"documents": len(items)}, {"by_window": points}, items, texts.corpus.corpus_hash)
+    return texts.result(metrics | {"documents": len(items)}, "by_window", points, items)
 
 
 def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
@@ -193,39 +190,31 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     """
     texts = validation("long_context", context, len(model.lm_head.weight))
     window, most, before, least, least_groups = texts.options.values()
-    group = [texts.group(i).get("group", number) for i, number in enumerate(texts.numbers)]
-    places: list[tuple[int, int, int]] = []  # document, k, first token
-    k, end = 2, 0
-    while k <= most:
+    groups = texts.numbers if texts.corpus.groups is None else texts.corpus.groups[texts.numbers]
+    which, windows, end = list[int](), list[int](), 0  # of each item its document and k
+    for k in (2**i for i in range(1, most.bit_length())):
         reach = [i for i, document in enumerate(texts.documents) if len(document) >= k * window]
-        if len(reach) < least or len({group[i] for i in reach}) < least_groups:
+        if len(reach) < least or len({groups[i] for i in reach}) < least_groups:
             break
-        first, end = (k - 1) * window, k * window
-        places += [(i, k, first) for i in reach if first > before]
-        k *= 2
+        end = k * window
+        if (k - 1) * window > before:
+            which, windows = which + reach, windows + [k] * len(reach)
+    firsts = [(k - 1) * window for k in windows]
     whole = token_losses(model, [document[:end] for document in texts.documents], context.max_slots)
-    cut = [texts.documents[i][first - before : first + window] for i, _, first in places]
-    entries, items = {}, []  # type: ignore[var-annotated]
-    for (i, k, first), some in zip(places, token_losses(model, cut, context.max_slots)):
-        full = float(whole[i][first : first + window - 1].mean())
-        entries.setdefault(k, []).append((i, float(some[before:].mean()) - full, full))
-        items.append({"document": texts.numbers[i], "windows": k, "gain": entries[k][-1][1], **texts.group(i)})
-    curves: dict[str, Any] = {
-        "context_gain": [
-            {
-                "windows": k,
-                "gain": float(np.mean([gain for _, gain, _ in some])),
-                "loss": float(np.mean([loss for *_, loss in some])),
-                "documents": len(some),
-                "groups": len({group[i] for i, *_ in some}),
-            }
-            for k, some in entries.items()
-        ]
+    cut = [texts.documents[i][first - before : first + window] for i, first in zip(which, firsts)]
+    short = [float(some[before:].mean()) for some in token_losses(model, cut, context.max_slots)]
+    full = [float(whole[i][first : first + window - 1].mean()) for i, first in zip(which, firsts)]
+    items = texts.items(which, windows=windows, gain=[one - other for one, other in zip(short, full)])
+    curve = []
+    for k in dict.fromkeys(windows):
+        at = [place for place, found in enumerate(windows) if found == k]
+        gain, loss = (float(np.mean(of)) for of in ([items[i]["gain"] for i in at], [full[i] for i in at]))
+        reached = {"documents": len(at), "groups": len({groups[which[i]] for i in at})}
+        curve.append({"windows": k, "gain": gain, "loss": loss, **reached})
+    metrics = {f"gain_{point['windows']}": point["gain"] for point in curve} | {
+        "documents": float(len(texts.documents))
     }
-    if texts.corpus.groups is not None:
-        curves["by_group"] = _by_group(items, "windows", ("gain",))
-    metrics = {f"gain_{entry['windows']}": entry["gain"] for entry in curves["context_gain"]}
-    return EvalResult(metrics | {"documents": float(len(group))}, curves, items, texts.corpus.corpus_hash)
+    return texts.result(metrics, "context_gain", curve, items, key="windows", sums=["gain"], items_of=items)
 
 
 def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
@@ -236,35 +225,22 @@ def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
     texts = validation("remembrance", context, len(model.lm_head.weight))
     length = texts.options["length"]
     reach = [i for i, document in enumerate(texts.documents) if len(document) >= length]
-    documents = [texts.documents[i][:length] for i in reach]
     shares = {"quarter": length // 4, "half": length // 2, "three_quarters": length - length // 4}
     doublings = [2**i for i in range((length - 1).bit_length())]
-    starts = sorted({*shares.values(), *doublings, *(length - t for t in doublings)} - {0, length})
-    whole = _last_distributions(model, documents, context.max_slots)
-    variations = []
-    for t in starts:
-        rest = _last_distributions(model, [document[t:] for document in documents], context.max_slots)
-        variations.append(((whole - rest).abs().sum(dim=1) / 2).tolist())
-    items = [
-        {"document": texts.numbers[i], "variation": list(values), **texts.group(i)}
-        for i, values in zip(reach, zip(*variations))
-    ]
-    means = dict(zip(starts, np.mean([item["variation"] for item in items], axis=0).tolist()))
-    return EvalResult(
-        {name: means[t] for name, t in shares.items()} | {"documents": len(items)},
-        {"remembrance": [{"without": t, "length": length, "variation": value} for t, value in means.items()]},
-        items,
-        texts.corpus.corpus_hash,
-    )
+    starts = sorted({0, *shares.values(), *doublings, *(length - t for t in doublings)} - {length})
 
+    def distributions(start: int) -> Tensor:
+        """Return (documents, vocabulary), the next-token distribution after each document without its first tokens."""
+        hidden = read_to_the_end(model, [texts.documents[i][start:length] for i in reach], context.max_slots)
+        return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
 
-def _last_distributions(model: MambaLM, documents: Sequence[Any], max_slots: int) -> Tensor:
-    """Return (documents, vocabulary), the next-token distribution after each document."""
-    last: dict[int, Tensor] = {}
-    for _ in read_documents(model, documents, max_slots, lambda i, first, hidden: last.update({i: hidden[-1]})):
-        pass
-    hidden = torch.stack([last[i] for i in range(len(documents))])
-    return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
+    whole = distributions(starts.pop(0))
+    variations = {t: ((whole - distributions(t)).abs().sum(dim=1) / 2).tolist() for t in starts}
+    means = {t: float(np.mean(values)) for t, values in variations.items()}
+    items = texts.items(reach, variation=list(map(list, zip(*variations.values()))))
+    metrics = {name: means[t] for name, t in shares.items()} | {"documents": len(items)}
+    curve = [{"without": t, "length": length, "variation": value} for t, value in means.items()]
+    return texts.result(metrics, "remembrance", curve, items)
 
 
 EVALUATIONS: dict[str, Callable[[MambaLM, EvalContext], EvalResult]] = {

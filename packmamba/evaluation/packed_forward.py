@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +26,8 @@ from packmamba.nn import MambaLM
 
 DocumentState = tuple[list[tuple[Tensor, ...]], int]
 """Layers' states of several documents, and the index of one."""
-Visit = Callable[[int, int, Tensor], None]
-"""Takes a document's number, the position of a piece's first token, and its activations (n, d_model)."""
-Reader = Callable[[Visit], Iterator[int]]
-"""Calls ``Visit`` for each piece of a pass, then yields the number of tokens in the pass."""
+Pass = list[tuple[Any, int, Tensor]]
+"""Pieces that a pass read: the segment's owner, position of the first token, activations (n, d_model)."""
 
 SLOTS_PER_STATE = 64  # slots per final state of a pass: a state is as large as some tens of tokens
 HEAD_ROWS = 512  # minimum rows of logits at a time
@@ -40,11 +38,11 @@ GPU_LOGITS = 1 << 25  # logits at a time on a GPU, where a small vocabulary's la
 class Segment:
     """Hold a document's tokens from ``first`` on, read from the state ``start`` (None: zero) in one pass or more.
 
-    ``visit`` gets each piece's first position and activations; ``finish`` turns the final state into further segments.
+    ``finish`` turns the final state into further segments.
     """
 
+    owner: Any
     tokens: Any
-    visit: Callable[[int, Tensor], None]
     start: DocumentState | None = None
     finish: Callable[[DocumentState], list[Segment]] | None = None
     first: int = 0
@@ -59,62 +57,67 @@ class Segment:
 
 def packed_forward(
     model: MambaLM, segments: list[Segment], max_slots: int, progress: bool | None = None
-) -> Iterator[int]:
-    """Compute all segments and those that follow from them; yield the number of tokens in each pass. Raises ValueError.
+) -> Iterator[Pass]:
+    """Compute all segments and those that follow from them, pass by pass. Raises ValueError.
 
     Segments with an initial state go first, so that few states are held; then the longest that fit.
     """
     if max_slots < 1:
         raise ValueError(f"max_slots: expected at least 1, got {max_slots}")
-    waiting = sorted(segments, key=lambda segment: segment.length(max_slots))
-    lengths = [segment.length(max_slots) for segment in waiting]
+    length = functools.partial(Segment.length, max_slots=max_slots)
+    waiting = sorted(segments, key=length)
     following: list[Segment] = []
-    max_states = max(1, max_slots // SLOTS_PER_STATE)
+    chosen: list[Segment] = []
+    free = states = 0
+
+    def rejects(segment: Segment) -> bool:
+        nonlocal free, states
+        if length(segment) > free or segment.keeps(max_slots) > states:
+            return True
+        chosen.append(segment)
+        free, states = free - length(segment), states - segment.keeps(max_slots)
+        return False
+
     total = sum(len(segment.tokens) for segment in segments)
     disable = None if progress is None else not progress
     with tqdm(total=total, desc="reads", unit="token", unit_scale=True, disable=disable, leave=False) as bar:
         while waiting or following:
-            chosen: list[Segment] = []
-            rest: list[Segment] = []
-            free, kept = max_slots, 0
-            for segment in following:
-                length, keeps = segment.length(max_slots), segment.keeps(max_slots)
-                fits = length <= free and kept + keeps <= max_states
-                (chosen if fits else rest).append(segment)
-                free -= fits * length
-                kept += fits * keeps
-            following = rest
-            while waiting and not following and (place := bisect.bisect_right(lengths, free)):
-                keeps = waiting[place - 1].keeps(max_slots)
-                if keeps and kept == max_states:
+            chosen.clear()
+            free, states = max_slots, max(1, max_slots // SLOTS_PER_STATE)
+            following = list(filter(rejects, following))
+            while waiting and not following and (place := bisect.bisect_right(waiting, free, key=length)):
+                if rejects(waiting[place - 1]):
                     break
-                chosen.append(waiting.pop(place - 1))
-                free -= lengths.pop(place - 1)
-                kept += keeps
-            following += _one_pass(model, chosen, max_slots)
+                del waiting[place - 1]
+            pieces, more = _one_pass(model, chosen, max_slots)
+            following += more
             bar.update(max_slots - free)
-            yield max_slots - free
+            yield pieces
 
 
-def read_documents(
-    model: MambaLM,
-    documents: Sequence[Any],
-    max_slots: int,
-    visit: Visit,
-    finals: dict[int, DocumentState | None] | None = None,
-) -> Iterator[int]:
-    """Read each document from a zero state; yield the number of tokens in each pass. ``finals`` receives final states."""
+def read_documents(model: MambaLM, documents: Sequence[Any], max_slots: int) -> Iterator[Pass]:
+    """Read each document from a zero state; its number is the owner of its pieces."""
+    return packed_forward(model, [Segment(i, d) for i, d in enumerate(documents) if len(d)], max_slots)
+
+
+def read_to_the_end(
+    model: MambaLM, documents: Sequence[Any], max_slots: int, finals: dict[int, DocumentState | None] | None = None
+) -> Tensor:
+    """Return (documents, d_model), the activations of documents' last tokens; ``finals`` receives their final states."""
 
     def store(i: int, final: DocumentState) -> list[Segment]:
         finals[i] = final  # type: ignore[index]
         return []
 
+    last: dict[int, Tensor] = {}
     finishes = [None if finals is None else functools.partial(store, i) for i in range(len(documents))]
-    segments = [Segment(d, functools.partial(visit, i), None, finishes[i]) for i, d in enumerate(documents) if len(d)]
-    yield from packed_forward(model, segments, max_slots)
+    segments = [Segment(i, document, finish=finishes[i]) for i, document in enumerate(documents)]
+    for pieces in packed_forward(model, segments, max_slots):
+        last |= {i: hidden[-1].clone() for i, _, hidden in pieces}
+    return torch.stack([last[i] for i in range(len(documents))])
 
 
-def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> list[Segment]:
+def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[Pass, list[Segment]]:
     device = next(model.parameters()).device
     lengths = [segment.length(max_slots) for segment in segments]
     layout = to_device(SequenceLayout.from_lengths([lengths], row_length=max_slots), device)
@@ -124,25 +127,21 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> list[S
     starts = [segment.start for segment in segments]
     states = None if all(start is None for start in starts) else InitialStates(model, starts)
     kept = [number for number, segment in enumerate(segments) if segment.keeps(max_slots)]
-    pool: list[tuple[Tensor, ...]] = []
     with torch.inference_mode():
         out = model(
             to_device(tokens, device), layout=layout, states=states, return_states=bool(kept), return_hidden=True
         )
         hidden, finals = out if kept else (out, [])
-        if kept:
-            index = to_device(torch.tensor(kept), device)
-            pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
-    following, begin = [], 0
-    for number, (segment, length) in enumerate(zip(segments, lengths)):
-        segment.visit(segment.first, hidden[0, begin : begin + length])
-        begin += length
-        if segment.first + length < len(segment.tokens):
-            final = (pool, kept.index(number))
-            following.append(replace(segment, start=final, first=segment.first + length))
+        index = to_device(torch.tensor(kept, dtype=torch.int64), device)
+        pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
+    pieces, following = [], []
+    for number, (segment, part) in enumerate(zip(segments, hidden[0].split([*lengths, max_slots - sum(lengths)]))):
+        pieces.append((segment.owner, segment.first, part))
+        if segment.first + len(part) < len(segment.tokens):
+            following.append(replace(segment, start=(pool, kept.index(number)), first=segment.first + len(part)))
         elif segment.finish:
             following += segment.finish((pool, kept.index(number)))
-    return following
+    return pieces, following
 
 
 def to_device(part: Any, device: torch.device) -> Any:
@@ -197,21 +196,21 @@ class TrainingLayoutReader:
         self.boundary = boundary
         self.plan, self.batches = arrange_as_trained(corpus, np.arange(len(lengths)), data, boundary.continues)
 
-    def read(self, model: MambaLM, visit: Visit) -> Iterator[int]:
-        """Read all documents; yield the number of tokens of each batch."""
+    def read(self, model: MambaLM) -> Iterator[Pass]:
+        """Read all documents, batch by batch."""
         device, plan = next(model.parameters()).device, self.plan
         self.boundary.reset()
         for rows in self.batches:
             batch = plan.batch(rows).to(device)
             with torch.inference_mode():
                 hidden = self.boundary.hidden(model, batch)
+            pieces: Pass = []
             for row, activations in zip(rows, hidden):
-                slot = 0
-                for piece in range(plan.row_offsets[row], plan.row_offsets[row + 1]):
-                    end = slot + int(plan.length[piece])
-                    visit(int(plan.document[piece]), int(plan.start[piece]), activations[slot:end])
-                    slot = end
-            yield batch.layout.num_tokens
+                of, slot = range(*plan.row_offsets[row : row + 2]), 0
+                for document, start, length in zip(plan.document[of], plan.start[of], plan.length[of]):
+                    pieces.append((int(document), int(start), activations[slot : slot + length]))
+                    slot += length
+            yield pieces
 
 
 def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -236,26 +235,25 @@ Predictions = list[tuple[Tensor, Tensor]]
 """By piece of a document: float64 log-probabilities of targets, and most likely ids, on the model's device."""
 
 
-def predict(model: MambaLM, passes: Iterator[int], collected: list[tuple[Predictions, Tensor, Any]]) -> None:
-    """Append each pass's results to the predictions in ``collected``: (predictions, activations, targets)."""
-    for _ in passes:
-        if not collected:
-            continue
-        owners, parts, wanted = zip(*collected)
-        hidden, sizes = torch.cat(parts), list(map(len, wanted))
-        ids = np.concatenate([np.asarray(some, np.int64) for some in wanted])
-        targets = to_device(torch.from_numpy(ids), hidden.device)
+def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any]]]) -> None:
+    """Append to predictions what the model predicts in each pass, of (predictions, activations, targets)."""
+    for asked in filter(None, passes):
+        owners, parts, wanted = zip(*asked)
+        hidden = torch.cat(parts)
+        targets = to_device(
+            torch.from_numpy(np.concatenate([np.asarray(some, np.int64) for some in wanted])), hidden.device
+        )
         values, best = [hidden.new_zeros(0, dtype=torch.float64)], [targets[:0]]
         for rows, log_p in log_probabilities(model, hidden):
             values.append(log_p.gather(1, targets[rows, None]).squeeze(1).double())
             best.append(log_p.argmax(dim=1))
+        sizes = list(map(len, wanted))
         for owner, *part in zip(owners, torch.cat(values).split(sizes), torch.cat(best).split(sizes)):
             owner.append(tuple(part))
-        collected.clear()
 
 
 def predict_documents(
-    model: MambaLM, reader: Reader, targets: Callable[[int, int, int], tuple[Any, Any]], count: int
+    model: MambaLM, passes: Iterable[Pass], targets: Callable[[int, int, int], tuple[Any, Any]], count: int
 ) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
     """Return each of ``count`` documents' losses in nats and most likely ids.
 
@@ -263,12 +261,11 @@ def predict_documents(
     """
     empty = (torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
     results: list[Predictions] = [[] for _ in range(count)]
-    collected: list[tuple[Predictions, Tensor, Any]] = []
 
-    def visit(i: int, first: int, hidden: Tensor) -> None:
+    def piece(i: int, first: int, hidden: Tensor) -> tuple[Predictions, Tensor, Any]:
         places, wanted = targets(i, first, first + len(hidden))
-        collected.append((results[i], hidden[places], wanted))
+        return results[i], hidden[places], wanted
 
-    predict(model, reader(visit), collected)
+    predict(model, ([piece(*one) for one in pieces] for pieces in passes))
     both = [[torch.cat(parts).cpu().numpy() for parts in zip(*(some or [empty]))] for some in results]
     return [(-values, best) for values, best in both]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from packmamba.evaluation.packed_forward import DocumentState, Predictions, Segment, packed_forward, predict
+from packmamba.evaluation.packed_forward import DocumentState, Pass, Predictions, Segment, packed_forward, predict
 from packmamba.nn import MambaLM
 
 Ids = tuple[int, ...]
@@ -55,30 +54,30 @@ def score(
             raise ValueError(f"requests[{i}]: {name}: expected at least one token, got none")
         checked.append((context, continuation))
         by_context.setdefault(context, {})[continuation] = []
-    collected: list[tuple[Predictions, Tensor, Ids]] = []  # of a pass
-
-    def visit(context: Ids, continuations: list[Ids], offset: int, first: int, hidden: Tensor) -> None:
-        """Collect the activations at positions p, which predict token p - offset of each continuation."""
-        start = max(offset, first)
-        for c in continuations:
-            end = min(first + len(hidden), offset + len(c))
-            if end > start:
-                part = hidden[start - first : end - first]
-                collected.append((by_context[context][c], part, c[start - offset : end - offset]))
 
     def segment(context: Ids, continuations: list[Ids]) -> Segment:
-        read = partial(visit, context, continuations, len(context) - 1)
+        owner = (context, continuations, len(context) - 1)
         if len(continuations) == 1:
-            return Segment(context + continuations[0][:-1], read)
+            return Segment(owner, context + continuations[0][:-1])
         longer = [c for c in continuations if len(c) > 1]
 
         def branch(final: DocumentState) -> list[Segment]:
-            return [Segment(c[:-1], partial(visit, context, [c], -1), final) for c in longer]
+            return [Segment((context, [c], -1), c[:-1], final) for c in longer]
 
-        return Segment(context, read, finish=branch if longer else None)
+        return Segment(owner, context, finish=branch if longer else None)
+
+    def asked(pieces: Pass) -> Iterator[tuple[Predictions, Tensor, Ids]]:
+        """Yield the activations at positions p, which predict token p - offset of each continuation."""
+        for (context, continuations, offset), first, hidden in pieces:
+            start = max(offset, first)
+            for c in continuations:
+                end = min(first + len(hidden), offset + len(c))
+                if end > start:
+                    part = hidden[start - first : end - first]
+                    yield by_context[context][c], part, c[start - offset : end - offset]
 
     segments = [segment(context, list(continuations)) for context, continuations in by_context.items()]
-    predict(model, packed_forward(model, segments, max_slots, progress), collected)
+    predict(model, (list(asked(pieces)) for pieces in packed_forward(model, segments, max_slots, progress)))
     scores = []
     for context, continuation in checked:
         values, best = (torch.cat(parts).tolist() for parts in zip(*by_context[context][continuation]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from packmamba.config import ConfigError, options
 from packmamba.data.token_store import load_corpora
 from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer
 from packmamba.evaluation.load import EvalContext, EvalResult
-from packmamba.evaluation.packed_forward import Reader, TrainingLayoutReader, predict_documents, read_documents
+from packmamba.evaluation.packed_forward import Pass, TrainingLayoutReader, predict_documents, read_documents
 from packmamba.evaluation.scoring import score
 from packmamba.evaluation.tasks import TASKS, Example
 from packmamba.evaluation.tasks.base import make_example
@@ -32,26 +32,26 @@ VALIDATION = "validation"
 
 
 def answer(
-    model: MambaLM, examples: Sequence[Example], max_slots: int = 16384, reader: Reader | None = None
+    model: MambaLM, examples: Sequence[Example], max_slots: int = 16384, passes: Iterator[Pass] | None = None
 ) -> tuple[Items, list[np.ndarray]]:
     """Return numbers for each example, and its most likely ids (k,) after its k questions.
 
-    Examples are read from zero states, or by ``reader``; multiple choice is scored from zero states alone.
+    Examples are read from zero states, or as in ``passes``; multiple choice is scored from zero states alone.
     """
 
     def targets(i: int, start: int, end: int) -> tuple[Any, np.ndarray]:
         places = np.flatnonzero(examples[i].mask[start:end])
         return torch.from_numpy(places).to(model.lm_head.weight.device), examples[i].targets[start + places]
 
-    choices = [] if reader else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
+    choices = [] if passes else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
     scores = iter(score(model, choices, max_slots, progress=False))
-    alone = functools.partial(read_documents, model, [example.tokens for example in examples], max_slots)
-    predicted = predict_documents(model, reader or alone, targets, len(examples))
+    alone = read_documents(model, [example.tokens for example in examples], max_slots)
+    predicted = predict_documents(model, passes or alone, targets, len(examples))
     items = []
     for example, (losses, best) in zip(examples, predicted):
         item: dict[str, Any] = {"length": len(example.tokens), "load": example.load, "answers": len(best)}
         item |= {"right": int((best == example.targets[example.mask]).sum()), "nats": float(losses.sum())}
-        if example.answer is not None and not reader:
+        if example.answer is not None and not passes:
             values = np.array([next(scores).log_likelihood for _ in example.choices])
             sizes = example.notes.get("bytes") or [len(choice) for choice in example.choices]
             item |= {"choice": int(values.argmax()), "by_bytes": int((values / np.array(sizes)).argmax())}
@@ -102,7 +102,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
     items, predicted = answer(model, examples, context.max_slots)
     further = annotate(examples, predicted, rows)
     if boundary.as_trained:
-        trained, predicted = answer(model, examples, context.max_slots, functools.partial(rows.read, model))
+        trained, predicted = answer(model, examples, context.max_slots, rows.read(model))
         for item, other in zip(items, trained):
             item |= {f"{key}_as_trained": other[key] for key in ("right", "nats")}
         further |= {f"{key}_as_trained": value for key, value in annotate(examples, predicted, rows).items()}

@@ -1,7 +1,6 @@
 """Boundary schemes: each against pieces of documents computed one by one, from states that are looked up by hand."""
 
 import copy
-import functools
 
 import lightning
 import numpy as np
@@ -186,14 +185,14 @@ def test_validation_as_trained_is_what_evaluations_read(tmp_path, keys):
     corpus = data.corpora.validation
     documents = [corpus.document(i) for i in range(corpus.num_documents)]
     scheme = BOUNDARIES[module.boundary.name]()
-    reader = functools.partial(TrainingLayoutReader(documents, data.config, scheme).read, module.model)
+    passes = TrainingLayoutReader(documents, data.config, scheme).read(module.model)
     module.on_validation_epoch_start()
     with torch.no_grad():
         for loader, batches in enumerate(data.val_dataloader()):
             for i, batch in enumerate(batches):
                 module.validation_step(batch, i, dataloader_idx=loader)
     found, alone = module.as_trained.compute(), module.alone.compute()
-    losses = np.concatenate(token_losses(module.model, documents, reader=reader))
+    losses = np.concatenate(token_losses(module.model, documents, passes=passes))
     by_hand = torch.cat([losses_alone(module, tokens.tolist()) for tokens in documents if len(tokens) > 1])
     assert int(found["counts"].sum()) == int(alone["counts"].sum()) == len(losses) == len(by_hand)
     assert float(found["loss"]) == pytest.approx(losses.mean(), rel=1e-9)
