@@ -67,7 +67,7 @@ class CheckedModel(CheckedCallable):
         if not masked and (not self.names or not set(self.names) <= set(ARGUMENTS[:3])):
             expected = f"{', '.join(ARGUMENTS)} (the first three joined by +)"
             raise ValueError(f"boundaries: expected {expected}, got {boundaries!r}")
-        self.known, self.open_ended = _parameters(model)
+        self.known, self.open_ended = forward_parameters(model)
         if masked:
             self.inputs = ("left", "right")
         elif "attention_mask" in self.known or self.open_ended:
@@ -111,7 +111,7 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
     if vocab_size is not None and (not isinstance(vocab_size, int) or not 3 <= vocab_size <= 2**24):
         raise ValueError(f"vocab_size: expected an integer from 3 to {2**24}, got {vocab_size!r}")
     ours = isinstance(getattr(model, "_orig_mod", model), MambaLM)  # also of a compiled model
-    if not ours and isinstance(model, nn.Module) and "input_ids" in _parameters(model)[0]:
+    if not ours and isinstance(model, nn.Module) and "input_ids" in forward_parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)
     given = "layout" if ours else "lengths"
     if boundaries not in ("position_ids", given):  # position_ids is the default
@@ -139,7 +139,7 @@ def _boundary_arguments(name: str, lengths: Sequence[int], device: torch.device)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def _parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
+def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
     """Return the parameters of a model's forward, and whether it takes any keyword."""
     forward = getattr(model, "_orig_mod", model).forward  # also of a compiled model
     parameters = dict(inspect.signature(forward).parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,11 +138,11 @@ def leakcheck(
                 model.vocab_size = probes.logits_of(model.alone, two).shape[-1]
         for row in rows:
             for way in model.inputs:
-                _check(Documents(model, way, row), result)
+                check_documents(Documents(model, way, row), result)
         for side in model.padding if result.raises is None else ():
             padded = LeakCheckResult(side)
             try:
-                _check(Documents(model, side, rows[0]), padded)
+                check_documents(Documents(model, side, rows[0]), padded)
             except ValueError:  # logits that are not finite
                 padded.same_as_alone = False
             result.padding[side] = None if padded.raises else padded.ok
@@ -149,13 +150,13 @@ def leakcheck(
             for module in model.modules:
                 module.train()
             for way in model.inputs:
-                _check(Documents(model, way, rows[0]), result, alone=False)
+                check_documents(Documents(model, way, rows[0]), result, alone=False)
             if result.leaks:
                 result.notes.append("In training mode alone.")
     return result
 
 
-def _check(documents: Documents, result: LeakCheckResult, alone: bool = True) -> None:
+def check_documents(documents: Documents, result: LeakCheckResult, alone: bool = True) -> None:
     """Check one row of documents; add to ``result``. ``alone``: compare with documents alone too (dropout differs there)."""
     model = documents.model
     with torch.no_grad():
@@ -201,7 +202,8 @@ def _check(documents: Documents, result: LeakCheckResult, alone: bool = True) ->
     if slots[0].any() and (after := int(slots[0].nonzero().max()) - last) > result.reach:
         result.reach, result.endless = after, last + after == len(base) - 1
     first = int(slots.any(1).nonzero()[0])
-    result.module = result.module or probes.first_module(documents, tokens[first], watched[first])
+    with suppress(torch.OutOfMemoryError):  # it holds what every module puts out
+        result.module = result.module or probes.first_module(documents, tokens[first], watched[first])
 
 
 def _limits(base: Tensor, model: CheckedCallable) -> tuple[float, float]:
@@ -216,8 +218,11 @@ def _limits(base: Tensor, model: CheckedCallable) -> tuple[float, float]:
 
 def _moves(logits: Tensor, base: Tensor) -> Tensor:
     """Return each token's largest change of a logit, (L,); 0 if bitwise equal, infinite to or from NaN."""
-    by = torch.where(moved(logits, base), (logits - base).abs().nan_to_num(nan=torch.inf), 0.0)
-    return by.amax(-1).double()
+    found = []
+    for some, others in zip(logits.split(1024), base.split(1024)):  # of long rows a part at a time, for memory
+        by = torch.where(moved(some, others), (some - others).abs().nan_to_num(nan=torch.inf), 0.0)
+        found.append(by.amax(-1).double())
+    return torch.cat(found)
 
 
 def _from_alone(documents: Documents, base: Tensor) -> float:

@@ -81,14 +81,17 @@ class Documents:
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore torch's random states, modes and buffers on leaving."""
+    """Restore torch's random states, modes and buffers on leaving; leave no weight in autocast's cache, without its gradient."""
     every = [(module, module.training) for root in modules for module in root.modules()]
     buffers = [(m, n, b, b.clone()) for m, _ in every for n, b in m._buffers.items() if b is not None]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
     try:
         with torch.random.fork_rng(devices=devices), torch.inference_mode(False):
             yield
     finally:
+        torch.set_autocast_cache_enabled(cached)
         for module, training in every:
             module.training = training
         with torch.no_grad():
@@ -162,12 +165,12 @@ def crossing_gradients(documents: Documents) -> bool | None:
             logits = documents.call(tokens)[0]
         if not logits.requires_grad or not entries.found:
             return None
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED)).to(logits)
         crossed, reached = False, False
         for number in {(count - 1) // 2, count - 1}:
             inside = documents.number == number
             part, own = logits[inside], documents.in_rows(inside)
-            loss = torch.where(part.isfinite(), part * weights[inside], 0.0).sum()
+            weights = torch.randn(part.shape, generator=torch.Generator().manual_seed(SEED)).to(part)
+            loss = torch.where(part.isfinite(), part * weights, 0.0).sum()
             try:
                 gradients = torch.autograd.grad(loss, entries.found, retain_graph=True, allow_unused=True)
             except RuntimeError as error:  # reentrant checkpointing takes backward() alone

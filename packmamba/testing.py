@@ -1,0 +1,228 @@
+"""leakcheck where people work: a fixture of pytest, and callbacks that check a batch of transformers' Trainer or of Lightning.
+
+``pytest_plugins = ["packmamba.testing"]`` in a conftest.py gives tests the fixture ``leakcheck``. ``TrainerLeakCheck`` and
+``LightningLeakCheck`` are made when they are imported. Shapes: R rows, W slots, T slots that are no padding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packmamba.isolation import LeakCheckResult, leakcheck
+from packmamba.isolation.adapters import CheckedCallable, forward_parameters
+from packmamba.isolation.check import check_documents
+from packmamba.isolation.probes import Documents, undisturbed
+
+MARKS = {"position_ids": 1, "seq_idx": 0, "attention_mask": 0}
+"""Arguments (R, W), and their step from slot to slot inside a document; attention_mask may number documents."""
+
+
+TRAINERS = {"TrainerLeakCheck": ("transformers", "TrainerCallback"), "LightningLeakCheck": ("lightning", "Callback")}
+
+
+class LeakError(RuntimeError):
+    """Documents leak into each other."""
+
+
+def assert_isolated(model: Any, boundaries: str = "position_ids", **options: Any) -> LeakCheckResult:
+    """Return the result of leakcheck, whose arguments these are, if it is ``ok``; else raise LeakError with its findings."""
+    result = leakcheck(model, boundaries, **options)
+    if not result.ok:
+        raise LeakError(str(result))
+    return result
+
+
+def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, Any] | None = None) -> bool:
+    """Check a batch's documents in a model that takes ``input_ids``, called with the batch as it is, in its present mode.
+
+    Every other document changes, then those between: other documents' logits must stay to the bit, and a document's loss must
+    have no gradient outside. Weights, gradients, buffers and random states stay. It takes the time of about three steps.
+
+    ``marks`` are boundary arguments that the model is not called with. Returns whether any row holds two documents, else nothing
+    is checked. Raises LeakError.
+    """
+    arguments = {name: value for name, value in batch.items() if name not in ("labels", "num_items_in_batch")}
+
+    def logits(rows: Tensor) -> Any:
+        output = model(**{**arguments, "input_ids": rows})
+        output = getattr(output, "logits", output)
+        return output if isinstance(output, Tensor) else output[0]
+
+    marks = {**(marks or {}), **arguments}
+    given = [name for name in (*MARKS, "cu_seq_lens_q") if marks.get(name) is not None]
+    return _Batch(model, logits, batch["input_ids"], _number(marks), ", ".join(given)).check()
+
+
+def _number(batch: Mapping[str, Any]) -> Tensor:
+    """Number the documents of a batch (R, W) by all its boundary arguments; -1 at padding."""
+    tokens = batch["input_ids"]
+    starts = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
+    starts[:, 0], own = True, torch.ones_like(starts)
+    for name, step in MARKS.items():
+        marks = batch.get(name)
+        if isinstance(marks, Tensor) and marks.dim() == 2 and marks.shape[1] == tokens.shape[1]:
+            starts[:, 1:] |= marks.long().diff() != step
+            own &= marks > 0 if name == "attention_mask" else marks >= 0
+    if isinstance(ends := batch.get("cu_seq_lens_q"), Tensor):
+        starts.view(-1)[ends[ends < starts.numel()].long()] = True
+    return torch.where(own, starts.view(-1).cumsum(0).view(tokens.shape), -1)
+
+
+class _Batch(Documents):
+    """The documents of a batch, as probes change them: ``tokens`` and ``number`` (T,), where ``own`` (R, W) says."""
+
+    def __init__(
+        self, model: nn.Module, logits: Callable[[Tensor], Any], rows: Tensor, number: Tensor, boundaries: str
+    ) -> None:
+        self.model = CheckedCallable(logits, [model], boundaries, 0, 0)
+        self.rows, self.own = rows, number >= 0
+        self.tokens = rows[self.own]
+        _, self.number, counts = number[self.own].unique_consecutive(return_inverse=True, return_counts=True)
+        self.way, self.lengths = "as trained", counts.tolist()
+        ids, index = self.tokens.unique(return_inverse=True)
+        self.others = ids[(index + max(1, len(ids) // 2)) % max(1, len(ids))]
+
+    def in_rows(self, marks: Tensor) -> Tensor:
+        return torch.zeros_like(self.own).masked_scatter(self.own, marks)
+
+    def probes(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for changed in (self.number % 2 == 0, self.number % 2 == 1):
+            yield torch.where(changed, self.others, self.tokens), ~changed
+
+    def call(self, tokens: Tensor) -> Tensor:
+        logits = self.model.call(self.rows.masked_scatter(self.own, tokens[0]))
+        if not isinstance(logits, Tensor) or logits.shape[:2] != self.own.shape:
+            raise TypeError(f"logits: expected {(*self.own.shape, 'V')}, got {getattr(logits, 'shape', logits)!r:.60}")
+        return logits[self.own][None]
+
+    def alone(self) -> list[Tensor]:
+        return []
+
+    def check(self) -> bool:
+        if len(self.lengths) <= int(self.own.any(1).sum()):
+            return False
+        result = LeakCheckResult(self.model.boundaries)
+        with undisturbed(self.model.modules):
+            check_documents(self, result, alone=False)
+        if result.leaks:
+            what = f"logits that move by {result.largest:.2g}" if result.largest else "gradients across boundaries"
+            where = f" from {result.module} on" if result.module else ""
+            hint = "patch the model, or put one document in a row"
+            raise LeakError(f"batch: expected isolated documents (by {result.boundaries}), got {what}{where}; {hint}")
+        return True
+
+
+class _LeakCheck:
+    """Check the first training batch with two documents in a row, on every rank for itself, in Trainer or Lightning.
+
+    A leak raises LeakError in one line that names the module. No bit of the training changes; the check takes the time of about
+    three steps. Lightning trains a PackedLitModule, or a module whose parts take ``input_ids``, or has ``call``.
+
+    Args:
+        warn: warn instead of raising.
+        call: (LightningModule, tokens (1, L), lengths) -> logits (1, L, V), which leakcheck checks with ``options``: vocab_size,
+            lengths.
+    """
+
+    def __init__(self, warn: bool = False, call: Callable[..., Tensor] | None = None, **options: Any) -> None:
+        self.warn, self.logits, self.options, self.done, self.seen = warn, call, options, False, 0
+        self.handles: list[Any] = []
+        self.batch: Mapping[str, Any] = {}  # Lightning's, boundaries of which a training step may not pass on
+
+    def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        if not self.done:
+            self.handles.append(model.register_forward_pre_hook(self.before_forward, with_kwargs=True))
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        self.batch = batch if isinstance(batch, Mapping) and not self.done else {}
+        if self.done or self.handles:
+            return
+        call: Any = self.logits
+        with trainer.precision_plugin.forward_context():
+            if call is not None:
+                own = lambda tokens, lengths: call(module, tokens, lengths)  # noqa: E731
+                self.check(module, lambda: assert_isolated(own, **self.options).ok)
+            elif hasattr(batch, "batches") and hasattr(module, "boundary"):
+                self.check(module, lambda: _check_packed(module, batch.batches[0]))
+            elif models := list(_models(module)):
+                for model in models:
+                    self.on_train_begin(model=model)
+            else:
+                raise TypeError("call: expected (module, tokens, lengths) -> logits for this LightningModule, got None")
+
+    @torch.compiler.disable
+    def before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        batch = dict(zip(forward_parameters(model)[0], args)) | kwargs
+        if model.training and isinstance(batch.get("input_ids"), Tensor):
+            self.check(model, lambda: check_batch(model, batch, self.batch))
+
+    def check(self, model: nn.Module, check: Callable[[], bool]) -> None:
+        """Call ``check``, which returns whether there was anything to check, until it has said so."""
+        if self.done:
+            return
+        self.done, self.seen = True, self.seen + 1  # the check calls the model, too
+        try:
+            if any(type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules()):
+                raise ValueError("expected whole weights, got sharded ones; check before training")
+            self.done = check()
+            if not self.done and self.seen == 8:  # batches without two documents in a row
+                self.on_train_end()
+        except (
+            Exception
+        ) as error:  # other errors are no reason to end a training, which will raise what is wrong with it
+            line, leaks = " ".join(str(error).split()), isinstance(error, LeakError)
+            self.stop()
+            if leaks and not self.warn:
+                raise LeakError(line) from None
+            warnings.warn(f"leakcheck: {line if leaks else f'nothing was checked: {line}'}", stacklevel=2)
+        if self.done:
+            self.stop()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        if not self.done:
+            warnings.warn("leakcheck: nothing was checked: no row of a batch holds two documents", stacklevel=2)
+        self.stop()
+
+    def stop(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.done, self.handles = True, []
+
+
+def _models(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules inside that take ``input_ids``."""
+    for child in root.children():
+        yield from [child] if "input_ids" in forward_parameters(child)[0] else _models(child)
+
+
+def _check_packed(module: Any, batch: Any) -> bool:
+    """Check a PackedBatch under the boundary scheme of a PackedLitModule."""
+    boundary, model = module.boundary, module.model
+    if boundary.stateful:
+        raise ValueError(f"boundary: expected a scheme that carries no states, got {boundary.name}")
+    logits = lambda rows: model.lm_head(boundary.hidden(model, replace(batch, tokens=rows)))  # noqa: E731
+    return _Batch(model, logits, batch.tokens, batch.layout.documents, f"layout, boundary={boundary.name}").check()
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class of a callback: importing this module imports no trainer."""
+    if name not in TRAINERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package, callback = TRAINERS[name]
+    bases = (_LeakCheck, getattr(importlib.import_module(package), callback))
+    made = type(name, bases, {"__module__": __name__, "__doc__": _LeakCheck.__doc__})
+    return globals().setdefault(name, made)
+
+
+if "pytest" in sys.modules:  # of which this is a plugin
+    import pytest
+
+    _fixture = pytest.fixture(name="leakcheck")(lambda: assert_isolated)

@@ -1,0 +1,242 @@
+"""The fixture and the callbacks of packmamba.testing catch a leak of the model that trains, and change no bit of a training."""
+
+import os
+import warnings
+
+import lightning
+import pytest
+import torch
+from torch import nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+from hugging_face import VOCAB, build, plain_torch  # noqa: E402, F401
+from packmamba import MambaLM  # noqa: E402
+from packmamba.integrations.transformers import patch  # noqa: E402
+from packmamba.testing import LeakError, LightningLeakCheck, TrainerLeakCheck, check_batch  # noqa: E402
+from packmamba.training import PackedDataModule, PackedLitModule  # noqa: E402
+from processes import fork_ranks, statuses  # noqa: E402
+
+pytest_plugins = ["packmamba.testing"]
+LENGTHS = [9, 4, 1, 7, 12, 3, 8, 2]
+LEAK = r"^batch: expected isolated documents .* from backbone.layers.0.mixer \(MambaMixer\) on.*$"
+COLLATORS = {
+    "position_ids": {},
+    "seq_idx": {"return_position_ids": False, "return_seq_idx": True},
+    "cu_seq_lens_q": {"return_position_ids": False, "return_flash_attn_kwargs": True},
+}
+
+
+def mamba(patched, dropout=False):
+    model = build("Mamba", num_hidden_layers=1, seed=3)
+    if dropout:
+        model.backbone.norm_f = nn.Sequential(model.backbone.norm_f, nn.Dropout(0.2))
+    return patch(model) if patched else model
+
+
+def documents():
+    tokens = torch.randint(1, VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": part.tolist()} for part in tokens.split(LENGTHS)]
+
+
+def state_of(model):
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [torch.get_rng_state(), *model.state_dict().values(), *gradients]
+
+
+def are_equal(some, others):
+    return len(some) == len(others) and all(torch.equal(one, other) for one, other in zip(some, others))
+
+
+def test_fixture(leakcheck):
+    assert leakcheck(MambaLM(VOCAB, 16, 1, d_state=4), lengths=[3, 5]).ok
+    with pytest.raises(LeakError, match="Documents leak"):
+        leakcheck(mamba(patched=False), "position_ids", lengths=[3, 5])
+
+
+def train(model, folder, callback, collator=None, more=(), **options):
+    """Train two steps; return Trainer."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no", learning_rate=0.01, dataloader_pin_memory=False, **options,
+    )  # fmt: skip
+    collator = collator or transformers.DataCollatorWithFlattening()
+    callbacks = [*more, *([callback] if callback else [])]
+    trainer = transformers.Trainer(model, arguments, collator, documents(), callbacks=callbacks)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_trainer(name, tmp_path):
+    collator = transformers.DataCollatorWithFlattening(**COLLATORS[name])
+    callback = TrainerLeakCheck()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "leakcheck")
+        train(mamba(patched=True), tmp_path, callback, collator)
+    assert callback.done and callback.seen == 1
+    with pytest.raises(LeakError, match=LEAK) as caught:
+        train(mamba(patched=False), tmp_path, TrainerLeakCheck(), collator)
+    assert name in str(caught.value)
+
+
+def test_a_warning_instead(tmp_path):
+    with pytest.warns(UserWarning, match="leakcheck: batch: expected isolated documents"):
+        trainer = train(mamba(patched=False), tmp_path, TrainerLeakCheck(warn=True))
+    assert trainer.state.global_step == 2 and not trainer.model._forward_pre_hooks
+
+
+class Keep(transformers.TrainerCallback):
+    found = ()
+
+    def on_pre_optimizer_step(self, *_, model, **__):
+        self.found = self.found or [tensor.clone() for tensor in state_of(model)]
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_checkpointing": True}], ids=["float32", "bfloat16"])
+def test_trainer_s_bits_stay(options, tmp_path):
+    """Hold random states, weights, and the first step's gradients."""
+    found = []
+    for callback in (None, TrainerLeakCheck()):
+        torch.manual_seed(0)
+        model, keep = mamba(patched=True, dropout=True), Keep()
+        train(model, tmp_path, callback, more=[keep], **options)
+        found.append([*keep.found, torch.get_rng_state(), *model.state_dict().values()])
+    assert len(found[0]) > 30 and are_equal(*found)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_belongs_to_no_document_and_a_mask_may_number_them(side):
+    tokens = torch.randint(1, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    number = torch.tensor([[1] * 4 + [2] * 5 + [0] * 3, [1] * 12])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 0, 0], [*range(12)]])
+    if side == "left":
+        number[0], positions[0] = number[0].roll(3), positions[0].roll(3)
+    batch = {"input_ids": tokens, "attention_mask": number.clamp(max=1), "position_ids": positions}
+    assert check_batch(mamba(patched=True).train(), batch)
+    for leaks in (batch, {"input_ids": tokens, "attention_mask": number}):
+        with pytest.raises(LeakError, match="attention_mask"):
+            check_batch(mamba(patched=False), leaks)
+    del batch["position_ids"]
+    assert not check_batch(mamba(patched=False), batch)
+
+
+def test_batches_of_single_documents_are_said_to_be_unchecked(tmp_path):
+    collator = transformers.DataCollatorWithFlattening()
+    with pytest.warns(UserWarning, match="nothing was checked: no row of a batch holds two documents"):
+        train(mamba(patched=False), tmp_path, TrainerLeakCheck(), lambda rows: collator(rows[:1]))
+
+
+class Own(lightning.LightningModule):
+    """A user's module around a model."""
+
+    def __init__(self, model, forgets=()):
+        super().__init__()
+        self.model, self.forgets = model, forgets
+
+    def training_step(self, batch, _):
+        if isinstance(batch, list):
+            return self.model(*batch).square().mean()
+        return self.model(**{name: value for name, value in batch.items() if name not in self.forgets}).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(module, data, callback, **options):
+    options = {
+        "max_steps": 2,
+        "accelerator": "cpu",
+        "devices": 1,
+        "callbacks": [callback] if callback else [],
+    } | options
+    options |= dict.fromkeys("logger enable_checkpointing enable_progress_bar enable_model_summary".split(), False)
+    lightning.Trainer(**options).fit(module, data)
+
+
+def loader(rows=4):
+    return torch.utils.data.DataLoader(documents(), rows, collate_fn=transformers.DataCollatorWithFlattening())
+
+
+def test_lightning_with_a_user_s_module():
+    callback = LightningLeakCheck()
+    fit(Own(mamba(patched=True)), loader(), callback)
+    assert callback.done and callback.seen == 1
+    for module in (Own(mamba(patched=False)), Own(mamba(patched=True), forgets=["position_ids"])):
+        with pytest.raises(LeakError, match=LEAK):
+            fit(module, loader(), LightningLeakCheck())
+    with pytest.warns(UserWarning, match="leakcheck: batch"):
+        fit(Own(mamba(patched=False)), loader(), LightningLeakCheck(warn=True))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning_s_bits_stay(precision):
+    found = []
+    for callback in (None, LightningLeakCheck()):
+        torch.manual_seed(0)
+        module = Own(mamba(patched=True, dropout=True))
+        fit(module, loader(), callback, precision=precision, max_steps=1)
+        found.append(state_of(module))
+    assert are_equal(*found)
+
+
+class Plain(nn.Module):
+    """A model of other arguments that sums what is before a token in its document, or in its row."""
+
+    def __init__(self, leaks):
+        super().__init__()
+        self.embedding, self.leaks = nn.Embedding(VOCAB, VOCAB), leaks
+
+    def forward(self, tokens, lengths):
+        x = self.embedding(tokens)
+        return x.cumsum(1) if self.leaks else torch.cat([part.cumsum(1) for part in x.split(lengths.tolist(), 1)], 1)
+
+
+def test_lightning_with_a_way_to_call_the_model():
+    data = torch.utils.data.DataLoader([[torch.arange(8)[None], torch.tensor([3, 5])]] * 2, None)
+    check = LightningLeakCheck(False, lambda module, tokens, n: module.model(tokens, torch.tensor(n)), vocab_size=VOCAB)
+    fit(Own(Plain(leaks=False)), data, check)
+    check.done = False
+    with pytest.raises(LeakError, match=r"^Documents leak .* is model \(Plain\).*$"):
+        fit(Own(Plain(leaks=True)), data, check)
+    with pytest.raises(TypeError, match="^call: expected"):
+        fit(Own(Plain(leaks=True)), data, LightningLeakCheck())
+
+
+def test_lightning_with_our_module(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text("words " * (number % 3 + 1))
+    found = []
+    for boundary, callback in (("reset", None), ("reset", LightningLeakCheck()), ("leak", LightningLeakCheck())):
+        torch.manual_seed(0)
+        where = {"path": str(tmp_path / "texts"), "cache_dir": str(tmp_path)}
+        data = PackedDataModule(source="text", row_length=64, tokens_per_step=128, **where)
+        data.prepare_data()
+        model = {"vocab_size": data.vocab_size, "d_model": 8, "n_layer": 1}
+        module = PackedLitModule(model=model, boundary=boundary)
+        if boundary == "reset":
+            fit(module, data, callback)
+            found.append(state_of(module.model))
+    with pytest.raises(LeakError, match="layout, boundary=leak"):
+        fit(module, data, callback)
+    assert are_equal(*found)
+
+
+def fit_rank(patched):
+    """Train with packed rows in rank 1 alone; return 3 at a leak."""
+    data = loader(1 + 3 * int(os.environ["RANK"]))
+    try:
+        fit(Own(mamba(patched)), data, LightningLeakCheck(), devices=2, strategy="ddp", use_distributed_sampler=False)
+    except LeakError:
+        return 3
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_ranks_check_their_own_batches(patched, tmp_path):
+    """Where one rank alone has two documents in a row, neither waits for the other; a leak ends its process."""
+    ranks = fork_ranks(2, fit_rank, patched, output=tmp_path / "output.txt")
+    ended = statuses(*(ranks if patched else ranks[1:]))
+    assert ended == ([0, 0] if patched else [3]), (tmp_path / "output.txt").read_text()[-2000:]
+    statuses(ranks[0], timeout=1)
