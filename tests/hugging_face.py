@@ -24,12 +24,11 @@ KEYS = {  # where they are others
     "Zamba2": HYBRID | {"use_bias": "add_bias_linear", "use_conv_bias": "use_conv_bias"},
 }
 LIMITS = {"time_step_limit": (0.01, 0.2)}  # that some steps pass
-MIXED = ["linear_attention", "full_attention"]
 OWN = {  # what a family has besides
     "Mamba2": {"n_groups": 2, "chunk_size": 4} | LIMITS,
     "Bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2, "mamba_chunk_size": 4} | LIMITS,
     "GraniteMoeHybrid": {
-        "layer_types": MIXED, "mamba_chunk_size": 4, "num_local_experts": 2, "shared_intermediate_size": 12,
+        "layer_types": ["linear_attention", "full_attention"], "mamba_chunk_size": 4, "num_local_experts": 2, "shared_intermediate_size": 12,
         "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "position_embedding_type": "rope",
     },
     "FalconH1": {
@@ -37,12 +36,12 @@ OWN = {  # what a family has besides
         "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.3, "key_multiplier": 0.7, "mlp_multipliers": [0.9, 1.1],
     },
     "NemotronH": {
-        "layers_block_type": [*MIXED, "mlp", "linear_attention", "moe"], "n_groups": 2, "chunk_size": 4, "head_dim": 8,
+        "layers_block_type": ["full_attention", "linear_attention", "mlp", "moe"], "n_groups": 2, "chunk_size": 4, "head_dim": 8,
         "n_routed_experts": 2, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 12, "time_step_min": 0.3,
     },
     "Zamba2": {
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"], "mamba_ngroups": 2,
-        "chunk_size": 4, "num_mem_blocks": 2, "use_shared_attention_adapter": True, "adapter_rank": 3, "use_mem_rope": True,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "mamba_ngroups": 2,
+        "chunk_size": 4, "use_shared_attention_adapter": True, "adapter_rank": 3, "use_mem_rope": True,
         "time_step_min": 0.3,
     },
 }  # fmt: skip
@@ -119,10 +118,10 @@ def build(family, dtype=torch.float32, seed=0, **config):
         config |= {"num_local_experts": 0 if dense else 2} | rope
     if family == "NemotronH":
         config |= {"mamba_num_heads": 4, "mamba_head_dim": inner // 4}
-        config["layers_block_type"] = config["layers_block_type"][: 5 - dense]
+        config["layers_block_type"] = config["layers_block_type"][: 4 - dense]
         del config["num_hidden_layers"]
     if family == "Zamba2":
-        config |= {"n_mamba_heads": 4, "num_hidden_layers": 5, "num_key_value_heads": 4}
+        config |= {"n_mamba_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 4}
     made = getattr(transformers, f"{family}Config")(**config)
     model = getattr(transformers, f"{family}ForCausalLM")(made).to(dtype)
     with torch.no_grad():

@@ -25,7 +25,7 @@ from hugging_face import (  # noqa: E402
     refused,
     wide,  # noqa: F401
 )
-from packmamba import leakcheck  # noqa: E402
+from packmamba import SequenceLayout, leakcheck  # noqa: E402
 from packmamba.integrations.transformers import disable, enable, patch  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
@@ -127,36 +127,45 @@ def test_every_way_to_say_where_documents_start(family):
         assert torch.equal(packed(batch["input_ids"], **shifted).logits, expected.logits)
     embedded = packed.get_input_embeddings()(batch["input_ids"])
     assert torch.equal(packed(inputs_embeds=embedded, seq_idx=batch["seq_idx"]).logits, expected.logits)
-    cu = torch.tensor([0, 5, 6, 14, 14, 28])  # over both rows, with a document without tokens
-    two = packed(torch.cat([batch["input_ids"]] * 2), cu_seq_lens_q=cu).logits
-    assert torch.equal(two[0], expected.logits[0]) and not torch.equal(two[1], expected.logits[0])
+    cu = torch.tensor([0, 5, 6, 14, 28])  # over both rows
+    both_rows = torch.cat([batch["input_ids"]] * 2)
+    idx = torch.cat([batch["seq_idx"], torch.zeros_like(batch["seq_idx"])])
+    assert torch.equal(packed(both_rows, cu_seq_lens_q=cu).logits, packed(both_rows, seq_idx=idx).logits)
     assert abs(expected.loss - packed(**{k: v for k, v in batch.items() if k != "seq_idx"}).loss) == 0
 
 
 @every_family
 def test_no_bit_crosses_a_boundary(family):
-    """Unpatched, all that follows moves; patched, no bit, forward and backward."""
-    batch = collated([5, 1, 8])
-    other = batch["input_ids"].clone()
+    """Unpatched, all that follows moves; patched, no bit, forward and backward, with the default cache and any mask of ones."""
+    batch = collated([5, 1, 8], return_seq_idx=True, return_flash_attn_kwargs=True)
+    tokens = batch["input_ids"]
+    other = tokens.clone()
     other[0, 4] = (other[0, 4] + 1) % VOCAB
     model, packed = both(family)
-    for changed, crosses in ((model, True), (packed, False)):
-        first, second = (
-            changed(ids, position_ids=batch["position_ids"]).logits[0, 5:] for ids in (batch["input_ids"], other)
-        )
-        assert torch.equal(first, second) is not crosses
-        embedded = changed.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
-        changed(inputs_embeds=embedded, position_ids=batch["position_ids"]).logits[0, 5:].sum().backward()
-        assert bool(embedded.grad[0, :5].any()) is crosses
+    ones = {"attention_mask": torch.ones_like(tokens)}
+    marks = [{name: batch[name]} for name in ("position_ids", "seq_idx", "cu_seq_lens_q")]
+    for changed, crosses, given in (
+        (model, True, marks[0]),
+        *((packed, False, m | o) for m in marks for o in ({}, ones)),
+    ):
+        first, second = (changed(ids, **given).logits[0, 5:] for ids in (tokens, other))
+        assert torch.equal(first, second) is not crosses, given
+        embedded = changed.get_input_embeddings()(tokens).detach().requires_grad_()
+        changed(inputs_embeds=embedded, **given).logits[0, 5:].sum().backward()
+        assert bool(embedded.grad[0, :5].any()) is crosses, given
 
 
 @every_family
-@pytest.mark.parametrize("boundaries", ["position_ids", "attention_mask"])
+@pytest.mark.parametrize(
+    "boundaries", ["position_ids", "seq_idx", "cu_seq_lens_q", "position_ids+seq_idx", "attention_mask"]
+)
 def test_leakcheck_passes_it_alone(family, boundaries):
     """With a bias the original's padding on the left reaches what follows it."""
     model, packed = both(family, use_bias=True)
-    assert not leakcheck(model, boundaries=boundaries).ok
-    found = leakcheck(packed, boundaries=boundaries)
+    lengths = {} if boundaries == "position_ids" else {"lengths": [5, 1, 8]}
+    if boundaries in ("position_ids", "attention_mask"):
+        assert not leakcheck(model, boundaries=boundaries, lengths=[5, 1, 8]).ok
+    found = leakcheck(packed, boundaries=boundaries, **lengths)
     assert found.ok, str(found)
 
 
@@ -244,6 +253,15 @@ REFUSALS = [  # how the error begins, and the arguments
 @pytest.mark.parametrize(("begins", "arguments"), REFUSALS)
 def test_refuses_what_it_cannot_honour(begins, arguments):
     assert refused(patch(build("Mamba", num_hidden_layers=1)), **arguments).startswith(f"{begins}expected ")
+
+
+@pytest.mark.parametrize(("cu", "says"), [([0, 6, 6, 12], "strictly"), ([0, 6, 9], "a padded tail")])
+def test_cumulative_lengths_have_one_answer(cu, says):
+    """In the layout and in the patch: no document without tokens, no padding behind the last."""
+    with pytest.raises(ValueError, match=f"^cu_seqlens: expected .*{says}"):
+        SequenceLayout.from_cu_seqlens(torch.tensor(cu), rows=2, row_length=6)
+    told = refused(patch(build("Mamba", num_hidden_layers=1)), cu_seq_lens_q=torch.tensor(cu))
+    assert told.startswith("cu_seq_lens_q: expected ") and says in told
 
 
 def patch_refuses(model):

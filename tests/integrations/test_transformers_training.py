@@ -73,10 +73,10 @@ def documents():
 def train(
     trainer_class, packed, folder, config_class=transformers.TrainingArguments, dataset=None, config=None, **options
 ):
-    """Two steps on a CPU; the losses that it logs, and a checkpoint."""
+    """Five steps on a CPU; the losses that it logs, and a checkpoint."""
     settings = config_class(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
-        learning_rate=0.01, lr_scheduler_type="constant", save_steps=2, disable_tqdm=True, dataloader_pin_memory=False,
+        output_dir=str(folder), max_steps=5, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
+        learning_rate=0.01, lr_scheduler_type="constant", save_steps=5, disable_tqdm=True, dataloader_pin_memory=False,
         **{"bf16": False, "gradient_checkpointing": False} | (config or {}),
     )  # fmt: skip
     trainer = trainer_class(model=packed, args=settings, train_dataset=dataset or documents(), **options)
@@ -111,13 +111,13 @@ def test_trainer_with_flattened_batches(family, tmp_path):
     model, packed = both(family)
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     losses, trainer = train(
-        transformers.Trainer, packed, tmp_path, config={"eval_strategy": "steps", "eval_steps": 2}, data_collator=collator,
+        transformers.Trainer, packed, tmp_path, config={"eval_strategy": "steps", "eval_steps": 5}, data_collator=collator,
         eval_dataset=documents(),
     )  # fmt: skip
     all_documents = documents()
-    expected = single_losses(model, [all_documents[:4], all_documents[4:]])
-    assert losses == pytest.approx(expected, rel=1e-4)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    expected = single_losses(model, ([all_documents[:4], all_documents[4:]] * 3)[:5])
+    assert losses == pytest.approx(expected, rel=1e-5)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-5")
     for name, weight in loaded.state_dict().items():
         assert error(weight, model.state_dict()[name]) < 1e-3, name
     assert any("eval_loss" in entry for entry in trainer.state.log_history)

@@ -10,17 +10,8 @@ from torch import nn
 from packmamba.integrations.transformers.boundaries import KNOWN
 
 FAMILIES = (
-    "Mamba",
-    "FalconMamba",
-    "Jamba",
-    "Zamba",
-    "Mamba2",
-    "Bamba",
-    "GraniteMoeHybrid",
-    "FalconH1",
-    "NemotronH",
-    "Zamba2",
-)
+    "Mamba", "FalconMamba", "Jamba", "Zamba", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2",
+)  # fmt: skip
 NAMES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 PLACES = ("transformers.models.", "packmamba.integrations.transformers.models")
 

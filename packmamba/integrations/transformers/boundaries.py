@@ -130,10 +130,14 @@ def _cu_seq_lens(name: str, value: Tensor, real: Tensor, first: Tensor) -> Tenso
         raise ValueError(f"{name}: expected shape (S + 1,) for S documents, got {tuple(cu.shape)}")
     if not real.all():
         raise ValueError(f"{name}: expected no padding in attention_mask, got {int((~real).sum())} padded slots")
-    if cu[0] != 0 or cu[-1] != slots or (cu.diff() < 0).any():
-        raise ValueError(f"{name}: expected to rise from 0 to B * L = {slots}, got {cu.tolist()!s:.60}")
+    if cu[0] != 0 or cu[-1] != slots:
+        fix = "; end a padded tail as a document of its own, or mark it by attention_mask beside position_ids"
+        got = f"{int(cu[0])} to {int(cu[-1])}{fix if cu[-1] < slots else ''}"
+        raise ValueError(f"{name}: expected to run from 0 to B * L = {slots}, got {got}")
+    if len(wrong := (cu.diff() <= 0).nonzero().flatten()):
+        raise ValueError(f"{name}: expected to increase strictly, got {cu[wrong[0] :][:2].tolist()}")
     starts = torch.zeros(slots, dtype=torch.bool)
-    starts[cu[cu < slots]] = True  # a document without tokens starts where the next one does
+    starts[cu[:-1]] = True
     starts = starts.view(real.shape)
     if not starts[:, 0].all():
         raise ValueError(f"{name}: expected each row to start with a document, got {cu.tolist()!s:.60}")
