@@ -28,8 +28,9 @@ OWN = {  # what a family has besides
     "Mamba2": {"n_groups": 2, "chunk_size": 4} | LIMITS,
     "Bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2, "mamba_chunk_size": 4} | LIMITS,
     "GraniteMoeHybrid": {
-        "layer_types": ["linear_attention", "full_attention"], "mamba_chunk_size": 4, "num_local_experts": 2, "shared_intermediate_size": 12,
-        "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "position_embedding_type": "rope",
+        "layer_types": ["linear_attention", "full_attention"], "mamba_chunk_size": 4, "num_local_experts": 2,
+        "shared_intermediate_size": 12, "embedding_multiplier": 2.0, "residual_multiplier": 0.7,
+        "position_embedding_type": "rope",
     },
     "FalconH1": {
         "mamba_n_groups": 2, "mamba_chunk_size": 4, "mamba_d_ssm": None, "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],

@@ -47,7 +47,9 @@ def random_tokens(rows=ROWS, seed=1):
 
 
 @every_family
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str
+)
 def test_generate_is_unchanged(family, options):
     model, packed = (m.eval() for m in both(family))
     rows = [([14], 0, 0), ([4], 10, 0), ([2], 12, 0)]

@@ -104,8 +104,9 @@ def _arrange(kwargs: dict[str, Any], required: bool) -> dict[str, Any]:
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     cache, use_cache, mask = _cache(kwargs), kwargs.get("use_cache"), kwargs.get("attention_mask")
-    if not isinstance(tokens, Tensor) or (isinstance(mask, dict) and not given):
-        return kwargs  # transformers says what is wrong, or has prepared its own masks
+    prepared = isinstance(mask, dict) and (not given or (cache is not None and given.keys() == {"position_ids"}))
+    if not isinstance(tokens, Tensor) or prepared:
+        return kwargs  # transformers says what is wrong, or has prepared its own masks, as for a static cache
     if cache is not None and cache.has_previous_state():
         _check_continues(given)
         return kwargs
