@@ -23,8 +23,8 @@ from packmamba.isolation.probes import Documents, undisturbed
 
 MARKS = {"position_ids": 1, "seq_idx": 0, "attention_mask": 0}
 """Arguments (R, W), and their step from slot to slot inside a document; attention_mask may number documents."""
-
-
+OF_LOSSES = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
+"""Arguments with which models compute a loss, and TRL's no logits."""
 TRAINERS = {"TrainerLeakCheck": ("transformers", "TrainerCallback"), "LightningLeakCheck": ("lightning", "Callback")}
 
 
@@ -49,7 +49,7 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, 
     ``marks`` are boundary arguments that the model is not called with. Returns whether any row holds two documents, else nothing
     is checked. Raises LeakError.
     """
-    arguments = {name: value for name, value in batch.items() if name not in ("labels", "num_items_in_batch")}
+    arguments = {name: value for name, value in batch.items() if name not in OF_LOSSES}
 
     def logits(rows: Tensor) -> Any:
         output = model(**{**arguments, "input_ids": rows})
@@ -77,31 +77,23 @@ def _number(batch: Mapping[str, Any]) -> Tensor:
 
 
 class _Batch(Documents):
-    """The documents of a batch, as probes change them: ``tokens`` and ``number`` (T,), where ``own`` (R, W) says."""
+    """The documents of a batch: ``tokens`` and ``number`` (T,), in rows (R, W) where ``own`` marks them."""
 
-    def __init__(
-        self, model: nn.Module, logits: Callable[[Tensor], Any], rows: Tensor, number: Tensor, boundaries: str
-    ) -> None:
-        self.model = CheckedCallable(logits, [model], boundaries, 0, 0)
-        self.rows, self.own = rows, number >= 0
+    def __init__(self, model: nn.Module, logits: Callable, rows: Tensor, number: Tensor, boundaries: str) -> None:
+        self.model, self.own = CheckedCallable(logits, [model], boundaries, 0, 0), number >= 0
+        self.slots = (self.own.flatten().cumsum(0) - 1).clamp(min=0).view(rows.shape)
         self.tokens = rows[self.own]
         _, self.number, counts = number[self.own].unique_consecutive(return_inverse=True, return_counts=True)
         self.way, self.lengths = "as trained", counts.tolist()
         ids, index = self.tokens.unique(return_inverse=True)
         self.others = ids[(index + max(1, len(ids) // 2)) % max(1, len(ids))]
 
-    def in_rows(self, marks: Tensor) -> Tensor:
-        return torch.zeros_like(self.own).masked_scatter(self.own, marks)
-
     def probes(self) -> Iterator[tuple[Tensor, Tensor]]:
         for changed in (self.number % 2 == 0, self.number % 2 == 1):
             yield torch.where(changed, self.others, self.tokens), ~changed
 
     def call(self, tokens: Tensor) -> Tensor:
-        logits = self.model.call(self.rows.masked_scatter(self.own, tokens[0]))
-        if not isinstance(logits, Tensor) or logits.shape[:2] != self.own.shape:
-            raise TypeError(f"logits: expected {(*self.own.shape, 'V')}, got {getattr(logits, 'shape', logits)!r:.60}")
-        return logits[self.own][None]
+        return self.model.call(tokens[0][self.slots])[self.own][None]
 
     def alone(self) -> list[Tensor]:
         return []
@@ -173,25 +165,18 @@ class _LeakCheck:
             if any(type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules()):
                 raise ValueError("expected whole weights, got sharded ones; check before training")
             self.done = check()
-            if not self.done and self.seen == 8:  # batches without two documents in a row
+            if self.done or self.seen == 8:  # batches without two documents in a row
                 self.on_train_end()
-        except (
-            Exception
-        ) as error:  # other errors are no reason to end a training, which will raise what is wrong with it
+        except Exception as error:  # all but a leak is no reason to end a training: its own errors it meets itself
             line, leaks = " ".join(str(error).split()), isinstance(error, LeakError)
-            self.stop()
+            self.on_train_end()
             if leaks and not self.warn:
                 raise LeakError(line) from None
             warnings.warn(f"leakcheck: {line if leaks else f'nothing was checked: {line}'}", stacklevel=2)
-        if self.done:
-            self.stop()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if not self.done:
-            warnings.warn("leakcheck: nothing was checked: no row of a batch holds two documents", stacklevel=2)
-        self.stop()
-
-    def stop(self) -> None:
+            warnings.warn("leakcheck: nothing was checked: no batch marks two documents in a row", stacklevel=2)
         for handle in self.handles:
             handle.remove()
         self.done, self.handles = True, []

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import nullcontext
 
 import lightning
 import pytest
@@ -13,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from hugging_face import VOCAB, build, plain_torch  # noqa: E402, F401
 from packmamba import MambaLM  # noqa: E402
+from packmamba.data.tokenizer import write_tokenizer  # noqa: E402
 from packmamba.integrations.transformers import patch  # noqa: E402
 from packmamba.testing import LeakError, LightningLeakCheck, TrainerLeakCheck, check_batch  # noqa: E402
 from packmamba.training import PackedDataModule, PackedLitModule  # noqa: E402
@@ -71,11 +73,9 @@ def train(model, folder, callback, collator=None, more=(), **options):
 @pytest.mark.parametrize("name", COLLATORS)
 def test_trainer(name, tmp_path):
     collator = transformers.DataCollatorWithFlattening(**COLLATORS[name])
-    callback = TrainerLeakCheck()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "leakcheck")
-        train(mamba(patched=True), tmp_path, callback, collator)
-    assert callback.done and callback.seen == 1
+        train(mamba(patched=True), tmp_path, TrainerLeakCheck(), collator)
     with pytest.raises(LeakError, match=LEAK) as caught:
         train(mamba(patched=False), tmp_path, TrainerLeakCheck(), collator)
     assert name in str(caught.value)
@@ -85,6 +85,22 @@ def test_a_warning_instead(tmp_path):
     with pytest.warns(UserWarning, match="leakcheck: batch: expected isolated documents"):
         trainer = train(mamba(patched=False), tmp_path, TrainerLeakCheck(warn=True))
     assert trainer.state.global_step == 2 and not trainer.model._forward_pre_hooks
+
+
+@pytest.mark.extras
+def test_trl(tmp_path):
+    """Its trainer asks models for losses without logits."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    write_tokenizer(tmp_path, "bytes", None, "</s>")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, pad_token="</s>")
+    config = {"packing": True, "max_length": 16, "gradient_checkpointing": False, "bf16": False}
+    arguments = trl.SFTConfig(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", **config)
+    rows = datasets.Dataset.from_list(documents())
+    for patched in (True, False):
+        given = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [TrainerLeakCheck()]}
+        trainer = trl.SFTTrainer(mamba(patched), arguments, **given)
+        with nullcontext() if patched else pytest.raises(LeakError, match="seq_idx, cu_seq_lens_q"):
+            trainer.train()
 
 
 class Keep(transformers.TrainerCallback):
@@ -124,7 +140,7 @@ def test_padding_belongs_to_no_document_and_a_mask_may_number_them(side):
 
 def test_batches_of_single_documents_are_said_to_be_unchecked(tmp_path):
     collator = transformers.DataCollatorWithFlattening()
-    with pytest.warns(UserWarning, match="nothing was checked: no row of a batch holds two documents"):
+    with pytest.warns(UserWarning, match="nothing was checked: no batch marks two documents in a row"):
         train(mamba(patched=False), tmp_path, TrainerLeakCheck(), lambda rows: collator(rows[:1]))
 
 
