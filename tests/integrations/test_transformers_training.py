@@ -13,14 +13,18 @@ from hugging_face import (  # noqa: E402
     FAMILIES,
     ROWS,
     VOCAB,
+    alone,
     arguments,
     both,
+    build,
     check_same,
     error,
     loss_and_gradients,
     places,
     plain_torch,  # noqa: F401
 )
+from packmamba import leakcheck  # noqa: E402
+from packmamba.integrations.transformers import disable, enable, patch  # noqa: E402
 
 MASK, POSITION, _ = arguments(ROWS)
 LENGTHS = [9, 4, 1, 7, 12, 3, 8, 2]
@@ -123,33 +127,84 @@ def test_trainer_with_flattened_batches(family, tmp_path):
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
 
 
-@pytest.mark.extras
-@pytest.mark.parametrize("way", ["packing", "padding_free"])
-def test_trl_s_sft_trainer(way, tmp_path):
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
+WAYS = {
+    "bfd": {"packing": True, "max_length": 16},
+    "bfd_split": {"packing": True, "packing_strategy": "bfd_split", "max_length": 16},
+    "padding_free": {"padding_free": True, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}},
+    "wrapped": {"packing": True, "packing_strategy": "wrapped", "max_length": 23},
+}
+
+
+def sft(model, folder, way):
+    """Train by TRL's trainer; the losses that it logs, and itself."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from packmamba.data.tokenizer import write_tokenizer
 
-    write_tokenizer(tmp_path, "bytes", None, "</s>")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.pad_token = tokenizer.eos_token
-    model, packed = both("Mamba", num_hidden_layers=1, vocab_size=300)
-    config = {
-        "packing": {"packing": True, "max_length": 16},
-        "padding_free": {"padding_free": True, "max_length": None},
-    }[way]
-    losses, trainer = train(
-        trl.SFTTrainer, packed, tmp_path / "out", trl.SFTConfig, datasets.Dataset.from_list(documents()),
-        config | {"dataset_kwargs": {"skip_prepare_dataset": way == "padding_free"}}, processing_class=tokenizer,
-    )  # fmt: skip
-    assert trainer.padding_free and len(losses) == 2
-    if way == "packing":
-        lengths = [n for row in trainer.train_dataset["seq_lengths"] for n in row]
-        assert sorted(lengths) == sorted(LENGTHS) and len(trainer.train_dataset) < len(LENGTHS)
+    write_tokenizer(folder, "bytes", None, "</s>")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, pad_token="</s>")
+    dataset = datasets.Dataset.from_list(documents())
+    config = WAYS[way] | {"router_aux_loss_coef": 0.0}
+    return train(trl.SFTTrainer, model, folder / "out", trl.SFTConfig, dataset, config, processing_class=tokenizer)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [*((family, "bfd") for family in FAMILIES)]
+    + [(family, way) for family in ("Mamba", "Mamba2", "GraniteMoeHybrid") for way in ("bfd_split", "padding_free")],
+)
+def test_trl_s_sft_trainer(family, way, tmp_path):
+    model, packed = both(family, vocab_size=300)
+    losses, trainer = sft(packed, tmp_path, way)
+    assert trainer.padding_free
     rows = trainer.train_dataset
+    if way != "padding_free":
+        lengths = [n for row in rows["seq_lengths"] for n in row]
+        assert sorted(lengths) == sorted(LENGTHS) and len(rows) < len(LENGTHS)
     batches = [[split(rows[i]) for i in range(first, min(first + 4, len(rows)))] for first in range(0, len(rows), 4)]
     flat = [[document for row in batch for document in row] for batch in batches]
-    assert losses == pytest.approx(single_losses(model, (flat * 2)[:2]), rel=1e-4)
+    assert losses == pytest.approx(single_losses(model, (flat * 5)[:5]), rel=1e-5)
+
+
+@pytest.mark.extras
+def test_trl_s_wrapped_documents_are_refused(tmp_path):
+    """They are one text without boundaries."""
+    with pytest.raises(ValueError, match="^position_ids: expected "):
+        sft(patch(build("Mamba", vocab_size=300), require_boundaries=True), tmp_path, "wrapped")
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "FalconH1"])
+def test_trl_s_trainer_of_a_folder(family, tmp_path):
+    build(family, vocab_size=300).save_pretrained(tmp_path / "model")
+    enable()
+    try:
+        trainer = sft(str(tmp_path / "model"), tmp_path, "bfd")[1]
+    finally:
+        disable()
+    assert leakcheck(trainer.model, lengths=[5, 1, 8]).ok
+
+
+@pytest.mark.extras
+@every_family
+def test_adapters_learn(family):
+    """Of each projection that PEFT takes; merged into the original they give its logits, document by document."""
+    peft = pytest.importorskip("peft")
+    model, packed = both(family)
+    linear = {name.split(".")[-1] for name, module in packed.named_modules() if isinstance(module, torch.nn.Linear)}
+    targets = linear & {"in_proj", "x_proj", "dt_proj"}
+    if family in ("Jamba", "Zamba", "Bamba", "GraniteMoeHybrid", "Zamba2"):
+        targets.add("out_proj")
+    config = peft.LoraConfig(r=2, target_modules=sorted(targets), init_lora_weights=False)
+    adapted = peft.get_peft_model(packed, config)
+    tokens = random_tokens()
+    logits = adapted(tokens, attention_mask=MASK, position_ids=POSITION).logits
+    gradients = loss_and_gradients(adapted, [logits[b, a:e] for b, a, e in places(ROWS)], tokens, ROWS)[1]
+    learned = [name for name, gradient in gradients.items() if gradient.any()]
+    assert learned == [name for name, _ in adapted.named_parameters() if "lora_" in name]
+    model.load_state_dict(adapted.merge_and_unload().state_dict())
+    for single, (b, a, e) in alone(model, tokens, ROWS):
+        assert error(logits[b, a:e], single[0]) < 1e-5
 
 
 def split(row):
