@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from packmamba.config import ConfigError, options
 from packmamba.data.token_store import load_corpora
@@ -27,6 +26,7 @@ from packmamba.nn import MambaLM
 
 Items = list[dict[str, Any]]
 Curves = dict[str, list[dict[str, float]]]
+MEANS = {"accuracy": "right", "nats": "nats"}
 VALIDATION = "validation"
 """Value of a task's option ``documents``."""
 
@@ -63,27 +63,24 @@ def answer(
 def summarize(items: Items) -> tuple[dict[str, float], Curves]:
     """Return metrics and curves ``by_length`` and ``by_load`` in buckets [1, 2), [2, 4), ..."""
     suffixes = [suffix for suffix in ("", "_as_trained") if "right" + suffix in items[0]]
-    names = ["answers", *(name + suffix for suffix in suffixes for name in ("right", "nats"))]
 
-    def means(sums: Tensor) -> dict[str, float]:
-        of = dict(zip(names, sums.tolist()))
-        both = {"accuracy" + suffix: of["right" + suffix] / of["answers"] for suffix in suffixes}
-        both |= {"nats" + suffix: of["nats" + suffix] / of["answers"] for suffix in suffixes}
-        return {"answers": of["answers"]} | both
+    def means(some: Items) -> dict[str, float]:
+        answers = float(sum(item["answers"] for item in some))
+        parts = [(f"{of}{suffix}", f"{name}{suffix}") for of, name in MEANS.items() for suffix in suffixes]
+        return {"answers": answers} | {mean: sum(item[name] for item in some) / answers for mean, name in parts}
 
     curves: Curves = {}
     for key in ("load", "length"):
-        sums = torch.zeros(32, len(names), dtype=torch.float64)
+        buckets: dict[int, Items] = {}
         for item in items:
-            sums[item[key].bit_length() - 1] += torch.tensor([item[name] for name in names], dtype=torch.float64)
-        curves["by_" + key] = [
-            {"start": 2**i, "end": 2 ** (i + 1), **means(bucket)} for i, bucket in enumerate(sums) if bucket[0]
-        ]
-    metrics = means(total := sums.sum(dim=0))
+            buckets.setdefault(2 ** (item[key].bit_length() - 1), []).append(item)
+        curves["by_" + key] = [{"start": n, "end": 2 * n, **means(some)} for n, some in sorted(buckets.items())]
+    metrics = means(items)
     if chosen := [item for item in items if "choice" in item]:
         for name, key in (("choice_accuracy", "choice"), ("choice_accuracy_by_bytes", "by_bytes")):
             metrics[name] = sum(item[key] == item["answer"] for item in chosen) / len(chosen)
-        metrics["bits_per_byte"] = float(total[2]) / math.log(2) / sum(item["bytes"] for item in chosen)
+        nats = sum(item["nats"] for item in chosen)
+        metrics["bits_per_byte"] = nats / math.log(2) / sum(item["bytes"] for item in chosen)
     return metrics, curves
 
 

@@ -30,7 +30,7 @@ def log_probabilities(model, tokens):
 def test_answers_are_those_of_examples_alone(name):
     torch.manual_seed(0)
     model = MambaLM(vocab_size=256, d_model=24, n_layer=2).double()
-    options = {"mqar": {"vocab_size": 256}, "next_line": {"context": 60, "documents": [LINES]}}.get(name, {})
+    options = {"mqar": {"vocab_size": 256}, "next_line": {"context": 60, "documents": [("one", LINES)]}}.get(name, {})
     examples = [TASKS[name](**options).example(0, index) for index in range(12)]
     items, predicted = answer(model, examples, max_slots=90)
     assert items == answer(model, examples[::-1], max_slots=90)[0][::-1], "to the bit"
@@ -67,7 +67,7 @@ class Pairs(ByteTokenizer):
 
 @pytest.mark.parametrize("name", ["next_line", "passkey"])
 def test_examples_of_bytes_in_a_tokenizer_s_tokens(name):
-    task = TASKS[name](documents=[LINES], **({"length": 400} if name == "passkey" else {"context": 200}))
+    task = TASKS[name](documents=[("one", LINES)], **({"length": 400} if name == "passkey" else {"context": 200}))
     plain = [task.example(0, i) for i in range(6)]
     examples = [tokenize(example, Pairs()) for example in plain]
     for before, after in zip(plain, examples):

@@ -138,10 +138,9 @@ def test_next_line_s_choices_are_alike_and_none_but_the_right_one_follows():
         ("parity", {"length": "long"}, "length"),
         ("induction", {"vocab_size": 2}, "vocab_size: .* at least 3"),
         ("noisy_recall", {"vocab_size": 7}, "vocab_size: .* at least 8"),
-        ("fuzzy_recall", {"num_keys": 0}, "num_keys: expected 1 to 8"),
+        ("fuzzy_recall", {"vocab_size": 15}, "vocab_size: .* at least 16"),
         ("next_line", {"per_package": 0}, "per_package"),
-        ("passkey", {"documents": ["short"]}, "documents"),
-        ("next_line", {"documents": "text"}, "documents"),
+        ("passkey", {"documents": [("one", "short")]}, "documents"),
     ],
 )
 def test_errors_name_the_parameter(name, options, match):

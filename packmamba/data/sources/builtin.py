@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import sysconfig
 from collections.abc import Iterator
@@ -17,23 +18,36 @@ from packmamba.data.sources.source import SEED, Document, Source, hash_files, he
 
 # Tests are not typical functions, lib2to3's hold broken files, and installed packages are not the standard library.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+LIBRARY = Path(sysconfig.get_path("stdlib"))
 CHUNK = 1024
 """Synthetic documents that are drawn at a time; part of what decides their ids."""
 
 
+@functools.cache
+def library_files() -> list[str]:
+    """List the standard library's modules; systems have links to what is not installed."""
+    return [name for name in list_files(LIBRARY, (".py",), SKIPPED_FOLDERS) if (LIBRARY / name).is_file()]
+
+
+@functools.cache
+def standard_library() -> tuple[tuple[str, str], ...]:
+    """Return (package, text) of each module; a package is a top-level module or folder."""
+    parts = sorted(name.split("/") for name in library_files())
+    texts = (LIBRARY.joinpath(*of).read_text(encoding="utf-8", errors="replace") for of in parts)
+    return tuple((of[0].removesuffix(".py"), text) for of, text in zip(parts, texts))
+
+
 def open_stdlib(data: DataConfig) -> Source:
     """Open every function and method of Python's standard library, held out by file."""
-    root = Path(sysconfig.get_path("stdlib"))
-    # Systems have links to what is not installed.
-    files = [name for name in list_files(root, (".py",), SKIPPED_FOLDERS) if (root / name).is_file()]
+    files = library_files()
     held_out = held_out_files(files, data)
 
     def read() -> Iterator[Document]:
         for name in files:
-            for text in functions_of((root / name).read_bytes()) or ():
+            for text in functions_of((LIBRARY / name).read_bytes()) or ():
                 yield Document(name in held_out, text)
 
-    return Source([platform.python_version(), str(root), hash_files(root, files)], read)
+    return Source([platform.python_version(), str(LIBRARY), hash_files(LIBRARY, files)], read)
 
 
 def open_synthetic(data: DataConfig) -> Source:

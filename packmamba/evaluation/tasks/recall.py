@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, require, span, within
+from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, span, within
+
+Pairs = list[tuple[list[int], list[int]]]
 
 
 class MultiQueryRecall:
     """MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
 
-    Gaps between pairs and queries follow a power law: with a small exponent ``power_a`` most keys return early. The lower
-    half of the ids are keys, the upper half values, also between queries. Published: ``vocab_size=8192``, ``power_a=0.01``,
-    (length, num_pairs) (64, 4), (128, 8), (256, 16).
+    Gaps between pairs and queries follow a power law, by which most keys return early. The lower half of the ids are keys, the
+    upper half values, also between queries. Published: ``vocab_size=8192``, (length, num_pairs) (64, 4), (128, 8), (256, 16).
     """
 
-    def __init__(
-        self, num_pairs: Span = 8, length: Span = (64, 128), vocab_size: int = 8192, power_a: float = 0.01
-    ) -> None:
+    POWER = 0.01
+
+    def __init__(self, num_pairs: Span = 8, length: Span = (64, 128), vocab_size: int = 8192) -> None:
         self.pairs = span("num_pairs", num_pairs, 1)
         self.length = span("length", length, 4 * self.pairs[1])
         self.vocab_size = integer("vocab_size", vocab_size, 2 * self.pairs[1])
-        require(power_a > 0, "power_a", "a number above 0", power_a)
-        self.power_a = float(power_a)
         self.chance = 1 / (vocab_size - vocab_size // 2)
 
     def example(self, seed: int, index: int) -> Example:
@@ -33,7 +32,7 @@ class MultiQueryRecall:
         tokens = rng.integers(half, self.vocab_size, length)
         tokens[: 2 * pairs] = np.stack([keys, values], axis=1).ravel()
         gaps = (length - 2 * pairs) // 2
-        weights = self.power_a * np.arange(1, gaps + 1) ** (self.power_a - 1)
+        weights = self.POWER * np.arange(1, gaps + 1) ** (self.POWER - 1)
         places = 2 * pairs + 2 * rng.choice(gaps, pairs, replace=False, p=weights / weights.sum())
         tokens[places] = keys
         return make_example(tokens, dict(zip(places.tolist(), values.tolist())), load=pairs)
@@ -59,16 +58,16 @@ class Induction:
 
 
 class FuzzyRecall:
-    """Fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to ``motif`` tokens.
+    """Fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to three tokens.
 
-    Each document has its own motifs; a key seen before asks for its value, and no other key has its first token. Half the ids
-    are keys', half values'. Published: vocabulary 16, length 128.
+    Each document has its own eight motifs; a key seen before asks for its value, and no other key has its first token. Half the
+    ids are keys', half values'. Published: vocabulary 16, length 128.
     """
 
-    def __init__(self, length: Span = (64, 128), vocab_size: int = 16, motif: int = 3, num_keys: int = 8) -> None:
-        self.length = span("length", length, 4 * integer("motif", motif, 1))
-        require(0 < num_keys <= vocab_size // 2, "num_keys", f"1 to {vocab_size // 2}, half the ids", num_keys)
-        self.vocab_size, self.motif, self.num_keys = vocab_size, motif, num_keys
+    KEYS, MOTIF = 8, 3
+
+    def __init__(self, length: Span = (64, 128), vocab_size: int = 16) -> None:
+        self.length, self.vocab_size = span("length", length, 4 * self.MOTIF), integer("vocab_size", vocab_size, 16)
         self.chance = 1 / (vocab_size - vocab_size // 2)
 
     def example(self, seed: int, index: int) -> Example:
@@ -76,22 +75,11 @@ class FuzzyRecall:
         length, half = within(rng, self.length), self.vocab_size // 2
 
         def motif(low: int, high: int) -> list[int]:
-            return rng.integers(low, high, int(rng.integers(1, self.motif + 1))).tolist()
+            return rng.integers(low, high, int(rng.integers(1, self.MOTIF + 1))).tolist()
 
-        firsts = rng.choice(half, self.num_keys, replace=False)
+        firsts = rng.choice(half, self.KEYS, replace=False)
         pairs = [([int(first), *motif(0, half)[1:]], motif(half, self.vocab_size)) for first in firsts]
-        tokens: list[int] = []
-        answers: dict[int, int] = {}
-        seen: set[int] = set()
-        while len(tokens) < length - 2 * self.motif:
-            which = int(rng.integers(len(pairs)))
-            key, value = pairs[which]
-            tokens += key
-            if which in seen:
-                answers |= {len(tokens) - 1 + i: token for i, token in enumerate(value)}
-            tokens += value
-            seen.add(which)
-        return make_example(tokens, answers, load=len(seen))
+        return _recall(rng, pairs, length - 2 * self.MOTIF)
 
 
 class NoisyRecall:
@@ -100,29 +88,38 @@ class NoisyRecall:
     A quarter of the ids are keys, a quarter values, half noise. Published: vocabulary 32, noise 0.2, length 128.
     """
 
-    def __init__(self, length: Span = (64, 128), vocab_size: int = 32, noise: float = 0.2) -> None:
+    NOISE = 0.2
+
+    def __init__(self, length: Span = (64, 128), vocab_size: int = 32) -> None:
         self.length, self.vocab_size = span("length", length, 4), integer("vocab_size", vocab_size, 8)
-        require(0 <= noise < 1, "noise", "at least 0 and below 1", noise)
-        self.noise, self.keys = noise, vocab_size // 4
+        self.keys = vocab_size // 4
         self.chance = 1 / self.keys
 
     def example(self, seed: int, index: int) -> Example:
         rng = draw("noisy_recall", seed, index)
         length, keys = within(rng, self.length), self.keys
-        value_of = rng.integers(keys, 2 * keys, keys)
-        tokens: list[int] = []
-        answers: dict[int, int] = {}
-        seen: set[int] = set()
-        while len(tokens) < length - 1:
-            if rng.random() < self.noise:
-                tokens.append(int(rng.integers(2 * keys, self.vocab_size)))
-                continue
-            key = int(rng.integers(keys))
-            if key in seen:
-                answers[len(tokens)] = int(value_of[key])
-            seen.add(key)
-            tokens += [key, int(value_of[key])]
-        return make_example(tokens, answers, load=len(seen))
+        pairs = [([key], [value]) for key, value in enumerate(rng.integers(keys, 2 * keys, keys).tolist())]
+        return _recall(rng, pairs, length - 1, self.NOISE, (2 * keys, self.vocab_size))
+
+
+def _recall(
+    rng: np.random.Generator, pairs: Pairs, length: int, noise: float = 0, others: tuple[int, int] = (0, 0)
+) -> Example:
+    """Draw pairs, and noise of other ids, up to a length; ask for the value of a key seen before."""
+    tokens: list[int] = []
+    answers: dict[int, int] = {}
+    seen: set[int] = set()
+    while len(tokens) < length:
+        if noise and rng.random() < noise:
+            tokens.append(int(rng.integers(*others)))
+            continue
+        which = int(rng.integers(len(pairs)))
+        key, value = pairs[which]
+        if which in seen:
+            answers |= {len(tokens) + len(key) - 1 + i: token for i, token in enumerate(value)}
+        tokens += key + value
+        seen.add(which)
+    return make_example(tokens, answers, load=len(seen))
 
 
 class SelectiveCopying:

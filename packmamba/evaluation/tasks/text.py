@@ -4,58 +4,39 @@ from __future__ import annotations
 
 import functools
 import math
-import sysconfig
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 
 from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, require, span, within
 
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
-Documents = Iterable[str | tuple[str, str]] | None
-"""Texts, or pairs (package, text); None: the standard library's modules."""
+Documents = Iterable[tuple[str, str]] | None
+"""Pairs (package, text); None: the standard library's modules."""
 
 
-@functools.cache
-def standard_library() -> tuple[tuple[str, str], ...]:
-    """Return (package, text) of each file of Python's standard library, sorted; a package is a top-level module or folder."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in sorted(root.rglob("*.py")) if not SKIPPED & set(path.relative_to(root).parts)]
-    packages = [path.relative_to(root).parts[0].removesuffix(".py") for path in paths]
-    return tuple(zip(packages, (path.read_text(encoding="utf-8", errors="replace") for path in paths)))
+def standard_library() -> Iterable[tuple[str, str]]:
+    from packmamba.data.sources import builtin  # whose source "task" reads this package
 
-
-def with_packages(documents: Documents) -> list[tuple[str, str]]:
-    """Return (package, text) of each document; a text alone is a package of its own."""
-    if documents is None:
-        return list(standard_library())
-    require(not isinstance(documents, str), "documents", "a sequence of texts", documents)
-    return [(str(i), item) if isinstance(item, str) else item for i, item in enumerate(documents)]
+    return builtin.standard_library()
 
 
 class Passkey:
     """Passkey retrieval: code holds a line ``KEY_abc = 12345`` and other keys, and ends with ``print(KEY_abc) # ``.
 
-    ``length`` counts bytes, with ``others`` further keys and the question; the key of ``digits`` digits stands at a share
-    ``depth`` of it (None: one of 0.1, 0.5, 0.9). ``load`` is the distance from the key's line to the end of the question.
+    ``length`` counts bytes, with two further keys and the question; the key of ``digits`` digits stands at a share ``depth`` of
+    it (None: one of 0.1, 0.5, 0.9). ``load`` is the distance from the key's line to the end of the question.
     """
 
     vocab_size, of_bytes, chance = 256, True, 0.1
-    DEPTHS = (0.1, 0.5, 0.9)
+    DEPTHS, OTHERS = (0.1, 0.5, 0.9), 2
 
     def __init__(
-        self,
-        length: Span = (1024, 2048),
-        depth: float | None = None,
-        digits: int = 5,
-        others: int = 2,
-        documents: Documents = None,
+        self, length: Span = (1024, 2048), depth: float | None = None, digits: int = 5, documents: Documents = None
     ) -> None:
-        self.digits, self.others, self.depth = integer("digits", digits, 1), integer("others", others, 0), depth
-        self.length = span("length", length, (32 + digits) * (others + 2))
+        self.digits, self.depth = integer("digits", digits, 1), depth
+        self.length = span("length", length, (32 + digits) * (self.OTHERS + 2))
         require(depth is None or 0 <= depth <= 1, "depth", "0 to 1 or None", depth)
-        self.code = b"\n".join(text.encode() for _, text in with_packages(documents))
+        self.code = b"\n".join(text.encode() for _, text in documents or standard_library())
         needed = 2 * self.length[1]
         require(len(self.code) >= needed, "documents", f"at least {needed} bytes of text", len(self.code))
 
@@ -63,7 +44,7 @@ class Passkey:
         rng = draw("passkey", seed, index)
         length = within(rng, self.length)
         depth = self.depth if self.depth is not None else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]
-        numbers = rng.choice(26**3, self.others + 2, replace=False)[1:]
+        numbers = rng.choice(26**3, self.OTHERS + 2, replace=False)[1:]
         names = ["".join(chr(97 + int(n) // 26**i % 26) for i in range(3)) for n in numbers]
         values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in names]
         question = f"print(KEY_{names[0]}) # ".encode()
@@ -71,7 +52,7 @@ class Passkey:
         size = length - len(question) - self.digits - sum(map(len, lines))
         start = int(rng.integers(len(self.code) - size))
         code = self.code[start : start + size]
-        places = [int(depth * size), *rng.integers(0, size + 1, self.others).tolist()]
+        places = [int(depth * size), *rng.integers(0, size + 1, self.OTHERS).tolist()]
         line_starts = [code.rfind(b"\n", 0, place) + 1 for place in places]
         prompt, key_end, before = b"", 0, 0
         for place, number in sorted((place, number) for number, place in enumerate(line_starts)):
@@ -81,7 +62,7 @@ class Passkey:
         prompt += code[before:] + question
         tokens = np.frombuffer(prompt + values[0].encode(), dtype=np.uint8)
         answers = {len(prompt) - 1 + i: int(tokens[len(prompt) + i]) for i in range(self.digits)}
-        return make_example(tokens[:-1], answers, load=len(prompt) - key_end, notes={"depth": depth})
+        return make_example(tokens[:-1], answers, load=len(prompt) - key_end)
 
 
 class NextLine:
@@ -102,7 +83,7 @@ class NextLine:
         self.context, self.num_choices = integer("context", context, 1), integer("num_choices", num_choices, 2)
         self.per_package, self.chance = integer("per_package", per_package, 1), 1 / num_choices
         packages: dict[str, list[bytes]] = {}
-        for package, text in with_packages(documents):
+        for package, text in documents or standard_library():
             packages.setdefault(package, []).append(text.encode())
         self.items: list[tuple[bytes, bytes, list[bytes]]] = []
         for number, package in enumerate(sorted(packages)):
