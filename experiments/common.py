@@ -5,13 +5,19 @@ from __future__ import annotations
 import csv
 import functools
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.html import Kind
-from packmamba.report.tables import Column, Table
+from packmamba.report.statistics import Estimate
+from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
+
+SMALL = "+.1e"
+"""Of intervals that four digits would show as zero."""
 
 
 def make_columns(text: str) -> list[Column]:
@@ -21,6 +27,47 @@ def make_columns(text: str) -> list[Column]:
         title, _, names = part.removeprefix("!").partition(" = ")
         made.append(Column(title, tuple((names or title).split()) if names else (title,), not part.startswith("!")))
     return made
+
+
+def make_table(name: str, title: str, columns: str, rows: Iterable[Mapping[str, Any]], *notes: str) -> Table:
+    """Make a table of rows by column name, ``columns`` as in make_columns, each with a format: ``title = name:,.1f x``.
+
+    The format's unit is ``%`` (a share), ``GiB`` or a suffix; ``title = name spread:.4g ± .2g`` are two values of a cell. Words
+    have no format. A value that is a Cell is taken as it is.
+    """
+    parts = [
+        part.rpartition(":") if ":" in part.rpartition(" = ")[2] else (part, "", "") for part in columns.split(" | ")
+    ]
+    made = make_columns(" | ".join(part for part, _, _ in parts))
+    forms = [form for _, _, form in parts]
+    cells = [[_cell([row.get(n) for n in c.names], form) for c, form in zip(made, forms)] for row in rows]
+    return Table(name, title, made, cells, list(notes))
+
+
+def _cell(values: list[Any], form: str) -> Cell:
+    value, (plain, _, unit) = values[0], form.partition(" ")
+    if isinstance(value, Cell):
+        return value
+    if unit.startswith("±"):
+        shown = "-" if value is None else " ± ".join(f"{v:{f}}" for v, f in zip(values, form.split(" ± ")))
+        return Cell(shown, tuple(values))
+    of_unit = {"%": percent, "GiB": gibibytes}
+    return of_unit[form](value) if form in of_unit else number(value, plain, unit) if form else word(str(value))
+
+
+def interval_cell(found: Estimate | None, digits: int = 4, count: int = 4, small: str = "") -> Cell:
+    """Format an estimate with its interval, if it has one, in this many columns; ``small``: the format of all below 1e-4."""
+    if found is None or math.isnan(found.mean):
+        return Cell("-", (None,) * count)
+    known = [value for value in found[:3] if not math.isnan(value)]
+    form = small if small and len(known) == 3 and max(map(abs, known)) < 1e-4 else f"+.{digits}f"
+    mean, *bounds = (f"{value:{form}}" for value in known)
+    return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else f"{mean} (no claim)", tuple(found[:count]))
+
+
+def latest(records: Iterable[Record], kind: str) -> dict[str, Record]:
+    """Select records of a kind by arm, of equal ones the latest."""
+    return {record["arm"]: record for record in sorted(of_kind(records, kind), key=lambda record: record["time"])}
 
 
 def records_of(records: Iterable[Record], kind: str) -> list[Record]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.common import make_columns
+from experiments.common import interval_cell, make_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record, Seeds, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
@@ -136,6 +136,9 @@ def _places(run: Any) -> list[dict[str, Any]]:
     ]
 
 
+Settings = dict[Setting, dict[str, Arm]]
+
+
 def arms(records: Sequence[Record]) -> list[Arm]:
     """All arms that were trained, those of one setting one after another; of a repeated run the latest."""
     runs = frame(records, "training")
@@ -162,8 +165,8 @@ def arms(records: Sequence[Record]) -> list[Arm]:
     return found
 
 
-def by_setting(found: Iterable[Arm]) -> dict[Setting, dict[str, Arm]]:
-    settings: dict[Setting, dict[str, Arm]] = {}
+def by_setting(found: Iterable[Arm]) -> Settings:
+    settings: Settings = {}
     for arm in found:
         settings.setdefault(arm.setting, {})[arm.name] = arm
     return settings
@@ -252,12 +255,8 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
                 for power in range(-4, 5)
             ]
             dodge = 2**0.5 * 1.09 ** (i - len(drawn) / 2)
-            found = [(x * dodge, one) for x, one in points if one and one.seeds > 1]
-            ax.errorbar(
-                [x for x, _ in found], [one.mean for _, one in found], yerr=_halves([one for _, one in found]),
-                color=COLORS[name], marker="o", markersize=4, linewidth=1.4, capsize=2,
-                label="the pool's rows, shuffled" if name == "shuffled" else f"{name} state",
-            )  # fmt: skip
+            label = "the pool's rows, shuffled" if name == "shuffled" else f"{name} state"
+            _draw(ax, [(x * dodge, one) for x, one in points], label, color=COLORS[name], markersize=4, linewidth=1.4)
         title = f"Rows of {setting.T} tokens ({_pairs(here)} seeds)"
         ax.set(title=title, xscale="log", xlabel="place in the document / row length")
         ax.set_xticks([1 / 16, 1 / 4, 1, 4, 16], ["1/16", "1/4", "1", "4", "16"])
@@ -297,11 +296,7 @@ def leak_figures(records: Sequence[Record]) -> list[Figure]:
             (2 ** (power + 0.5) * 1.09**i, contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)))
             for power in range(LEAST, MOST)
         ]
-        found = [(x, one) for x, one in points if one and one.seeds > 1]
-        ax.errorbar(
-            [x for x, _ in found], [one.mean for _, one in found], yerr=_halves([one for _, one in found]), color=color,
-            marker="o", linewidth=1.6, capsize=2, label=f"{setting.label()}, {_pairs(here, 'leak', 'rows')} seeds",
-        )  # fmt: skip
+        _draw(ax, points, f"{setting.label()}, {_pairs(here, 'leak', 'rows')} seeds", color=color, linewidth=1.6)
     ax.axhline(0, color=MUTED, linewidth=1.2)
     ax.set(xscale="log", xlabel="place in the document", ylabel="loss: leak minus reset, nats")
     ax.set_xticks([64, 256, 1024, 4096, 16384], ["64", "256", "1024", "4096", "16,384"])
@@ -314,9 +309,14 @@ def leak_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "leaks-post-training", caption)]
 
 
-def _halves(found: Sequence[Estimate]) -> np.ndarray:
-    """Lengths of error bars; 0 without an interval."""
-    return np.maximum(np.nan_to_num([[one.mean - one.low for one in found], [one.high - one.mean for one in found]]), 0)
+def _draw(ax: Any, points: Iterable[tuple[float, Estimate | None]], label: str, **style: Any) -> None:
+    """Draw the estimates of several seeds with their intervals, those that have one."""
+    found = [(x, one) for x, one in points if one and one.seeds > 1]
+    halves = [[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]]
+    ax.errorbar(
+        [x for x, _ in found], [one.mean for _, one in found], yerr=np.maximum(np.nan_to_num(halves), 0), label=label, marker="o",
+        capsize=2, **style,
+    )  # fmt: skip
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:
@@ -373,14 +373,14 @@ def starts_tables(records: Sequence[Record]) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _with_rows(settings: dict[Setting, dict[str, Arm]]) -> dict[Setting, dict[str, Arm]]:
+def _with_rows(settings: Settings) -> Settings:
     """Staggered pools, with the shuffled rows of ``leak.yaml`` beside them, whose documents lie in one stream."""
     rows = {s: here["rows"] for s, here in settings.items() if "rows" in here}
     beside = {s: rows.get(replace(s, stagger=False)) for s in settings if s.stagger}
     return {s: settings[s] | ({"rows": other} if other else {}) for s, other in beside.items()}
 
 
-def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
+def _primary(settings: Settings) -> Table:
     """Four tests in each setting, Holm over them."""
     table = Table(
         "primary",
@@ -410,10 +410,8 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
             lost = len(sides[0].diverged | sides[1].diverged)
             said = f", {lost} diverged" if lost else ""
             pairs = Cell(f"{one.seeds if one else 0} of {every}{said}", (every, lost))
-            table.rows.append(
-                [word(setting.label()), word(title), word(places), _cell(one), pairs, number(packages, "d"), number(p, ".2g"),
-                 word(verdict(one, MARGIN))]
-            )  # fmt: skip
+            head, rest = [word(setting.label()), word(title), word(places)], [number(packages, "d"), number(p, ".2g")]
+            table.rows.append([*head, interval_cell(one), pairs, *rest, word(verdict(one, MARGIN))])
     table.notes = [
         f"Coverage is foreign minus zero, continuity own minus foreign. Inside: places below T; beyond: T to {REACH} T.",
         f"Intervals and p resample seeds and packages together, {DRAWS:,} times. Primary is T = 2048 at 14M; the rest explores.",
@@ -421,23 +419,31 @@ def _primary(settings: dict[Setting, dict[str, Arm]]) -> Table:
     return table
 
 
-def _contrasts(
-    name: str, title: str, settings: dict[Setting, dict[str, Arm]], pairs: Sequence[tuple[str, str, str]]
-) -> Table:
-    columns = make_columns("!setting | !what | !minus")
-    for places in ("inside", "beyond"):
-        columns.append(Column(f"{places} T [95% CI]", tuple(f"{places}{end}" for end in ENDS)))
-    table = Table(name, f"{title}, nats per target", columns)
+def compared(settings: Settings, pairs: Iterable[tuple[str, str, str]]) -> Iterator[tuple[Setting, str, Arm, Arm]]:
+    """Yield the named pairs that a setting has."""
     for setting, here in settings.items():
         for what, arm, other in pairs:
-            if arm in here and other in here:
-                found = [contrast(here[arm], here[other], *span) for span in spans(setting.T).values()]
-                table.rows.append([word(setting.label()), word(what), word(other), *map(_cell, found)])
+            if {arm, other} <= here.keys():
+                yield setting, what, here[arm], here[other]
+
+
+def _span_columns(head: str, places: Iterable[str]) -> list[Column]:
+    """Make columns as make_columns does, then one for the interval at each of these places."""
+    of_places = [Column(f"{p} [95% CI]", tuple(p.removesuffix(" T") + end for end in ENDS)) for p in places]
+    return [*make_columns(head), *of_places]
+
+
+def _contrasts(name: str, title: str, settings: Settings, pairs: Sequence[tuple[str, str, str]]) -> Table:
+    columns = _span_columns("!setting | !what | !minus", ("inside T", "beyond T"))
+    table = Table(name, f"{title}, nats per target", columns)
+    for setting, what, arm, other in compared(settings, pairs):
+        found = [interval_cell(contrast(arm, other, *span)) for span in spans(setting.T).values()]
+        table.rows.append([word(setting.label()), word(what), word(other.name), *found])
     table.notes = ["Exploratory but for the primary outcomes; intervals are not adjusted for their number."]
     return table
 
 
-def _exploratory(settings: dict[Setting, dict[str, Arm]]) -> Table:
+def _exploratory(settings: Settings) -> Table:
     """Make a row for each contrast of at least three seeds that is not primary; Holm over all of them."""
     table = Table(
         "exploratory",
@@ -449,19 +455,17 @@ def _exploratory(settings: dict[Setting, dict[str, Arm]]) -> Table:
     )
     ordered, found = _with_rows(settings), []
     for setting, here in settings.items():
-        families = ((LADDER, here), (ORDER, ordered.get(setting, {})), (LEAK, here))
-        known = [(w, a, b, some) for pairs, some in families for w, a, b in pairs if {a, b} <= some.keys()]
-        for what, arm, other, some in [] if setting.tuning else known:
-            if setting.label() == PRIMARY_SETTING and what in ("coverage", "continuity"):
-                continue
-            for places, span in spans(setting.T).items():
-                both = paired(some[arm], some[other], *span)
-                if both and len(both[0]) > 2:
-                    one = interval(both[0].sum(axis=1) / both[1].sum())
-                    p = math.nan if one is None else one.p
-                    head = [word(setting.label()), word(what), word(other), word(places)]
-                    cells = [_cell(contrast(some[arm], some[other], *span)), _same(some[arm], some[other])]
-                    found.append(([*head, *cells], p))
+        for family, some in ((LADDER, here), (ORDER, ordered.get(setting, {})), (LEAK, here)):
+            for _, what, arm, other in compared({} if setting.tuning else {setting: some}, family):
+                if setting.label() == PRIMARY_SETTING and what in ("coverage", "continuity"):
+                    continue
+                for places, span in spans(setting.T).items():
+                    both = paired(arm, other, *span)
+                    if both and len(both[0]) > 2:
+                        one = interval(both[0].sum(axis=1) / both[1].sum())
+                        head = [word(setting.label()), word(what), word(other.name), word(places)]
+                        cells = [*head, interval_cell(contrast(arm, other, *span)), _same(arm, other)]
+                        found.append((cells, math.nan if one is None else one.p))
     adjusted = holm({str(i): p for i, (_, p) in enumerate(found)})
     table.rows = [[*row, number(p, ".2g"), number(adjusted[str(i)], ".2g")] for i, (row, p) in enumerate(found)]
     table.notes = [
@@ -482,25 +486,17 @@ def _same(arm: Arm, other: Arm) -> Cell:
     return number(sum(a == b for a, b in zip(*runs)), "d")
 
 
-def _leaks(settings: dict[Setting, dict[str, Arm]]) -> Table:
+def _leaks(settings: Settings) -> Table:
     """Places alike at every T, too: inside and beyond T are others at another T."""
-    columns = [Column(name, (name,), False) for name in ("setting", "what", "minus")]
-    columns += [Column("dose", ("dose",)), Column("seeds", ("seeds",))]
     spans_of = {"all places": (0, np.inf), f"first {FIRST}": (0, FIRST), f"from {FIRST} on": (FIRST, np.inf)}
-    columns += [
-        Column(f"{places} [95% CI]", tuple(f"{places.removesuffix(' T')}{end}" for end in ENDS))
-        for places in (*spans_of, "inside T", "beyond T")
-    ]
+    columns = _span_columns("!setting | !what | !minus | dose | seeds", (*spans_of, "inside T", "beyond T"))
     title = "Leaks: documents end to end in shuffled rows, minus the same rows with reset, nats per target"
     table = Table("leak", title, columns)
-    for setting, here in settings.items():
-        for what, arm, other in LEAK:
-            if arm in here and other in here:
-                places = (*spans_of.values(), *spans(setting.T).values())
-                found = [contrast(here[arm], here[other], *span) for span in places]
-                seeds = number(found[0].seeds if found[0] else 0, "d")
-                head = [word(setting.label()), word(what), word(other), percent(dose(here[arm])), seeds]
-                table.rows.append([*head, *(_cell(one, digits=5) for one in found)])
+    for setting, what, arm, other in compared(settings, LEAK):
+        found = [contrast(arm, other, *span) for span in (*spans_of.values(), *spans(setting.T).values())]
+        head = [word(setting.label()), word(what), word(other.name), percent(dose(arm))]
+        seeds = number(found[0].seeds if found[0] else 0, "d")
+        table.rows.append([*head, seeds, *(interval_cell(one, 5) for one in found)])
     table.notes = [
         "Dose: the share of tokens that stand behind another document in their row. Exploratory; intervals resample seeds and "
         "packages and are not adjusted for their number."
@@ -508,7 +504,7 @@ def _leaks(settings: dict[Setting, dict[str, Arm]]) -> Table:
     return table
 
 
-def _lengths(settings: dict[Setting, dict[str, Arm]]) -> Table:
+def _lengths(settings: Settings) -> Table:
     """One arm at several T, and what own gains over zero: as many tokens a step, cut into rows of other lengths."""
     spans_of = {
         "all places": (0, np.inf),
@@ -516,21 +512,19 @@ def _lengths(settings: dict[Setting, dict[str, Arm]]) -> Table:
         "2048 to 16,384": (2048, 16384),
         "from 8192 on": (8192, np.inf),
     }
-    columns = [Column(name, (name,), False) for name in ("arm", "rows", "minus")]
-    columns += [Column(f"{places} [95% CI]", tuple(f"{places}{end}" for end in ENDS)) for places in spans_of]
+    columns = _span_columns("!arm | !rows | !minus", spans_of)
     table = Table("row-length", f"Rows of other lengths minus rows of {MIDDLE}, nats per target", columns)
     for setting, here in settings.items():
+        if setting.T == MIDDLE or setting.tuning or setting.after:
+            continue
         other = settings.get(replace(setting, T=MIDDLE), {})
-        aside = setting.tuning or setting.after
-        for name in ("rows", "leak", "zero"):
-            if setting.T != MIDDLE and not aside and name in here and name in other:
-                found = [contrast(here[name], other[name], *span) for span in spans_of.values()]
-                table.rows.append([word(name), number(setting.T, "d"), number(MIDDLE, "d"), *map(_cell, found)])
-        if setting.T != MIDDLE and not aside and {"own", "zero"} <= here.keys() & other.keys():
-            less = (other["own"], other["zero"])
-            found = [contrast(here["own"], here["zero"], *span, less=less) for span in spans_of.values()]
-            row = [word("own over zero"), number(setting.T, "d"), number(MIDDLE, "d")]
-            table.rows.append([*row, *map(_cell, found)])
+        both = here.keys() & other.keys()
+        pairs: dict[str, Any] = {name: (here[name], other[name]) for name in ("rows", "leak", "zero") if name in both}
+        if {"own", "zero"} <= both:
+            pairs["own over zero"] = here["own"], here["zero"], (other["own"], other["zero"])
+        for name, (one, than, *less) in pairs.items():
+            found = [interval_cell(contrast(one, than, *span, *less)) for span in spans_of.values()]
+            table.rows.append([word(name), number(setting.T, "d"), number(MIDDLE, "d"), *found])
     table.notes = [
         "A step has as many tokens at every T, so that it holds fewer documents in longer rows. Rows and leak read the same "
         "documents at every T, the pool's zero other ones. Own over zero: its gain at one T minus that at the other. Exploratory."
@@ -538,7 +532,7 @@ def _lengths(settings: dict[Setting, dict[str, Arm]]) -> Table:
     return table
 
 
-def _agreement(settings: dict[Setting, dict[str, Arm]]) -> Table:
+def _agreement(settings: Settings) -> Table:
     """Tabulate agreement over seeds and packages."""
     table = Table(
         "agreement",
@@ -549,28 +543,27 @@ def _agreement(settings: dict[Setting, dict[str, Arm]]) -> Table:
             "without any one package = least most"
         ),
     )
-    for setting, here in settings.items():
-        for what, arm, other in LADDER:
-            for places, span in spans(setting.T).items():
-                found = paired(here[arm], here[other], *span) if arm in here and other in here else None
-                if found is None or setting.tuning or not found[0].size or found[1].size < 2:
-                    continue
-                differences, targets = found
-                packages, mean = differences.mean(axis=0), differences.mean(axis=0).sum() / targets.sum()
-                without = (packages.sum() - packages) / (targets.sum() - targets)
-                agree = [int((np.sign(part) == np.sign(mean)).sum()) for part in (differences.sum(axis=1), packages)]
-                cells = [Cell(f"{n} of {of}", (n, of)) for n, of in zip(agree, differences.shape)]
-                span_said = Cell(f"{without.min():+.4f} to {without.max():+.4f}", (without.min(), without.max()))
-                like = number(targets.sum() ** 2 / (targets**2).sum(), ".0f")
-                head = [word(setting.label()), word(what), word(places), number(mean, "+.4f")]
-                table.rows.append([*head, *cells, like, span_said])
+    for setting, what, arm, other in compared(settings, LADDER):
+        for places, span in spans(setting.T).items():
+            found = paired(arm, other, *span)
+            if found is None or setting.tuning or not found[0].size or found[1].size < 2:
+                continue
+            differences, targets = found
+            packages, mean = differences.mean(axis=0), differences.mean(axis=0).sum() / targets.sum()
+            without = (packages.sum() - packages) / (targets.sum() - targets)
+            agree = [int((np.sign(part) == np.sign(mean)).sum()) for part in (differences.sum(axis=1), packages)]
+            cells = [Cell(f"{n} of {of}", (n, of)) for n, of in zip(agree, differences.shape)]
+            span_said = Cell(f"{without.min():+.4f} to {without.max():+.4f}", (without.min(), without.max()))
+            like = number(targets.sum() ** 2 / (targets**2).sum(), ".0f")
+            head = [word(setting.label()), word(what), word(places), number(mean, "+.4f")]
+            table.rows.append([*head, *cells, like, span_said])
     table.notes = [
         "A package's difference is the mean over seeds. Packages of unequal size weigh like so many of equal size."
     ]
     return table
 
 
-def _gains(settings: dict[Setting, dict[str, Arm]]) -> Table:
+def _gains(settings: Settings) -> Table:
     """Tabulate the gain from context before the last T tokens, by its length."""
     every = [arm for here in settings.values() for arm in here.values()]
     windows = [k for k in (2, 4, 8, 16, 32) if any(arm.runs.get(f"long_context.gain_{k}") is not None for arm in every)]
@@ -591,7 +584,7 @@ def _gains(settings: dict[Setting, dict[str, Arm]]) -> Table:
     return table
 
 
-def _gain_differences(settings: dict[Setting, dict[str, Arm]]) -> Table:
+def _gain_differences(settings: Settings) -> Table:
     """By how much more an arm uses what lies farther back than T than the arm that it is compared with."""
     windows = [4, 8, 16, 32]
     table = Table(
@@ -610,13 +603,13 @@ def _gain_differences(settings: dict[Setting, dict[str, Arm]]) -> Table:
                 continue
             found = [bootstrap(*gain_pairs(arm, here[other], k)) for k in windows]
             if any(one.seeds for one in found):
-                cells = [_cell(one if one.seeds else None) for one in found]
+                cells = [interval_cell(one if one.seeds else None) for one in found]
                 table.rows.append([word(setting.label()), word(name), word(other), *cells])
     table.notes = ["Paired by seed; intervals resample seeds and packages, each document weighs the same. Exploratory."]
     return table
 
 
-def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
+def _arms(settings: Settings) -> Table:
     table = Table(
         "arms",
         "Every arm: losses and cost",
@@ -649,14 +642,6 @@ def _arms(settings: dict[Setting, dict[str, Arm]]) -> Table:
 def _mean(arm: Arm, span: tuple[float, float]) -> float | None:
     nats, targets, seeds = arm.losses(*span)
     return float(nats.mean(axis=0).sum() / targets.sum()) if targets.size and seeds else None
-
-
-def _cell(one: Estimate | None, digits: int = 4) -> Cell:
-    if one is None:
-        return Cell("-", (None, None, None, None))
-    mean, low, high = (f"{value:+.{digits}f}" for value in (one.mean, one.low, one.high))
-    bounds = "(no claim)" if np.isnan(one.low) else f"[{low}, {high}]"
-    return Cell(f"{mean} {bounds}", (one.mean, one.low, one.high, one.seeds))
 
 
 def texts(records: Sequence[Record]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 
-from experiments.common import make_columns, without_speeds
+from experiments.common import SMALL, interval_cell, make_columns, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
@@ -63,7 +63,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         found = interval(pairs[arm.name]) if arm.name in pairs else None
         table.rows.append([
             word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
-            percent(arm[f"{task}.chance"].mean()), mean_sd(nats), _interval(found),
+            percent(arm[f"{task}.chance"].mean()), mean_sd(nats), interval_cell(found, small=SMALL),
             word(_verdict(found, gains[arm.name], gains["padded"]) if arm.name in pairs else "-"),
             number(p_values.get(arm.name), ".2g"), _rate(arm),
         ])  # fmt: skip
@@ -83,7 +83,7 @@ def _runs(arm: Arm, task: str) -> Cell:
     """List the seeds with answers, of those that every arm should have, and the state of the others."""
     have, diverged = int(arm[f"{task}.nats"].notna().sum()), int(arm["val_loss"].isna().sum())
     found = aggregate.Seeds(have, diverged, max(SEEDS - have - diverged, 0))
-    return Cell(str(found), tuple(found[:4]))
+    return Cell(str(found), tuple(found))
 
 
 def _verdict(found: Estimate | None, gain: float, padded_gain: float) -> str:
@@ -103,15 +103,6 @@ def _at_an_end(arm: Arm) -> bool:
 def _rate(arm: Arm) -> Cell:
     rate = number(arm.runs.iloc[0].get("config.optimizer.lr"), "g")
     return Cell(f"{rate.text}, an end", rate.values) if _at_an_end(arm) else rate
-
-
-def _interval(found: Estimate | None) -> Cell:
-    if found is None:
-        return Cell("-", (None,) * 4)
-    if found.seeds < 2:
-        return Cell(f"{found.mean:+.4f} (no claim)", tuple(found[:4]))
-    form = "+.4f" if max(map(abs, found[:3])) >= 1e-4 else "+.1e"
-    return Cell(f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]", tuple(found[:4]))
 
 
 KINDS = {

@@ -6,58 +6,50 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from experiments.common import make_columns
+from experiments.common import latest, make_table
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish
 from packmamba.report.html import Kind
 from packmamba.report.statistics import interval
-from packmamba.report.tables import Cell, Table, gibibytes, number, percent, word
+from packmamba.report.tables import Cell, Table, number
 
 BATCHES = {"padded": "padded", "grouped": "sorted by length, padded", "flattened": "flattened"}
 KERNELS = {"mamba_ssm": "mamba-ssm's, by transformers", "torch": "none: transformers' slow path", None: "ours"}
 COLOURS = {"mamba_ssm": "#E69F00", "torch": "#9aa0a8", None: "#0072B2"}
 
 
-def _latest(records: Sequence[Record]) -> dict[str, Record]:
-    """By arm, of equal ones the latest."""
-    return {r["arm"]: r for r in sorted(aggregate.of_kind(records, "integration"), key=lambda r: r["time"])}
-
-
 def tables(records: Sequence[Record]) -> list[Table]:
-    arms = _latest(records)
+    arms = latest(records, "integration")
     if not arms:
         return []
     first = next(iter(arms.values()))
     config, patched = first["config"], arms.get("patched")
-    table = Table(
+    table = make_table(
         "integration",
         f"A Hugging Face Mamba of {config['model']} in Trainer, {config['precision']}",
-        make_columns(
-            "!arm | !batches | !kernels | real tokens/s = real_tokens_per_second | "
-            "interquartile range = real_tokens_per_second_spread | "
-            "patched over it [95% CI] = patched_over patched_over_low patched_over_high | "
-            "padding = padding_fraction | peak memory = peak_memory_bytes | "
-            "loss, first step = first_loss | loss, last ten steps = last_loss | "
-            "off from single documents = difference"
-        ),
-        notes=[
-            f"Whole optimizer steps; {next(iter(first['hardware']['gpus']), first['hardware']['cpu'])}; medians of turns of "
-            f"{config['steps']} steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), "
-            f"{config['rounds']} turn(s) each, interleaved; transformers {config['transformers']}.{_others(arms.values())} "
-            "Patched over it: the mean over turns, 95 % intervals by Student's t. "
-            "Off from single documents: logits in float32, relative, from transformers' path without kernels on each document "
-            "alone. Losses are nats per byte."
+        "!arm | !batches | !kernels | real tokens/s = real_tokens_per_second:,.0f | "
+        "interquartile range = real_tokens_per_second_spread:,.0f | "
+        "patched over it [95% CI] = patched_over patched_over_low patched_over_high | padding = padding_fraction:% | "
+        "peak memory = peak_memory_bytes:GiB | loss, first step = first_loss:.4f | loss, last ten steps = last_loss:.4f | "
+        "off from single documents = difference:.1e",
+        [
+            record["metrics"]
+            | {
+                "arm": arm,
+                "batches": BATCHES[record["config"]["batches"]],
+                "kernels": KERNELS[record["config"]["kernels"]],
+            }
+            | {"patched_over": _over(patched, record)}
+            for arm, record in arms.items()
         ],
+        f"Whole optimizer steps; {next(iter(first['hardware']['gpus']), first['hardware']['cpu'])}; medians of turns of "
+        f"{config['steps']} steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), "
+        f"{config['rounds']} turn(s) each, interleaved; transformers {config['transformers']}.{_others(arms.values())} "
+        "Patched over it: the mean over turns, 95 % intervals by Student's t. "
+        "Off from single documents: logits in float32, relative, from transformers' path without kernels on each document "
+        "alone. Losses are nats per byte.",
     )
-    for arm, record in arms.items():
-        m, kernels = record["metrics"], record["config"]["kernels"]
-        table.rows.append([
-            word(arm), word(BATCHES[record["config"]["batches"]]), word(KERNELS[kernels]),
-            number(m["real_tokens_per_second"], ",.0f"), number(m["real_tokens_per_second_spread"], ",.0f"),
-            _over(patched, record), percent(m["padding_fraction"]), gibibytes(m["peak_memory_bytes"]),
-            number(m["first_loss"], ".4f"), number(m["last_loss"], ".4f"), number(m["difference"], ".1e"),
-        ])  # fmt: skip
     return [table]
 
 
@@ -90,7 +82,7 @@ def _others(records: Iterable[Record]) -> str:
 
 def figures(records: Sequence[Record]) -> list[Figure]:
     """Real tokens per second, a bar for each arm."""
-    arms = _latest(records)
+    arms = latest(records, "integration")
     if not arms:
         return []
     fig, (ax,) = axes(1, width=7.0, height=0.5 + 0.42 * len(arms))

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 
-from experiments.common import make_columns, records_of
+from experiments.common import make_columns, make_table, records_of
 from experiments.operators.arms import GPU_ARMS, GpuArm
 from packmamba.report.aggregate import Record, natural
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.report.tables import Cell, Column, Table, number, percent, word
+from packmamba.report.tables import Cell, Table, number, percent, word
 
 SCAN, SCAN_STATES, SCAN_INDICES, UNPACKED, BY_DOCUMENT, PADDED, SSD, CONV, CONV_INDICES, CAUSAL_CONV, PROJECTIONS = (
     GPU_ARMS[name]
@@ -201,194 +201,143 @@ def _scan(found: Shapes) -> Table:
         SCAN_STATES: "scan_states",
         SCAN_INDICES: "scan_indices",
     }
-    table = Table(
-        "gpu-scan",
-        "ssm_pack: time, what the hardware allows, and the other arms' time over it",
-        [
-            *_shape_columns(),
-            *make_columns(
-                "forward (ms) = forward_ms | backward (ms) = backward_ms | limit (ms) = limit_ms | "
-                "times the limit = times_limit"
-            ),
-            *(Column(arm.label, (column,)) for arm, column in others.items()),
-            *make_columns("kept, workspace (activations) = kept workspace"),
-        ],
-    )
+    rows = []
     for shape, arms in found.items():
         if SCAN not in arms:
             continue
         metrics, limit = arms[SCAN]["metrics"], sum(scan_limit(arms[SCAN]))
         memory = (metrics["kept_activations"], metrics["workspace_activations"])
-        table.rows.append(
-            [
-                *_shape_cells(shape, arms[SCAN]),
-                number(1e3 * metrics["forward_seconds"], ".3f"),
-                number(1e3 * metrics["backward_seconds"], ".3f"),
-                number(1e3 * limit, ".3f"),
-                number(metrics["total_seconds"] / limit, ".2f"),
-                *(
-                    number(over(arms, arm, SCAN), ".3f" if arm.implementation == "packmamba" else ".2f")
-                    for arm in others
-                ),
-                Cell(f"{memory[0]:.3f}, {memory[1]:.2f}", memory),
-            ]
+        rows.append(
+            _shape_values(shape, arms[SCAN])
+            | {"limit_ms": 1e3 * limit, "times_limit": metrics["total_seconds"] / limit}
+            | {"kept": Cell(f"{memory[0]:.3f}, {memory[1]:.2f}", memory)}
+            | {column: over(arms, arm, SCAN) for arm, column in others.items()}
         )
-    table.notes = [
+    columns = " | ".join(
+        f"{arm.label} = {column}:{'.3f' if arm.implementation == 'packmamba' else '.2f'}"
+        for arm, column in others.items()
+    )
+    return make_table(
+        "gpu-scan",
+        "ssm_pack: time, what the hardware allows, and the other arms' time over it",
+        f"{SHAPE} | forward (ms) = forward_ms:.3f | backward (ms) = backward_ms:.3f | limit (ms) = limit_ms:.3f | "
+        f"times the limit = times_limit:.2f | {columns} | kept, workspace (activations) = kept workspace",
+        rows,
         "Limit: three quarters of an exponential per token, channel and state on the special-function units, forward; 21.5 "
         "instruction slots, backward; or the bytes at the copy rate measured in the same run, where that is more.",
         "mamba-ssm at its own binding, channels first and contiguous, without transposes. Padded: to the distribution's longest "
         "document up to 2048, else to the row's.",
-    ]
-    return table
+    )
 
 
 def _conv(found: Shapes) -> Table:
-    table = Table(
-        "gpu-conv",
-        "conv1d_pack: time and share of copy bandwidth",
-        [
-            *_shape_columns(),
-            *make_columns(
-                "forward (ms) = forward_ms | backward (ms) = backward_ms | "
-                "share of copy, forward = forward_share | backward = backward_share | "
-                "causal-conv1d's shares = peer_forward_share peer_backward_share | "
-                "causal-conv1d over ours = causal_conv1d | an index per token = conv1d_indices | "
-                "copy (TB/s) = copy_bytes_per_second"
-            ),
-        ],
-    )
+    rows = []
     for shape, arms in found.items():
         if CONV not in arms:
             continue
-        metrics, shares = arms[CONV]["metrics"], copy_shares(arms[CONV])
+        shares = copy_shares(arms[CONV])
         peer = copy_shares(arms[CAUSAL_CONV]) if CAUSAL_CONV in arms else (None, None)
-        copy = metrics["copy_bytes_per_second"]
-        table.rows.append(
-            [
-                *_shape_cells(shape, arms[CONV]),
-                number(1e3 * metrics["forward_seconds"], ".4f"),
-                number(1e3 * metrics["backward_seconds"], ".4f"),
-                percent(shares[0]),
-                percent(shares[1]),
-                Cell("-" if peer[0] is None else f"{peer[0]:.0%}, {peer[1]:.0%}", peer),
-                number(over(arms, CAUSAL_CONV, CONV), ".2f"),
-                number(over(arms, CONV_INDICES, CONV), ".3f"),
-                Cell(f"{copy / 1e12:.2f}", (copy,)),
-            ]
+        copy = arms[CONV]["metrics"]["copy_bytes_per_second"]
+        rows.append(
+            _shape_values(shape, arms[CONV])
+            | {"forward_share": shares[0], "backward_share": shares[1]}
+            | {"peer_forward_share": Cell("-" if peer[0] is None else f"{peer[0]:.0%}, {peer[1]:.0%}", peer)}
+            | {"causal_conv1d": over(arms, CAUSAL_CONV, CONV), "conv1d_indices": over(arms, CONV_INDICES, CONV)}
+            | {"copy_bytes_per_second": Cell(f"{copy / 1e12:.2f}", (copy,))}
         )
-    table.notes = ["Bytes: x and y forward; x, dy and dx backward."]
-    return table
+    return make_table(
+        "gpu-conv",
+        "conv1d_pack: time and share of copy bandwidth",
+        f"{SHAPE} | forward (ms) = forward_ms:.4f | backward (ms) = backward_ms:.4f | "
+        "share of copy, forward = forward_share:% | backward = backward_share:% | "
+        "causal-conv1d's shares = peer_forward_share peer_backward_share | causal-conv1d over ours = causal_conv1d:.2f | "
+        "an index per token = conv1d_indices:.3f | copy (TB/s) = copy_bytes_per_second",
+        rows,
+        "Bytes: x and y forward; x, dy and dx backward.",
+    )
 
 
 def _bottleneck(found: Shapes) -> Table:
-    table = Table(
-        "gpu-bottleneck",
-        "Which operator takes the time: a block's matrix products, scan and convolution, forward and backward",
-        [
-            *_shape_columns(),
-            *make_columns(
-                "matrix products (ms) = projections_ms | ours: scan (ms, share) = scan_ms scan_share | "
-                "convolution = conv_ms conv_share | !most | peers: scan = peer_scan_ms peer_scan_share | "
-                "convolution = peer_conv_ms peer_conv_share | !most = peer_most"
-            ),
-        ],
-    )
+    rows = []
     for shape, arms in found.items():
         products = seconds(arms, PROJECTIONS)
         if products is None:
             continue
-        cells = [*_shape_cells(shape, arms[PROJECTIONS]), number(1e3 * products, ".3f")]
-        for scan, conv in ((SCAN, CONV), (UNPACKED, CAUSAL_CONV)):
+        row = _shape_values(shape, arms[PROJECTIONS]) | {"projections_ms": 1e3 * products}
+        for who, scan, conv in (("", SCAN, CONV), ("peer_", UNPACKED, CAUSAL_CONV)):
             parts = {"matrix products": products, "scan": seconds(arms, scan), "convolution": seconds(arms, conv)}
             known = {name: value for name, value in parts.items() if value is not None}
-            whole = sum(known.values())
             for name in ("scan", "convolution"):
                 t = parts[name]
-                values = (None, None) if t is None else (1e3 * t, t / whole)
-                cells.append(Cell("-" if t is None else f"{1e3 * t:.3f} ({t / whole:.0%})", values))
-            cells.append(word(max(known, key=lambda name: known[name]) if len(known) == 3 else "-"))
-        table.rows.append(cells)
-    table.notes = [
+                values = (None, None) if t is None else (1e3 * t, t / sum(known.values()))
+                row[f"{who}{name[:4]}_ms"] = Cell("-" if t is None else f"{values[0]:.3f} ({values[1]:.0%})", values)
+            row[f"{who}most"] = max(known, key=lambda name: known[name]) if len(known) == 3 else "-"
+        rows.append(row)
+    return make_table(
+        "gpu-bottleneck",
+        "Which operator takes the time: a block's matrix products, scan and convolution, forward and backward",
+        f"{SHAPE} | matrix products (ms) = projections_ms:.3f | ours: scan (ms, share) = scan_ms scan_share | "
+        "convolution = conv_ms conv_share | !most | peers: scan = peer_scan_ms peer_scan_share | "
+        "convolution = peer_conv_ms peer_conv_share | !most = peer_most",
+        rows,
         "Matrix products: the block's four projections (d_model = channels / 2) with all gradients. Shares are of the three "
-        "together. Peers: mamba-ssm's scan not packed and causal-conv1d with seq_idx."
-    ]
-    return table
+        "together. Peers: mamba-ssm's scan not packed and causal-conv1d with seq_idx.",
+    )
 
 
 def _positions(found: Shapes) -> Table:
-    table = Table(
-        "gpu-positions",
-        "Position data that the kernels read, counted, and the activations they move",
-        [
-            *_shape_columns(),
-            *make_columns(
-                "!operator | read forward (KiB) = forward_bytes | read backward (KiB) = backward_bytes | "
-                "activations (MiB) = activation_bytes | share"
-            ),
-        ],
-    )
+    rows = []
     for shape, arms in found.items():
-        for arm in (SCAN, SCAN_INDICES, CONV, CONV_INDICES):
-            read = (
-                [arms[arm]["metrics"][f"position_bytes_{way}"] for way in ("forward", "backward")]
-                if arm in arms
-                else []
-            )
-            if not read or None in read:
+        for arm in (arm for arm in (SCAN, SCAN_INDICES, CONV, CONV_INDICES) if arm in arms):
+            read = [arms[arm]["metrics"][f"position_bytes_{way}"] for way in ("forward", "backward")]
+            if None in read:
                 continue
             moved = sum(CONV_BYTES) if arm.operator == "conv" else FORWARD_BYTES + BACKWARD_BYTES
             activations = moved * shape.tokens * shape.channels
-            table.rows.append(
-                [
-                    *_shape_cells(shape, arms[arm]),
-                    word(arm.label),
-                    *(Cell(f"{count / 1024:,.0f}", (count,)) for count in read),
-                    Cell(f"{activations / 2**20:,.0f}", (activations,)),
-                    percent(sum(read) / activations),
-                ]
-            )
-    table.notes = [
-        "Read: what all warps ask for together, most of it from caches; the lanes of a warp that ask for one address count once."
-    ]
-    return table
+            row = _shape_values(shape, arms[arm]) | {"operator": arm.label, "share": sum(read) / activations}
+            row |= {f"{way}_bytes": Cell(f"{n / 1024:,.0f}", (n,)) for way, n in zip(("forward", "backward"), read)}
+            rows.append(row | {"activation_bytes": Cell(f"{activations / 2**20:,.0f}", (activations,))})
+    return make_table(
+        "gpu-positions",
+        "Position data that the kernels read, counted, and the activations they move",
+        f"{SHAPE} | !operator | read forward (KiB) = forward_bytes | read backward (KiB) = backward_bytes | "
+        "activations (MiB) = activation_bytes | share:%",
+        rows,
+        "Read: what all warps ask for together, most of it from caches; the lanes of a warp that ask for one address count once.",
+    )
 
 
 def _times(found: Shapes) -> Table:
-    table = Table(
+    known = list(GPU_ARMS.values())
+    rows = [
+        _shape_values(shape, arms[arm]) | {"arm": arm}
+        for shape, arms in found.items()
+        for arm in sorted(arms, key=lambda arm: known.index(arm) if arm in known else len(known))
+    ]
+    phases = {"forward": "forward", "backward": "backward", "total": "together"}
+    columns = " | ".join(f"{title} = {what}_ms {what}_spread_ms:.4g ± .2g" for what, title in phases.items())
+    return make_table(
         "gpu-times",
         "Every arm: medians and interquartile ranges (ms), and the correctness gate's largest errors",
-        [
-            *_shape_columns(),
-            *make_columns(
-                "!arm | forward = forward_ms forward_spread_ms | backward = backward_ms backward_spread_ms | "
-                "together = total_ms total_spread_ms | error of outputs = output_error | "
-                "of gradients = gradient_error"
-            ),
-        ],
+        f"{SHAPE} | !arm | {columns} | error of outputs = output_error:.1e | of gradients = gradient_error:.1e",
+        rows,
+        "Errors are relative, against float64 on the first layout; of peers the output alone; of matrix products none.",
     )
-    known = list(GPU_ARMS.values())
-    for shape, arms in found.items():
-        for arm in sorted(arms, key=lambda arm: known.index(arm) if arm in known else len(known)):
-            metrics = arms[arm]["metrics"]
-            cells = [*_shape_cells(shape, arms[arm]), word(str(arm))]
-            for what in ("forward", "backward", "total"):
-                values = [None if (v := metrics[f"{what}_{key}"]) is None else 1e3 * v for key in ("seconds", "spread")]
-                cells.append(Cell("-" if values[0] is None else f"{values[0]:.4g} ± {values[1]:.2g}", tuple(values)))
-            table.rows.append([*cells, *(number(metrics[key], ".1e") for key in ("output_error", "gradient_error"))])
-    table.notes = [
-        "Errors are relative, against float64 on the first layout; of peers the output alone; of matrix products none."
-    ]
-    return table
 
 
-def _shape_columns() -> list[Column]:
-    return make_columns("tokens | channels | !documents (mean length) = documents mean_length")
+SHAPE = "tokens:d | channels:d | !documents (mean length) = documents mean_length"
 
 
-def _shape_cells(shape: Shape, record: Record) -> list[Cell]:
-    length = shape.tokens / record["config"]["mean_documents"]
+def _shape_values(shape: Shape, record: Record) -> dict[str, Any]:
+    """Return a row's shape, its times in milliseconds, and the record's metrics."""
+    metrics, length = record["metrics"], shape.tokens / record["config"]["mean_documents"]
     documents = Cell(f"{shape.documents} ({length:.0f})", (shape.documents, length))
-    return [number(shape.tokens, "d"), number(shape.channels, "d"), documents]
+    times = {
+        f"{what}{end}_ms": None if (value := metrics[f"{what}_{key}"]) is None else 1e3 * value
+        for what in ("forward", "backward", "total")
+        for end, key in (("", "seconds"), ("_spread", "spread"))
+    }
+    return metrics | times | {"tokens": shape.tokens, "channels": shape.channels, "documents": documents}
 
 
 _SCANS: dict[GpuArm, dict[str, Any]] = {

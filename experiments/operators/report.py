@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.common import make_columns, records_of
+from experiments.common import make_table, records_of
 from experiments.operators.arms import CPU_ARMS, CpuArm
 from experiments.operators.gpu_report import gpu_operators_figures, gpu_operators_tables
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.html import Kind
-from packmamba.report.tables import Cell, Column, Table, number, word
+from packmamba.report.tables import Table
 
 _OPERATORS = {"scan": "ssm_pack", "conv": "conv1d_pack"}
 
@@ -21,37 +21,23 @@ def operators_tables(records: Sequence[Record]) -> list[Table]:
     for operator, arms in _by_operator(records).items():
         slowest = arms.get(CPU_ARMS["transformers"])
         config = next(iter(arms.values()))["config"]
-        table = Table(
+        rows = []
+        for arm, record in arms.items():
+            m = record["metrics"]
+            row = {f"ms_{key}": 1e3 * m[f"seconds_{key}"] for key in ("median", "spread", "fastest")}
+            row |= {"implementation": arm, "limit_ms": (limit := 1e3 * m["bound_seconds"])}
+            row |= {"times_limit": row["ms_median"] / limit, "times_limit_fastest": row["ms_fastest"] / limit}
+            rows.append(row | {"speedup": slowest and slowest["metrics"]["seconds_median"] / m["seconds_median"]})
+        table = make_table(
             f"operators-{operator.replace('_', '-')}",
             f"{operator}, forward and backward ({_shape(operator, config)}, {config['threads']} threads)",
-            make_columns(
-                "!implementation | ms (median, spread) = ms_median ms_spread | limit (ms) = limit_ms | "
-                "times the limit = times_limit | fastest turn (ms) = ms_fastest | "
-                "times the limit = times_limit_fastest | against transformers = speedup"
-            ),
-        )
-        for arm, record in arms.items():
-            metrics = record["metrics"]
-            median, spread, bound, fastest = (
-                1e3 * metrics[key] for key in ("seconds_median", "seconds_spread", "bound_seconds", "seconds_fastest")
-            )
-            speedup = slowest["metrics"]["seconds_median"] / metrics["seconds_median"] if slowest else None
-            table.rows.append(
-                [
-                    word(str(arm)),
-                    Cell(f"{median:.3g} ± {spread:.2g}", (median, spread)),
-                    number(bound, ".3g"),
-                    number(median / bound, ".3g"),
-                    number(fastest, ".3g"),
-                    number(fastest / bound, ".3g"),
-                    number(speedup, ".3g"),
-                ]
-            )
-        rates = next(iter(arms.values()))["metrics"]
-        table.notes = [
-            _limit(operator, rates),
+            "!implementation | ms (median, spread) = ms_median ms_spread:.3g ± .2g | limit (ms) = limit_ms:.3g | "
+            "times the limit = times_limit:.3g | fastest turn (ms) = ms_fastest:.3g | "
+            "times the limit = times_limit_fastest:.3g | against transformers = speedup:.3g",
+            rows,
+            _limit(operator, next(iter(arms.values()))["metrics"]),
             "In one process, in turns; spread is the interquartile range. Limits are of the rates' best turns.",
-        ]
+        )
         tables.append(table)
     return tables
 
@@ -117,39 +103,30 @@ PHASES = {
     "floor": "backward's floor",
     "one_by_one": "backward, one by one",
 }
-_NAMES = {"scan": "ssm_pack", "conv": "conv1d_pack"}
 
 
 def host_tables(records: Sequence[Record]) -> list[Table]:
     """One table: of equal arms the latest record counts."""
     arms = {record["arm"]: record for record in of_kind(records, "host_time")}
-    table = Table(
+    rows = [
+        {"implementation": "packmamba"}
+        | record["config"]
+        | {"operator": _OPERATORS[record["config"]["operator"]]}
+        | {f"{phase}_us": 1e6 * record["metrics"][f"{phase}_seconds"] for phase in PHASES}
+        | {f"{phase}_spread_us": 1e6 * record["metrics"][f"{phase}_spread"] for phase in PHASES}
+        for record in arms.values()
+    ]
+    phases = " | ".join(f"{title} = {phase}_us {phase}_spread_us:.1f ± .1f" for phase, title in PHASES.items())
+    table = make_table(
         "host-time",
         "The host's time for one eager call (us)",
-        [
-            *make_columns("!operator | !arguments | !implementation"),
-            *(Column(title, (f"{phase}_us", f"{phase}_spread_us")) for phase, title in PHASES.items()),
-        ],
-    )
-    for record in arms.values():
-        config, metrics = record["config"], record["metrics"]
-        times = [(1e6 * metrics[f"{phase}_seconds"], 1e6 * metrics[f"{phase}_spread"]) for phase in PHASES]
-        cells = [Cell(f"{median:.1f} ± {spread:.1f}", (median, spread)) for median, spread in times]
-        table.rows.append(
-            [
-                word(_NAMES[config["operator"]]),
-                word(config["arguments"]),
-                word(config.get("implementation", "packmamba")),
-                *cells,
-            ]
-        )
-    calls = next(iter(arms.values()))["config"]["calls"]
-    table.notes = [
-        f"Wall time of {calls} calls in a row on a row of 64 tokens and 64 channels; median and interquartile range.",
+        f"!operator | !arguments | !implementation | {phases}",
+        rows,
+        f"Wall time of {rows[0]['calls']} calls in a row on a row of 64 tokens and 64 channels; median and interquartile range.",
         "Arguments: all that a Mamba block gives the operator, or as few as it takes.",
         "Backward: one pass through all recorded calls; its floor: of an empty autograd function with as many inputs; one by "
         "one: PyTorch's engine starts for every call.",
-    ]
+    )
     return [table]
 
 

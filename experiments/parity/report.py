@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 
-from experiments.common import make_columns, without_speeds
+from experiments.common import SMALL, interval_cell, make_columns, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
@@ -127,7 +126,12 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
     )
     for arm in arms:
         baseline = _baseline(arm, arms)
-        head = [word(arm.name), word(baseline.name if baseline else "-"), _runs(arm), mean_sd(arm[LOSS])]
+        head = [
+            word(arm.name),
+            word(baseline.name if baseline else "-"),
+            _runs(arm),
+            mean_sd(arm[LOSS]),
+        ]
         tail = number(arm["targets"].mean(), ",.0f")
         if baseline is None:
             none = [Cell("-", (None,) * 3), Cell("-", (None,) * 4), word("-"), number(None, "")]
@@ -137,7 +141,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         over_seeds = interval(pairs)
         found = bootstrap(*difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets"))
         main = over_seeds if math.isnan(found.low) else found  # documents without packages
-        differences = [_interval(main, 3), _interval(over_seeds, 4)]
+        differences = [interval_cell(main, 5, 3, SMALL), interval_cell(over_seeds, 5, 4, SMALL)]
         asked = [word(verdict(main, MARGIN)), number(equivalence(pairs, MARGIN), ".2g")]
         if _steps(arm) != _steps(baseline):  # another question than whether they are as accurate
             asked = [word("-"), number(None, "")]
@@ -182,7 +186,7 @@ def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         if len(inside[0]) > 1:
             table.rows.append([
                 word(arm.name), word(baseline.name), number(len(inside[0]), "d"), number(cut, ",d"),
-                *(_interval(bootstrap(*one), 3) for one in (inside, beyond, others)),
+                *(interval_cell(bootstrap(*one), 5, 3, SMALL) for one in (inside, beyond, others)),
                 percent(beyond[1].sum() / (inside[1].sum() + beyond[1].sum())), percent(targets.max() / targets.sum()),
             ])  # fmt: skip
     table.notes = [
@@ -210,7 +214,7 @@ def _leak(arms: Sequence[Arm]) -> Table:
                 sums, weights = difference_by_group(one, other, BY_PACKAGE, "nats", "targets", where)
                 found, above = bootstrap(sums, weights), int((sums.sum(axis=1) > 0).sum())
                 head, counts = [word(one.name), word(other.name), word(places)], (found.seeds, above)
-                table.rows.append([*head, _interval(found, 3), *(number(count, "d") for count in counts)])
+                table.rows.append([*head, interval_cell(found, 5, 3, SMALL), *(number(count, "d") for count in counts)])
     table.notes = ["Intervals resample seeds and packages. Above: seeds above zero. Exploratory."]
     return table
 
@@ -245,21 +249,9 @@ def _steps(arm: Arm) -> object:
 
 def _runs(arm: Arm) -> Cell:
     have = int(arm[LOSS].notna().sum())
-    diverged = len(arm.runs) - have
-    missing = max(SEEDS - len(arm.runs), 0)
+    diverged, missing = len(arm.runs) - have, max(SEEDS - len(arm.runs), 0)
     text = f"{have} of {SEEDS}" if have < SEEDS else str(have)
     return Cell(text + f", {diverged} diverged" * (diverged > 0), (have, diverged, missing))
-
-
-def _interval(found: Any, count: int) -> Cell:
-    if found is None or math.isnan(found.mean):
-        return Cell("-", (None,) * count)
-    values = (found.mean, found.low, found.high)
-    if math.isnan(found.low):
-        return Cell(f"{found.mean:+.5f} (no claim)", tuple(found)[:count])
-    form = "+.5f" if max(map(abs, values)) >= 1e-4 else "+.1e"
-    mean, low, high = (f"{value:{form}}" for value in values)
-    return Cell(f"{mean} [{low}, {high}]", tuple(found)[:count])
 
 
 def _calibration(reset: Arm, control: Arm) -> Table:
@@ -282,7 +274,7 @@ def _calibration(reset: Arm, control: Arm) -> Table:
             continue
         table.rows.append([
             word(control.name), word(weights), number(one.seeds, "d"), number(reset[metric].mean(), ".5f"),
-            _interval(one, 3), number(sd, ".5f"),
+            interval_cell(one, 5, 3, SMALL), number(sd, ".5f"),
             number(pairs.abs().max(), ".5f"), number(reset[metric].std(), ".5f"),
             *(number(seeds_needed(sd, effect), "d") for effect in (0.01, 0.005, 0.002)),
             number(seeds_for_equivalence(sd, MARGIN), "d"),

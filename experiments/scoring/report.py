@@ -2,81 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from operator import itemgetter
 
-from experiments.common import make_columns
+from experiments.common import latest, make_table
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.html import Kind
-from packmamba.report.tables import Table, gibibytes, number, word
+from packmamba.report.tables import Table
 
 METHODS = {"packed": "packed passes", "padded": "padded batches, same kernels", "hf": "lm-eval's class hf"}
 
 
-def _latest(records: Sequence[Record], kind: str) -> dict[str, Record]:
-    """By arm, of equal ones the latest."""
-    return {r["arm"]: r for r in sorted(aggregate.of_kind(records, kind), key=lambda r: r["time"])}
-
-
 def scoring_tables(records: Sequence[Record]) -> list[Table]:
     """Requests per second of every arm; ``records`` are of one workload."""
-    arms = _latest(records, "scoring")
+    arms = latest(records, "scoring")
     if not arms:
         return []
     first = next(iter(arms.values()))
-    config = first["config"]
+    config, ours = first["config"], arms.get("packed")
     hardware = ", ".join(first["hardware"]["gpus"]) or first["hardware"]["cpu"]
-    table = Table(
+    rates = {arm: record["metrics"]["requests_per_second"] for arm, record in arms.items()}
+    table = make_table(
         "scoring",
         f"Scoring, {config['workload']}: {config['contexts']} contexts of {config['context']} tokens (median), "
         f"{config['continuations']} continuation(s) of {config['continuation']}",
-        make_columns(
-            "!arm | !method | requests/s = requests_per_second | seconds | "
-            "interquartile range = seconds_spread | over packed = over_packed | "
-            "peak memory = peak_memory_bytes | largest difference, nats a token = largest_difference | "
-            "greedy verdicts that differ = greedy_flips | best choices that differ = choice_flips"
-        ),
-        notes=[
-            f"{config['model']}, {config['dtype']}, random weights; {hardware}; medians of {config['rounds']} rounds in "
-            f"turns, {first['metrics']['requests']} requests. Differences are from packed scores with shared contexts; "
-            "over packed: packed's requests per second over the arm's."
+        "!arm | !method | requests/s = requests_per_second:,.1f | seconds:.3f | interquartile range = seconds_spread:.3f | "
+        "over packed = over_packed:.2f x | peak memory = peak_memory_bytes:GiB | "
+        "largest difference, nats a token = largest_difference:.2g | "
+        "greedy verdicts that differ = greedy_flips:d | best choices that differ = choice_flips:d",
+        [
+            record["metrics"]
+            | {"arm": arm, "method": METHODS[record["config"]["method"]]}
+            | {"over_packed": rates["packed"] / rates[arm] if ours else None}
+            for arm, record in arms.items()
         ],
+        f"{config['model']}, {config['dtype']}, random weights; {hardware}; medians of {config['rounds']} rounds in "
+        f"turns, {first['metrics']['requests']} requests. Differences are from packed scores with shared contexts; "
+        "over packed: packed's requests per second over the arm's.",
     )
-    ours = arms.get("packed")
-    for arm, record in arms.items():
-        m = record["metrics"]
-        over = ours["metrics"]["requests_per_second"] / m["requests_per_second"] if ours else None
-        table.rows.append([
-            word(arm), word(METHODS[record["config"]["method"]]), number(m["requests_per_second"], ",.1f"),
-            number(m["seconds"], ".3f"), number(m["seconds_spread"], ".3f"), number(over, ".2f", "x"),
-            gibibytes(m["peak_memory_bytes"]), number(m["largest_difference"], ".2g"), number(m["greedy_flips"], "d"),
-            number(m["choice_flips"], "d"),
-        ])  # fmt: skip
     return [table]
 
 
 def generation_tables(records: Sequence[Record]) -> list[Table]:
     """Prefill and tokens per second; ``records`` are of one number of prompts."""
-    table = Table(
+    table = make_table(
         "generation",
         "Generation: prompts read packed, then one token a step for all",
-        make_columns(
-            "prompts | prompt tokens = prompt_tokens | prefill tokens/s = prefill_tokens_per_second | "
-            "prefill seconds = prefill_seconds | interquartile range = prefill_spread | "
-            "tokens/s = tokens_per_second | milliseconds a step = step_seconds | "
-            "spread, ms = step_spread | peak memory = peak_memory_bytes"
-        ),
+        "prompts:d | prompt tokens = prompt_tokens:,d | prefill tokens/s = prefill_tokens_per_second:,.0f | "
+        "prefill seconds = prefill_seconds:.4f | interquartile range = prefill_spread:.4f | "
+        "tokens/s = tokens_per_second:,.0f | milliseconds a step = step_seconds:.2f | spread, ms = step_spread:.2f | "
+        "peak memory = peak_memory_bytes:GiB",
+        [
+            m | {"prompts": prompts, "step_seconds": 1e3 * m["step_seconds"], "step_spread": 1e3 * m["step_spread"]}
+            for prompts, m in sorted(
+                ((r["config"]["prompts"], r["metrics"]) for r in latest(records, "generation").values()),
+                key=itemgetter(0),
+            )
+        ],
     )
-    for record in sorted(_latest(records, "generation").values(), key=lambda r: r["config"]["prompts"]):
-        m: Mapping[str, Any] = record["metrics"]
-        table.rows.append([
-            number(record["config"]["prompts"], "d"), number(m["prompt_tokens"], ",d"),
-            number(m["prefill_tokens_per_second"], ",.0f"), number(m["prefill_seconds"], ".4f"),
-            number(m["prefill_spread"], ".4f"), number(m["tokens_per_second"], ",.0f"),
-            number(1e3 * m["step_seconds"], ".2f"), number(1e3 * m["step_spread"], ".2f"), gibibytes(m["peak_memory_bytes"]),
-        ])  # fmt: skip
     return [table] if table.rows else []
+
+
+def card(record: Record, device: str) -> str:
+    return record["hardware"]["cpu"] if device == "cpu" else record["hardware"]["gpus"][0]
 
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -84,34 +73,25 @@ DTYPES = ("float64", "float32", "bfloat16")
 
 def exactness_tables(records: Sequence[Record]) -> list[Table]:
     """Packed scores beside those of one request at a time, a row for each dtype."""
-    table = Table(
+    found = sorted(aggregate.of_kind(records, "exactness"), key=lambda r: r["time"])
+    newest = {(r["arm"], r["config"]["model"], r["config"]["device"]): r for r in found}
+    table = make_table(
         "exactness",
         "Packed scores, one request at a time, and in another order",
-        make_columns(
-            "!weights = dtype | !model | !device | requests | "
-            "largest difference, nats = largest_difference | a token = largest_difference_a_token | "
-            "relative = largest_relative | greedy verdicts that differ = greedy_flips | "
-            "of so many that are greedy = greedy | best choices that differ = choice_flips | "
-            "differ by a bit: shuffled = shuffled_differ | asked in three parts = split_differ | "
-            "contexts not shared = unshared_differ"
-        ),
-        notes=[
-            "Random weights. The largest difference is of a request's whole log-likelihood. A context's first continuation is "
-            "what greedy decoding says, about 16 tokens: one of them that turns is a verdict that differs."
+        "!weights = dtype | !model | !device | requests:d | largest difference, nats = largest_difference:.2g | "
+        "a token = largest_difference_a_token:.2g | relative = largest_relative:.2g | "
+        "greedy verdicts that differ = greedy_flips:d | of so many that are greedy = greedy:d | "
+        "best choices that differ = choice_flips:d | differ by a bit: shuffled = shuffled_differ:d | "
+        "asked in three parts = split_differ:d | contexts not shared = unshared_differ:d",
+        [
+            record["metrics"] | {"dtype": dtype, "model": model, "device": card(record, device)}
+            for (dtype, model, device), record in sorted(
+                newest.items(), key=lambda item: (DTYPES.index(item[0][0]), item[0])
+            )
         ],
+        "Random weights. The largest difference is of a request's whole log-likelihood. A context's first continuation is "
+        "what greedy decoding says, about 16 tokens: one of them that turns is a verdict that differs.",
     )
-    found = sorted(aggregate.of_kind(records, "exactness"), key=lambda r: r["time"])
-    latest = {(r["arm"], r["config"]["model"], r["config"]["device"]): r for r in found}
-    for (dtype, *_), record in sorted(latest.items(), key=lambda item: (DTYPES.index(item[0][0]), item[0])):
-        m, config = record["metrics"], record["config"]
-        hardware = record["hardware"]["cpu"] if config["device"] == "cpu" else record["hardware"]["gpus"][0]
-        table.rows.append([
-            word(dtype), word(config["model"]), word(hardware), number(m["requests"], "d"),
-            number(m["largest_difference"], ".2g"), number(m["largest_difference_a_token"], ".2g"),
-            number(m.get("largest_relative"), ".2g"),
-            *(number(m[name], "d") for name in
-              ("greedy_flips", "greedy", "choice_flips", "shuffled_differ", "split_differ", "unshared_differ")),
-        ])  # fmt: skip
     return [table] if table.rows else []
 
 

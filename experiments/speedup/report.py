@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from experiments.common import make_columns, records_of
+from experiments.common import make_columns, make_table, records_of
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.figures import INK, Figure, axes, finish, name_bars
 from packmamba.report.html import Kind
@@ -409,123 +409,86 @@ def _breakdowns(records: Sequence[Record]) -> list[tuple[Key, str, Arm, Record]]
     ]  # fmt: skip
 
 
-_AXES = {"row_length": "row length (tokens)", "mean_length": "mean document length (tokens)"}
+AXES = {"row_length": "row length", "mean_length": "mean document length"}
 
 
 def growth_tables(records: Sequence[Record]) -> list[Table]:
-    """One table for each axis; of equal points the latest record counts."""
+    """One table for each axis; of equal points the latest record counts, of those as CUDA graphs or not as the latest was."""
+    growth = of_kind(records, "growth")
+    graphs = [r["config"].get("graphs", r["config"].get("cuda_graphs")) for r in growth]  # as records of before call it
+    alike = [record for record, graph in zip(growth, graphs) if graph == graphs[-1]]
     tables = []
-    for axis, points in _points(records).items():
-        some = next(iter(points.values()))["config"]
+    for axis in sorted({record["config"]["axis"] for record in alike}, reverse=True):
+        points = {record["config"]["value"]: record for record in alike if record["config"]["axis"] == axis}
         base = points.get(16384) if axis == "row_length" else None
-        table = Table(
-            f"growth-{axis.replace('_', '-')}",
-            f"{some['model']}, packed rows: throughput against {_AXES[axis].replace(' (tokens)', '')}",
-            [
-                Column(_AXES[axis].replace(" (tokens)", ""), (axis,)),
-                *make_columns(
-                    "row = row_length | documents = num_documents | ms = ms ms_spread | "
-                    "real tokens/s = real_tokens_per_second | model FLOP utilisation = model_flops_utilisation"
-                ),
-                *([Column("over rows of 16384", ("over_16384",))] if base else []),
-            ],
-        )
-        for value, record in points.items():
-            metrics = record["metrics"]
-            ms, spread = 1e3 * metrics["seconds_per_batch"], 1e3 * metrics["seconds_spread"]
-            rate = metrics["real_tokens_per_second"]
-            cells = [
-                number(value, ",d"),
-                number(record["config"]["row_length"], ",d"),
-                number(metrics["num_documents"], ",.0f"),
-                Cell(f"{ms:.4g} ± {spread:.2g}", (ms, spread)),
-                number(rate, ",.0f"),
-                percent(utilisation(record)),
-            ]
-            if base:
-                cells.append(number(rate / base["metrics"]["real_tokens_per_second"], ".3f"))
-            table.rows.append(cells)
-        graphs = ", as CUDA graphs" if _graphs(some) else ""
-        table.notes = [
-            f"Forward and backward of one row, {some['dtype']} weights, compile={some['compile']}, "
-            f"recompute={some['recompute']}{graphs}; documents in order, the last cut to fit; points in turns, medians and "
-            f"interquartile ranges of {some['rounds']} rounds."
+        c = next(iter(points.values()))["config"]
+        rows = [
+            _milliseconds(record["metrics"], "seconds_per_batch")
+            | {
+                axis: value,
+                "row_length": record["config"]["row_length"],
+                "model_flops_utilisation": utilisation(record),
+            }
+            | {"over_16384": base and _over(record, base).values[0]}
+            for value, record in sorted(points.items())
         ]
-        if axis == "mean_length":
-            table.notes.append("Lengths are the corpus's, scaled to the mean.")
+        table = make_table(
+            f"growth-{axis.replace('_', '-')}",
+            f"{c['model']}, packed rows: throughput against {AXES[axis]}",
+            f"{AXES[axis]} = {axis}:,d | row = row_length:,d | documents = num_documents:,.0f | ms = ms ms_spread:.4g ± .2g | "
+            "real tokens/s = real_tokens_per_second:,.0f | model FLOP utilisation = model_flops_utilisation:%"
+            + " | over rows of 16384 = over_16384:.3f"
+            * bool(base),
+            rows,
+            f"Forward and backward of one row, {c['dtype']} weights, compile={c['compile']}, recompute={c['recompute']}"
+            f"{', as CUDA graphs' * bool(graphs[-1])}; documents in order, the last cut to fit; medians and interquartile ranges "
+            f"of {c['rounds']} rounds in turns.",
+        )
         tables.append(table)
     return tables
 
 
+def _milliseconds(metrics: Mapping[str, Any], seconds: str) -> dict[str, Any]:
+    return {**metrics, "ms": 1e3 * metrics[seconds], "ms_spread": 1e3 * metrics["seconds_spread"]}
+
+
 def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
     """One table for each model size: tokens per second, and over one device real tokens, slots and efficiency."""
+    found: dict[str, dict[tuple[str, int], Record]] = {}
+    for record in records_of(records, "multi_gpu"):
+        config = record["config"]
+        found.setdefault(config["model"], {})[config["parallel"], config["devices"]] = record
     tables = []
-    for model, arms in _devices(records).items():
-        one = next((record for record in arms.values() if record["config"]["devices"] == 1), None)
-        table = Table(
-            f"multi-gpu-{model}",
-            f"{model} on several devices, whole optimizer steps through Lightning",
-            make_columns(
-                "!strategy | devices | ms per step = ms ms_spread | real tokens/s = real_tokens_per_second | "
-                "over one device = over_one | slots over one device = slots_over_one | efficiency | "
-                "peak memory of one device = peak_memory_bytes | "
-                "loss of the same documents, relative difference = loss_error"
-            ),
-        )
-        for record in arms.values():
-            c, metrics = record["config"], record["metrics"]
-            ms, spread = 1e3 * metrics["seconds_per_step"], 1e3 * metrics["seconds_spread"]
-            real, ratio = (
-                metrics[rate] / one["metrics"][rate] if one else None
+    for model, arms in found.items():
+        one = next((record["metrics"] for (_, devices), record in arms.items() if devices == 1), None)
+        rows = []
+        for (parallel, devices), record in arms.items():
+            real, slots = (
+                record["metrics"][rate] / one[rate] if one else None
                 for rate in ("real_tokens_per_second", "slots_per_second")
             )
-            table.rows.append(
-                [
-                    word(c["parallel"]),
-                    number(c["devices"], "d"),
-                    Cell(f"{ms:.4g} ± {spread:.2g}", (ms, spread)),
-                    number(metrics["real_tokens_per_second"], ",.0f"),
-                    number(real, ".2f", "x"),
-                    number(ratio, ".2f", "x"),
-                    percent(None if ratio is None else ratio / c["devices"]),
-                    gibibytes(metrics["peak_memory_bytes"]),
-                    number(metrics["loss_error"], ".1e"),
-                ]
+            row = {"strategy": parallel, "devices": devices, "over_one": real, "slots_over_one": slots}
+            rows.append(
+                row | _milliseconds(record["metrics"], "seconds_per_step") | {"efficiency": slots and slots / devices}
             )
         first = next(iter(arms.values()))
         c, hardware = first["config"], first["hardware"]
-        table.notes = [
+        table = make_table(
+            f"multi-gpu-{model}",
+            f"{model} on several devices, whole optimizer steps through Lightning",
+            "!strategy | devices:d | ms per step = ms ms_spread:.4g ± .2g | real tokens/s = real_tokens_per_second:,.0f | "
+            "over one device = over_one:.2f x | slots over one device = slots_over_one:.2f x | efficiency:% | "
+            "peak memory of one device = peak_memory_bytes:GiB | "
+            "loss of the same documents, relative difference = loss_error:.1e",
+            rows,
             f"{Arm.of(first).label}, {c['slots']} slots a step and device, {c['precision']}, {c['rounds']} turns of steps after "
             "a warm-up, medians and interquartile ranges. Efficiency is that of slots: the last rows of a plan hold padding, and "
             f"more devices reach them sooner. The losses are of each arm's first {c['same_steps']} steps, on the same documents "
             "for every number of devices.",
             f"{', '.join(dict.fromkeys(hardware['gpus'])) or hardware['cpu']}.",
-        ]
+        )
         tables.append(table)
     return tables
-
-
-def _points(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
-    """By axis and value, of those measured as the latest were: as CUDA graphs, or not."""
-    found: dict[str, dict[int, Record]] = {}
-    growth = of_kind(records, "growth")
-    for record in growth:
-        if _graphs(record["config"]) == _graphs(growth[-1]["config"]):
-            found.setdefault(record["config"]["axis"], {})[record["config"]["value"]] = record
-    return {axis: dict(sorted(points.items())) for axis, points in sorted(found.items(), reverse=True)}
-
-
-def _graphs(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("graphs", config.get("cuda_graphs")))  # as records of before call it
-
-
-def _devices(records: Sequence[Record]) -> dict[str, dict[tuple[str, int], Record]]:
-    """By model, then by what shares the work and the number of devices."""
-    found: dict[str, dict[tuple[str, int], Record]] = {}
-    for record in records_of(records, "multi_gpu"):
-        config = record["config"]
-        found.setdefault(config["model"], {})[config["parallel"], config["devices"]] = record
-    return found
 
 
 KINDS = {
