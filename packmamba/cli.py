@@ -220,8 +220,8 @@ def generate(words: list[str]) -> None:
 def export(words: list[str]) -> None:
     """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or FOLDER."""
     (folder, *target), _ = split(words, "the folder of a run or checkpoint, and a new folder", 1, 2)
-    from packmamba.data.tokenizer import write_tokenizer
-    from packmamba.evaluation.load import load_model
+    from packmamba.data.tokenizer import write_template, write_tokenizer
+    from packmamba.evaluation.load import load_model, model_card
 
     model, path = load_model(folder, "cpu"), Path(*target or [folder, "huggingface"])
     if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
@@ -233,9 +233,14 @@ def export(words: list[str]) -> None:
     if model.tokenizer is not None:
         data = model.config.data
         write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token)
+        if model.trained:
+            write_template(path, data.begin_token, model.tokenizer.begin_id)
         # Without eos_token_id, transformers takes 0, which may be any token.
         ids = {"bos_token_id": model.tokenizer.begin_id, "eos_token_id": model.tokenizer.end_id}
-        (path / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+        published = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        for name, content in (("config.json", published | ids), ("generation_config.json", ids)):
+            (path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (path / "README.md").write_text(model_card(model), encoding="utf-8")
     print(f"Written: {path}, for transformers' AutoModelForCausalLM")
 
 

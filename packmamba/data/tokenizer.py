@@ -128,6 +128,20 @@ def write_tokenizer(folder: str | Path, tokenizer: str, begin_token: str | None,
     (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
 
 
+def write_template(folder: str | Path, token: str | None, token_id: int | None) -> None:
+    """Let the tokenizer in a folder begin texts with a token, as training does its documents, or with none."""
+    path, text = Path(folder) / TOKENIZER, {"Sequence": {"id": "A", "type_id": 0}}
+    content = json.loads(path.read_text("utf-8"))
+    content["post_processor"] = None
+    if token is not None:
+        begun = [{"SpecialToken": {"id": token, "type_id": 0}}, text]
+        special = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
+        second = {"Sequence": {"id": "B", "type_id": 1}}
+        template = {"single": begun, "pair": [*begun, second], "special_tokens": special}
+        content["post_processor"] = {"type": "TemplateProcessing", **template}
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
 def read_tokenizer(folder: str | Path) -> Tokenizer:
     """Read the tokenizer in the folder of a run or a checkpoint. Raises ConfigError if there is none."""
     folder = Path(folder)

@@ -12,7 +12,32 @@ from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, Tra
 from packmamba.config.schema import BOUNDARIES
 from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from packmamba.nn import MambaLM
+from packmamba.records import read_records
 
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- mamba
+- state-space-model
+- packmamba
+---
+# {name}
+A language model trained with PackMamba. Its licence is not stated: add `license` to the lines above.
+
+| | |
+|---|---|
+{table}
+## Packing
+transformers' own class ignores where documents start, so packed documents leak into each other. Patch it before packing:
+
+```python
+from transformers import AutoModelForCausalLM
+from packmamba.integrations.transformers import patch
+
+model = patch(AutoModelForCausalLM.from_pretrained("{name}"))
+```
+"""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -66,6 +91,22 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
         raise ConfigError(f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})") from None
     tokenizer = read_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
     return LoadedModel(model, config, tokenizer, folder, (folder / CONFIGURATION).is_file())
+
+
+def model_card(loaded: LoadedModel) -> str:
+    """Describe a model that is exported to transformers, and its training from its record; the licence is its owner's to add."""
+    model, config = loaded.model, loaded.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    rows = {"parameters": f"{parameters:,}", **{key: model.config[key] for key in ("mixer", "n_layer", "d_model")}}
+    if loaded.trained:
+        record: dict[str, Any] = next(iter(read_records(loaded.folder)), {"metrics": {}, "hardware": {}})
+        metrics, hardware, data = record["metrics"], record["hardware"], config.data
+        rows["data"] = f"source={data.source}, strategy={data.strategy}, row_length={data.row_length}"
+        rows["training"] = f"boundary={config.trainer.boundary}, lr={config.optimizer.lr}, seed={config.seed}"
+        rows |= {name: metrics.get(name) for name in ("steps", "real_tokens", "val_loss")}
+        rows["hardware"] = ", ".join(hardware.get("gpus", [])) or hardware.get("cpu")
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value is not None)
+    return CARD.format(name=loaded.name, table=table)
 
 
 @dataclass

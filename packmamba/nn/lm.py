@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
 from packmamba.nn.mixers import MIXERS, State
-from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
+from packmamba.nn.pretrained import find_folder, load_weights, read_pretrained, write_pretrained
 from packmamba.ops.checks import check_flag, check_layout, check_size
 
 
@@ -71,13 +71,14 @@ class MambaLM(nn.Module):
         self._start = add_norm
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, **overrides: Any) -> MambaLM:
-        """Load a published checkpoint's folder, state-spaces' or Hugging Face's, in one file or in shards.
+    def from_pretrained(cls, directory: str | Path, revision: str | None = None, **overrides: Any) -> MambaLM:
+        """Load a published checkpoint, state-spaces' or Hugging Face's, in one file or in shards.
 
+        ``directory`` is a folder, or else a name of the Hub such as state-spaces/mamba-130m, downloaded at ``revision``.
         ``overrides``: arguments that the published configuration does not decide, such as ``backend``. Raises FileNotFoundError,
         or ValueError for a configuration that is not ours or weights that do not fit it, naming the first that differs.
         """
-        arguments, weights = read_pretrained(directory)
+        arguments, weights = read_pretrained(find_folder(directory, revision))
         model = cls(**(arguments | overrides))
         load_weights(model, weights, directory)
         return model

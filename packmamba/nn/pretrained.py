@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,32 @@ KEYS = {  # by MambaLM's argument: state-spaces' key and default, Hugging Face's
 }
 
 
-def read_pretrained(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def find_folder(directory: str | Path, revision: str | None = None) -> Path:
+    """Return a checkpoint's folder, of a Hub's name that no folder has the one downloaded. Raises FileNotFoundError."""
+    folder, expected = Path(directory), "directory: expected a checkpoint's folder with config.json"
+    if (folder / "config.json").is_file():
+        return folder
+    name = str(directory)
+    if folder.exists() or folder.parent.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise FileNotFoundError(f"{expected}, got '{folder}'")
+    try:
+        from huggingface_hub import snapshot_download
+
+        for weights in WEIGHT_FILES:  # a second format only where the first is not there
+            patterns = ["config.json", weights.replace(".", "*.") + "*"]
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+            if any(folder.glob(patterns[1])):
+                break
+    except ImportError:
+        raise FileNotFoundError(f"{expected}, got '{name}'; for a Hub's name, pip install huggingface_hub") from None
+    except Exception as error:  # of the network, the name, the revision, or access
+        raise FileNotFoundError(f"{expected}, or a Hub's name, got '{name}' ({' '.join(str(error).split())})") from None
+    return folder
+
+
+def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read MambaLM's arguments and its weights, by our names, from a folder. Raises as ``MambaLM.from_pretrained``."""
-    folder = Path(directory)
     path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"directory: expected a checkpoint's folder with config.json, got '{folder}'")
     try:
         published = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

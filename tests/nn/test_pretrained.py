@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 import torch
@@ -56,6 +57,41 @@ def test_logits_and_gradients_are_hugging_face_s(tmp_path, config, files):
     assert results.keys() == expected.keys()
     for name, value in expected.items():
         assert value.any() and error(results[name], value) < 5e-5, name
+
+
+def test_a_hub_s_name_is_downloaded(tmp_path, monkeypatch):
+    """The second format of weights only where the first is not there, at the revision that was asked for."""
+    hugging_face.build("Mamba").save_pretrained(tmp_path / "first")
+    save_state_spaces(tmp_path, state_spaces_weights())
+    asked = []
+
+    def download(name, revision, allow_patterns):
+        asked.append((name, revision, allow_patterns[1]))
+        return str(tmp_path / "first" if name == "someone/mamba-hf" else tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    MambaLM.from_pretrained("someone/mamba-hf")
+    assert MambaLM.from_pretrained("state-spaces/mamba-130m", revision="v1").config["d_model"] == 8
+    first, second = "model*.safetensors*", "pytorch_model*.bin*"
+    wanted = [("someone/mamba-hf", None, first), *(("state-spaces/mamba-130m", "v1", p) for p in (first, second))]
+    assert asked == wanted
+    for name in ("first/nothing", "nothing", "../some/where", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match="^directory: expected a checkpoint's folder"):
+            MambaLM.from_pretrained(name)
+    assert asked == wanted
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_name_that_cannot_be_downloaded(installed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(
+        FileNotFoundError, match="got 's/mamba' " if installed else "pip install huggingface_hub"
+    ) as caught:
+        MambaLM.from_pretrained("s/mamba")
+    assert "\n" not in str(caught.value)
 
 
 STATE_SPACES = {  # the keys of mamba-130m's config.json, and those that mamba-ssm 2 added
