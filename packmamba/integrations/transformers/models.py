@@ -91,7 +91,7 @@ def _cache(kwargs: dict[str, Any]) -> Any:
 
 
 @torch.compiler.disable  # what it makes depends on values
-def _arrange(kwargs: dict[str, Any], required: bool) -> dict[str, Any]:
+def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, Any]:
     """Replace the boundaries among a model's arguments by ``packing`` wherever our layers compute.
 
     What follows cached states, and what is padded behind its tokens and asks for a cache, stays transformers' own.
@@ -107,7 +107,8 @@ def _arrange(kwargs: dict[str, Any], required: bool) -> dict[str, Any]:
     prepared = isinstance(mask, dict) and (not given or (cache is not None and given.keys() == {"position_ids"}))
     if not isinstance(tokens, Tensor) or prepared:
         return kwargs  # transformers says what is wrong, or has prepared its own masks, as for a static cache
-    if cache is not None and cache.has_previous_state():
+    mixer: Any = next(module for module in model.modules() if isinstance(module, tuple(HOLDS)))
+    if cache is not None and cache.has_previous_state(mixer.layer_idx):
         _check_continues(given)
         return kwargs
     if required and not given and not use_cache and cache is None and (mask is None or bool((mask != 0).all())):
@@ -156,7 +157,8 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
         "config": model.config,
         "inputs_embeds": model.get_input_embeddings().weight.new_empty(rows, length, 0),
     }
-    arguments |= {"attention_mask": kwargs.get("attention_mask"), "cache": _cache(kwargs)}
+    cache = next(name for name in CACHES if name in inspect.signature(create_causal_mask).parameters)
+    arguments |= {"attention_mask": kwargs.get("attention_mask"), cache: _cache(kwargs)}
     if packing.packed:
         assert packing.layout is not None
         documents = packing.layout.documents
@@ -189,7 +191,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
         asked = self.require_boundaries or any(value is not None and name in ASKS for name, value in kwargs.items())
         if asked and not arranged:
             position = kwargs.get("position_ids")
-            kwargs = _arrange(kwargs, self.require_boundaries)
+            kwargs = _arrange(self, kwargs, self.require_boundaries)
             if "position_ids" in names and not getattr(kwargs.get("packing"), "packed", False):
                 kwargs["position_ids"] = position  # rotary embeddings of rows that a cache continues
         packing = None if hybrid and whole else kwargs.pop("packing", None)
