@@ -64,7 +64,7 @@ class Workload:
 
 
 def packed(model: MambaLM, max_slots: int) -> Method:
-    return lambda requests: score(model, requests, max_slots, progress=False)
+    return lambda requests: score(model, requests, max_slots)
 
 
 def padded(model: MambaLM, batch: int) -> Method:

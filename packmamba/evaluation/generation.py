@@ -9,7 +9,6 @@ from numbers import Integral
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from packmamba.evaluation.packed_forward import DocumentState, InitialStates, log_probabilities, read_to_the_end
 from packmamba.evaluation.scoring import check_ids
@@ -37,9 +36,7 @@ def generate(
         max_slots: slots of a pass over the prompts.
         stop: ends a continuation after new tokens for which it is true.
     """
-    texts = [check_ids(prompt, f"prompts[{i}]", model) for i, prompt in enumerate(prompts)]
-    if () in texts:
-        raise ValueError(f"prompts[{texts.index(())}]: expected at least one token, got none")
+    texts = [check_ids(prompt, f"prompts[{i}]", model, least=1) for i, prompt in enumerate(prompts)]
     check_ids([] if stop_token is None else [stop_token], "stop_token", model)
     for name, count, minimum in (("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0)):
         if not isinstance(count, Integral) or count < minimum:
@@ -57,27 +54,25 @@ def generate(
     draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]
     new: list[list[int]] = [[] for _ in texts]
     active = list(range(len(texts)))
-    with tqdm(total=max_new_tokens, desc="writes", unit="step", disable=None) as bar:
-        while active:
-            bar.update()
-            uniform = torch.tensor([draws[i].random() for i in active], dtype=torch.float64)
-            sampled = _sample(model, hidden, temperature, top_p, uniform).tolist()
-            rows = []
-            for row, (i, token) in enumerate(zip(active, sampled)):
-                if token != stop_token:
-                    new[i].append(token)
-                    if len(new[i]) < max_new_tokens and not (stop and stop(new[i])):
-                        rows.append(row)
-            if len(rows) < len(active):
-                index = torch.tensor(rows, dtype=torch.int64, device=hidden.device)
-                states = [tuple(part.index_select(0, index) for part in layer) for layer in states]
-                active = [active[row] for row in rows]
-            if active:
-                tokens = torch.tensor([[sampled[row] for row in rows]], device=hidden.device)
-                layout = SequenceLayout.from_lengths([[1] * len(rows)], row_length=len(rows)).to(hidden.device)
-                with torch.inference_mode():
-                    out, states = model(tokens, layout=layout, states=states, return_states=True, return_hidden=True)
-                hidden = out[0]
+    while active:
+        uniform = torch.tensor([draws[i].random() for i in active], dtype=torch.float64)
+        sampled = _sample(model, hidden, temperature, top_p, uniform).tolist()
+        rows = []
+        for row, (i, token) in enumerate(zip(active, sampled)):
+            if token != stop_token:
+                new[i].append(token)
+                if len(new[i]) < max_new_tokens and not (stop and stop(new[i])):
+                    rows.append(row)
+        if len(rows) < len(active):
+            index = torch.tensor(rows, dtype=torch.int64, device=hidden.device)
+            states = [tuple(part.index_select(0, index) for part in layer) for layer in states]
+            active = [active[row] for row in rows]
+        if active:
+            tokens = torch.tensor([[sampled[row] for row in rows]], device=hidden.device)
+            layout = SequenceLayout.from_lengths([[1] * len(rows)], row_length=len(rows)).to(hidden.device)
+            with torch.inference_mode():
+                out, states = model(tokens, layout=layout, states=states, return_states=True, return_hidden=True)
+            hidden = out[0]
     return new
 
 

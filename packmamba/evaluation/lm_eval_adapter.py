@@ -24,7 +24,7 @@ class PackMambaLM(TemplateLM):
         pretrained: a checkpoint's folder (state-spaces' or Hugging Face's format), or a MambaLM.
         tokenizer: a folder or name for transformers' AutoTokenizer, or an object with ``encode``, ``decode`` and
             ``eos_token_id``; None: the checkpoint's folder.
-        batch_size, max_batch_size: accepted and not used: packing fills passes of ``max_slots`` slots.
+        others: such as batch_size are not used: packing fills passes of ``max_slots`` slots.
         device: None: of a folder, a GPU if there is one; of a MambaLM, where it is.
     """
 
@@ -33,10 +33,9 @@ class PackMambaLM(TemplateLM):
         pretrained: str | Path | MambaLM,
         tokenizer: Any = None,
         max_slots: int = 16384,
-        batch_size: int | str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
-        max_batch_size: int | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
         if not isinstance(pretrained, MambaLM):
@@ -76,33 +75,28 @@ class PackMambaLM(TemplateLM):
     def tok_decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **others: Any
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Any, *further: Any, **others: Any) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests if continuation]
-        scores = iter(score(self.model, pairs, self.max_slots, progress=False if disable_tqdm else None))
-        answers: list[tuple[float, bool]] = []
-        for key, _, continuation in requests:
-            answers.append(tuple(next(scores)) if continuation else (0.0, True))  # type: ignore[arg-type]
+        scores = iter(score(self.model, pairs, self.max_slots))
+        answers: list[Any] = [tuple(next(scores)) if continuation else (0.0, True) for *_, continuation in requests]
+        for (key, *_), answer in zip(requests, answers):
             if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, answers[-1])
+                self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts after the begin token; there is no maximum length, so none is cut into windows."""
-        texts = [request.args[0] for request in requests]
-        keyless = [(None, [self.prefix_token_id], self.tok_encode(text)) for text in texts]
-        values = [value for value, _ in self._loglikelihood_tokens(keyless, disable_tqdm)]
-        for text, value in zip(texts, values):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), value)
+        keyless = [(None, [self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
+        values = [value for value, _ in self._loglikelihood_tokens(keyless)]
+        for request, value in zip(requests, values):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return values
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        groups: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         texts = [""] * len(requests)
-        for places in groups.values():
+        keys = [repr(sorted(request.args[1].items())) for request in requests]
+        for one in set(keys):
+            places = [i for i, key in enumerate(keys) if key == one]
             contexts = [requests[i].args[0] for i in places]
             for i, text in zip(places, self._generate(contexts, **requests[places[0]].args[1])):
                 texts[i] = text

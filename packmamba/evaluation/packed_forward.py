@@ -55,9 +55,7 @@ class Segment:
         return self.finish is not None or len(self.tokens) - self.first > max_slots
 
 
-def packed_forward(
-    model: MambaLM, segments: list[Segment], max_slots: int, progress: bool | None = None
-) -> Iterator[Pass]:
+def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> Iterator[Pass]:
     """Compute all segments and those that follow from them, pass by pass. Raises ValueError.
 
     Segments with an initial state go first, so that few states are held; then the longest that fit.
@@ -79,8 +77,7 @@ def packed_forward(
         return False
 
     total = sum(len(segment.tokens) for segment in segments)
-    disable = None if progress is None else not progress
-    with tqdm(total=total, desc="reads", unit="token", unit_scale=True, disable=disable, leave=False) as bar:
+    with tqdm(total=total, desc="reads", unit="token", unit_scale=True, disable=None, leave=False) as bar:
         while waiting or following:
             chosen.clear()
             free, states = max_slots, max(1, max_slots // SLOTS_PER_STATE)

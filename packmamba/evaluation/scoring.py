@@ -27,7 +27,6 @@ def score(
     requests: Sequence[tuple[Sequence[int], Sequence[int]]],
     max_slots: int = 16384,
     begin_token: int | None = None,
-    progress: bool | None = None,
 ) -> list[Score]:
     """Score continuations given their contexts; a score's bits depend on neither the order nor the other requests.
 
@@ -35,7 +34,6 @@ def score(
         requests: pairs (context, continuation) of token ids.
         max_slots: slots of a pass, which bound the memory.
         begin_token: replaces an empty context.
-        progress: whether to show a bar; None: if standard error is a terminal.
 
     Raises:
         TypeError, ValueError: naming the request that is empty or has an id outside of the vocabulary.
@@ -46,12 +44,8 @@ def score(
     for i, request in enumerate(requests):
         if not isinstance(request, (tuple, list)) or len(request) != 2:
             raise TypeError(f"requests[{i}]: expected a pair (context, continuation), got {request!r:.60}")
-        context, continuation = request
-        context = check_ids(context, f"requests[{i}]: context", model) or begin
-        continuation = check_ids(continuation, f"requests[{i}]: continuation", model)
-        if not context or not continuation:
-            name = "continuation" if context else "context"
-            raise ValueError(f"requests[{i}]: {name}: expected at least one token, got none")
+        context = check_ids(request[0] if len(request[0]) else begin, f"requests[{i}]: context", model, least=1)
+        continuation = check_ids(request[1], f"requests[{i}]: continuation", model, least=1)
         checked.append((context, continuation))
         by_context.setdefault(context, {})[continuation] = []
 
@@ -77,7 +71,7 @@ def score(
                     yield by_context[context][c], part, c[start - offset : end - offset]
 
     segments = [segment(context, list(continuations)) for context, continuations in by_context.items()]
-    predict(model, (list(asked(pieces)) for pieces in packed_forward(model, segments, max_slots, progress)))
+    predict(model, (list(asked(pieces)) for pieces in packed_forward(model, segments, max_slots)))
     scores = []
     for context, continuation in checked:
         values, best = (torch.cat(parts).tolist() for parts in zip(*by_context[context][continuation]))
@@ -85,13 +79,15 @@ def score(
     return scores
 
 
-def check_ids(tokens: Iterable[int], name: str, model: MambaLM) -> Ids:
+def check_ids(tokens: Iterable[int], name: str, model: MambaLM, least: int = 0) -> Ids:
     """Return token ids as integers. Raises TypeError or ValueError naming the argument."""
     try:
         ids = tuple(map(operator.index, tokens))
     except TypeError:
         raise TypeError(f"{name}: expected integer token ids, got {tokens!r:.60}") from None
     vocab_size = len(model.lm_head.weight)
+    if len(ids) < least:
+        raise ValueError(f"{name}: expected at least one token, got none")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
     return ids

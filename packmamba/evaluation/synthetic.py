@@ -44,7 +44,7 @@ def answer(
         return torch.from_numpy(places).to(model.lm_head.weight.device), examples[i].targets[start + places]
 
     choices = [] if passes else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
-    scores = iter(score(model, choices, max_slots, progress=False))
+    scores = iter(score(model, choices, max_slots))
     alone = read_documents(model, [example.tokens for example in examples], max_slots)
     predicted = predict_documents(model, passes or alone, targets, len(examples))
     items = []

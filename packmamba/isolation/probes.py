@@ -96,7 +96,7 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer.copy_(value)
+                module._buffers[name] = buffer if torch.equal(buffer, value) else buffer.copy_(value)
 
 
 def eager() -> AbstractContextManager[Any]:
