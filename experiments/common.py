@@ -48,6 +48,8 @@ def _cell(values: list[Any], form: str) -> Cell:
     value, (plain, _, unit) = values[0], form.partition(" ")
     if isinstance(value, Cell):
         return value
+    if not form and len(values) > 1:
+        return Cell("-", tuple(values))
     if unit.startswith("±"):
         shown = "-" if value is None else " ± ".join(f"{v:{f}}" for v, f in zip(values, form.split(" ± ")))
         return Cell(shown, tuple(values))

@@ -11,7 +11,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,74 +158,46 @@ class Measured:
 
     def train(self, arm: Arm, documents: Documents, per_step: int, warm_up: int) -> Turn:
         """Trainer on these documents in this order, from the start; timed behind the first ``warm_up`` steps."""
-        from transformers import Trainer, TrainingArguments
+        from transformers import Trainer, TrainerCallback, TrainingArguments
 
-        clock = Clock(self.device, warm_up)
+        device, losses, times = self.device, list[Tensor](), list[float]()
+
+        class Timed(Trainer):
+            def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+                return SequentialSampler(documents)
+
+            def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+                if self.state.global_step == warm_up:
+                    times.append(now(device))
+                losses.append(super().training_step(*args, **kwargs).detach())  # without a wait
+                return losses[-1]
+
+        class End(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == state.max_steps:
+                    times.append(now(device))
+
         free_memory()
         with self.borrowed(arm) as model, tempfile.TemporaryDirectory() as folder:
-            peak = PeakMemory(self.device)
+            peak = PeakMemory(device)
             arguments = TrainingArguments(
                 output_dir=folder, per_device_train_batch_size=per_step, num_train_epochs=1, learning_rate=self.learning_rate,
                 lr_scheduler_type="constant", bf16=self.precision == "bfloat16", report_to=[], save_strategy="no",
-                logging_steps=1000, disable_tqdm=True, use_cpu=self.device.type == "cpu", seed=self.seed,
-                dataloader_pin_memory=self.device.type == "cuda",
+                logging_steps=1000, disable_tqdm=True, use_cpu=device.type == "cpu", seed=self.seed,
+                dataloader_pin_memory=device.type == "cuda",
             )  # fmt: skip
-            trainer = type("InOrder", (Trainer,), {"_get_train_sampler": lambda self, *_: SequentialSampler(self.train_dataset)})(
-                model=model, args=arguments, data_collator=arm.collate, callbacks=[clock.callback()],
-                train_dataset=[{"input_ids": list(document)} for document in documents],
-            )  # fmt: skip
-            clock.watch(trainer)
-            trainer.train()
-            return Turn(clock.seconds(), clock.losses(), peak.bytes())
+            dataset: Any = [{"input_ids": list(document)} for document in documents]
+            Timed(model, arguments, arm.collate, dataset, callbacks=[End()]).train()
+            return Turn(times[1] - times[0], [float(loss) for loss in losses], peak.bytes())
 
 
 @dataclass(frozen=True)
 class Turn:
     seconds: float
-    """Rate of the steps behind the first ones."""
+    """Of the steps behind the first ones."""
     losses: list[float]
     """Loss of every step, nats per target."""
     peak: int | None
-
-
-class Clock:
-    """Record the times and losses of Trainer's steps, without a wait between them."""
-
-    def __init__(self, device: torch.device, warm_up: int) -> None:
-        self._device, self._warm_up, self._lost = device, warm_up, list[Tensor]()
-        self._begun = self._ended = 0.0
-
-    def callback(self) -> Any:
-        from transformers import TrainerCallback
-
-        clock = self
-
-        class Watch(TrainerCallback):
-            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                if state.global_step == clock._warm_up:
-                    clock._begun = now(clock._device)
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                if state.global_step == state.max_steps:
-                    clock._ended = now(clock._device)
-
-        return Watch()
-
-    def watch(self, trainer: Any) -> None:
-        step: Callable[..., Tensor] = trainer.training_step
-
-        def watched(*args: Any, **kwargs: Any) -> Tensor:
-            loss = step(*args, **kwargs)
-            self._lost.append(loss.detach())
-            return loss
-
-        trainer.training_step = watched
-
-    def seconds(self) -> float:
-        return self._ended - self._begun
-
-    def losses(self) -> list[float]:
-        return [float(loss) for loss in self._lost]
 
 
 GATE_DOCUMENTS, GATE_LENGTH = 6, 100
@@ -269,11 +241,14 @@ def run(config: IntegrationConfig, records_path: Path, progress: bool = True) ->
     )
     differences = _gate(measured, arms, documents, config.margin)
     mine = {name: _sizes(arm, config) for name, arm in arms.items()}
+    arranged = {
+        name: arms[name].arranged(documents[: per_step * (steps + warm_up)], per_step, warm_up)
+        for name, (per_step, steps, warm_up) in mine.items()
+    }
 
     def turns(name: str) -> Any:
-        per_step, steps, warm_up = mine[name]
-        some = arms[name].arranged(documents[: per_step * (steps + warm_up)], per_step, warm_up)
-        return lambda turn: measured.train(arms[name], some, per_step, warm_up)
+        per_step, _, warm_up = mine[name]
+        return lambda turn: measured.train(arms[name], arranged[name], per_step, warm_up)
 
     begun = time.perf_counter()
     samples: dict[str, list[Turn]] = take_turns(
@@ -285,10 +260,7 @@ def run(config: IntegrationConfig, records_path: Path, progress: bool = True) ->
     wall = time.perf_counter() - begun
     for name, taken in samples.items():
         per_step, steps, warm_up = mine[name]
-        arranged = arms[name].arranged(documents[: per_step * (steps + warm_up)], per_step, warm_up)[
-            warm_up * per_step :
-        ]
-        tokens, slots = _counts(arms[name], arranged, per_step)
+        tokens, slots = _counts(arms[name], arranged[name][warm_up * per_step :], per_step)
         rates = [tokens / turn.seconds for turn in taken]
         append_record(
             records_path,

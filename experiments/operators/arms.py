@@ -39,7 +39,7 @@ class GpuArm(_Fields):
     operator: str
     """scan, conv, projections (the block's matrix products) or schedule (making it, once a batch)."""
     implementation: str = "packmamba"
-    """A name in gpu_implementations.BUILDERS."""
+    """A name in gpu_implementations._implementation."""
     packing: str = "packed"
     """packed: rows with boundaries; unpacked: the row as one document; by-document: each alone; padded: one batch."""
     boundaries: str | None = "schedule"

@@ -1,6 +1,6 @@
 """Call each implementation of the operators on a GPU.
 
-Another one is a function and a line of ``BUILDERS``; arms that use it are in experiments.operators.arms.
+Another one is a function and a line of ``_implementation``; arms that use it are in experiments.operators.arms.
 Shapes: T tokens of the one row, S documents, P slots of a padded document, D channels, N states.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -315,45 +316,30 @@ def causal_conv(convolve: Callable[..., Tensor], inputs: Inputs) -> Implementati
     return Implementation(forward, backward, output=lambda y, _: y.transpose(1, 2), expects="conv")
 
 
-def _mamba_ssm(
+def _implementation(
     arm: GpuArm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
 ) -> Implementation:
-    import selective_scan_cuda
+    """An arm's implementation, which may add a reference; ImportError or ValueError if a peer is not installed."""
+    if arm.implementation == "packmamba":
+        return packmamba(arm, inputs)
+    if arm.implementation == "torch":
+        return projections(inputs)
+    if arm.implementation == "mamba-ssm":
+        import selective_scan_cuda
 
-    return mamba(selective_scan_cuda, arm.packing, inputs, pad_to)
+        return mamba(selective_scan_cuda, arm.packing, inputs, pad_to)
+    if arm.implementation == "causal-conv1d":
+        from causal_conv1d import causal_conv1d_fn
 
-
-def _ssd(arm: GpuArm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]) -> Implementation:
-    def ours(*tensors: Tensor, **more: Any) -> Tensor:
-        return ops.ssd_pack(*tensors, **more, delta_softplus=True)
-
-    def theirs(*tensors: Tensor, layout: SequenceLayout, **more: Any) -> Tensor:
-        return peer(*tensors, **more, chunk_size=256, seq_idx=layout.seq_idx, dt_softplus=True)
-
+        return causal_conv(causal_conv1d_fn, inputs)
+    scan: Callable[..., Tensor] = partial(ops.ssd_pack, delta_softplus=True)
     if arm.implementation == "mamba2-ssd":
         peer = find_peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-    scan = theirs if arm.implementation == "mamba2-ssd" else ours
+        scan = lambda *tensors, layout, **more: peer(  # noqa: E731
+            *tensors, **more, chunk_size=256, seq_idx=layout.seq_idx, dt_softplus=True
+        )
     made, references[arm.implementation] = ssd(scan, inputs, some, arm.implementation)
     return made
-
-
-def _causal_conv1d(
-    arm: GpuArm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
-) -> Implementation:
-    from causal_conv1d import causal_conv1d_fn
-
-    return causal_conv(causal_conv1d_fn, inputs)
-
-
-BUILDERS: dict[str, Callable[[GpuArm, Inputs, Tensor, int, dict[str, Reference]], Implementation]] = {
-    "packmamba": lambda arm, inputs, *_: packmamba(arm, inputs),
-    "torch": lambda arm, inputs, *_: projections(inputs),
-    "mamba-ssm": _mamba_ssm,
-    "mamba2-ssd": _ssd,
-    "packmamba-ssd": _ssd,
-    "causal-conv1d": _causal_conv1d,
-}
-"""Implementations of arms. A builder may add a reference of its own; ImportError or ValueError if a peer is not installed."""
 
 
 def build(
@@ -364,7 +350,7 @@ def build(
     expected, missing = references(inputs, some), {}
     for name, arm in arms.items():
         try:
-            made[name] = BUILDERS[arm.implementation](arm, inputs, some, pad_to, expected)
+            made[name] = _implementation(arm, inputs, some, pad_to, expected)
         except (ImportError, ValueError) as error:
             missing[arm.implementation] = error
     for implementation, problem in missing.items():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from experiments.common import SMALL, interval_cell, make_columns, without_speeds
+from experiments.common import SMALL, interval_cell, make_columns, make_table, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
@@ -44,32 +44,26 @@ def precision(arm: Arm) -> str:
 
 
 def drift_table(pairs: Sequence[Pair]) -> Table:
-    table = Table(
-        "drift",
-        "How far apart the losses of the same documents lie, nats per target",
-        [
-            *make_columns("!arm | !minus | !precision | pairs | step 1 = first"),
-            Column(f"largest to step {EARLY}", ("early",)),
-            *make_columns("median after step 1 = later | largest | validation, largest at the end = validation"),
-        ],
-    )
+    rows = []
     for arm, other in pairs:
         steps = apart(arm, other)
         if steps.empty:
             continue
         at, read = steps.index.get_level_values("step"), apart(arm, other, "validation")
         end = read[read.index.get_level_values("step") == at.max()]
-        sizes = [steps[at == 1].max(), steps[at <= EARLY].max(), steps[at > 1].median(), steps.max()]
-        sizes.append(end.max() if len(end) else None)
-        seeds = number(steps.index.get_level_values("seed").nunique(), "d")
-        table.rows.append(
-            [word(arm.name), word(other.name), word(precision(arm)), seeds, *(number(size, ".1e") for size in sizes)]
-        )
-    table.notes = [
+        row = {"arm": arm.name, "minus": other.name, "precision": precision(arm)}
+        row |= {"pairs": steps.index.get_level_values("seed").nunique(), "first": steps[at == 1].max()}
+        row |= {"early": steps[at <= EARLY].max(), "later": steps[at > 1].median(), "largest": steps.max()}
+        rows.append(row | {"validation": end.max() if len(end) else None})
+    return make_table(
+        "drift",
+        "How far apart the losses of the same documents lie, nats per target",
+        f"!arm | !minus | !precision | pairs:d | step 1 = first:.1e | largest to step {EARLY} = early:.1e | "
+        "median after step 1 = later:.1e | largest:.1e | validation, largest at the end = validation:.1e",
+        rows,
         "The first step and every fiftieth; median or largest over steps and seeds. Every arm has the same documents in "
-        "every step, so that without rounding all differences were zero."
-    ]
-    return table
+        "every step, so that without rounding all differences were zero.",
+    )
 
 
 MARGIN = 0.005
@@ -337,26 +331,22 @@ def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Tabl
 def speed_tables(records: Sequence[Record]) -> list[Table]:
     """Tabulate how many steps of each arm take as long as one of padded; ``records`` are of one corpus."""
     timed = aggregate.timed_arms(records)
-    table = Table(
-        "equal-time",
-        f"{unit(records)}: optimizer steps of the same documents in the time of padded's",
-        make_columns(
-            "!arm | seconds/step, median = seconds | interquartile range = spread | padding | "
-            "times as fast as padded = ratio | steps in the time of 500 = steps"
-        ),
-    )
+    rows = []
     for arm in timed:
         padded = next((p for p in timed if p.setting == arm.setting and p.scheme == "padded"), None)
         if padded is not None:
-            seconds = arm["seconds_per_step_median"].mean()
+            seconds, spread = (arm[f"seconds_per_step_{name}"].mean() for name in ("median", "spread"))
             ratio = padded["seconds_per_step_median"].mean() / seconds
-            table.rows.append([
-                word(arm.name), number(seconds, ".4g"), number(arm["seconds_per_step_spread"].mean(), ".2g"),
-                percent(arm["padding_fraction"].mean()), number(ratio, ".3f", "x"), number(round(500 * ratio), "d"),
-            ])  # fmt: skip
-    table.notes = [
-        "Whole optimizer steps in turns in one process, alone on its GPU; arms have the same documents in every step."
-    ]
+            row = {"arm": arm.name, "seconds": seconds, "spread": spread, "padding": arm["padding_fraction"].mean()}
+            rows.append(row | {"ratio": ratio, "steps": round(500 * ratio)})
+    table = make_table(
+        "equal-time",
+        f"{unit(records)}: optimizer steps of the same documents in the time of padded's",
+        "!arm | seconds/step, median = seconds:.4g | interquartile range = spread:.2g | padding:% | "
+        "times as fast as padded = ratio:.3f x | steps in the time of 500 = steps:d",
+        rows,
+        "Whole optimizer steps in turns in one process, alone on its GPU; arms have the same documents in every step.",
+    )
     return [table] if table.rows else []
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from packmamba import MambaLM, SequenceLayout
+from packmamba.config import Config as RunConfig
 from packmamba.config import ConfigError, key, load_config
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.evaluation import Score, score
@@ -28,17 +29,16 @@ from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
 from packmamba.timing import PeakMemory, free_memory, median, seconds, spread, take_turns
+from packmamba.training.lit_module import make_model as build_model
 
 Request = tuple[list[int], list[int]]
 Method = Callable[[Sequence[Request]], list[Score]]
 
 
-def make_model(sizes: Any, device: torch.device, dtype: torch.dtype) -> MambaLM:
+def make_model(config: RunConfig, device: torch.device, dtype: torch.dtype) -> MambaLM:
     """Make a model of a published size with random weights."""
-    names = ("d_model", "n_layer", "d_state", "expand", "tie_embeddings")
     with device:
-        model = MambaLM(vocab_size=sizes.vocab_size or 50280, **{name: getattr(sizes, name) for name in names})
-    return model.to(dtype).eval()
+        return build_model(config, config.model.vocab_size or 50280).to(dtype).eval()
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> Non
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()
     torch.manual_seed(config.seed)
-    sizes = load_config(None, [f"model={config.model}", *config.overrides]).model
+    sizes = load_config(None, [f"model={config.model}", *config.overrides])
     model = make_model(sizes, device, getattr(torch, config.dtype))
     methods = _methods(config, model)
     for name, workload in workloads.items():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from experiments.common import make_columns, make_table, records_of
+from experiments.common import make_table, records_of
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.figures import INK, Figure, axes, finish, name_bars
 from packmamba.report.html import Kind
-from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
+from packmamba.report.tables import Cell, Table
 
 OURS, PEER = "packmamba", "mamba-ssm"
 # Times single, packed, on an A100: arXiv 2408.03865.
@@ -201,73 +201,80 @@ def _over(record: Record | None, other: Record | None, idle: float = 0.0) -> Cel
     return Cell(f"{ratio:.2f}x ± {spread:.2f}", (ratio, spread))
 
 
-def _over_columns(text: str) -> list[Column]:
-    """Make columns as make_columns does, each with its spread."""
-    return [replace(column, names=(column.names[0], f"{column.names[0]}_spread")) for column in make_columns(text)]
+MFU = "MFU, 6 N = model_flops_utilisation:% | MFU, operations counted = counted_flops_utilisation:%"
+RATE = "real tokens/s = real_tokens_per_second:,.0f"
+STEPS = "optimizer steps, real tokens/s = steps_real_tokens_per_second:,.0f"
 
 
-MFU = "MFU, 6 N = model_flops_utilisation | MFU, operations counted = counted_flops_utilisation"
+def _with_spreads(columns: str) -> str:
+    """Give each ratio its spread: ``name±``."""
+    return re.sub(r"(\w+)±(?= |$)", r"\1 \1_spread", columns)
+
+
+def _measured(record: Record | None) -> dict[str, Any]:
+    if record is None:
+        return {}
+    shares = {"model_flops_utilisation": utilisation(record), "counted_flops_utilisation": utilisation(record, True)}
+    return _milliseconds(record["metrics"], "seconds_per_batch") | shares
 
 
 def _headline(bare: dict[Key, Arms], steps: dict[Key, Arms], broken_down: dict[Key, Arms]) -> Table:
-    columns = [
-        *make_columns(f"!model | !card | !packed arm = arm | real tokens/s = real_tokens_per_second | {MFU}"),
-        *_over_columns(
-            "over sorted by length and padded = over_padded_sorted | over padded to the longest = over_padded_longest | "
-            "over padded to 2048 = over_padded | over single = over_single | over single, multiple of 8 = over_single_8 | "
-            "over mamba-ssm, the same rows = over_mamba_ssm_packed | over mamba-ssm, sorted = over_mamba_ssm_padded_sorted | "
-            "over mamba-ssm, single, multiple of 8 = over_mamba_ssm_single_8 | "
-            "the same, kernels alone = over_mamba_ssm_single_8_kernels | "
-            "over mamba-ssm, single = over_mamba_ssm_single | the same, kernels alone = over_mamba_ssm_single_kernels"
-        ),
-        *make_columns("the paper's, A100 = paper | optimizer steps, real tokens/s = steps_real_tokens_per_second"),
-        *_over_columns("steps over bare loop = steps_over_bare"),
-        *make_columns("peak memory = peak_memory_bytes"),
-    ]
-    table = Table("headline", "Packed rows against everything else, real tokens per second", columns)
+    rows = []
     for (model, gpu), arms in bare.items():
         best = _best_packed(arms)
         if best is None:
             continue
         profiles = broken_down.get((model, gpu), {})
-        idle = {arm: record["metrics"]["idle"] for arm, record in profiles.items()}
         padded = next((arm for arm in arms if arm.strategy == "padded" and arm.row_length and arm.layers == OURS), None)
-        others = [
-            *(Arm("padded_sorted"), Arm("padded"), padded or Arm("padded", 2048), Arm("single")),
-            *(Arm("single", multiple_of=8), best, Arm("padded_sorted")),
-        ]
         for arm in (best, best._replace(graphs=True)):
             record, step = arms.get(arm), steps.get((model, gpu), {}).get(arm)
             if record is None:
                 continue
-            ours = [other._replace(graphs=arm.graphs) for other in others[:5]]
-            theirs = [other._replace(layers=PEER) for other in others[5:]]
-            singles = []
-            for single in (TODAY._replace(multiple_of=8), TODAY):
-                kernels = _over(record, arms.get(single), idle[single]) if single in idle else _over(None, None)
-                singles += [_over(record, arms.get(single)), kernels]
-            table.rows.append(
-                [
-                    *(word(model), word(gpu), word(arm.label), number(_rate(record), ",.0f")),
-                    *(percent(utilisation(record)), percent(utilisation(record, counted=True))),
-                    *(_over(record, arms.get(other)) for other in [*ours, *theirs]),
-                    *singles,
-                    number(PAPER.get(model), ".2f", "x"),
-                    number(_rate(step), ",.0f"),
-                    _over(step, record),
-                    gibibytes(record["metrics"]["peak_memory_bytes"]),
-                ]
-            )
-    table.notes = [
+            others = {
+                "over_padded_sorted": Arm("padded_sorted", graphs=arm.graphs),
+                "over_padded_longest": Arm("padded", graphs=arm.graphs),
+                "over_padded": (padded or Arm("padded", 2048))._replace(graphs=arm.graphs),
+                "over_single": arm.single,
+                "over_single_8": arm.single._replace(multiple_of=8),
+                "over_mamba_ssm_packed": best._replace(layers=PEER),
+                "over_mamba_ssm_padded_sorted": Arm("padded_sorted", layers=PEER),
+                "over_mamba_ssm_single_8": TODAY._replace(multiple_of=8),
+                "over_mamba_ssm_single": TODAY,
+            }
+            row: dict[str, Any] = {
+                "model": model,
+                "card": gpu,
+                "arm": arm.label,
+                "paper": PAPER.get(model),
+                **_measured(record),
+            }
+            row |= {name: _over(record, arms.get(other)) for name, other in others.items()}
+            for name in ("over_mamba_ssm_single_8", "over_mamba_ssm_single"):
+                if (other := others[name]) in profiles:
+                    row[f"{name}_kernels"] = _over(record, arms.get(other), profiles[other]["metrics"]["idle"])
+            rows.append(row | {"steps_real_tokens_per_second": _rate(step), "steps_over_bare": _over(step, record)})
+    return make_table(
+        "headline",
+        "Packed rows against everything else, real tokens per second",
+        _with_spreads(
+            f"!model | !card | !packed arm = arm | {RATE} | {MFU} | over sorted by length and padded = over_padded_sorted± | "
+            "over padded to the longest = over_padded_longest± | over padded to 2048 = over_padded± | "
+            "over single = over_single± | over single, multiple of 8 = over_single_8± | "
+            "over mamba-ssm, the same rows = over_mamba_ssm_packed± | over mamba-ssm, sorted = over_mamba_ssm_padded_sorted± | "
+            "over mamba-ssm, single, multiple of 8 = over_mamba_ssm_single_8± | "
+            "the same, kernels alone = over_mamba_ssm_single_8_kernels± | over mamba-ssm, single = over_mamba_ssm_single± | "
+            f"the same, kernels alone = over_mamba_ssm_single_kernels± | the paper's, A100 = paper:.2f x | {STEPS} | "
+            "steps over bare loop = steps_over_bare± | peak memory = peak_memory_bytes:GiB"
+        ),
+        rows,
         "Forward and backward of the bare loop; ratios ± both interquartile ranges in quadrature. Optimizer steps: the same "
-        "through Lightning with PackedDataModule, float32 masters and AdamW. The paper's column is packed over single on an A100 "
-        "(arXiv 2408.03865), on its own documents. Single's speed is its host's; kernels alone: as if the "
-        "device never waited. Multiple of 8: a document is padded at its end. -graph: a batch's forward and backward replayed as "
-        "one CUDA graph; against our other arms as graphs too. mamba-ssm's Mamba-1 leaks on the same rows.",
+        "with PackedDataModule, float32 masters and AdamW. The paper's column is packed over single on an A100 (arXiv "
+        "2408.03865), on its own documents. Single's speed is its host's; kernels alone: as if the device never waited. Multiple "
+        "of 8: a document is padded at its end. -graph: a batch's forward and backward replayed as one CUDA graph; against our "
+        "other arms as graphs too. mamba-ssm's Mamba-1 leaks on the same rows.",
         *_apart(bare, steps),
         _hardware(bare),
-    ]  # fmt: skip
-    return table
+    )
 
 
 def _apart(bare: dict[Key, Arms], steps: dict[Key, Arms]) -> list[str]:
@@ -282,53 +289,41 @@ def _apart(bare: dict[Key, Arms], steps: dict[Key, Arms]) -> list[str]:
 
 
 def _arms(model: str, bare: dict[Key, Arms], steps: dict[Key, Arms]) -> Table:
-    table = Table(
-        f"arms-{model}",
-        f"{model}: every arm",
-        [
-            *make_columns(
-                "!layers | !card | !arm | real tokens/s = real_tokens_per_second | ms per batch = ms ms_spread"
-            ),
-            *_over_columns(
-                "over single, mamba-ssm = over_mamba_ssm_single | over single, equal terms = over_single | "
-                "over single, multiple of 8 = over_single_8"
-            ),
-            *make_columns(f"padding = padding_fraction | slots/s = slots_per_second | {MFU}"),
-            *make_columns(
-                "peak memory = peak_memory_bytes | optimizer steps, real tokens/s = steps_real_tokens_per_second"
-            ),
-            *_over_columns("steps over single's = steps_over_single | steps over bare loop = steps_over_bare"),
-            *make_columns("steps' peak memory = steps_peak_memory_bytes"),
-        ],
-    )
     bare, steps = ({key: arms for key, arms in part.items() if key[0] == model} for part in (bare, steps))
+    rows = []
     for key in dict.fromkeys([*bare, *steps]):
         loop, training = bare.get(key, {}), steps.get(key, {})
         for arm in dict.fromkeys([*loop, *training]):
             record, step = loop.get(arm), training.get(arm)
             measured: Record = record or step or {}
-            mine = record["metrics"] if record else {}
             leaks = arm.packs and arm.layers == PEER and measured["config"].get("mixer", "mamba1") == "mamba1"
-            ms, spread = (None if not mine else 1e3 * mine[name] for name in ("seconds_per_batch", "seconds_spread"))
-            singles = (TODAY, Arm("single", graphs=arm.graphs), Arm("single", multiple_of=8, graphs=arm.graphs))
-            table.rows.append(
-                [
-                    word("mamba-ssm, today" if arm.layers == PEER else "ours, equal terms"),
-                    word(key[1]),
-                    word(arm.label + " (leaks)" * leaks),
-                    number(_rate(record), ",.0f"),
-                    Cell("-" if ms is None else f"{ms:.4g} ± {spread:.2g}", (ms, spread)),
-                    *(_over(record, loop.get(single)) for single in singles),
-                    percent(measured["metrics"]["padding_fraction"]),
-                    number(mine.get("slots_per_second"), ",.0f"),
-                    *(percent(record and utilisation(record, counted)) for counted in (False, True)),
-                    gibibytes(mine.get("peak_memory_bytes")),
-                    number(_rate(step), ",.0f"),
-                    _over(step, training.get(singles[1])),
-                    _over(step, record),
-                    gibibytes(step["metrics"]["peak_memory_bytes"] if step else None),
-                ]
-            )
+            single = Arm("single", graphs=arm.graphs)
+            row: dict[str, Any] = {
+                "layers": "mamba-ssm, today" if arm.layers == PEER else "ours, equal terms",
+                "card": key[1],
+            }
+            row |= {"arm": arm.label + " (leaks)" * leaks, **_measured(record)}
+            row |= {"padding_fraction": measured["metrics"]["padding_fraction"]}
+            row |= {
+                "over_mamba_ssm_single": _over(record, loop.get(TODAY)),
+                "over_single": _over(record, loop.get(single)),
+            }
+            row |= {"over_single_8": _over(record, loop.get(single._replace(multiple_of=8)))}
+            row |= {"steps_real_tokens_per_second": _rate(step), "steps_over_bare": _over(step, record)}
+            row |= {"steps_over_single": _over(step, training.get(single))}
+            rows.append(row | {"steps_peak_memory_bytes": step and step["metrics"]["peak_memory_bytes"]})
+    table = make_table(
+        f"arms-{model}",
+        f"{model}: every arm",
+        _with_spreads(
+            f"!layers | !card | !arm | {RATE} | ms per batch = ms ms_spread:.4g ± .2g | "
+            "over single, mamba-ssm = over_mamba_ssm_single± | over single, equal terms = over_single± | "
+            "over single, multiple of 8 = over_single_8± | padding = padding_fraction:% | slots/s = slots_per_second:,.0f | "
+            f"{MFU} | peak memory = peak_memory_bytes:GiB | {STEPS} | steps over single's = steps_over_single± | "
+            "steps over bare loop = steps_over_bare± | steps' peak memory = steps_peak_memory_bytes:GiB"
+        ),
+        rows,
+    )
     timed = [record for arms in bare.values() for record in arms.values()]
     c = (timed or [record for arms in steps.values() for record in arms.values()])[0]["config"]
     table.notes = [
@@ -336,7 +331,7 @@ def _arms(model: str, bare: dict[Key, Arms], steps: dict[Key, Arms]) -> Table:
         f"document); some batches, evenly spread over their sizes, stand for all. Medians of {c['rounds']} rounds in turns after "
         "a warm-up; spreads are interquartile ranges.",
         f"Bare loop: {c['dtype']} weights, forward and backward; ours: compile={c['compile']}, recompute={c['recompute']}. "
-        f"Optimizer steps: Lightning, {c['precision']}, float32 masters, fused AdamW, about {c['slots']} real tokens a step.",
+        f"Optimizer steps: {c['precision']}, float32 masters, fused AdamW, about {c['slots']} real tokens a step.",
     ]
     table.notes += [*_apart(bare, steps), _hardware(bare or steps)]
     errors, leaking = (
@@ -360,53 +355,34 @@ def _hardware(arms: dict[Key, Arms]) -> str:
     return f"{'; '.join(hosts)}; torch {torch}.{share * any(utilisation(record) is not None for record in records)}"
 
 
-FAMILIES = (
-    "matrix products",
-    "scan",
-    "conv",
-    "norm and elementwise",
-    "loss",
-    "optimizer",
-    "communication",
-    "other",
-    "idle",
-)
+FAMILIES = "matrix products,scan,conv,norm and elementwise,loss,optimizer,communication,other,idle".split(",")
 """Metrics of a record, seconds of one call each; experiments.speedup.model measures them."""
 _PARTS = {"forward_backward": "forward, backward", "steps": "optimizer step"}
 
 
 def breakdown_tables(records: Sequence[Record]) -> list[Table]:
     """Tabulate time by kernel family, for each model size, part and arm."""
-    table = Table(
+    parts = {part: by_model(records, "breakdown", part) for part in _PARTS}
+    rows: list[dict[str, Any]] = []
+    for key in dict.fromkeys(key for found in parts.values() for key in found):
+        for part, found in parts.items():
+            for arm, record in found.get(key, {}).items():
+                shares = {name: record["metrics"][name] / record["metrics"]["seconds"] for name in FAMILIES}
+                row: dict[str, Any] = {"model": key[0], "card": key[1], "arm": arm, "part": _PARTS[part]}
+                row |= {"ms": 1e3 * record["metrics"]["seconds"]}
+                row |= {name.replace(" ", "_"): Cell(f"{100 * share:.1f}", (share,)) for name, share in shares.items()}
+                inside = sum(shares[name] for name in ("matrix products", "scan", "conv"))
+                rows.append(row | {"outside": 1 - inside})
+    families = " | ".join(f"{family} (%) = {family.replace(' ', '_')}" for family in FAMILIES)
+    table = make_table(
         "breakdown",
         "Time by family of kernels",
-        [
-            *make_columns("!model | !card | !arm | !what = part | ms"),
-            *(Column(f"{family} (%)", (family.replace(" ", "_"),)) for family in FAMILIES),
-            *make_columns("outside matrix products, scan and conv = outside"),
-        ],
-        notes=[
-            "One batch, or one optimizer step, by torch.profiler, kernels that overlap counted once; idle: no kernel runs (no "
-            "more than the time without the profiler, which slows the host, leaves, but all gaps below 10 us)."
-        ],
+        f"!model | !card | !arm | !what = part | ms:.4g | {families} | outside matrix products, scan and conv = outside:%",
+        rows,
+        "One batch, or one optimizer step, by torch.profiler, kernels that overlap counted once; idle: no kernel runs (no "
+        "more than the time without the profiler, which slows the host, leaves, but all gaps below 10 us).",
     )
-    for (model, gpu), part, arm, record in _breakdowns(records):
-        metrics = record["metrics"]
-        shares = {family: metrics[family] / metrics["seconds"] for family in FAMILIES}
-        inside = sum(shares[family] for family in ("matrix products", "scan", "conv"))
-        cells = [Cell(f"{100 * share:.1f}", (share,)) for share in shares.values()]
-        head = [word(model), word(gpu), word(str(arm)), word(_PARTS[part]), number(1e3 * metrics["seconds"], ".4g")]
-        table.rows.append([*head, *cells, percent(1 - inside)])
     return [table] if table.rows else []
-
-
-def _breakdowns(records: Sequence[Record]) -> list[tuple[Key, str, Arm, Record]]:
-    parts = {part: by_model(records, "breakdown", part) for part in _PARTS}
-    return [
-        (key, part, arm, record)
-        for key in dict.fromkeys(key for found in parts.values() for key in found)
-        for part, found in parts.items() for arm, record in found.get(key, {}).items()
-    ]  # fmt: skip
 
 
 AXES = {"row_length": "row length", "mean_length": "mean document length"}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import pandas as pd
-from scipy.special import stdtrit
+from scipy.stats import binomtest
 
-from experiments.common import make_columns
+from experiments.common import make_table
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.html import Kind
 from packmamba.report.statistics import Estimate, interval
-from packmamba.report.tables import Cell, Column, Table, number, percent, word
+from packmamba.report.tables import Cell, Table, number
 
 SEED = "#0072B2"
 
@@ -29,30 +28,27 @@ def _task(records: Sequence[Record], kind: str = "training") -> str:
 
 def learned_tables(records: Sequence[Record]) -> list[Table]:
     """Tabulate what it took to learn a task, a line for each arm; ``records`` are of one corpus."""
-    arms = aggregate.training_arms(records)
-    table = Table(
+    arms, rows = aggregate.training_arms(records), []
+    for arm in arms:
+        task = arm.runs["config.data.task"].iloc[0]
+        accuracy, cores = (
+            arm[f"{task}.accuracy"],
+            [r["hardware"]["cores"] for r in aggregate.of_kind(records, "training")],
+        )
+        row = {"arm": arm.label, "seeds": len(arm.runs), "layers": arm.runs["config.model.n_layer"].iloc[0]}
+        row |= {"parameters": arm["parameters"].iloc[0], "steps": arm["steps"].max(), "cores": max(cores)}
+        row |= {"real_tokens": arm["real_tokens"].mean(), "val_loss_max": arm["val_loss"].max()}
+        row |= {"accuracy_min": accuracy.min(), "accuracy": accuracy.mean(), "answers": arm[f"{task}.answers"].mean()}
+        rows.append(row | {"wall_seconds_max": arm.runs["wall_seconds"].max()})
+    table = make_table(
         "learned",
         f"{_task(records)}: what was trained, and how long it took",
-        make_columns(
-            "!arm | seeds | layers | parameters | steps | real tokens = real_tokens | "
-            "validation loss, largest = val_loss_max | accuracy, smallest = accuracy_min | "
-            "accuracy, mean = accuracy | answers | cores | seconds, longest = wall_seconds_max"
-        ),
+        "!arm | seeds:d | layers:d | parameters:,.0f | steps:,.0f | real tokens = real_tokens:,.0f | "
+        "validation loss, largest = val_loss_max:.4f | accuracy, smallest = accuracy_min:% | accuracy, mean = accuracy:% | "
+        "answers:,.0f | cores:d | seconds, longest = wall_seconds_max:,.0f",
+        rows,
+        "Seconds are of a whole run, its evaluations with it. Accuracy is of documents one at a time, from zero state.",
     )
-    for arm in arms:
-        accuracy = arm[f"{arm.runs['config.data.task'].iloc[0]}.accuracy"]
-        answers = arm[f"{arm.runs['config.data.task'].iloc[0]}.answers"]
-        cores = max(record["hardware"]["cores"] for record in aggregate.of_kind(records, "training"))
-        table.rows.append([
-            word(arm.label), number(len(arm.runs), "d"), number(arm.runs["config.model.n_layer"].iloc[0], "d"),
-            number(arm["parameters"].iloc[0], ",.0f"), number(arm["steps"].max(), ",.0f"),
-            number(arm["real_tokens"].mean(), ",.0f"), number(arm["val_loss"].max(), ".4f"), percent(accuracy.min()),
-            percent(accuracy.mean()), number(answers.mean(), ",.0f"), number(cores, "d"),
-            number(arm.runs["wall_seconds"].max(), ",.0f"),
-        ])  # fmt: skip
-    table.notes = [
-        "Seconds are of a whole run, its evaluations with it. Accuracy is of documents one at a time, from zero state."
-    ]
     return [table, *_leak_tables(arms)]
 
 
@@ -67,30 +63,25 @@ def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
     if (pair := _pair(arms)) is None:
         return []
     reset, leak = pair
-    table = Table(
-        "leak",
-        "contradiction: packed with leak minus packed with reset, paired over seeds",
-        make_columns(
-            "!evaluated | !reads | packed-reset = reset | packed-leak = leak | "
-            "minus, points [95% CI] = difference difference_low difference_high pairs | "
-            "best possible under leak = best | leak says the predecessor's value = intrusions"
-        ),
-    )
+    rows = []
     for evaluated, suffix in (("as trained", "_as_trained"), ("one document at a time", "")):
         for reads, name in (("of keys that only the predecessor wrote", "_intruding"), ("all", "")):
             # What comes before changes nothing for reset: as trained it answers as it does alone.
             base, own = (arm[f"contradiction.accuracy{name}{end}"] for arm, end in ((reset, ""), (leak, suffix)))
-            found = interval(100 * (own - base))
-            best = leak[f"contradiction.best{name}_as_trained"].mean() if suffix else 1.0
-            intrusions = leak[f"contradiction.intrusions{suffix}"].mean() if name else None
-            table.rows.append([
-                word(evaluated), word(reads), percent(base.mean()), percent(own.mean()), _points_cell(found),
-                percent(best), percent(intrusions),
-            ])  # fmt: skip
-    table.notes = [
+            row = {"evaluated": evaluated, "reads": reads, "reset": base.mean(), "leak": own.mean()}
+            row |= {"best": leak[f"contradiction.best{name}_as_trained"].mean() if suffix else 1.0}
+            row |= {"intrusions": leak[f"contradiction.intrusions{suffix}"].mean() if name else None}
+            rows.append(row | {"difference": _points_cell(interval(100 * (own - base)))})
+    table = make_table(
+        "leak",
+        "contradiction: packed with leak minus packed with reset, paired over seeds",
+        "!evaluated | !reads | packed-reset = reset:% | packed-leak = leak:% | "
+        "minus, points [95% CI] = difference difference_low difference_high pairs | best possible under leak = best:% | "
+        "leak says the predecessor's value = intrusions:%",
+        rows,
         "Points are percentages of right answers; 95 % intervals by Student's t over seeds. Best possible: of a reader who knows "
-        "how documents are drawn, and sees where one begins only if it has a begin token."
-    ]
+        "how documents are drawn, and sees where one begins only if it has a begin token.",
+    )
     return [table]
 
 
@@ -128,32 +119,24 @@ def leak_figures(records: Sequence[Record]) -> list[Figure]:
 def answers_tables(records: Sequence[Record]) -> list[Table]:
     """Accuracy at each size; ``records`` are of one trained task."""
     points, varied, chance = _points(records)
-    table = Table(
-        "answers",
-        f"{_task(records, 'answers')}: accuracy by {varied.replace('_', ' ')}",
-        [
-            *make_columns("!arm"),
-            Column(varied.replace("_", " "), ("value",)),
-            *make_columns(
-                "!in training = in_training | seeds | "
-                "accuracy [95% CI] = accuracy accuracy_low accuracy_high | smallest = accuracy_min | "
-                "answers, each seed = answers | chance"
-            ),
-        ],
-    )
+    rows, what = [], varied.replace("_", " ")
     for (arm, value), group in points.groupby(["arm", "value"], sort=False):
         found = interval(group["accuracy"])
         assert found is not None
         low, high = max(0.0, found.low), min(1.0, found.high)
         text = f"{100 * found.mean:.1f} %" + (f" [{100 * low:.1f}, {100 * high:.1f}]" if found.seeds > 1 else "")
-        table.rows.append([
-            word(str(arm)), number(value, "d"), word("yes" if group["trained"].iloc[0] else "no"), number(found.seeds, "d"),
-            Cell(text, (found.mean, low, high)), percent(group["accuracy"].min()), number(group["answers"].mean(), ",.0f"),
-            percent(chance),
-        ])  # fmt: skip
-    table.notes = [
-        "Means over seeds with 95 % intervals by Student's t, cut at 0 and 100 %; every seed's model gets the same questions."
-    ]
+        row = {"arm": arm, "value": value, "in_training": "yes" if group["trained"].iloc[0] else "no", "chance": chance}
+        row |= {"seeds": found.seeds, "accuracy": Cell(text, (found.mean, low, high))}
+        rows.append(row | {"accuracy_min": group["accuracy"].min(), "answers": group["answers"].mean()})
+    table = make_table(
+        "answers",
+        f"{_task(records, 'answers')}: accuracy by {what}",
+        f"!arm | {what} = value:d | !in training = in_training | seeds:d | "
+        "accuracy [95% CI] = accuracy accuracy_low accuracy_high | smallest = accuracy_min:% | "
+        "answers, each seed = answers:,.0f | chance:%",
+        rows,
+        "Means over seeds with 95 % intervals by Student's t, cut at 0 and 100 %; every seed's model gets the same questions.",
+    )
     return [table]
 
 
@@ -198,38 +181,25 @@ def _points(records: Sequence[Record]) -> tuple[pd.DataFrame, str, float]:
 
 def untrained_tables(records: Sequence[Record]) -> list[Table]:
     """Every task's accuracy without training, beside chance."""
-    runs = frame(records, "untrained").drop_duplicates(["arm", "seed"], keep="last")
-    table = Table(
-        "untrained",
-        "Models that were never trained",
-        make_columns(
-            "!task | seeds | answers | accuracy [95% CI] = accuracy accuracy_low accuracy_high | chance | "
-            "the most frequent answer, always = most_frequent | !above chance = above"
-        ),
-    )
+    runs, rows = frame(records, "untrained").drop_duplicates(["arm", "seed"], keep="last"), []
     for task, group in runs.groupby("arm", sort=False):
         right, answers = (group["accuracy"] * group["answers"]).sum(), group["answers"].sum()
-        low, high = wilson(right, answers)
-        chance, frequent = group["chance"].iloc[0], group["most_frequent"].iloc[0]
-        mean = right / answers
-        table.rows.append([
-            word(str(task)), number(len(group), "d"), number(answers, ",.0f"),
-            Cell(f"{100 * mean:.2f} % [{100 * low:.2f}, {100 * high:.2f}]", (mean, low, high)),
-            percent(chance), percent(frequent), word("yes" if low > chance else "no"),
-        ])  # fmt: skip
-    table.notes = [
+        low, high = binomtest(round(right), round(answers)).proportion_ci(method="wilson")
+        chance, mean = group["chance"].iloc[0], right / answers
+        shown = Cell(f"{100 * mean:.2f} % [{100 * low:.2f}, {100 * high:.2f}]", (mean, low, high))
+        row = {"task": task, "seeds": len(group), "answers": answers, "accuracy": shown, "chance": chance}
+        row |= {"most_frequent": group["most_frequent"].iloc[0], "above": "yes" if low > chance else "no"}
+        rows.append(row)
+    table = make_table(
+        "untrained",
+        "Models that were never trained",
+        "!task | seeds:d | answers:,.0f | accuracy [95% CI] = accuracy accuracy_low accuracy_high | chance:% | "
+        "the most frequent answer, always = most_frequent:% | !above chance = above",
+        rows,
         "Answers of all seeds together; Wilson's 95 % interval. Above chance: the whole interval is. next_line: right choices of "
-        "four. The most frequent answer is that of the examples, which nobody knows beforehand."
-    ]
+        "four. The most frequent answer is that of the examples, which nobody knows beforehand.",
+    )
     return [table]
-
-
-def wilson(right: float, answers: float) -> tuple[float, float]:
-    """The 95 % interval of a share by its count (Wilson 1927)."""
-    z = stdtrit(math.inf, 0.975)
-    centre = (right + z**2 / 2) / (answers + z**2)
-    half = z / (answers + z**2) * math.sqrt(right * (answers - right) / answers + z**2 / 4)
-    return centre - half, centre + half
 
 
 KINDS = {
