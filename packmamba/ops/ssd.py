@@ -337,7 +337,7 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
     dend = chunks.pass_states(dlast, dlocal, decay, reverse=True)
     dinitial = None
     if a.initial_state is not None:
-        dinitial = (decay[chunks.first] * dend[chunks.first] + dlocal[chunks.first])[..., :states]
+        dinitial = (decay[chunks.first] * dend[chunks.first] + dlocal[chunks.first])[..., :states].contiguous()
     del dlocal
     dx, dB, dC = map(torch.empty_like, (x, B, C))
     dsize, dlog = torch.empty_like(size), torch.empty_like(size)
@@ -377,7 +377,7 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         dD = dD if a.D.dim() == 2 else dD.sum(1)
     return (
         chunks.scatter(dx, a.x), chunks.scatter(ddelta, a.delta), (dlog * size).sum((0, 1)),
-        chunks.scatter(dB, a.B)[..., :states], chunks.scatter(dC, a.C)[..., :states], dD,
+        chunks.scatter(dB, a.B)[..., :states].contiguous(), chunks.scatter(dC, a.C)[..., :states].contiguous(), dD,
         None if a.z is None or dz is None else chunks.scatter(dz, a.z),
         None if a.delta_bias is None else ddelta.sum((0, 1)), dinitial,
     )  # fmt: skip

@@ -218,8 +218,9 @@ def test_required_boundaries(family):
     packed(tokens)
 
 
-def test_half_precision_and_autocast():
-    model, packed = both("Mamba")
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "FalconH1"])
+def test_half_precision_and_autocast(family):
+    model, packed = both(family)
     tokens = random_tokens()
     reference = alone(model, tokens, ROWS)
     half = copy.deepcopy(packed).bfloat16()

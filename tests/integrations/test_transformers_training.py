@@ -46,7 +46,7 @@ def test_gradient_checkpointing(family, reentrant):
     check_same(packed, model, logits, tokens, ROWS, 1e-5)
 
 
-@pytest.mark.parametrize("family", ["Mamba", "Jamba"])
+@pytest.mark.parametrize("family", ["Mamba", "Jamba", "Mamba2", "FalconH1"])
 def test_compiled_is_eager(family):
     """One compilation serves batches of other documents."""
     torch._dynamo.reset()
