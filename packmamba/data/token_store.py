@@ -1,8 +1,8 @@
 """Tokenised corpora on disk, memory-mapped; each is tokenised once, under a hash of everything that decides its tokens.
 
 A corpus folder holds ``meta.json`` and for each split, little-endian and without headers: ``<split>.tokens`` (uint16 or uint32),
-``<split>.offsets`` (int64), ``<split>.lengths`` (int32) and, where documents have targets or groups of their own,
-``<split>.targets`` and ``<split>.groups`` (int32).
+``<split>.lengths`` (int32) and, where documents have targets or groups of their own, ``<split>.targets`` and ``<split>.groups``
+(int32).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -33,6 +32,7 @@ FORMAT = 1
 META = "meta.json"
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096
+SPLITS = ("train", "validation")
 
 
 class Corpus:
@@ -40,15 +40,14 @@ class Corpus:
 
     Attributes:
         tokens: (T,) uint16 or uint32, all documents in order, begin and end tokens included.
-        offsets: (n + 1,) int64; document i is tokens[offsets[i]:offsets[i + 1]].
         lengths: (n,) int32, tokens of each document, at least one.
+        offsets: (n + 1,) int64; document i is tokens[offsets[i]:offsets[i + 1]].
         targets: (T,) int32, the target after each token, -1 for none; None: the next token of the document.
         groups: (n,) int32, each document's index into ``group_names``; None: no groups.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
-        self.folder = Path(folder).resolve()
-        self.split = split
+        self.folder, self.split = Path(folder).resolve(), split
         meta = json.loads((self.folder / META).read_text())
         self.corpus_hash: str = meta["corpus_hash"]
         self.vocab_size: int = meta["vocab_size"]
@@ -58,15 +57,13 @@ class Corpus:
         self.num_documents: int = counts["documents"]
         self.num_tokens: int = counts["tokens"]
         self.group_names: list[str] = counts.get("groups", [])
-        self.tokens = self._map("tokens", token_dtype(self.vocab_size).str, self.num_tokens)
-        self.offsets = self._map("offsets", "<i8", self.num_documents + 1)
+        self.tokens = self._map("tokens", token_dtype(self.vocab_size), self.num_tokens)
         self.lengths = self._map("lengths", "<i4", self.num_documents)
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         self.targets = self._map("targets", "<i4", self.num_tokens) if "answers" in counts else None
         self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
 
-    def _map(self, name: str, dtype: str, size: int) -> np.ndarray:
-        if size == 0:
-            return np.empty(0, dtype)
+    def _map(self, name: str, dtype: Any, size: int) -> np.ndarray:
         # A plain view: slicing a memmap object costs several times as much.
         return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
 
@@ -81,8 +78,7 @@ class Corpus:
         return Corpus, (self.folder, self.split)
 
 
-@dataclass(frozen=True)
-class Corpora:
+class Corpora(NamedTuple):
     """Both splits of a corpus, and a hash of their tokens, lengths and targets, equal on every machine."""
 
     train: Corpus
@@ -117,7 +113,7 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
         except OSError as error:
             raise ConfigError(f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ({error})") from None
     try:
-        train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
+        train, validation = (Corpus(folder, split) for split in SPLITS)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder") from None
     return Corpora(train, validation, train.corpus_hash)
@@ -140,21 +136,22 @@ def _tokenize(
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     work.mkdir()
-    ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
     try:
-        train, validation = splits = [_SplitWriter(work / split, tokenizer) for split in ("train", "validation")]
-        for chunk in map(list, _encoded(documents, tokenizer, data)):
-            for held_out, split in enumerate(splits):
-                split.add([(one, tokens) for one, tokens in chunk if len(tokens) and one.held_out == held_out])
-        counts = [split.counts["documents"] for split in splits]
+        writers = [_SplitWriter(work / split, tokenizer) for split in SPLITS]
+        for chunk, encoded in _encoded(documents, tokenizer, data):
+            for held_out, writer in enumerate(writers):
+                pairs = zip(chunk, encoded)
+                writer.add([(one, ids) for one, ids in pairs if len(ids) and one.held_out == held_out])
+        counts = [writer.counts["documents"] for writer in writers]
         if not any(counts):
             raise ConfigError(f"data.path: expected documents with a token in them, got none in '{data.path}'")
         if not all(counts):
             raise ConfigError(f"data.validation_fraction: expected training and validation documents, got {counts}")
-        header = json.dumps([*ids.values(), *train.hashes(), *validation.hashes()])
-        digest = hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
-        counted = {"train": train.meta(), "validation": validation.meta()}
-        meta = {"identity": identity, "corpus_hash": digest, **ids, "splits": counted}
+        ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
+        header = json.dumps([*ids.values(), *(digest for writer in writers for digest in writer.digests())])
+        corpus_hash = hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
+        splits = {split: writer.meta() for split, writer in zip(SPLITS, writers)}
+        meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": splits}
         (work / META).write_text(json.dumps(meta, indent=1))
         os.rename(work, folder)
     finally:
@@ -165,47 +162,42 @@ class _SplitWriter:
     """The growing files of one split, and their hashes."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        self._path, dtype, around = path, token_dtype(tokenizer.vocab_size), (tokenizer.begin_id, tokenizer.end_id)
-        self._begin, self._end = (np.array([] if i is None else [i], dtype) for i in around)
+        self.path, dtype, around = path, token_dtype(tokenizer.vocab_size), (tokenizer.begin_id, tokenizer.end_id)
+        self.begin, self.end = (np.array([] if i is None else [i], dtype) for i in around)
         self.counts = Counter({"documents": 0, "tokens": 0})
-        self._hashes: dict[str, Any] = {}
-        self._groups: dict[str, int] = {}
-        self._append("offsets", np.zeros(1, "<i8"))
+        self.hashes: dict[str, Any] = {}
+        self.groups: dict[str, int] = {}
 
     def add(self, documents: list[tuple[Document, np.ndarray]]) -> None:
         """Append documents and their tokens, at least one each, between begin and end tokens."""
         if not documents:
             return
-        around = len(self._begin) + len(self._end)
-        (first, _), lengths = documents[0], np.array([len(ids) + around for _, ids in documents], "<i4")
-        self._append("tokens", np.concatenate([p for _, ids in documents for p in (self._begin, ids, self._end)]))
-        self._append("lengths", lengths)
-        self._append("offsets", self.counts["tokens"] + lengths.cumsum(dtype="<i8"))
+        first, parts = documents[0][0], [np.concatenate([self.begin, ids, self.end]) for _, ids in documents]
+        lengths = np.array(list(map(len, parts)), "<i4")
         self.counts.update(documents=len(documents), tokens=int(lengths.sum()))
+        columns = {"tokens": np.concatenate(parts), "lengths": lengths}
         if first.targets is not None:
-            targets = np.concatenate([document.targets for document, _ in documents]).astype("<i4")
-            self._append("targets", targets)
-            self.counts["answers"] += int((targets >= 0).sum())
+            columns["targets"] = np.concatenate([one.targets for one, _ in documents]).astype("<i4")
+            self.counts["answers"] += int((columns["targets"] >= 0).sum())
         if first.group is not None:
-            numbers = [self._groups.setdefault(str(one.group), len(self._groups)) for one, _ in documents]
-            self._append("groups", np.array(numbers, "<i4"))
+            numbers = [self.groups.setdefault(str(one.group), len(self.groups)) for one, _ in documents]
+            columns["groups"] = np.array(numbers, "<i4")
+        for name, column in columns.items():
+            with open(f"{self.path}.{name}", "ab") as file:
+                file.write(column.data)
+            self.hashes.setdefault(name, hashlib.blake2b(digest_size=16)).update(column.data)
 
-    def _append(self, name: str, array: np.ndarray) -> None:
-        with open(f"{self._path}.{name}", "ab") as file:
-            file.write(array.data)
-        self._hashes.setdefault(name, hashlib.blake2b(digest_size=16)).update(array.data)
-
-    def hashes(self) -> list[str]:
-        return [self._hashes[name].hexdigest() for name in ("tokens", "lengths", "targets") if name in self._hashes]
+    def digests(self) -> list[str]:
+        return [self.hashes[name].hexdigest() for name in ("tokens", "lengths", "targets") if name in self.hashes]
 
     def meta(self) -> dict[str, Any]:
-        return dict(self.counts) | ({"groups": list(self._groups)} if self._groups else {})
+        return dict(self.counts) | ({"groups": list(self.groups)} if self.groups else {})
 
 
 def _encoded(
     documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
-) -> Iterator[Iterator[tuple[Document, np.ndarray]]]:
-    """Yield chunks of documents in order, with their tokens, which threads encode."""
+) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
+    """Yield chunks of documents in order, and their tokens, which threads encode."""
     # The package tokenizers encodes without Python's lock; bytes and ids hold it.
     threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
@@ -214,7 +206,7 @@ def _encoded(
             pending.append((chunk, pool.submit(tokenizer.encode_batch, [document.content for document in chunk])))
             if len(pending) > 2 * threads:
                 chunk, encoded = pending.popleft()
-                yield zip(chunk, encoded.result())
+                yield chunk, encoded.result()
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:

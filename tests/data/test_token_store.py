@@ -155,7 +155,7 @@ def test_a_corpus_without_documents_to_train_on_is_refused(data, texts):
     assert not any(path.is_dir() for path in Path(data.cache_dir).iterdir())
 
 
-@pytest.mark.parametrize("name", ["train.tokens", "validation.lengths", "train.offsets", "meta.json"])
+@pytest.mark.parametrize("name", ["train.tokens", "validation.lengths", "meta.json"])
 @pytest.mark.parametrize("how", ["cut", "removed"])
 def test_a_damaged_corpus_is_refused_by_its_folder(data, name, how):
     folder = load(data).train.folder
