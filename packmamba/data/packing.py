@@ -75,12 +75,12 @@ class Strategy:
     """Assign whole pieces to rows, or cut documents at the ends of rows.
 
     Attributes:
-        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0; without it each has its own.
+        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0; without it each has its own. Of a strategy that
+            ``splits_documents``: (lengths, row_length, streams) -> (document, start, length, row) of pieces, (P,) each; stream b
+            is rows b, b + streams, b + 2 * streams, ..., and each row continues where the one before ended.
         keeps_order: rows hold the documents in their order (in each stream).
         pads: rows have ``row_length`` slots; else as many as tokens.
         needs_row_length: ``row_length=None`` is an error; else a row is as long as its document.
-        cut: (lengths, row_length, streams) -> (document, start, length, row) of pieces, (P,) each. Stream b is rows b,
-            b + streams, b + 2 * streams, ...; each continues where the one before ended.
         drops_tokens: a token may be in no row. ``overlong="truncate"`` drops tails under any strategy.
     """
 
@@ -88,20 +88,14 @@ class Strategy:
     keeps_order: bool = True
     pads: bool = True
     needs_row_length: bool = True
-    cut: Callable[[Integers, int, int], tuple[Integers, Integers, Integers, Integers]] | None = None
+    splits_documents: bool = False
     drops_tokens: bool = False
-
-    @property
-    def splits_documents(self) -> bool:
-        return self.cut is not None
 
 
 def plan_rows(
     lengths: Any, row_length: int | None, strategy: str, overlong: str = "error", buffer: int = 4096, streams: int = 1
 ) -> PackingPlan:
-    """Arrange documents in rows, as a function of the arguments alone.
-
-    Pieces of a row keep the order of documents. Strategies that sort give rows of long documents first: shuffle rows.
+    """Arrange documents in rows; pieces of a row keep their order. Strategies that sort give rows of long documents first.
 
     Args:
         lengths: (documents,) integers, tokens of each document, at least 1.
@@ -129,8 +123,8 @@ def plan_rows(
     if len(wrong := np.flatnonzero((lengths < 1) | (lengths > LONGEST))):
         raise ValueError(f"lengths: expected 1 to 2**31 - 1 tokens, got {lengths[wrong[0]]} for document {wrong[0]}")
     lengths, limit = lengths.astype(np.int64), int(limit)
-    if chosen.cut is not None:
-        document, start, length, row = chosen.cut(lengths, limit, streams)
+    if chosen.splits_documents:
+        document, start, length, row = chosen.assign(lengths, limit, streams)
     else:
         document, start, length = _fit(lengths, limit, overlong)
         row = np.asarray(chosen.assign(length, limit, buffer), None if len(length) else np.int64)
@@ -152,9 +146,9 @@ def _fit(lengths: Integers, row_length: int, overlong: str) -> tuple[Integers, I
     if overlong == "error" and len(long):
         got = f"{lengths[long[0]]} in document {long[0]}, more in {len(long)} of {len(lengths)}; set overlong=split"
         raise ValueError(f"lengths: expected at most row_length={row_length} tokens, got {got}")
-    document, start, length = cut(lengths, row_length)
-    first = slice(None) if overlong == "split" else start == 0
-    return document[first], start[first], length[first]
+    pieces = cut(lengths, row_length)
+    first = slice(None) if overlong == "split" else pieces[1] == 0
+    return pieces[0][first], pieces[1][first], pieces[2][first]
 
 
 def cut(lengths: Integers, longest: int) -> tuple[Integers, Integers, Integers]:
@@ -263,6 +257,6 @@ STRATEGIES = {
     "best_fit_decreasing": Strategy(lambda lengths, room, _: _decreasing(lengths, room, LONGEST), False),
     # Shortest-pack-first (arXiv 2107.02027), but equal documents share a new row, as if placed one by one.
     "spfhp": Strategy(lambda lengths, room, _: _decreasing(lengths, room, LONGEST, True), False),
-    "concat_split": Strategy(cut=_concat_split),
+    "concat_split": Strategy(_concat_split, splits_documents=True),
 }
 """Strategies by the name that ``data.strategy`` takes; plugins may add to it."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from packmamba.config import DataConfig
 from packmamba.data.sources.builtin import open_stdlib, open_synthetic, open_task
-from packmamba.data.sources.datasets import open_huggingface, open_parquet
-from packmamba.data.sources.files import open_jsonl, open_megatron, open_text
+from packmamba.data.sources.datasets import open_huggingface
+from packmamba.data.sources.files import open_jsonl, open_megatron, open_parquet, open_text
 from packmamba.data.sources.packages import open_packages
 from packmamba.data.sources.source import Source, open_source
 

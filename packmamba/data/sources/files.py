@@ -1,13 +1,15 @@
-"""Sources of files that need no package: text files, JSON lines, Megatron's indexed data sets."""
+"""Sources of files: text files, JSON lines, parquet, Megatron's indexed data sets."""
 
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources.source import Document, Source, find_files, hash_files, held_out_files, split_by_content
 
+ROWS = 256  # of parquet and data sets, in memory at a time
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -42,42 +45,65 @@ def open_jsonl(data: DataConfig) -> Source:
 
     Blank lines are no documents. A broken line or file is an error that names the file and the line.
     """
-    root, files = find_files(data, (".jsonl", ".jsonl.gz", ".jsonl.zst"))
+    return _records(data, _lines, (".jsonl", ".jsonl.gz", ".jsonl.zst"))
+
+
+def open_parquet(data: DataConfig) -> Source:
+    """Open the column ``data.text_key`` of the ``.parquet`` files of ``data.path``, each row a document."""
+    return _records(data, _rows, (".parquet",))
+
+
+def _records(data: DataConfig, values: Callable[[Path, str], Iterator[Any]], suffixes: tuple[str, ...]) -> Source:
+    root, files = find_files(data, suffixes)
 
     def contents() -> Iterator[str]:
         for name in files:
-            yield from _lines(root / name, data.text_key)
+            yield from texts_of(str(root / name), data.text_key, values(root / name, data.text_key))
 
     read = split_by_content(contents, data.validation_fraction)
     return Source([str(root.resolve()), data.text_key, "error", hash_files(root, files)], read)
 
 
-def _lines(path: Path, key: str) -> Iterator[str]:
-    number = 0
+def texts_of(place: str, key: str, values: Iterator[Any]) -> Iterator[str]:
+    """Yield values that are texts. Raises ConfigError naming the place and the number of one that is not."""
+    number = 1
     try:
-        with _open(path) as lines:
-            for line in lines:
-                number += 1
-                if line := line.removeprefix(b"\xef\xbb\xbf").strip():
-                    record = json.loads(line)
-                    if not isinstance(record, dict) or not isinstance(record.get(key), str):
-                        got = line.decode()[:60]
-                        raise ValueError(f"expected text in the field '{key}' (data.text_key), got {got}")
-                    record[key].encode()  # half a surrogate pair is no text
-                    yield record[key]
-    except Exception as error:  # of json, gzip, zlib and zstandard
-        raise ConfigError(f"data.path: {path}:{number}: {error}") from None
+        for text in values:
+            if not isinstance(text, str):
+                raise ValueError(f"expected text in the field '{key}' (data.text_key), got {text!r:.60}")
+            text.encode()  # half a surrogate pair is no text
+            yield text
+            number += 1
+    except Exception as error:  # packages that read files raise all kinds
+        raise ConfigError(f"data.path: {place}:{number}: {error!r}") from None
+
+
+def _lines(path: Path, key: str) -> Iterator[Any]:
+    with _open(path) as lines:
+        for line in lines:
+            line = line.removeprefix(b"\xef\xbb\xbf").strip()
+            record = json.loads(line) if line else {key: ""}
+            yield record.get(key) if isinstance(record, dict) else None
 
 
 def _open(path: Path) -> Any:
     if path.suffix != ".zst":
         return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError("data.path: .zst files need pip install zstandard") from None
-    unpacked = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # of zstd --long=31
+    unpacked = extra("zstandard").ZstdDecompressor(max_window_size=1 << 31)  # of zstd --long=31
     return io.BufferedReader(unpacked.stream_reader(open(path, "rb"), read_across_frames=True))
+
+
+def _rows(path: Path, key: str) -> Iterator[Any]:
+    for batch in extra("pyarrow.parquet").ParquetFile(path).iter_batches(ROWS, columns=[key]):
+        yield from batch.column(key).to_pylist()
+
+
+def extra(package: str) -> ModuleType:
+    """Import a package of the extra integrations. Raises ConfigError without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(f"data.source: needs {package}; pip install 'packmamba[integrations]'") from None
 
 
 def open_megatron(data: DataConfig) -> Source:
