@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from packmamba.config import ConfigError, key, suggest
 from packmamba.integrations.transformers import patch
 from packmamba.isolation import LeakCheckResult, leakcheck
+from packmamba.isolation.adapters import CheckedModel
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
 
 KERNELS = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "flash-attn")
+TRL = "trl"
+"""Among boundaries: all arguments that TRL's own collator makes."""
 PATCHED = ", patched"
 """Ends the name of an arm whose model is patched."""
 
@@ -32,7 +36,7 @@ class AuditConfig:
     experiment: str = key("leakcheck", "The question, which the records name.")
     boundaries: list[str] = key(
         ["position_ids"],
-        "Boundary arguments of models, as leakcheck takes them.",
+        "Boundary arguments of models, as leakcheck takes them; trl: those of TRL's collator.",
         check=("at least one argument", bool),
     )
     shared: dict[str, Any] = key({}, "Keys of every model's configuration that has them.")
@@ -56,20 +60,37 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
     provenance()
     if c.device != "cpu":
         find_kernels()
+    chosen = [boundaries for boundaries in c.boundaries if boundaries != TRL or _version(TRL)]
     arms |= {f"{name}{PATCHED}": of for name, of in arms.items() if of.get("patch")}
-    cells = [(arm, of, boundaries) for arm, of in arms.items() for boundaries in c.boundaries]
+    cells = [(arm, of, boundaries) for arm, of in arms.items() for boundaries in chosen]
     for arm, of, boundaries in tqdm(cells, unit="check", disable=not progress, mininterval=1):
         begun = time.perf_counter()
         model = _model(arm.removesuffix(PATCHED), of, c)
         if arm.endswith(PATCHED):
             model = patch(model)
         try:
-            result = leakcheck(model, boundaries)
+            result = leakcheck(Collated(model)) if boundaries == TRL else leakcheck(model, boundaries)
             failed = False
         except Exception as error:  # a model that does not run here does not end the audit
             said, failed = f"{type(error).__name__}: {' '.join(str(error).split())}", True
             result = LeakCheckResult(boundaries, raises=said)
         append_record(records_path, _record(c, arm, of, boundaries, model, result, failed, time.perf_counter() - begun))
+
+
+class Collated(CheckedModel):
+    """Call a model with all that TRL's collator of packed documents makes."""
+
+    def __init__(self, model: Any) -> None:
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+        super().__init__(model, "position_ids+seq_idx+cu_seq_lens_q", None)
+        self.boundaries, self.collator = TRL, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+
+    def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+        batch = self.collator([{"input_ids": part.tolist()} for part in tokens[0].split(lengths)])
+        arguments = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+        moved = {k: v.to(tokens.device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        return self._logits(tokens, **moved)
 
 
 def find_kernels() -> None:
@@ -126,6 +147,7 @@ def _record(
             "keys": of.get("config") or {},
             "shared": c.shared,
             "transformers": transformers.__version__,
+            "trl": _version(TRL) if boundaries == TRL else None,
             "device": c.device,
             "kernels": {name: _version(name) for name in KERNELS},
             "module": result.module,

@@ -50,18 +50,23 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
     arguments = list(dict.fromkeys(r["config"]["boundaries"] for r in records))
     arms = list(dict.fromkeys(r["arm"] for r in records))
     cells = {(r["arm"], r["config"]["boundaries"]): r for r in records}
+    collators = {r["config"]["boundaries"]: f"TRL {of}" for r in records if (of := r["config"].get("trl"))}
     matrix = Table(
         f"audit{ending}",
         f"Do packed documents leak? Tiny models with random weights; {where}",
         [
             Column("model", ("model",), False),
             Column("family", ("family",), False),
-            *(Column(argument.replace("+", " + "), (argument,), False) for argument in arguments),
+            *(
+                Column(collators.get(argument, argument.replace("+", " + ")), (argument,), False)
+                for argument in arguments
+            ),
         ],
         notes=[
             "leaks: changing a document changes another's logits or gradients; ignores it: without the argument every bit is the "
             "same, and nothing warns. tight: no bit moves, no gradient crosses, and packed logits are those of each document "
-            "alone. attention_mask: documents in rows of their own, padded on either side. refuses: an error that says so."
+            "alone. attention_mask: documents in rows of their own, padded on either side. refuses: an error that says so. "
+            "TRL: all that its collator sends with packing or padding_free."
         ],
     )
     for arm in arms:
@@ -70,17 +75,19 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
         matrix.rows.append([word(arm), word(family), *(word("-" if r is None else verdict(r)) for r in found)])
     counts = Table(
         f"audit{ending}-counts",
-        f"Verdicts by argument, without attention-only and patched models; {where}",
+        f"Verdicts by argument, without attention-only models, and those that are tight of patched ones; {where}",
         [Column("argument", ("argument",), False)]
-        + [Column(name, (name,)) for name in ("models", "tight", "leaks", "leaks and ignores it", "refuses")],
+        + [Column(name, (name,)) for name in ("models", "tight", "leaks", "leaks and ignores it", "refuses")]
+        + [Column(name, (name,)) for name in ("patched", "patched and tight")],
     )
     for argument in arguments:
         own = [r for r in records if r["config"]["boundaries"] == argument]
+        patched = [verdict(r) for r in own if "patched" in r["arm"]]
         own = [r for r in own if r["config"]["family"] != "attention" and "patched" not in r["arm"]]
         said = [verdict(r) for r in own]
         amounts = (
             len(own), sum(v.startswith("tight") for v in said), sum(v.startswith("leaks") for v in said),
-            said.count("leaks, ignores it"), said.count("refuses"),
+            said.count("leaks, ignores it"), said.count("refuses"), len(patched), patched.count("tight"),
         )  # fmt: skip
         counts.rows.append([word(argument), *(number(amount, "d") for amount in amounts)])
     full = Table(

@@ -3,7 +3,7 @@
 from packmamba.reproduce import Headline, Step
 
 TAKES = "9 minutes on one core"
-STEPS = [Step("leakcheck.yaml", small=("only=[llama,mamba,jamba]",), packages=("transformers",))]
+STEPS = [Step("leakcheck.yaml", small=("only=[llama,mamba,jamba]",), packages=("transformers", "trl"))]
 ARGUMENTS = {
     "position_ids": "position_ids",
     "+ seq_idx": "position_ids+seq_idx",
@@ -14,5 +14,5 @@ ARGUMENTS = {
 HEADLINES = [
     Headline(f"{title}: {verdict}", "audit-counts", {"argument": argument}, verdict)
     for title, argument in ARGUMENTS.items()
-    for verdict in ("tight", "leaks", "leaks and ignores it", "refuses")
+    for verdict in ("tight", "leaks", "leaks and ignores it", "refuses", "patched and tight")
 ]

@@ -106,6 +106,8 @@ class CheckedModel(CheckedCallable):
 
 def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallable:
     """Return how to call a transformers model, a MambaLM or a callable. Raises TypeError, ValueError."""
+    if isinstance(model, CheckedCallable):
+        return model
     if not callable(model) or isinstance(model, type):
         raise TypeError(f"model_or_callable: expected a model or a callable, got {model!r:.60}")
     if vocab_size is not None and (not isinstance(vocab_size, int) or not 3 <= vocab_size <= 2**24):
