@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -206,3 +207,49 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     """||a - b|| / ||b||, in float64; where b is zero, 0 if a is zero too, else huge."""
     difference = (result.cpu().double() - expected).norm()
     return float(difference / expected.norm().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def documents_of(case: Case, results: dict[str, Tensor], s: int) -> Any:
+    """Yield document s of the results by name: its positions of per-token tensors, its row of states."""
+    tokens = slice(int(case.layout.starts[s]), int(case.layout.ends[s]))
+    for name, value in results.items():
+        if name == "y" or name.removeprefix("grad ") in PER_TOKEN:
+            yield name, value.flatten(0, 1)[tokens]
+        elif name in ("final_state", "grad initial_state"):
+            yield name, value[s]
+
+
+def assert_poison_stays(clean: Case, backend: str, poison: float) -> None:
+    """Each document in turn, and what flows into it, is poison: no bit of another changes."""
+    expected, layout = clean.run(backend), clean.layout
+    for victim in range(layout.num_documents):
+        case = copy.deepcopy(clean)
+        tokens = slice(int(layout.starts[victim]), int(layout.ends[victim]))
+        for name, tensor in case.tensors.items():
+            if name in PER_TOKEN:
+                tensor.view(-1, *tensor.shape[2:])[tokens] = poison
+        case.grad_y.flatten(0, 1)[tokens] = poison
+        if case.grad_final is not None:
+            case.tensors["initial_state"][victim] = poison
+            case.grad_final[victim] = poison
+        results = case.run(backend)
+        assert not results["y"].flatten(0, 1)[tokens].isfinite().all(), "the poison must reach its own document"
+        for s in set(range(layout.num_documents)) - {victim}:
+            before = dict(documents_of(clean, expected, s))
+            for name, value in documents_of(case, results, s):
+                assert torch.equal(value, before[name]), (name, s)
+
+
+def assert_padding_is_unseen(clean: Case, backend: str, poison: float) -> None:
+    """Padding is poison: no bit changes, and outputs and gradients there are zero."""
+    expected, case = clean.run(backend), copy.deepcopy(clean)
+    padding = case.layout.seq_idx < 0
+    for name, tensor in case.tensors.items():
+        if name in PER_TOKEN:
+            tensor[padding] = poison
+    case.grad_y[padding] = poison
+    results = case.run(backend)
+    for name, value in expected.items():
+        assert torch.equal(results[name], value), name
+        if name == "y" or name.removeprefix("grad ") in PER_TOKEN:
+            assert (results[name][padding] == 0).all(), name

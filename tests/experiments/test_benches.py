@@ -16,10 +16,8 @@ import run
 from experiments.operators import cpu, gpu, gpu_implementations
 from experiments.operators.arms import CPU_ARMS, GPU_ARMS
 from experiments.packing import bench as packing
-from experiments.parity.gradients import _apart
 from experiments.parity.reproduce import GRADIENTS
 from experiments.scoring import bench as scoring
-from experiments.scoring.bench import Workload
 from experiments.speedup import bench as speedup
 from experiments.speedup.model import (
     TOLERANCES,
@@ -381,12 +379,6 @@ def test_wrong_scores_are_not_timed(tmp_path, monkeypatch):
         scoring.run(load_bench("scoring", SCORING).config, tmp_path / "records.jsonl", progress=False)
 
 
-def test_requests_are_about_their_median_lengths():
-    requests = Workload(400, 64, 4, 16).draw(100, seed=0)
-    assert len(requests) == 1600 and all(a[0] is b[0] for a, b in zip(requests[::4], requests[3::4]))
-    assert 58 < np.median([len(context) for context, _ in requests[::4]]) < 70
-
-
 def test_gradients_of_packed_and_padded_along_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run.main(["bench", "parity/gradients", *GRADIENTS, f"output={tmp_path}"]) == 0
@@ -397,13 +389,6 @@ def test_gradients_of_packed_and_padded_along_a_run(tmp_path, monkeypatch):
         assert 0 < float(rows["packed-reset", "32-true"][step]) <= 1e-5, "other sums, and nothing else"
         assert float(rows["packed-leak", "32-true"][step]) > 1e-3
         assert 0 < float(rows["single", "32-true"][step]) <= 1e-5 and 1e-4 < rounded < 0.1
-
-
-def test_differences_of_gradients_are_relative():
-    ones, none = torch.ones(4), torch.zeros(2)
-    found = _apart((1.5, [1.5 * ones, none]), (1.0, [ones, none]))
-    assert found == {"relative_difference": 0.5, "largest_of_a_tensor": 0.5, "loss_difference": 0.5}
-    assert _apart((1.0, [ones, none + 1]), (1.0, [ones, none]))["largest_of_a_tensor"] == torch.inf
 
 
 def test_tasks_of_untrained_models(tmp_path):

@@ -1,12 +1,21 @@
 """Test what only the CUDA kernels have: the tensor-core path (bfloat16, 16 states), cut documents, the schedule. Needs a GPU."""
 
-import copy
 import fcntl
 
 import pytest
 import torch
 
-from operators import AWKWARD, LONG, TOLERANCES, Case, random_case, relative_error
+from operators import (
+    AWKWARD,
+    LONG,
+    PER_TOKEN,
+    TOLERANCES,
+    Case,
+    assert_padding_is_unseen,
+    assert_poison_stays,
+    random_case,
+    relative_error,
+)
 from packmamba import SequenceLayout, ops
 from packmamba.ops import cuda
 
@@ -16,8 +25,7 @@ LENGTHS = [1, 7, 8, 9, 127, 128, 129, 2047, 2048, 2049]
 EDGES = SequenceLayout.from_lengths([LENGTHS, [31, 32, 33, 63, 64, 65, 300], [1] * 40, []], row_length=6700)
 # Rounding one token's output once may cost more than the tolerance; of many tokens' outputs it costs 1.66e-3.
 TUNED = {name: layout for name, layout in AWKWARD.items() if name != "one-slot"}
-TUNED["one-slot"] = SequenceLayout.from_lengths([[1]] * 400 + [[]], row_length=1)
-PER_TOKEN = ("x", "u", "delta", "z", "B", "C")
+TUNED |= {"one-slot": SequenceLayout.from_lengths([[1]] * 400 + [[]], row_length=1), "edges": EDGES}
 
 
 def tuned_case(layout, channels=64, dtype=torch.bfloat16, **options):
@@ -47,11 +55,6 @@ def cut_early(monkeypatch):
 @pytest.mark.parametrize("layout", TUNED.values(), ids=TUNED.keys())
 def test_tensor_cores(layout, channels, states):
     assert_parity(tuned_case(layout, channels, states=states), torch.bfloat16)
-
-
-@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
-def test_tensor_cores_on_awkward_lengths(states):
-    assert_parity(tuned_case(EDGES, states=states), torch.bfloat16)
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
@@ -88,43 +91,14 @@ def test_any_dtype_on_awkward_lengths(dtype):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_a_poisoned_document_changes_no_bit_of_another(operator, poison, cut_early):
     layout = SequenceLayout.from_lengths([[3, 1, 9, 40, 130, 2], [70, 8, 33], [], [200]], row_length=210)
-    clean = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
-    expected = clean.run("cuda")
-    for victim in range(layout.num_documents):
-        case = copy.deepcopy(clean)
-        tokens = slice(int(layout.starts[victim]), int(layout.ends[victim]))
-        for name, tensor in case.tensors.items():
-            if name in PER_TOKEN:
-                tensor.view(-1, tensor.shape[-1])[tokens] = poison
-        case.tensors["initial_state"][victim] = poison
-        case.grad_y.flatten(0, 1)[tokens] = poison
-        case.grad_final[victim] = poison
-        results = case.run("cuda")
-        others = torch.ones(layout.num_slots, dtype=torch.bool, device="cuda")
-        others[tokens] = False
-        documents = torch.arange(layout.num_documents, device="cuda") != victim
-        for name, value in expected.items():
-            if name == "y" or name.removeprefix("grad ") in PER_TOKEN:
-                assert torch.equal(results[name].flatten(0, 1)[others], value.flatten(0, 1)[others]), name
-            elif name in ("final_state", "grad initial_state"):
-                assert torch.equal(results[name][documents], value[documents]), name
+    case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
+    assert_poison_stays(case, "cuda", poison)
 
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 def test_padding_is_never_looked_at_in_bfloat16(operator):
-    clean = random_case(operator, AWKWARD["splits"], torch.bfloat16, "cuda", channels=64, d_state=16)
-    expected = clean.run("cuda")
-    case = copy.deepcopy(clean)
-    padding = case.layout.seq_idx < 0
-    for name, tensor in case.tensors.items():
-        if name in PER_TOKEN:
-            tensor[padding] = float("nan")
-    case.grad_y[padding] = float("nan")
-    results = case.run("cuda")
-    for name, value in expected.items():
-        assert torch.equal(results[name], value), name
-        if name == "y" or name.removeprefix("grad ") in PER_TOKEN:
-            assert (results[name][padding] == 0).all(), name
+    case = random_case(operator, AWKWARD["splits"], torch.bfloat16, "cuda", channels=64, d_state=16)
+    assert_padding_is_unseen(case, "cuda", float("nan"))
 
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
