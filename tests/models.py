@@ -13,6 +13,7 @@ VOCAB = 23
 CONFIGS = {
     "published": {},
     "everything": {"bias": True, "learned_initial_state": True, "tie_embeddings": False, "dt_rank": 3, "expand": 3},
+    "mamba2": {"mixer": "mamba2", "headdim": 8, "ngroups": 2, "bias": True, "d_conv": 3},
     "narrow": {"d_conv": 2, "d_state": 1, "conv_bias": False, "n_layer": 1, "expand": 1},
 }
 EXACT = 1e-13  # float64; orders of sums leave about 2e-15

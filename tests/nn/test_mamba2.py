@@ -29,28 +29,6 @@ def gradients(model, loss):
     return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, [*model.parameters()])))
 
 
-def test_packed_is_alone_and_a_cut_document_continues():
-    model, tokens = model_of(torch.float64), torch.randint(50, LAYOUT.shape)
-    logits, states = model(tokens, layout=LAYOUT, return_states=True)
-    loss, alone = (logits.flatten(0, 1) * torch.linspace(-1, 1, 50)).sin(), []
-    for i, (ids, start) in enumerate(zip(documents(tokens), LAYOUT.starts.tolist())):
-        own, final = model(ids[None], return_states=True)
-        torch.testing.assert_close(logits.flatten(0, 1)[start : start + len(ids)], own[0], rtol=1e-9, atol=1e-9)
-        for layer, each in zip(states, final):
-            for part, expected in zip(layer, each):
-                torch.testing.assert_close(part[i], expected[0], rtol=1e-9, atol=1e-9)
-        alone.append((own[0] * torch.linspace(-1, 1, 50)).sin().sum())
-        cut = len(ids) // 2
-        if cut:
-            first, state = model(ids[None, :cut], return_states=True)
-            offset = SequenceLayout.from_lengths([[len(ids) - cut]], len(ids) - cut, offsets=[[cut]])
-            rest = model(ids[None, cut:], layout=offset, states=state)
-            torch.testing.assert_close(torch.cat([first, rest], 1), own, rtol=1e-9, atol=1e-9)
-    packed = gradients(model, loss[LAYOUT.documents.flatten() >= 0].sum())
-    for name, gradient in gradients(model, sum(alone)).items():
-        torch.testing.assert_close(packed[name], gradient, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("keys", [{}, {"ngroups": 1, "bias": True, "dt_limit": (0.002, 0.05), "tie_embeddings": False}])
 def test_transformers_model_has_the_same_logits_and_gradients(tmp_path, keys):
     transformers = pytest.importorskip("transformers")
