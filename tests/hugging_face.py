@@ -105,7 +105,7 @@ def build(family, dtype=torch.float32, seed=0, **config):
     if family not in ("Mamba", "FalconMamba", "Mamba2"):
         config = {KEYS.get(family, HYBRID).get(key, key): value for key, value in config.items()}
         config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
-    config |= OWN.get(family, {})
+    config = OWN.get(family, {}) | config
     if family == "Jamba":
         config |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2 - dense}
     if family == "Zamba":

@@ -75,6 +75,17 @@ def test_packed_is_the_original_in_float64(family, wide):  # noqa: F811
     check_same(packed, model, logits, tokens, ROWS, 1e-12)
 
 
+def test_a_granite_of_attention_alone():
+    """Some published ones have no state-space layer; their attention leaks all the same."""
+    model, packed = both("GraniteMoeHybrid", layer_types=["full_attention"] * 2)
+    tokens = random_tokens()
+    assert not leakcheck(model, lengths=[5, 1, 8]).ok and leakcheck(packed, "seq_idx", lengths=[5, 1, 8]).ok
+    check_same(packed, model, packed(tokens, attention_mask=MASK, seq_idx=IDX).logits, tokens, ROWS, 1e-5)
+    asked = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+    found, expected = (m.eval().generate(tokens[:2], **asked) for m in (packed, model))
+    assert torch.equal(found, expected)
+
+
 @every_family
 @pytest.mark.parametrize("training", [True, False])
 def test_padding_on_either_side(family, training):

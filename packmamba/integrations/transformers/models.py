@@ -107,8 +107,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     prepared = isinstance(mask, dict) and (not given or (cache is not None and given.keys() == {"position_ids"}))
     if not isinstance(tokens, Tensor) or prepared:
         return kwargs  # transformers says what is wrong, or has prepared its own masks, as for a static cache
-    mixer: Any = next(module for module in model.modules() if isinstance(module, tuple(HOLDS)))
-    if cache is not None and cache.has_previous_state(mixer.layer_idx):
+    if cache is not None and _continues(model, cache):
         _check_continues(given)
         return kwargs
     if required and not given and not use_cache and cache is None and (mask is None or bool((mask != 0).all())):
@@ -128,6 +127,12 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     else:
         kwargs["use_cache"] = False
     return kwargs
+
+
+def _continues(model: Any, cache: Any) -> bool:
+    """Return whether a cache holds states; a Granite of attention alone has keys instead."""
+    mixer: Any = next((module for module in model.modules() if isinstance(module, tuple(HOLDS))), None)
+    return bool(cache.get_seq_length() if mixer is None else cache.has_previous_state(mixer.layer_idx))
 
 
 def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
