@@ -10,7 +10,6 @@ import os
 import sys
 import textwrap
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -25,9 +24,8 @@ except ModuleNotFoundError as error:  # installed without the extra train
     sys.exit(f"packmamba: error: the package '{error.name}' is missing; pip install 'packmamba[train]'")
 
 DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one."
-FIRST = """name seed data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer
-optimizer.lr trainer.boundary trainer.max_steps""".split()
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+DECISIVE = ("dtype", "examples", "seed", "limit", "include_path")  # keys of an evaluation that decide its result
 
 
 @dataclasses.dataclass
@@ -132,39 +130,33 @@ def evaluate(words: list[str]) -> None:
     check_writable(output, "output")
     model = load_model(folder, config.device, config.dtype)
     max_slots, trainer = config.max_slots or default_max_slots(model.model), model.config.trainer
-    known = [name for name in config.tasks if name in EVALUATIONS]
-    harness = _harness([name for name in config.tasks if name not in known], config, list(EVALUATIONS))
+    harness = _harness([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
     own = (config.data, model.tokenizer, config.examples, config.seed, max_slots)
-    contexts = {name: EvalContext(*own, config.options.get(name, {}), trainer=trainer) for name in known}
-    for name, context in contexts.items():
-        check(name, context, len(model.model.lm_head.weight))
-    weights = float(sum(one.detach().double().sum() for one in model.model.parameters()))  # tells models apart
-    records = []
+    contexts = {name: EvalContext(*own, config.options.get(name, {}), trainer=trainer) for name in config.tasks}
+    for name in [name for name in config.tasks if name in EVALUATIONS]:
+        check(name, contexts[name], len(model.model.lm_head.weight))
+    decisive = {name: value for name, value in vars(config).items() if name in DECISIVE}
+    decisive |= {"data": {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}}
+    decisive |= {"boundary": {trainer.boundary: trainer.boundary_options}, "max_slots": max_slots}
+    decisive["weights"] = float(sum(one.detach().double().sum() for one in model.model.parameters()))
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
-            settings = {"name": name, "max_slots": max_slots, "dtype": config.dtype, "weights": weights}
-            if one := contexts.get(name):
-                settings |= {"examples": config.examples, "seed": config.seed, "options": one.options}
-                settings["data"] = {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}
-                scheme = {trainer.boundary: trainer.boundary_options}
-                settings["boundary"] = scheme if one.boundary().as_trained else {}
-            else:
-                settings |= {"harness": True, "limit": config.limit, "include_path": config.include_path}
+            settings = {"name": name, "options": contexts[name].options, **decisive}
             digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
-            old = [r for r in read_records(output) if r["config"].get("id") == digest] if has_records(output) else []
-            if not old:
+            found = [r for r in read_records(output) if r["config"].get("id") == digest] if has_records(output) else []
+            if not found:
                 begun = time.perf_counter()
-                result = run(name, model.model, one) if one else harness(name, model, max_slots)
+                known = name in EVALUATIONS
+                result = run(name, model.model, contexts[name]) if known else harness(name, model, max_slots)
                 write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
                 what = {"id": digest, "evaluation": settings, "model": model.model.config}
                 seed, seconds = model.config.seed if model.trained else 0, time.perf_counter() - begun
                 numbers: Any = (what, seed, result.corpus_hash, result.metrics, seconds, result.curves)
-                old = [make_record("evaluation", model.name, model.name, *numbers)]
-                append_record(output / "records.jsonl", *old)
-            records += old
-    tables = "\n".join(format_table([record]) for record in records)
-    print(f"\n{tables}\n\nRecords and items: {output}")
+                found = [make_record("evaluation", model.name, model.name, *numbers)]
+                append_record(output / "records.jsonl", found[0])
+            print(f"\n{format_table(found)}")
+    print(f"\nRecords and items: {output}")
 
 
 def _harness(names: list[str], config: EvalConfig, known: list[str]) -> Any:
@@ -349,17 +341,15 @@ def kernels(words: list[str]) -> None:
         if row["problem"] is None:
             print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
             build.build(row["kind"])
-    rows = {row["kind"]: row for row in build.info()}
     print(f"packmamba {__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPUs")
     for i in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(i)
         print(f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}")
-    for kind, row in rows.items():
-        state = "built" if row["built"] else "built on first use"
-        print(f"{kind} kernels:", row["problem"] or f"{state} for {row['target']} by {row['compiler']}")
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        name = backend_name("auto", torch.device(device))
-        print(f"On {device}, ops.backend=auto runs {name} ({rows[device]['problem'] or 'compiled kernels'})")
+    for row in build.info():
+        state = f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
+        print(f"{row['kind']} kernels: {row['problem'] or state}")
+        if row["kind"] == "cpu" or torch.cuda.is_available():
+            print(f"On {row['kind']}, ops.backend=auto runs {backend_name('auto', torch.device(row['kind']))}")
     for name in [name for name, backend in BACKENDS.items() if backend.missing]:
         print(f"Backend {name} needs {' and '.join(BACKENDS[name].missing)}")
 
@@ -400,18 +390,13 @@ def help_of(command: str, prog: str) -> Iterator[str]:
     function, usage, schema = COMMANDS[command]
     yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
     config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
-    groups = defaultdict(list, {"the first keys to set": list[str](), "general": []})
-    for prefix, section in sections_of(config) if config else ():
+    for prefix, section in sorted(sections_of(config), key=lambda one: one[0]) if config else ():
+        yield ""
         for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
             choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
             line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
-            first = schema is Config and prefix + field.name in FIRST
-            heading = "the first keys to set" if first else prefix.rstrip(".") or "general"
-            groups[heading].append(textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      "))
-    for heading, lines in groups.items():
-        if lines:
-            yield "\n".join([f"\n{heading}:", *lines])
+            yield textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
 
 
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:

@@ -18,16 +18,7 @@ from packmamba.report.statistics import Estimate, bootstrap, difference_by_group
 
 Record = Mapping[str, Any]
 
-SCHEMES = (
-    "single",
-    "padded",
-    "padded-sorted",
-    "packed-reset",
-    "packed-leak",
-    "packed-leak-conv",
-    "packed-leak-scan",
-    "packed-carry",
-)
+SCHEMES = "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry".split()
 BASELINES = ("padded", "single", "packed-reset")  # by preference
 OPEN_END = 2**31 - 1  # of a range of positions
 # Keys in which the runs of one arm may differ.
@@ -167,8 +158,9 @@ def timed_arms(records: Iterable[Record]) -> list[Arm]:
     return timed
 
 
-def with_speeds(arms: Sequence[Arm], timed: Sequence[Arm]) -> list[Arm]:
-    """Give arms the speed of the latest of the timings that hold most of them."""
+def arms_with_speeds(records: Sequence[Record]) -> list[Arm]:
+    """Return all trained arms, with the speed of the latest of the timings that hold most of them."""
+    arms, timed = training_arms(records), timed_arms(records)
     held = Counter(one.timing for one in timed if any(one.name == arm.name for arm in arms))
     timing = max(held, key=held.__getitem__, default=None)
     names = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,8 @@ def house_style() -> Any:
 
 
 def style_of(name: str, rank: int = 0) -> dict[str, Any]:
-    """Return the style of a scheme, of others a colour by rank, dotted where colours repeat."""
-    again = {"linestyle": (0, (1, 1.5 * (rank // len(OTHERS))))} if rank >= len(OTHERS) else {}
-    return STYLES.get(name, {"color": OTHERS[rank % len(OTHERS)], "linewidth": 1.8} | again)
+    """Return the style of a scheme, of others a colour by rank."""
+    return STYLES.get(name, {"color": OTHERS[rank % len(OTHERS)], "linewidth": 1.8})
 
 
 def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
 
 def training_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw learning curves, differences, speed, loss by position and evaluations during training."""
-    arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
+    arms = aggregate.arms_with_speeds(records)
     drawn = [*_learning_curves(arms), *_differences(arms, "val_loss", "differences", "validation loss, nats")]
     drawn += [*_speed_bars([arm for arm in arms if arm.timing]), *_loss_by_position(arms)]
     for name, (main, *_) in evaluations_of(arms).items():
@@ -146,8 +145,8 @@ def training_figures(records: Sequence[Record]) -> list[Figure]:
 
 def throughput_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw the latest timing of arms that were not trained."""
-    timed = [] if aggregate.training_arms(records) else aggregate.timed_arms(records)
-    return _speed_bars([Arm(arm.name, (), arm.runs) for arm in timed if arm.timing == timed[0].timing])
+    timed = [] if aggregate.of_kind(records, "training") else aggregate.timed_arms(records)
+    return _speed_bars([replace(arm, variant=()) for arm in timed if arm.timing == timed[0].timing])
 
 
 def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:

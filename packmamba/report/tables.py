@@ -14,7 +14,7 @@ import pandas as pd
 
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
-from packmamba.report.statistics import Estimate, seeds_for
+from packmamba.report.statistics import seeds_for
 
 
 class Cell(NamedTuple):
@@ -69,12 +69,9 @@ def write_table(table: Table, form: str) -> str:
         rows = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)]) + "\n"
     style = texts.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
-    form = "".join("r" if column.numeric else "l" for column in table.columns)
-    latex = style.to_latex(column_format=form, label=f"tab:{table.name}", position_float="centering", hrules=True)
+    latex = style.to_latex(column_format="".join("lr"[column.numeric] for column in table.columns), hrules=True)
     latex = re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
-    tabular = re.compile(r"\\begin{tabular}.*\\end{tabular}", re.DOTALL)
-    latex = tabular.sub(lambda found: f"\\resizebox{{\\columnwidth}}{{!}}{{%\n{found[0]}}}", latex)
-    return "% \\usepackage{booktabs,graphicx}\n" + latex
+    return f"% \\usepackage{{booktabs,graphicx}}\n\\resizebox{{\\columnwidth}}{{!}}{{%\n{latex}}}\n"
 
 
 def _csv_value(value: Any) -> str:
@@ -104,29 +101,24 @@ def gibibytes(count: Any) -> Cell:
     return Cell("-" if pd.isna(count) else f"{count / 2**30:.2f} GiB", (count,))
 
 
-def mean_sd(values: pd.Series, expected: int = 0) -> Cell:
-    """Format mean and standard deviation, and the number of values if fewer than expected.
-
-    One value, or counts that are all the same, have no standard deviation.
-    """
-    mean, sd, count = values.mean(), values.std(), int(values.count())
+def mean_sd(values: pd.Series) -> Cell:
+    """Format mean and standard deviation, which one value, or counts that are all the same, lack."""
+    mean, sd = values.mean(), values.std()
     counts = mean >= 10 and bool((values.dropna() % 1 == 0).all())
     digits = ",.0f" if counts else ".4f"
     spread = "" if pd.isna(sd) or counts and not sd else f" ± {sd:{digits}}"
-    text = "-" if pd.isna(mean) else f"{mean:{digits}}{spread}"
-    return Cell(f"{text} (of {count})" if 0 < count < expected else text, (mean, sd))
+    return Cell("-" if pd.isna(mean) else f"{mean:{digits}}{spread}", (mean, sd))
 
 
-def difference_cell(found: Any, expected: int = 0) -> Cell:
-    """Format mean and interval, and the number of pairs if fewer than expected."""
+def difference_cell(found: Any) -> Cell:
+    """Format mean and interval."""
     if found is None:
         return Cell("-", (None,) * 4)
     # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
     values = pd.Series(found[:3], dtype=float).dropna()
     form = "+.4f" if values.abs().max() >= 1e-4 else "+.1e"
     mean, *bounds = (f"{value:{form}}" for value in values)
-    pairs = f" ({found.seeds} pairs)" if 1 < found.seeds < expected else ""
-    return Cell(f"{mean} [{', '.join(bounds)}]{pairs}" if bounds else mean, tuple(found[:4]))
+    return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else mean, tuple(found[:4]))
 
 
 TITLES = {
@@ -168,11 +160,8 @@ def arms_table(name: str, heading: str, arms: Sequence[Arm], columns: Sequence[A
 
 
 def seeds_column(arms: Sequence[Arm], metric: str = "val_loss") -> ArmColumn:
-    def cell(arm: Arm) -> Cell:
-        seeds = aggregate.seeds_of(arm, arms, metric)
-        return Cell(str(seeds), (seeds.finite,))
-
-    return Column("seeds", ("seeds",)), cell
+    counts = {arm: aggregate.seeds_of(arm, arms, metric) for arm in arms}
+    return Column("seeds", ("seeds",)), lambda arm: Cell(str(counts[arm]), (counts[arm].finite,))
 
 
 def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColumn:
@@ -183,16 +172,14 @@ def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColu
     if any(f"config.{metric}" in arm.runs for arm in arms):
         return Column(metric, (metric,)), lambda arm: word(str(arm.says(metric)))
     column = Column(title(metric), (metric, f"{metric}_sd"))
-    return column, lambda arm: mean_sd(arm[prefix + metric], sum(aggregate.seeds_of(arm, arms)))
+    return column, lambda arm: mean_sd(arm[prefix + metric])
 
 
 def difference_column(
     metric: str, arms: Sequence[Arm], heading: str = "", names: tuple[str, ...] = DIFFERENCE
 ) -> ArmColumn:
-    def cell(arm: Arm) -> Cell:
-        return difference_cell(aggregate.difference(arm, arms, metric), sum(aggregate.seeds_of(arm, arms)))
-
-    return Column(f"{heading or f'minus {aggregate.versus(arms)}'} [95% CI]", names), cell
+    column = Column(f"{heading or f'minus {aggregate.versus(arms)}'} [95% CI]", names)
+    return column, lambda arm: difference_cell(aggregate.difference(arm, arms, metric))
 
 
 def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
@@ -224,7 +211,7 @@ def decided(arms: Sequence[Arm]) -> str:
 
 def training_tables(records: Sequence[Record]) -> list[Table]:
     """Make tables of quality and speed, of paired differences, by position, and of each evaluation."""
-    arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
+    arms = aggregate.arms_with_speeds(records)
     if not arms:
         return []
     metrics, further, evaluations = _spec(arms, "metrics") or ["val_loss"], _spec(arms, "columns"), evaluations_of(arms)
@@ -299,8 +286,7 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
 
 def sentence(records: Sequence[Record]) -> str:
     """Say in one sentence how the arms' loss and speed compare with the baseline's; empty without a comparison."""
-    arms = aggregate.with_speeds(aggregate.training_arms(records), aggregate.timed_arms(records))
-    parts = []
+    arms, parts = aggregate.arms_with_speeds(records), []
     metric = decided(arms)
     for one in aggregate.contrasts(arms, metric):
         beside = one.other is aggregate.baseline_of(one.arm, arms)
@@ -344,8 +330,7 @@ def _positions(arms: Sequence[Arm]) -> Table:
     found = [(arm, *one) for arm in arms for one in aggregate.difference_by_position(arm, arms) if one[-1].seeds > 1]
     for arm, start, end, one in found:
         last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
-        cell = difference_cell(one, sum(aggregate.seeds_of(arm, arms)))
-        table.rows.append([word(arm.label), number(start, ",.0f"), last, cell])
+        table.rows.append([word(arm.label), number(start, ",.0f"), last, difference_cell(one)])
     excluding = sum(one.low > 0 or one.high < 0 for *_, one in found)
     share = f"{excluding} of {len(found)} intervals exclude zero; one in twenty would by chance."
     table.notes = [f"Paired over seeds. {share}"]
@@ -386,16 +371,13 @@ def evaluation_tables(records: Sequence[Record]) -> list[Table]:
         notes = []
         if any(paired.values()):
             minus = Column(f"minus {first.name} [95% CI]", DIFFERENCE)
-            columns.append((minus, lambda arm, paired=paired: _item_cell(paired.get(arm))))  # type: ignore[misc]
+            cells = {arm: difference_cell(one and one._replace(seeds=one.groups)) for arm, one in paired.items()}
+            columns.append((minus, lambda arm, cells=cells: cells.get(arm) or difference_cell(None)))  # type: ignore[misc]
             notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
         rows = [first, *(model for model in models if model is not first)]
         name = "evaluation" if len(asked) == 1 else f"evaluation-{stem}"
         tables.append(arms_table(name, f"Evaluation: {heading}", rows, columns, *notes))
     return tables
-
-
-def _item_cell(found: Estimate | None) -> Cell:
-    return difference_cell(found and found._replace(seeds=found.groups))
 
 
 def evaluation_label(records: Sequence[Record]) -> str:
