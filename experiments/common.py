@@ -14,19 +14,11 @@ from typing import Any
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.html import Kind
 from packmamba.report.statistics import Estimate
-from packmamba.report.tables import Cell, Column, Table, gibibytes, number, percent, word
+from packmamba.report.tables import Cell, Table, gibibytes, number, percent, word
+from packmamba.report.tables import make_columns as make_columns
 
 SMALL = "+.1e"
 """Of intervals that four digits would show as zero."""
-
-
-def make_columns(text: str) -> list[Column]:
-    """Make columns of ``title = name name | !title = name | name``: ``!`` for words, a title alone is its own name."""
-    made = []
-    for part in text.split(" | "):
-        title, _, names = part.removeprefix("!").partition(" = ")
-        made.append(Column(title, tuple((names or title).split()) if names else (title,), not part.startswith("!")))
-    return made
 
 
 def make_table(name: str, title: str, columns: str, rows: Iterable[Mapping[str, Any]], *notes: str) -> Table:

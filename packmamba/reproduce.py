@@ -21,7 +21,7 @@ from packmamba.errors import ConfigError
 from packmamba.records import check_writable, read_records
 from packmamba.report.aggregate import with_items
 from packmamba.report.html import table_files, write_report
-from packmamba.report.tables import Column, Table, number, word, write_table
+from packmamba.report.tables import Table, make_columns, number, word, write_table
 from packmamba.training.sweep import load_sweep, run_sweep
 
 DONE = "done.json"  # the steps that ``reproduce`` has finished in a folder
@@ -196,9 +196,8 @@ def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, s
 
     The verdict says whether the new number lies in the committed 95 % interval; numbers with scale=small have none.
     """
-    columns = [Column(title, (title,), False) for title in ("headline", "the paper", "committed", "now")]
-    columns += [Column("now / committed", ("ratio",)), Column("committed interval", ("verdict",), False)]
-    table = Table("headlines", "Headline numbers, committed and now", columns)
+    columns = "!headline | !the paper | !committed | !now | now / committed = ratio | !committed interval = verdict"
+    table = Table("headlines", "Headline numbers, committed and now", make_columns(columns))
     committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")}
     for headline in headlines:
         then, now = number_of(headline, committed), number_of(headline, made, small)

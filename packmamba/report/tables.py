@@ -79,6 +79,16 @@ def _csv_value(value: Any) -> str:
     return "" if pd.isna(value) else f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
+def make_columns(text: str) -> list[Column]:
+    """Make columns of ``title = name name | !title = name | name``: ``!`` for words, a title alone is its own name."""
+    parts = [(part.removeprefix("!").partition(" = "), not part.startswith("!")) for part in text.split(" | ")]
+    return [Column(title, tuple(names.split() or [title]), numeric) for (title, _, names), numeric in parts]
+
+
+def interval_column(title: str, name: str = "difference", pairs: str = "pairs") -> Column:
+    return Column(f"{title} [95% CI]", (name, f"{name}_low", f"{name}_high", pairs))
+
+
 def word(text: str) -> Cell:
     return Cell(text, (text,))
 
@@ -143,7 +153,6 @@ FORMATS: dict[str, Callable[[float], Cell]] = {
     "speedup": functools.partial(number, form=".2f", unit="x"),
 }
 MAIN = ("choice_accuracy", "accuracy", "loss")  # an evaluation's main metric is the first of these that it has
-DIFFERENCE = ("difference", "difference_low", "difference_high", "pairs")
 FEW_DOCUMENTS = 50  # of validation: with fewer, a table warns
 PARITY_SEEDS = 5
 
@@ -155,8 +164,12 @@ def title(metric: str) -> str:
 
 
 def arms_table(name: str, heading: str, arms: Sequence[Arm], columns: Sequence[ArmColumn], *notes: str) -> Table:
-    columns = [(Column("arm", ("arm",), False), lambda arm: word(arm.label)), *columns]
-    return Table(name, heading, [c for c, _ in columns], [[cell(arm) for _, cell in columns] for arm in arms], [*notes])
+    rows = [[word(arm.label), *(cell(arm) for _, cell in columns)] for arm in arms]
+    return Table(name, heading, [*make_columns("!arm"), *(column for column, _ in columns)], rows, [*notes])
+
+
+def text_column(text: str, cell: Callable[[Arm], str]) -> ArmColumn:
+    return make_columns(text)[0], lambda arm: word(cell(arm))
 
 
 def seeds_column(arms: Sequence[Arm], metric: str = "val_loss") -> ArmColumn:
@@ -175,10 +188,8 @@ def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColu
     return column, lambda arm: mean_sd(arm[prefix + metric])
 
 
-def difference_column(
-    metric: str, arms: Sequence[Arm], heading: str = "", names: tuple[str, ...] = DIFFERENCE
-) -> ArmColumn:
-    column = Column(f"{heading or f'minus {aggregate.versus(arms)}'} [95% CI]", names)
+def difference_column(metric: str, arms: Sequence[Arm], heading: str = "", *names: str) -> ArmColumn:
+    column = interval_column(heading or f"minus {aggregate.versus(arms)}", *names)
     return column, lambda arm: difference_cell(aggregate.difference(arm, arms, metric))
 
 
@@ -221,19 +232,20 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
         further = [metric for metric in further if any(arm[metric].notna().any() for arm in arms)]
     columns = [seeds_column(arms)]
     for metric in metrics:
-        columns += [metric_column(metric, arms), difference_column(metric, arms, names=_names(f"{metric}_difference"))]
+        names = f"{metric}_difference", f"{metric}_difference_pairs"
+        columns += [metric_column(metric, arms), difference_column(metric, arms, "", *names)]
     found = aggregate.contrasts(arms, metrics[0])
     ruled = any(arm.sweep.get("margin") or arm.sweep.get("primary") for arm in arms)
     if ruled:
         says = {one.arm: one.verdict for one in found if one.other is aggregate.baseline_of(one.arm, arms)}
-        columns.append((Column("verdict", ("verdict",), False), lambda arm: word(says.get(arm, "-"))))
+        columns.append(text_column("!verdict", lambda arm: says.get(arm, "-")))
     columns += [metric_column(metric, arms) for metric in further]
     whole = arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))
     both = ("val_loss", "val_loss_start")
-    columns = [(Column("minus", ("baseline",), False), lambda arm: word(aggregate.baseline_of(arm, arms).label))]
-    columns += [difference_column(metric, arms, title(metric), _names(metric)) for metric in both]
-    pairs = {arm: [aggregate.difference(arm, arms, metric) for metric in both] for arm in arms}
-    differing = [arm for arm, found in pairs.items() if any(one and one.seeds > 1 for one in found)]
+    columns = [text_column("!minus = baseline", lambda arm: aggregate.baseline_of(arm, arms).label)]
+    columns += [difference_column(metric, arms, title(metric), metric) for metric in both]
+    pairs = {arm: [one for metric in both if (one := aggregate.difference(arm, arms, metric))] for arm in arms}
+    differing = [arm for arm in arms if any(one.seeds > 1 for one in pairs[arm])]
     note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
     heading = "Paired differences over seeds, in nats per target"
     tables = [whole, *([_verdicts(found, metrics[0])] if ruled else [])]
@@ -252,35 +264,29 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
 
 def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
     """Make the table of a sweep's contrasts."""
-    text = [Column(name, (name,), False) for name in ("contrast", "primary", "verdict")]
-    numbers = [Column("difference [95% CI]", DIFFERENCE), Column("groups", ("groups",)), Column("p, Holm", ("p_holm",))]
-    columns = [*text[:2], *numbers, text[2], Column("seeds for 80 % power", ("seeds_needed",))]
+    columns = make_columns(
+        "!contrast | !primary | groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed"
+    )
+    columns.insert(2, interval_column("difference"))
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
     for one in found:
-        margin, p = one.arm.sweep.get("margin"), one.p
-        needed = (
-            seeds_for(*aggregate.paired(one.arm, one.other, metric), margin) if margin and one.same_documents else None
-        )
-        table.rows.append(
-            [
-                *(word(text) for text in (one.name, "primary" if one.primary else "exploratory")),
-                difference_cell(one.found), number(one.found.groups if one.found.groups > 1 else None, ",d"),
-                Cell("< 0.001" if p < 0.001 else "-" if pd.isna(p) else f"{p:.3f}", (p,)),
-                word(one.verdict + (", other documents" if not one.same_documents else "")), number(needed, "d"),
-            ]
-        )  # fmt: skip
-    within = {
-        f" Equivalent: the 95 % interval lies within ± {m:g}." for one in found if (m := one.arm.sweep.get("margin"))
-    }
+        margin, p, same = one.arm.sweep.get("margin"), one.p, one.same_documents
+        needed = seeds_for(*aggregate.paired(one.arm, one.other, metric), margin) if margin and same else None
+        table.rows.append([
+            word(one.name), word("primary" if one.primary else "exploratory"), difference_cell(one.found),
+            number(one.found.groups if one.found.groups > 1 else None, ",d"),
+            Cell("< 0.001" if p < 0.001 else "-" if pd.isna(p) else f"{p:.3f}", (p,)),
+            word(one.verdict + ", other documents" * (not same)), number(needed, "d"),
+        ])  # fmt: skip
+    margins = sorted(
+        {f" Equivalent: the 95 % interval lies within ± {m:g}." for o in found if (m := o.arm.sweep.get("margin"))}
+    )
     table.notes = [
         "Paired over seeds, and resampled over groups of documents where there are any. Different: the interval excludes zero, "
-        f"of primary contrasts with p <= 0.05 after Holm.{''.join(sorted(within))} Seeds for 80 % power: to be equivalent at no "
-        "true difference, by resampling these seeds (and groups) under the same rule; a dash: more than 100.",
+        f"of primary contrasts with p <= 0.05 after Holm.{''.join(margins)} Other documents: the arms read different documents "
+        "in a step, and are never called equivalent. Seeds for 80 % power: to be equivalent at no true difference, by resampling "
+        "these seeds (and groups) under the same rule; a dash: more than 100."
     ]
-    if any(not one.same_documents for one in found):
-        table.notes.append(
-            "Other documents: the arms read different documents in a step; these are never called equivalent."
-        )
     return table
 
 
@@ -298,10 +304,6 @@ def sentence(records: Sequence[Record]) -> str:
         others = "" if one.same_documents else ", other documents"
         parts.append(f"{name} {says}{others}" + ("" if pd.isna(speed) else f", {speed:.2f}x as fast"))
     return f"In {title(metric)}, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
-
-
-def _names(metric: str) -> tuple[str, ...]:
-    return metric, f"{metric}_low", f"{metric}_high", f"{metric}_pairs" if metric.endswith("_difference") else "pairs"
 
 
 def _notes(arms: Sequence[Arm]) -> list[str]:
@@ -324,8 +326,8 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
 
 
 def _positions(arms: Sequence[Arm]) -> Table:
-    columns = [Column("arm", ("arm",), False), Column("from token", ("start",)), Column("to token", ("end",))]
-    columns.append(Column(f"minus {aggregate.versus(arms)} [95% CI]", DIFFERENCE))
+    columns = make_columns("!arm | from token = start | to token = end")
+    columns.append(interval_column(f"minus {aggregate.versus(arms)}"))
     table = Table("loss-by-position", "Loss by position in the document, in nats per target", columns)
     found = [(arm, *one) for arm in arms for one in aggregate.difference_by_position(arm, arms) if one[-1].seeds > 1]
     for arm, start, end, one in found:
@@ -355,28 +357,26 @@ def evaluation_tables(records: Sequence[Record]) -> list[Table]:
         one = record["config"]["evaluation"]
         options = "".join(f", {key}={value}" for key, value in sorted((one.get("options") or {}).items()))
         asked.setdefault(one["name"] + options, []).append(record)
-    names = [heading.partition(",")[0] for heading in asked]
-    stems = [f"{n}-{names[: i + 1].count(n)}" if names.count(n) > 1 else n for i, n in enumerate(names)]
     tables = []
-    for stem, (heading, some) in zip(stems, asked.items()):
+    for heading, some in asked.items():
         models = [
             Arm(str(name), (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
             for name, runs in aggregate.frame(some, "evaluation").groupby("arm", sort=False)
         ]
         first = next((m for scheme in aggregate.BASELINES for m in models if m.name == scheme), models[0])
-        main, *others = main_first(list(first.runs.select_dtypes(float)))
-        paired = {arm: aggregate.item_difference(arm, first, main) for arm in models if arm is not first}
+        models.sort(key=lambda model: model is not first)
+        metrics = main_first(list(first.runs.select_dtypes(float)))
+        paired = {arm: aggregate.item_difference(arm, first, metrics[0]) for arm in models if arm is not first}
         columns = [(Column("runs", ("runs",)), lambda arm: number(len(arm.runs), "d"))]
-        columns += [metric_column(metric, []) for metric in (main, *others)]
+        columns += [metric_column(metric, []) for metric in metrics]
         notes = []
         if any(paired.values()):
-            minus = Column(f"minus {first.name} [95% CI]", DIFFERENCE)
             cells = {arm: difference_cell(one and one._replace(seeds=one.groups)) for arm, one in paired.items()}
+            minus = interval_column(f"minus {first.name}")
             columns.append((minus, lambda arm, cells=cells: cells.get(arm) or difference_cell(None)))  # type: ignore[misc]
             notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
-        rows = [first, *(model for model in models if model is not first)]
-        name = "evaluation" if len(asked) == 1 else f"evaluation-{stem}"
-        tables.append(arms_table(name, f"Evaluation: {heading}", rows, columns, *notes))
+        name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", heading)) * (len(asked) > 1)
+        tables.append(arms_table(name, f"Evaluation: {heading}", models, columns, *notes))
     return tables
 
 

@@ -54,20 +54,19 @@ class RunMetrics(SavedCallback):
     """
 
     WARMUP_STEPS = 3
+    COUNTS = {"real_tokens": "num_tokens", "slots": "num_slots", "targets": "num_targets", "documents_behind": "num_behind",
+              "tokens_behind": "tokens_behind"}  # fmt: skip
     SAVED = ("totals", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
 
     def __init__(self, log_every: int) -> None:
-        self.log_every = log_every
-        counts = ("steps", "real_tokens", "slots", "targets", "documents_behind", "tokens_behind", "seconds")
-        self.totals: dict[str, float] = dict.fromkeys(counts, 0)
+        self.log_every, self.steps_here, self._clock = log_every, 0, 0.0
+        self.totals: dict[str, float] = dict.fromkeys(("steps", "seconds", *self.COUNTS), 0)
         self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
         self.train, self.validation, self.by_position = (list[dict[str, float]]() for _ in range(3))
         self.started_from: int | None = None
         self.peak_memory: int | None = None
         self.diverged: int | None = None
-        self.steps_here = 0
         self._unchecked_losses: list[Tensor] = []
-        self._clock = 0.0
 
     @property
     def state_key(self) -> str:
@@ -78,7 +77,7 @@ class RunMetrics(SavedCallback):
         """Exclude the time spent inside."""
         self._count()
         yield
-        self._clock = time.perf_counter()
+        self.on_train_start()
 
     def _count(self, wait: bool = True, **amounts: float) -> None:
         """Add amounts and the seconds since the last call; ``wait`` for the GPU first."""
@@ -95,7 +94,7 @@ class RunMetrics(SavedCallback):
         totals = {name: self.totals[name] for name in ("real_tokens", "seconds")}
         return {"step": self.totals["steps"], **totals, "loss": float(loss)}
 
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:
         self._clock = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: StepBatch, _: int) -> None:
@@ -103,19 +102,12 @@ class RunMetrics(SavedCallback):
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
         self.steps_here += 1
         # Between logged steps nothing waits for the GPU.
-        self._count(
-            logged or self.steps_here <= self.WARMUP_STEPS,
-            steps=1,
-            real_tokens=batch.num_tokens,
-            slots=batch.num_slots,
-            targets=batch.num_targets,
-            documents_behind=batch.num_behind,
-            tokens_behind=batch.tokens_behind,
-        )
+        amounts = {name: getattr(batch, of) for name, of in self.COUNTS.items()}
+        self._count(logged or self.steps_here <= self.WARMUP_STEPS, steps=1, **amounts)
         self._unchecked_losses.append(outputs["loss"])
         if logged:
-            before = self.train[-1] if self.train else {"real_tokens": 0, "seconds": 0.0}
-            self.train.append(point := self._point(outputs["loss"]))
+            self.train.append(self._point(outputs["loss"]))
+            before, point = [{"real_tokens": 0, "seconds": 0.0}, *self.train][-2:]
             tokens, seconds = (point[name] - before[name] for name in ("real_tokens", "seconds"))
             module.log("train/real_tokens_per_second", tokens / seconds, on_step=True, on_epoch=False)
             self.check_finite(trainer, module)
@@ -148,7 +140,7 @@ class RunMetrics(SavedCallback):
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(module.device)
-        self._clock = time.perf_counter()
+        self.on_train_start()
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
@@ -208,13 +200,11 @@ class Checkpoint(LightningCheckpoint):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step % self.validate_every != 0:
-            self._save_if_due(trainer, module)
+            self.on_validation_end(trainer, module)
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
-        if trainer.state.fn == "fit":
-            self._save_if_due(trainer, module)
-
-    def _save_if_due(self, trainer: Trainer, module: Any) -> None:
+        if trainer.state.fn != "fit":
+            return
         step = trainer.global_step
         signum = self._signum or int(self.stop(self.metrics))
         if trainer.world_size > 1:  # agreeing waits for all ranks
@@ -258,17 +248,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint that loads, None without any. Raises ConfigError if none loads."""
-    refused = None
+    error = None
     for path in reversed(checkpoints(folder)):
         try:
             read_checkpoint(path)
             return path
-        except ConfigError as error:
-            refused = error
+        except ConfigError as refused:
+            error = refused
             logger.warning("%s; the run resumes from an older one", error)
-    if refused is not None:
-        raise ConfigError(f"runs_dir: no checkpoint loads: {refused} to train from the beginning")
-    return None
+    if error is None:
+        return None
+    raise ConfigError(f"runs_dir: no checkpoint loads: {error} to train from the beginning")
 
 
 class Average(SavedCallback):

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -198,25 +199,27 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     tried = {config.name: trials(sweep.tune, config) for config in runs}
     trial_runs = [run for arm in tried.values() for point in arm for run in point]
     check_writable(sweep.output, "output")
+    start: Any
     if sweep.launcher == "slurm":
         launch.check_slurm()
+        start = partial(launch.run_as_jobs, slurm=sweep.slurm, jobs=sweep.jobs, output=sweep.output)
     else:
         for config in [*runs, *arms]:
             check_accelerator(config)
+        start = partial(launch.run_here, progress=progress)
+        if sweep.jobs != 1 or sweep.deadline is not None:
+            on_gpu = any(config.trainer.accelerator in ON_GPU for config in runs)
+            deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
+            start = partial(launch.run_in_slots, slots=launch.device_slots(sweep.jobs, on_gpu), deadline=deadline)
     _check_corpora([*trial_runs, *runs], progress)
-    on_gpu = any(config.trainer.accelerator in ON_GPU for config in runs)
-    in_slots = sweep.launcher == "local" and (sweep.jobs != 1 or sweep.deadline is not None)
-    slots = launch.device_slots(sweep.jobs, on_gpu) if in_slots else []
-    deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
-    outcomes: list[Outcome] = []
+    states: Counter[str] = Counter()
 
     def report(config: Config, outcome: Outcome | None, place: str = "") -> None:
-        outcomes.extend([outcome] if outcome else [])
         state, why = outcome or ("begins", "")
+        states[state] += 1
         if progress:
-            print(
-                f"{config.name}, seed {config.seed}: {state}{place and f' on {place}'}{why and f': {why}'}", flush=True
-            )
+            on = place and f" on {place}"
+            print(f"{config.name}, seed {config.seed}: {state}{on}{why and f': {why}'}", flush=True)
 
     def train(wanted: list[Config]) -> None:
         """Train the runs without a record, last those that start from others' weights."""
@@ -228,33 +231,31 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
                 waves[(os.path.realpath(folder), arm) in names].append(run)
             else:
                 report(run, Outcome("done", "before"))
-        for wave in waves:
-            if wave and sweep.launcher == "slurm":
-                launch.run_as_jobs(wave, sweep.slurm, sweep.jobs, sweep.output, report)
-            elif wave and in_slots:
-                launch.run_in_slots(wave, slots, report, deadline)
-            else:
-                launch.run_here(wave, report, progress)
+        for wave in filter(None, waves):
+            start(wave, report=report)
 
-    try:
-        _measure_throughput(sweep, arms, progress)
-        _write_sweep(sweep, configs)
-        train(trial_runs)
-        final = []
-        for config in runs:
-            try:
-                final.append(tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config)
-            except Unfinished as error:
-                report(config, Outcome("failed", str(error)))
-        train([config for config in final if config is not None])
-    finally:
-        _write_sweep(sweep, configs)
-    states, total = Counter(outcome.state for outcome in outcomes), len(trial_runs) + len(runs)
-    done, failed, locked = (states[name] for name in ("done", "failed", "locked"))
+    _measure_throughput(sweep, arms, progress)
+    if sweep.train:
+        tune, seeds = sweep.tune, {c.name: [one.seed for one in configs if one.name == c.name] for c in configs}
+        more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
+        if tune.grid:
+            more["tuned"] = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds}
+        if sweep.table != TableConfig():
+            more["table"] = asdict(sweep.table)
+        write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)
+    train(trial_runs)
+    final = []
+    for config in runs:
+        try:
+            final.append(tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config)
+        except Unfinished as error:
+            report(config, Outcome("failed", str(error)))
+    train([config for config in final if config is not None])
+    done, failed, total = states["done"], states["failed"], len(trial_runs) + len(runs)
     if failed:
         raise Unfinished(f"{failed} of {total} runs failed, {done} are done; the same command tries again")
     if done < total:
-        elsewhere = f", other processes train {locked}" if locked else ""
+        elsewhere = f", other processes train {states['locked']}" if states["locked"] else ""
         raise Unfinished(f"{done} of {total} runs are done{elsewhere}; the same command resumes", status=3)
     return Path(sweep.output)
 
@@ -276,12 +277,3 @@ def _measure_throughput(sweep: SweepConfig, arms: list[Config], progress: bool) 
     if sweep.throughput_rounds and not timed.issuperset(map(run_id, arms)):
         for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
             append_record(Path(sweep.output) / "records.jsonl", record)
-
-
-def _write_sweep(sweep: SweepConfig, configs: list[Config]) -> None:
-    if sweep.train and has_records(sweep.output):
-        tune, arms = sweep.tune, {c.name: [other.seed for other in configs if other.name == c.name] for c in configs}
-        tuned = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds} if tune.grid else None
-        table = asdict(sweep.table) if sweep.table != TableConfig() else None
-        rule = {"margin": sweep.margin, "primary": sweep.primary}
-        write_sweep(sweep.output, str(sweep.name), arms, sweep.baseline, tuned=tuned, table=table, **rule)

@@ -99,8 +99,8 @@ def test_each_evaluation_of_models_has_a_table():
     (section,) = build_sections(records, figures=False)
     assert {made.name: (made.title, made.rows[0][2].text) for made in section.tables} == {
         "evaluation-perplexity": ("Evaluation: perplexity", "1.5000"),
-        "evaluation-positions-1": ("Evaluation: positions, window=64", "2.0000"),
-        "evaluation-positions-2": ("Evaluation: positions, window=128", "3.0000"),
+        "evaluation-positions-window-64": ("Evaluation: positions, window=64", "2.0000"),
+        "evaluation-positions-window-128": ("Evaluation: positions, window=128", "3.0000"),
     }
     gains = evaluation("long_context", {}, gain_16=0.1, gain_2=0.2, documents=3.0, gain_4=0.3)
     (made,) = build_sections([gains], figures=False)[0].tables
