@@ -389,7 +389,7 @@ def help_of(command: str, prog: str) -> Iterator[str]:
     """Yield a command's usage, and its keys by section."""
     function, usage, schema = COMMANDS[command]
     yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
-    config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
+    config: Any = schema and registry(schema)()
     for prefix, section in sorted(sections_of(config), key=lambda one: one[0]) if config else ():
         yield ""
         for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:

@@ -24,13 +24,9 @@ SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit di
 FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
 KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_seconds".split()
 
-# Losses are nats per target, of documents alone; val_loss_start of their first 32 tokens. The spread is the interquartile range.
-_SPEED = ("real_tokens_per_second", "slots_per_second", "padding_fraction")
-_TRAINED = ("steps", "real_tokens", "targets", "train_seconds", "parameters", "peak_memory_bytes")
-METRICS: dict[str, tuple[str, ...]] = {
-    "training": (*_TRAINED, "val_loss", "val_loss_start", "val_loss_as_trained", *_SPEED),
-    "throughput": ("rounds", "seconds_per_step_median", "seconds_per_step_spread", *_SPEED),
-}
+# Of training. Losses are nats per target, of documents alone; val_loss_start of their first 32 tokens.
+METRICS = """steps real_tokens targets train_seconds parameters peak_memory_bytes val_loss val_loss_start val_loss_as_trained
+    real_tokens_per_second slots_per_second padding_fraction""".split()
 
 # Keys that came after runs were named: records lack them where they have their defaults.
 LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
@@ -61,8 +57,8 @@ def make_record(
 ) -> dict[str, Any]:
     """Make a run's record, with its provenance."""
     values = (1, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
-    time = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return _plain({**dict(zip(KEYS, values)), "time": time, **provenance()})
+    time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    return _plain(dict(zip(KEYS, values)) | time | provenance())
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
@@ -126,18 +122,18 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
 def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add ``sweep`` to training records: its entry, all seeds, values tried, and arms without a record."""
-    made = {record["arm"] for record in records if record["kind"] == "training"}
-    sweeps: dict[str, dict[str, Any]] = {}
+    trained = [record for record in records if record["kind"] == "training"]
+    made, sweeps = {record["arm"] for record in trained}, dict[str, dict[str, Any]]()
     for entry in entries:
-        tuned, absent = entry["tuned"], [arm for arm in entry["arms"] if arm not in made]
+        tuned, arms = entry["tuned"], entry.pop("arms")
         tried = [dict(zip(tuned["keys"], tuned.get("tried", ())))] if tuned else []
-        for arm, seeds in entry["arms"].items():
+        for arm, seeds in arms.items():
             before = sweeps.get(arm, {"seeds": [], "tried": []})
-            merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried, "absent": absent}
-            sweeps[arm] = {key: value for key, value in entry.items() if key != "arms"} | merged
-    trained = [record for record in records if record["kind"] == "training" and record["arm"] in sweeps]
+            merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried}
+            sweeps[arm] = entry | merged | {"absent": [arm for arm in arms if arm not in made]}
     for record in trained:
-        record["sweep"] = sweeps[record["arm"]]
+        if record["arm"] in sweeps:
+            record["sweep"] = sweeps[record["arm"]]
     return records
 
 

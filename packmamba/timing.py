@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,14 +67,6 @@ def seconds(call: Callable[[], Any], device: torch.device | str = "cpu") -> floa
     begun = now(device)
     call()
     return now(device) - begun
-
-
-def other_programs() -> float:
-    """Return the processor seconds of other programs so far; 0 without /proc/stat."""
-    if not (stat := Path("/proc/stat")).is_file():
-        return 0.0
-    ticks = sum(int(n) for i, n in enumerate(stat.read_text().split()[1:9]) if i not in (3, 4))  # 3 and 4: idle
-    return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 class PeakMemory:

@@ -23,7 +23,7 @@ SCHEMES = {
 
 
 def training(arm, seed=0, loss=2.0, corpus="corpus-a", config=None, time=TIME, **metrics):
-    values = dict.fromkeys(METRICS["training"]) | {
+    values = dict.fromkeys(METRICS) | {
         "steps": 10,
         "real_tokens": 1000,
         "val_loss": loss,

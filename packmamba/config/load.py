@@ -174,8 +174,7 @@ def _check_rules(config: Config) -> None:
             need(data.streams % data.step_rows == 0, "data.streams", f"a multiple of a step's {data.step_rows} rows")
             alike = data.step_rows % (data.batch_rows * devices) == 0
             need(alike, "data.max_tokens_per_batch", f"equal batches of a step's {data.step_rows} rows")
-    precision, sharded, on_cpu = trainer.precision, trainer.strategy == "fsdp2", trainer.accelerator == "cpu"
-    need(not on_cpu or precision != "16-mixed", "trainer.precision", "bf16-mixed or 32-true on a CPU")
+    precision, sharded = trainer.precision, trainer.strategy == "fsdp2"
     need(not sharded or boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={trainer.boundary}")
     need(not sharded or trainer.average_snapshots == 1, "trainer.average_snapshots", "1 with trainer.strategy=fsdp2")
     need(not sharded or precision in ("32-true", "bf16-mixed"), "trainer.precision", "32-true or bf16-mixed with fsdp2")

@@ -21,6 +21,7 @@ Record = Mapping[str, Any]
 SCHEMES = "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry".split()
 BASELINES = ("padded", "single", "packed-reset")  # by preference
 OPEN_END = 2**31 - 1  # of a range of positions
+SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
 # Keys in which the runs of one arm may differ.
 NOT_SETTINGS = (
     *("name", "experiment", "output", "seed", "runs_dir", "run", "evaluations", "data.cache_dir", "data.num_workers"),
@@ -136,12 +137,11 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     return _in_order(arms)
 
 
-def timed_arms(records: Iterable[Record]) -> list[Arm]:
+def timed_arms(records: Sequence[Record]) -> list[Arm]:
     """Return all arms with timed steps, the latest timing first; only arms of one ``timing`` were timed together.
 
     ``speedup``: real tokens per second over those of the baseline timed with the arm, else of single.
     """
-    records = list(records)
     runs, trained = frame(records, "throughput"), training_arms(records)
     if runs.empty:
         return []
@@ -160,14 +160,13 @@ def timed_arms(records: Iterable[Record]) -> list[Arm]:
 
 def arms_with_speeds(records: Sequence[Record]) -> list[Arm]:
     """Return all trained arms, with the speed of the latest of the timings that hold most of them."""
-    arms, timed = training_arms(records), timed_arms(records)
-    held = Counter(one.timing for one in timed if any(one.name == arm.name for arm in arms))
-    timing = max(held, key=held.__getitem__, default=None)
-    names = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
-    timed, found = [one for one in timed if one.timing == timing], []
+    arms, timed, found = training_arms(records), timed_arms(records), []
+    names = {arm.name for arm in arms}
+    timing = next(iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,))[0]
+    timed = [one for one in timed if one.timing == timing]
     for arm in arms:
         its = [t for t in timed if t.name == arm.name and all(t.says(key) == value for key, value in arm.variant)]
-        speeds = dict(its[0].runs.iloc[0][names]) if its else {"speedup": math.nan, "timing": None}
+        speeds = dict(its[0].runs.iloc[0][SPEEDS]) if its else {"speedup": math.nan, "timing": None}
         if baseline_of(arm, arms).name not in [one.name for one in timed]:
             speeds["speedup"] = math.nan
         found.append(replace(arm, runs=arm.runs.assign(**speeds)))
@@ -262,16 +261,14 @@ def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
             others = [one for one in arms if one.title == second and one.setting == arm.setting]
             if arm.title == first and (others or not second):
                 pairs[arm, others[0] if others else baseline_of(arm, arms)] = True
-    apart = {pair: primary for pair, primary in pairs.items() if pair[0] is not pair[1]}
-    made = {pair: one for pair in apart if (one := estimate(*pair, metric))}
-    adjusted = holm({str(i): one.p for i, (pair, one) in enumerate(made.items()) if apart[pair]})
-    found = []
-    for i, ((arm, other), one) in enumerate(made.items()):
-        p, same = adjusted.get(str(i), math.nan), _same_documents(arm, other)
-        margin = arm.sweep.get("margin") if same else None
-        ruling = verdict(one, margin, adjusted.get(str(i)))
-        found.append(Contrast(arm, other, one, apart[arm, other], same, p, ruling))
-    return found
+    found = {pair: one for pair in pairs if pair[0] is not pair[1] and (one := estimate(*pair, metric))}
+    adjusted = holm({pair: one.p for pair, one in found.items() if pairs[pair]})
+    made = []
+    for (arm, other), one in found.items():
+        p, same = adjusted.get((arm, other)), _same_documents(arm, other)
+        ruling = verdict(one, arm.sweep.get("margin") if same else None, p)
+        made.append(Contrast(arm, other, one, pairs[arm, other], same, math.nan if p is None else p, ruling))
+    return made
 
 
 def _same_documents(arm: Arm, other: Arm) -> bool:

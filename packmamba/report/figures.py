@@ -20,7 +20,7 @@ from matplotlib.figure import Figure as Canvas
 
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
-from packmamba.report.tables import decided, evaluations_of, title
+from packmamba.report.tables import decided, title
 
 INK, MUTED = "#24292f", "#5c6370"
 _DASHED = (0, (4, 1.5))
@@ -128,19 +128,10 @@ def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
 
 
 def training_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw learning curves, differences, speed, loss by position and evaluations during training."""
+    """Draw learning curves, differences, speed and loss by position."""
     arms = aggregate.arms_with_speeds(records)
-    drawn = [*_learning_curves(arms), *_differences(arms, "val_loss", "differences", "validation loss, nats")]
-    drawn += [*_speed_bars([arm for arm in arms if arm.timing]), *_loss_by_position(arms)]
-    for name, (main, *_) in evaluations_of(arms).items():
-        metric, what = f"{name}.{main}", f"{name}, {title(main)}"
-        drawn += _differences(arms, metric, f"differences-{name}", what)
-        curves = {arm: points for arm in arms if metric in (points := arm.points("evaluations"))}
-        lines = {arm: over_seeds(points, metric, "step") for arm, points in curves.items()}
-        settings = {"title": f"{name} during the training", "xlabel": "steps", "ylabel": title(main)}
-        caption = f"{what}, during the training. Bands: range of seeds."
-        drawn += line_figure(f"evaluations-{name}", caption, arms, [(settings, lines)])
-    return drawn
+    timed = [arm for arm in arms if arm.timing]
+    return [*_learning_curves(arms), *_differences(arms), *_speed_bars(timed), *_loss_by_position(arms)]
 
 
 def throughput_figures(records: Sequence[Record]) -> list[Figure]:
@@ -165,7 +156,9 @@ def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
     return line_figure("learning-curves", caption, arms, panels)
 
 
-def _differences(arms: Sequence[Arm], metric: str, name: str, what: str) -> list[Figure]:
+def _differences(arms: Sequence[Arm]) -> list[Figure]:
+    """Draw paired differences in the metric of verdicts."""
+    metric = decided(arms)
     pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, arms, metric)) and one.seeds > 1}
     if not pairs:
         return []
@@ -176,13 +169,13 @@ def _differences(arms: Sequence[Arm], metric: str, name: str, what: str) -> list
         ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(one.mean, y, xerr=[[one.mean - one.low], [one.high - one.mean]], fmt="D", color=color, capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
-    margin = next((arm.sweep.get("margin") for arm in pairs if metric == decided(arms)), None)
-    if margin is not None:
+    if (margin := next(iter(pairs)).sweep.get("margin")) is not None:
         ax.axvspan(-margin, margin, color=MUTED, alpha=0.12, linewidth=0)
     names = [f"{arm.label} - {aggregate.baseline_of(arm, arms).title}" for arm in pairs]
     name_bars(ax, [f"{name} (n = {one.seeds})" for name, one in zip(names, pairs.values())])
-    ax.set(title="Paired differences", xlabel=what)
-    return [finish(fig, name, f"Paired differences in {what}: each seed (dots), mean and 95 % confidence interval.")]
+    ax.set(title="Paired differences", xlabel=title(metric))
+    caption = f"Paired differences in {title(metric)}: each seed (dots), mean and 95 % confidence interval."
+    return [finish(fig, "differences", caption)]
 
 
 def _speed_bars(bars: Sequence[Arm]) -> list[Figure]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
+Key = TypeVar("Key")
 DRAWS = 10_000
 FEWEST_GROUPS = 15  # with fewer, of unequal size, the delta method's intervals are too narrow
 
@@ -150,7 +151,7 @@ def seeds_for(pilot: Any, weights: Any, margin: float, wanted: float = 0.8) -> i
     return few if few <= 100 else None
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
     """Adjust p values for their number (Holm 1979); NaN counts among them."""
     order = sorted(p_values, key=lambda name: (math.isnan(p_values[name]), p_values[name]))
     adjusted, worst = {}, 0.0

@@ -67,11 +67,11 @@ def measure_throughput(configs: list[Config], rounds: int, output: str, progress
                 for turn in range(WARM_UP + rounds):  # each shape's graph is captured before anything is timed
                     arm.step(turn + 1)
 
-        run, others, begun = uuid.uuid4().hex, timing.other_programs(), time.perf_counter()
+        run, begun = uuid.uuid4().hex, time.perf_counter()
         calls = {name: lambda turn, arm=arm: arm.step(turn + 1) for name, arm in arms.items()}
         bar = "interleaved steps" if progress else None
         samples = timing.take_turns(calls, rounds, warm_up=WARM_UP, gate=gate, bar=bar)
-        wall_seconds, others = time.perf_counter() - begun, timing.other_programs() - others
+        wall_seconds = time.perf_counter() - begun
         for name, arm in arms.items():
             seconds, tokens, slots = zip(*samples[name])
             metrics = {
@@ -81,7 +81,6 @@ def measure_throughput(configs: list[Config], rounds: int, output: str, progress
                 "slots_per_second": timing.median(map(operator.truediv, slots, seconds)),
                 "padding_fraction": 1 - sum(tokens) / sum(slots),
                 "rounds": rounds,
-                "cores_of_others": max(0.0, others) / wall_seconds,
                 "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
             }
             identity = name_of(output), name, recorded_config(arm.config) | {"run": run}, arm.config.seed

@@ -107,18 +107,10 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     check_run(config)
     check_accelerator(config)
     path, folder, options = run_id.record_path(config), run_id.run_folder(config), config.trainer
-    data, saved = PackedDataModule.from_config(config, progress=progress), folder / "checkpoints"
-    if (done := run_id.find_record(config)) is not None:
-        if done["corpus_hash"] != data.corpora.corpus_hash:
-            raise ConfigError(f"data: the documents have changed; remove {path} and {folder}")
-        if progress:
-            print(f"already done, nothing is trained: {folder}")
-        return done
     records.check_writable(folder, "runs_dir")
     records.check_writable(path.parent, "output")
+    data, saved = PackedDataModule.from_config(config, progress=progress), folder / "checkpoints"
     reached = max(map(callbacks.step_of, callbacks.checkpoints(saved)), default=0)
-    if reached > options.max_steps:
-        raise ConfigError(f"trainer.max_steps: expected at least {reached}, as {folder} has, got {options.max_steps}")
     lock, metrics = run_id.RunLock(folder), RunMetrics(options.log_every)
 
     def stops(metrics: RunMetrics) -> bool:
@@ -130,8 +122,16 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     checkpoint = callbacks.Checkpoint(saved, config, metrics, stops)
     trainer = make_trainer(config, folder, [metrics, average, evaluations, checkpoint], progress, reached)
     with lock if trainer.is_global_zero else nullcontext():
-        if (done := run_id.find_record(config)) is not None:  # by another process meanwhile
+        if (done := run_id.find_record(config)) is not None:
+            if done["corpus_hash"] != data.corpora.corpus_hash:
+                raise ConfigError(f"data: the documents have changed; remove {path} and {folder}")
+            if progress:
+                print(f"already done, nothing is trained: {folder}")
             return done
+        if reached > options.max_steps:
+            raise ConfigError(
+                f"trainer.max_steps: expected at least {reached}, as {folder} has, got {options.max_steps}"
+            )
         lightning.seed_everything(config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(config, data.vocab_size)
         check_run(config, len(module.model.lm_head.weight))

@@ -116,11 +116,11 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
             raise ConfigError(f"trainer.num_nodes: expected 1 in a sweep, got {config.trainer.num_nodes}")
         if config.trainer.devices > 1 and sweep.launcher == "local" and sweep.jobs != 1:
             raise ConfigError(f"jobs: expected 1 with trainer.devices={config.trainer.devices}, got {sweep.jobs}")
-    numbers, evaluations = METRICS["training"], tuple(f"{name}." for name in configs[0].evaluations)
+    evaluations = tuple(f"{name}." for name in configs[0].evaluations)
     for where, names in {"table.metrics": sweep.table.metrics, "tune.metric": [sweep.tune.metric]}.items():
         for name in names:
-            if name not in (*numbers, "val_loss_last_weights") and not name.startswith(evaluations):
-                raise ConfigError(f"{where}: expected one of {', '.join((*numbers, *evaluations))}, got '{name}'")
+            if name not in (*METRICS, "val_loss_last_weights") and not name.startswith(evaluations):
+                raise ConfigError(f"{where}: expected one of {', '.join((*METRICS, *evaluations))}, got '{name}'")
     return sweep, configs
 
 

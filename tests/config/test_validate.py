@@ -59,7 +59,6 @@ def test_valid(overrides):
         ("evaluations=[mqar] evaluation_options.passkey.length=3", "'evaluation_options.passkey'"),
         ("evaluations=[mqar] evaluation_options.mqar=3", "evaluation_options: expected keys and values"),
         ("trainer.evaluate_every=3", "trainer.evaluate_every: expected null without evaluations"),
-        ("trainer.accelerator=cpu trainer.precision=16-mixed", "trainer.precision: .*on a CPU"),
         ("trainer.strategy=fsdp2 trainer.average_snapshots=2", "trainer.average_snapshots: expected 1"),
         ("trainer.cuda_graphs=true trainer.devices=2", "trainer.cuda_graphs: expected false, unless on one GPU"),
         ("ops.backend=gpu", "ops.backend: expected one of auto"),

@@ -40,11 +40,3 @@ def test_nothing_drawn_is_cut_and_no_panel_is_empty(drawn):
             assert box.x0 >= 0 and box.x1 <= fig.bbox.width
         assert all(ax.lines or ax.patches for ax in fig.axes)
     assert len(drawn["loss-by-position"][0].axes) == 1, "nothing is compared"
-
-
-def test_evaluations_against_steps(drawn):
-    record = training("padded", **{"parity.accuracy": 0.5})
-    record["curves"]["evaluations"] = [{"step": 5, "parity.accuracy": 0.4}, {"step": 10, "parity.accuracy": 0.5}]
-    training_figures([record])
-    (line,) = drawn["evaluations-parity"][0].axes[0].lines
-    assert list(line.get_xdata()) == [5, 10] and list(line.get_ydata()) == [0.4, 0.5]
