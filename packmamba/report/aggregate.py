@@ -8,7 +8,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,16 +64,17 @@ def parts_of(name: str) -> tuple[str, str]:
     return title, "".join(point)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Arm:
     """The runs of one arm under one configuration: rows of ``frame`` by seed, of a repeated run the latest.
 
-    ``variant``: configuration keys, with values, in which records of arms of one name differ.
+    ``variant``: configuration keys, with values, in which records of arms of one name differ. ``baseline``: of trained arms.
     """
 
     name: str
     variant: tuple[tuple[str, Any], ...]
     runs: pd.DataFrame
+    baseline: Arm = field(init=False, repr=False)
 
     def __getitem__(self, metric: str) -> pd.Series:
         """Return a metric by seed; NaN where missing."""
@@ -134,7 +135,10 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     for (name, _), group in runs.groupby(["arm", runs["variant"].map(repr)]):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
         arms.append(Arm(name, group["variant"].iloc[0], latest))
-    return _in_order(arms)
+    arms = _in_order(arms)
+    for arm in arms:
+        arm.baseline = _baseline(arm, arms)
+    return arms
 
 
 def timed_arms(records: Sequence[Record]) -> list[Arm]:
@@ -150,7 +154,7 @@ def timed_arms(records: Sequence[Record]) -> list[Arm]:
     arms = [Arm(name, (("run", run),), group.tail(1).set_index("seed")) for (name, run), group in groups]
     ended, timed = runs.groupby("timing")["time"].max(), []
     for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
-        names = {baseline_of(one, trained).name for one in trained if one.name == arm.name}
+        names = {one.baseline.name for one in trained if one.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
         base = [peer for peer in peers if peer.name in names] or [peer for peer in peers if peer.scheme == "single"]
         rate = base[0]["real_tokens_per_second"].iloc[0] if base else math.nan
@@ -160,17 +164,17 @@ def timed_arms(records: Sequence[Record]) -> list[Arm]:
 
 def arms_with_speeds(records: Sequence[Record]) -> list[Arm]:
     """Return all trained arms, with the speed of the latest of the timings that hold most of them."""
-    arms, timed, found = training_arms(records), timed_arms(records), []
+    arms, timed = training_arms(records), timed_arms(records)
     names = {arm.name for arm in arms}
     timing = next(iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,))[0]
     timed = [one for one in timed if one.timing == timing]
     for arm in arms:
         its = [t for t in timed if t.name == arm.name and all(t.says(key) == value for key, value in arm.variant)]
         speeds = dict(its[0].runs.iloc[0][SPEEDS]) if its else {"speedup": math.nan, "timing": None}
-        if baseline_of(arm, arms).name not in [one.name for one in timed]:
+        if arm.baseline.name not in [one.name for one in timed]:
             speeds["speedup"] = math.nan
-        found.append(replace(arm, runs=arm.runs.assign(**speeds)))
-    return found
+        arm.runs = arm.runs.assign(**speeds)
+    return arms
 
 
 def _in_order(arms: Sequence[Arm]) -> list[Arm]:
@@ -204,7 +208,7 @@ def seeds_of(arm: Arm, arms: Sequence[Arm], metric: str = "val_loss") -> Seeds:
     return Seeds(finite, diverged, len(expected) - finite - diverged)
 
 
-def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
+def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm:
     """Return the arm to compare with: the sweep's ``baseline``, else by scheme."""
     named = arm.sweep.get("baseline") or ""
     peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
@@ -214,14 +218,8 @@ def baseline_of(arm: Arm, arms: Sequence[Arm]) -> Arm:
 
 def versus(arms: Sequence[Arm]) -> str:
     """Return the titles of the arms' baselines."""
-    baselines = {baseline_of(arm, arms) for arm in arms}
+    baselines = {arm.baseline for arm in arms}
     return " or ".join(sorted({one.label if one.sweep.get("apart") else one.title for one in baselines}))
-
-
-def difference(arm: Arm, arms: Sequence[Arm], metric: str) -> Estimate | None:
-    """Return ``estimate`` of the arm and its baseline; None of the baseline."""
-    baseline = baseline_of(arm, arms)
-    return None if baseline is arm else estimate(arm, baseline, metric)
 
 
 def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
@@ -230,10 +228,11 @@ def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
     return (sums, weights) if len(sums) > 1 and metric.endswith(".loss") else (arm[metric] - other[metric], None)
 
 
-def estimate(arm: Arm, other: Arm, metric: str) -> Estimate | None:
-    """Return one arm's metric minus another's, paired by seed, over groups of documents too where there are any."""
+def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | None:
+    """Return an arm's metric minus that of its baseline, or of another arm, paired by seed; None of an arm and itself."""
+    other = other or arm.baseline
     values, weights = paired(arm, other, metric)
-    return interval(values) if weights is None else bootstrap(values, weights)
+    return None if other is arm else interval(values) if weights is None else bootstrap(values, weights)
 
 
 class Contrast(NamedTuple):
@@ -254,14 +253,14 @@ class Contrast(NamedTuple):
 
 def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
     """Return each arm minus its baseline, and the primary contrasts ``arm - other`` of sweeps."""
-    pairs = {(arm, baseline_of(arm, arms)): False for arm in arms}
+    pairs = {(arm, arm.baseline): False for arm in arms}
     for arm in arms:
         for name in arm.sweep.get("primary", ()):
             first, _, second = name.partition(" - ")
             others = [one for one in arms if one.title == second and one.setting == arm.setting]
             if arm.title == first and (others or not second):
-                pairs[arm, others[0] if others else baseline_of(arm, arms)] = True
-    found = {pair: one for pair in pairs if pair[0] is not pair[1] and (one := estimate(*pair, metric))}
+                pairs[arm, others[0] if others else arm.baseline] = True
+    found = {(arm, other): one for arm, other in pairs if (one := difference(arm, metric, other))}
     adjusted = holm({pair: one.p for pair, one in found.items() if pairs[pair]})
     made = []
     for (arm, other), one in found.items():
@@ -280,15 +279,14 @@ def _same_documents(arm: Arm, other: Arm) -> bool:
     return all(arm.says(key) == other.says(key) for key in keys - free)
 
 
-def difference_by_position(arm: Arm, arms: Sequence[Arm]) -> list[tuple[int, int, Estimate]]:
+def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
     """Return for each range of positions [start, end) the arm's loss minus its baseline's."""
-    baseline = baseline_of(arm, arms)
-    sides = [side.points("loss_by_position") for side in (arm, baseline)]
-    if baseline is arm or any(points.empty for points in sides):
+    sides = [side.points("loss_by_position") for side in (arm, arm.baseline)]
+    if arm.baseline is arm or any(points.empty for points in sides):
         return []
     ours, theirs = (points.set_index(["start", "end", "seed"])["loss"].astype(float) for points in sides)
-    paired = (ours - theirs).dropna().groupby(level=["start", "end"])
-    return [(start, end, one) for (start, end), values in paired if (one := interval(values))]
+    by_place = (ours - theirs).dropna().groupby(level=["start", "end"])
+    return [(start, end, one) for (start, end), values in by_place if (one := interval(values))]
 
 
 def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:

@@ -159,19 +159,19 @@ def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
 def _differences(arms: Sequence[Arm]) -> list[Figure]:
     """Draw paired differences in the metric of verdicts."""
     metric = decided(arms)
-    pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, arms, metric)) and one.seeds > 1}
+    pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, metric)) and one.seeds > 1}
     if not pairs:
         return []
     fig, (ax,) = axes(1, height=1.4 + 0.45 * len(pairs))
     for y, (arm, one) in enumerate(pairs.items()):
         color = style_in(arm, arms)["color"]
-        dots = (arm[metric] - aggregate.baseline_of(arm, arms)[metric]).dropna()
+        dots = (arm[metric] - arm.baseline[metric]).dropna()
         ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(one.mean, y, xerr=[[one.mean - one.low], [one.high - one.mean]], fmt="D", color=color, capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
     if (margin := next(iter(pairs)).sweep.get("margin")) is not None:
         ax.axvspan(-margin, margin, color=MUTED, alpha=0.12, linewidth=0)
-    names = [f"{arm.label} - {aggregate.baseline_of(arm, arms).title}" for arm in pairs]
+    names = [f"{arm.label} - {arm.baseline.title}" for arm in pairs]
     name_bars(ax, [f"{name} (n = {one.seeds})" for name, one in zip(names, pairs.values())])
     ax.set(title="Paired differences", xlabel=title(metric))
     caption = f"Paired differences in {title(metric)}: each seed (dots), mean and 95 % confidence interval."
@@ -203,7 +203,7 @@ def _loss_by_position(arms: Sequence[Arm]) -> list[Figure]:
         if len(points := arm.points("loss_by_position")):
             line = over_seeds(points, "loss", ["start", "end"])
             losses[arm] = line.set_axis([_middle(*place) for place in line.index])
-        if found := aggregate.difference_by_position(arm, arms):
+        if found := aggregate.difference_by_position(arm):
             differences[arm] = pd.DataFrame([one for *_, one in found], [_middle(*place) for *place, _ in found])
     panels = [
         (axis | {"title": "Validation loss by position", "ylabel": "loss (nats)"}, losses),

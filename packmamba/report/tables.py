@@ -190,7 +190,7 @@ def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColu
 
 def difference_column(metric: str, arms: Sequence[Arm], heading: str = "", *names: str) -> ArmColumn:
     column = interval_column(heading or f"minus {aggregate.versus(arms)}", *names)
-    return column, lambda arm: difference_cell(aggregate.difference(arm, arms, metric))
+    return column, lambda arm: difference_cell(aggregate.difference(arm, metric))
 
 
 def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
@@ -237,14 +237,14 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     found = aggregate.contrasts(arms, metrics[0])
     ruled = any(arm.sweep.get("margin") or arm.sweep.get("primary") for arm in arms)
     if ruled:
-        says = {one.arm: one.verdict for one in found if one.other is aggregate.baseline_of(one.arm, arms)}
+        says = {one.arm: one.verdict for one in found if one.other is one.arm.baseline}
         columns.append(text_column("!verdict", lambda arm: says.get(arm, "-")))
     columns += [metric_column(metric, arms) for metric in further]
     whole = arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))
     both = ("val_loss", "val_loss_start")
-    columns = [text_column("!minus = baseline", lambda arm: aggregate.baseline_of(arm, arms).label)]
+    columns = [text_column("!minus = baseline", lambda arm: arm.baseline.label)]
     columns += [difference_column(metric, arms, title(metric), metric) for metric in both]
-    pairs = {arm: [one for metric in both if (one := aggregate.difference(arm, arms, metric))] for arm in arms}
+    pairs = {arm: [one for metric in both if (one := aggregate.difference(arm, metric))] for arm in arms}
     differing = [arm for arm in arms if any(one.seeds > 1 for one in pairs[arm])]
     note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
     heading = "Paired differences over seeds, in nats per target"
@@ -256,7 +256,7 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
         if asked:
             first, *others = (metric_column(metric, asked, f"{name}.") for metric in own)
             columns = [seeds_column(asked, main), first, difference_column(main, asked), *others]
-            groups = {one.groups for arm in asked if (one := aggregate.difference(arm, arms, main))} - {1}
+            groups = {one.groups for arm in asked if (one := aggregate.difference(arm, main))} - {1}
             notes = [f"Intervals are over seeds and {max(groups)} groups of documents."] if groups else []
             tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", asked, columns, *notes))
     return [table for table in tables if table.rows]
@@ -295,7 +295,7 @@ def sentence(records: Sequence[Record]) -> str:
     arms, parts = aggregate.arms_with_speeds(records), []
     metric = decided(arms)
     for one in aggregate.contrasts(arms, metric):
-        beside = one.other is aggregate.baseline_of(one.arm, arms)
+        beside = one.other is one.arm.baseline
         if not (beside or one.primary) or pd.isna(one.found.mean):
             continue
         name, speed = (one.arm.label, one.arm["speedup"].mean()) if beside else (one.name, math.nan)
@@ -329,7 +329,7 @@ def _positions(arms: Sequence[Arm]) -> Table:
     columns = make_columns("!arm | from token = start | to token = end")
     columns.append(interval_column(f"minus {aggregate.versus(arms)}"))
     table = Table("loss-by-position", "Loss by position in the document, in nats per target", columns)
-    found = [(arm, *one) for arm in arms for one in aggregate.difference_by_position(arm, arms) if one[-1].seeds > 1]
+    found = [(arm, *one) for arm in arms for one in aggregate.difference_by_position(arm) if one[-1].seeds > 1]
     for arm, start, end, one in found:
         last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
         table.rows.append([word(arm.label), number(start, ",.0f"), last, difference_cell(one)])
