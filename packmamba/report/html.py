@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
@@ -142,30 +141,13 @@ def render(sections: Sequence[Section], opening: Table | None = None) -> str:
     records = [record for section in sections for record in section.records]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    configs = [flatten(record["config"]) for record in records]
     return environment.get_template("page.html").render(
         title=f"PackMamba: {Path(records[0]['experiment']).name}",
         sections=sections,
         opening=opening,
         base64=base64.b64encode,
         density=DPI / 96,
-        provenance=_values([_provenance(record) for record in records]),
-        configuration=_values([flatten(record["config"]) for record in records]),
-        count=len(records),
+        records=records,
+        keys={key: [one[key] for one in configs if key in one] for key in dict.fromkeys(itertools.chain(*configs))},
     )
-
-
-def _values(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Collect the values of each key."""
-    keys = dict.fromkeys(key for record in records for key in record)
-    return {key: sorted({json.dumps(r[key]).strip('"') for r in records if key in r}) for key in keys}
-
-
-def _provenance(record: Record) -> dict[str, Any]:
-    hardware, versions = record["hardware"], record["versions"]
-    return {
-        **{name: record[name] for name in ("arm", "seed", "corpus_hash")},
-        "hardware": ", ".join([*(hardware.get("gpus") or []), f"{hardware.get('cpu')}, {hardware.get('cores')} cores"]),
-        "commit": f"{record['commit'] or 'unknown'}{' with uncommitted changes' * bool(record['dirty'])}",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        "recorded": record["time"][:10],
-    }

@@ -63,9 +63,7 @@ class SweepConfig:
     tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
     launcher: str = key("local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm"))
-    slurm: dict[str, Any] = key(
-        {}, "Parameters of jobs, of submitit's SlurmExecutor: partition, time (minutes), mem, ..."
-    )
+    slurm: dict[str, Any] = key({}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ...")
     deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
 
     def problems(self) -> Iterator[str]:
@@ -82,17 +80,30 @@ class SweepConfig:
             yield "tune: expected both grid and seeds, or neither"
         if both := set(self.tune.seeds).intersection(self.grid.get("seed", [0])):
             yield f"tune.seeds: expected none of grid.seed, got {both.pop()}"
-        others: dict[str, Any] = {f"arms.{arm}": keys for arm, keys in self.arms.items()}
         for where, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
             for name, values in grid.items():
                 if not values or len(values) != len(set(map(str, values))):
                     yield f"{where}.{name}: expected at least one value and none twice, got {values}"
-                for other in [other for other, keys in others.items() if _overlaps(name, flatten(keys))]:
-                    yield f"{where}.{name}: expected a key that {other} does not set"
-            others["grid"] = self.grid
 
 
-def _overlaps(name: str, keys: Iterable[str]) -> list[str]:
+def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
+    """Refuse a key of a grid that gets values elsewhere too, and an override of a key in which the arms differ."""
+    arms = {f"arms.{arm}": flatten(keys) for arm, keys in sweep.arms.items()}
+    others = arms | overrides
+    for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
+        for name, (other, keys) in itertools.product(grid, others.items()):
+            if _overlapping(name, keys):
+                raise ConfigError(
+                    f"{where}.{name}: expected a key that {other} does not set; give {where}.{name}=[...]"
+                )
+        others["grid"] = sweep.grid
+    for origin, name in [(origin, name) for origin, keys in overrides.items() for name in keys]:
+        values = [[keys[one] for one in _overlapping(name, keys)] for keys in arms.values()]
+        if all(values) and any(value != values[0] for value in values):
+            raise ConfigError(f"{origin}: expected a key in which arms do not differ; set arms.<name>.{name}")
+
+
+def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
     """Return the keys that setting one changes, or that change it."""
     return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
 
@@ -107,8 +118,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     sweep.name = sweep.name or Path(path).stem
     base = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
     last = [(parse_override(override), f"'{override}'") for override in overrides if override not in own]
-    for layer, origin in last:
-        _check_override(sweep, flatten(OmegaConf.to_container(layer)), origin)
+    _check_places(sweep, {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last})
     configs = [resolve(Config, copy.deepcopy([*base, (_layer(keys), str(path)), *last])) for keys in _runs(sweep)]
     for config in {repr(replace(config, seed=0)): config for config in configs}.values():
         check_run(config)
@@ -122,17 +132,6 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
             if name not in (*METRICS, "val_loss_last_weights") and not name.startswith(evaluations):
                 raise ConfigError(f"{where}: expected one of {', '.join((*METRICS, *evaluations))}, got '{name}'")
     return sweep, configs
-
-
-def _check_override(sweep: SweepConfig, given: Iterable[str], origin: str) -> None:
-    """Refuse keys that the grid or the arms give different values."""
-    for name in given:
-        for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
-            for varied in _overlaps(name, grid):
-                raise ConfigError(f"{origin}: expected {where}.{varied}=[...], where this sweep has its values")
-        values = [[arm[one] for one in _overlaps(name, arm)] for arm in map(flatten, sweep.arms.values())]
-        if all(values) and any(value != values[0] for value in values):
-            raise ConfigError(f"{origin}: expected a key in which arms do not differ; set arms.<name>.{name}")
 
 
 def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Test ``trainer.deterministic`` on a CPU: the same bits for any number of cores and loader workers."""
 
-import pytest
 import torch
 
 from packmamba.training.fit import fit
@@ -12,22 +11,15 @@ KEYS = ["data.source=synthetic", "data.path=null", "data.num_documents=60", "dat
         "trainer.max_steps=2", "trainer.leakcheck_every=null", "trainer.deterministic=true"]  # fmt: skip
 
 
-@pytest.fixture
-def cores():
-    """Sets how many threads PyTorch would take on a machine of so many cores."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def test_cores_and_workers_change_no_bit(tmp_path, cores):
-    found = []
+def test_cores_and_workers_change_no_bit(tmp_path):
+    found, before = [], torch.get_num_threads()
     for count, workers in ((1, 0), (4, 0), (3, 2)):
-        cores(count)
+        torch.set_num_threads(count)
         config = tiny_config(tmp_path, *KEYS, f"data.num_workers={workers}", f"runs_dir={tmp_path}/{count}")
         record = fit(config, progress=False)
         assert torch.get_num_threads() == count, "what PyTorch would take is left as it was"
         found.append((losses_of(record), final_state(config)["state_dict"]))
+    torch.set_num_threads(before)
     (losses, weights), *others = found
     for other, state in others:
         assert other == losses

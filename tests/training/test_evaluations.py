@@ -7,17 +7,14 @@ import csv
 import pytest
 import torch
 
-import run
 from packmamba import MambaLM
 from packmamba.data.tokenizer import load_tokenizer
 from packmamba.evaluation.registry import evaluate
-from packmamba.records import read_records
 from packmamba.training.callbacks import Stopped, evaluation_context
 from packmamba.training.fit import fit
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder
-from processes import fork_ranks, statuses
-from runs import CARRY, final_state, losses_of, tiny_config, write_config
+from runs import CARRY, final_state, losses_of, tiny_config
 
 ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=5", "evaluation_options.parity.length=6"]
 EVERY = [*ASKED, "trainer.evaluate_every=2"]
@@ -65,18 +62,6 @@ def test_points_are_the_model_s_and_a_stopped_run_has_the_same(tmp_path):
         expected |= {f"{name}.{metric}": value for metric, value in found.items()}
     assert own(record, 4) == expected
     assert fit(stopped, progress=False)["curves"]["evaluations"] == record["curves"]["evaluations"]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_several_ranks_have_the_curve_of_one(tmp_path, strategy):
-    keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", *EVERY, "trainer.max_steps=4"]
-    alone = fit(tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone"), progress=False)
-    both = tiny_config(tmp_path, *keys, "trainer.devices=2", f"trainer.strategy={strategy}")
-    path, output = write_config(tmp_path / "both.yaml", both), tmp_path / "output.txt"
-    assert statuses(*fork_ranks(2, run.main, ["train", str(path)], output=output)) == [0, 0], output.read_text()
-    (record,) = read_records(run_folder(both))
-    for step in (2, 4):
-        assert own(record, step) == pytest.approx(own(alone, step), rel=1e-4)
 
 
 def test_a_run_whose_evaluation_failed_only_evaluates(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import lightning
 import pytest
 import torch
 
-import packmamba.training.fit as fit_module
 from packmamba import MambaLM
 from packmamba.config import ConfigError
 from packmamba.data.datamodule import PackedDataModule
@@ -67,20 +66,6 @@ def test_a_run_that_cannot_be_is_refused_by_its_key(tmp_path, monkeypatch, key, 
     monkeypatch.setitem(BACKENDS, "missing", Backend(packages=("not_there",)))
     with pytest.raises(ConfigError, match=key):
         fit(tiny_config(tmp_path, *f"{key}={value}".replace("} ", "}|").split("|")), progress=False)
-
-
-def test_a_run_of_another_process_is_refused_or_taken_as_done(tmp_path, monkeypatch):
-    config = tiny_config(tmp_path, "trainer.max_steps=1")
-    make = fit_module.make_trainer
-
-    def make_while_another_finishes(*arguments):
-        monkeypatch.setattr(fit_module, "make_trainer", make)
-        fit(config, progress=False)
-        return make(*arguments)
-
-    monkeypatch.setattr(fit_module, "make_trainer", make_while_another_finishes)
-    record = fit(config, progress=False)
-    assert read_records(run_folder(config)) == [record]
 
 
 def test_speed_leaves_out_the_first_steps_and_validation_and_checkpoints(tmp_path, monkeypatch):

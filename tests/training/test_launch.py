@@ -129,16 +129,12 @@ def test_a_run_on_several_devices_in_a_worker(tmp_path, capsys):
 
 
 def test_runs_as_jobs_of_submitit(tmp_path, monkeypatch, capsys):
+    sweep, configs = load_sweep(write_sweep(tmp_path, grid={}), ["launcher=slurm", "jobs=auto", "slurm.time=9"])
+    with pytest.raises(ConfigError, match="launcher: .*sbatch"):
+        run_sweep(sweep, configs)
     monkeypatch.setattr(launch, "CLUSTER", "debug")
-    sweep, configs = load_sweep(write_sweep(tmp_path, grid={}), ["launcher=slurm", "jobs=auto"])
     run_sweep(sweep, configs)
     assert {record["arm"] for record in read_records(sweep.output)} == {"padded", "packed"}
     assert "packed, seed 0: done on job" in capsys.readouterr().out
     again = pickle.loads(pickle.dumps(Job())).checkpoint(configs[0])  # of a job that is requeued
     assert isinstance(again.function, Job) and again.args == (configs[0],) and again.function(*again.args)[0] == "done"
-
-
-def test_slurm_that_is_not_there_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="launcher: .*sbatch"):
-        run_sweep(*load_sweep(write_sweep(tmp_path), ["launcher=slurm"]))

@@ -98,9 +98,9 @@ def test_a_wrong_sweep_is_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("seed=5", "'seed=5': expected grid.seed="),
-        ("model={d_state: 8}", "expected grid.model.d_state="),
-        ("optimizer.lr=1", "expected tune.grid.optimizer.lr="),
+        ("seed=5", "grid.seed: expected a key that 'seed=5' does not set"),
+        ("model={d_state: 8}", "grid.model.d_state: expected"),
+        ("optimizer.lr=1", "tune.grid.optimizer.lr: expected"),
         ("data.strategy=single", "expected a key in which arms do not differ"),
     ],
 )
