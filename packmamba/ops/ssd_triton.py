@@ -2,8 +2,10 @@
 """Mamba-2's scan on a GPU, in Triton. Chunks are anchored at document starts, so masks are only tails.
 
 Forward: a program walks one head of one document, its state in registers. Backward: the same walk writes the states at chunks'
-starts, its mirror image their gradients at chunks' ends; then a program takes a chunk and some heads of a group, and sums their
-dB and dC. No atomics: sums over chunks and heads have one order. Shapes: K chunks of Q tokens, H heads, P channels, N states.
+starts; its mirror image dx and the gradients of the states at chunks' ends; then a program takes a chunk and some heads of a
+group, and computes pairs of tokens and their share of dB and dC. Step sizes come first, their gradients last.
+No atomics: sums over chunks and heads have one order.
+Shapes: K chunks of Q tokens, H heads, P channels, N states.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from packmamba.ops import cuda
 from packmamba.ops.custom_op import dense
 
 CHUNK = 64
-HEADS = 8
+HEADS = 16
 """Heads of a group that one program of the backward sums, at most."""
-WALK, X, BC = ({"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 2), (4, 1), (8, 2)))
+WALK, BACK, CHUNKS = ({"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 2), (4, 2), (8, 3)))
 
 
 class Plan(NamedTuple):
@@ -68,8 +70,8 @@ def _plan(layout: Any, offsets: Tensor | None, slots: int) -> Plan:
 
 
 @triton.jit
-def _step(delta, bias, low, high, inside, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr):
-    """Return step sizes, zero outside, and their slope over delta."""
+def _step(delta, bias, low, high, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr):
+    """Return step sizes and their slope over delta."""
     v = delta + bias
     slope = tl.full(v.shape, 1.0, tl.float32)
     if SOFTPLUS:
@@ -78,7 +80,63 @@ def _step(delta, bias, low, high, inside, SOFTPLUS: tl.constexpr, LIMIT: tl.cons
     if LIMIT:
         slope = tl.where((v >= low) & (v <= high), slope, 0.0)
         v = tl.minimum(tl.maximum(v, low), high)
-    return tl.where(inside, v, 0.0), tl.where(inside, slope, 0.0)
+    return v, slope
+
+
+@triton.jit
+def _of_chunk(delta, bias, A, start, length, L, H, low, high, d_b, d_l,
+    Q: tl.constexpr, HEADS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return heads, tokens inside, places in (H, slots), A, step sizes and slopes: (Q, HEADS)."""
+    q, h = tl.arange(0, Q), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    of_h = h < H
+    inside = (q < length)[:, None] & of_h[None, :]
+    row = start // L
+    t = start - row * L + q
+    b0 = tl.load(bias + h, of_h, 0.0)[None, :] if BIAS else 0.0
+    step = tl.load(delta + row * d_b + t[:, None] * d_l + h[None, :], inside, 0.0).to(tl.float32)
+    step, slope = _step(step, b0, low, high, SOFTPLUS, LIMIT)
+    return q, h, of_h, inside, tl.load(A + h, of_h, 0.0), tl.where(inside, step, 0.0), tl.where(inside, slope, 0.0)
+
+
+@triton.jit
+def _steps(
+    delta, A, bias, steps, totals, chunk_start, chunk_length, L, H, slots, low, high, d_b, d_l,
+    Q: tl.constexpr, HEADS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Write step sizes, and sums of step * A from a chunk's start to each token: (H, slots)."""
+    start, length = tl.load(chunk_start + tl.program_id(0)).to(tl.int64), tl.load(chunk_length + tl.program_id(0))
+    q, h, _, inside, a, step, _ = _of_chunk(
+        delta, bias, A, start, length, L, H, low, high, d_b, d_l, Q, HEADS, SOFTPLUS, LIMIT, BIAS
+    )
+    place = h.to(tl.int64)[None, :] * slots + start + q[:, None]
+    tl.store(steps + place, step, inside)
+    tl.store(totals + place, tl.cumsum(step * a[None, :], 0), inside)
+
+
+@triton.jit
+def _steps_back(
+    delta, A, bias, steps, totals, passes, of_x, added, through, ddelta, partial_A, partial_bias,
+    chunk_start, chunk_length, L, H, slots, low, high, d_b, d_l,
+    Q: tl.constexpr, HEADS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Compute ddelta, and a chunk's shares of the gradients of A and the bias."""
+    k = tl.program_id(0).to(tl.int64)
+    start, length = tl.load(chunk_start + k).to(tl.int64), tl.load(chunk_length + k)
+    q, h, of_h, inside, a, step, slope = _of_chunk(
+        delta, bias, A, start, length, L, H, low, high, d_b, d_l, Q, HEADS, SOFTPLUS, LIMIT, BIAS
+    )
+    place = h.to(tl.int64)[None, :] * slots + start + q[:, None]
+    # Gradients of step * A: pairs of earlier and later tokens and the state at the start as tokens from here on see it, what
+    # earlier tokens add to the state at the end, and the one in the other.
+    before = tl.load(added + place, inside, 0.0) * step
+    dlog = tl.cumsum(tl.load(passes + place, inside, 0.0), 0, reverse=True) + tl.cumsum(before, 0) - before
+    dlog = tl.where(inside, dlog + tl.load(through + k * H + h, of_h & (length > 0), 0.0)[None, :], 0.0)
+    grad = (tl.load(of_x + place, inside, 0.0) + tl.load(added + place, inside, 0.0) + dlog * a[None, :]) * slope
+    tl.store(ddelta + (start + q)[:, None] * H + h[None, :], grad.to(ddelta.dtype.element_ty), inside)
+    tl.store(partial_A + k * H + h, tl.sum(dlog * step, 0), of_h)
+    if BIAS:
+        tl.store(partial_bias + k * H + h, tl.sum(grad, 0), of_h)
 
 
 @triton.jit
@@ -95,66 +153,6 @@ def _dot_of_gated(dy, x, GATE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _walk(
-    x, delta, A, B, C, D, z, bias, initial, y, final, states,
-    documents,
-    L, H, low, high,
-    x_b, x_l, x_h, d_b, d_l, B_b, B_l, B_g, C_b, C_l, C_g, z_b, z_l, z_h,
-    P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
-    SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUT: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Walk one head of one document; OUT: write y, else the states at chunks' starts. SHARED: heads of a group."""
-    h, own_row = tl.program_id(0) % H, documents + 6 * (tl.program_id(0) // H)
-    document, k0, n = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
-    begin, end, grid = tl.load(own_row + 3), tl.load(own_row + 4), tl.load(own_row + 5)
-    row = begin.to(tl.int64) // L
-    slot0 = row * L
-    q, p, s = tl.arange(0, Q), tl.arange(0, PB), tl.arange(0, NB)
-    of_p, of_s = p < P, s < N
-    a = tl.load(A + h)
-    b0 = tl.load(bias + h) if BIAS else 0.0
-    own = (document.to(tl.int64) * H + h) * P * N + p[:, None] * N + s[None, :]
-    both = of_p[:, None] & of_s[None, :]
-    state = tl.zeros((PB, NB), tl.float32)
-    if INITIAL:
-        state = tl.load(initial + own, both, 0.0)
-    for i in range(n):
-        k = k0 + i
-        start = tl.maximum(begin, grid + i * Q)
-        inside = start + q < tl.minimum(end, grid + i * Q + Q)
-        t = (start - slot0).to(tl.int64) + q
-        in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
-        xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
-        Bk = tl.load(B + row * B_b + t[:, None] * B_l + h // SHARED * B_g + s[None, :], in_s, 0.0)
-        step = tl.load(delta + row * d_b + t * d_l + h, inside, 0.0).to(tl.float32)
-        step, _ = _step(step, b0, low, high, inside, SOFTPLUS, LIMIT)
-        total = tl.cumsum(step * a, 0)
-        whole = tl.sum(step * a, 0)
-        if OUT:
-            Ck = tl.load(C + row * C_b + t[:, None] * C_l + h // SHARED * C_g + s[None, :], in_s, 0.0)
-            scores = _dot(Ck, tl.trans(Bk), DTYPE) * step[None, :]
-            scores = tl.where(q[:, None] >= q[None, :], scores * tl.exp(total[:, None] - total[None, :]), 0.0)
-            out = _dot(scores, xk, DTYPE) + _dot(Ck, tl.trans(state), DTYPE) * tl.exp(total)[:, None]
-            if SKIP == 1:
-                out += tl.load(D + h) * xk.to(tl.float32)
-            if SKIP == 2:
-                out += tl.load(D + h * P + p, of_p, 0.0)[None, :] * xk.to(tl.float32)
-            if GATE:
-                zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], in_p, 0.0).to(tl.float32)
-                out = out * zk / (1 + tl.exp(-zk))
-            place = (start + q).to(tl.int64)[:, None] * H * P + h * P + p[None, :]
-            tl.store(y + place, out.to(DTYPE), in_p)
-        else:
-            place = (k.to(tl.int64) * H + h) * P * N + p[:, None] * N + s[None, :]
-            tl.store(states + place, state.to(DTYPE), both)
-        kept = xk.to(tl.float32) * (step * tl.exp(whole - total))[:, None]
-        state = state * tl.exp(whole) + _dot(tl.trans(kept), Bk, DTYPE)
-    if FINAL:
-        tl.store(final + own, state, both)
-
-
-@triton.jit
 def _gated(dy, z, row, t, h, p, mask, place, z_b, z_l, z_h, GATE: tl.constexpr):
     """Return the gradient before the gate, and what dz is of the ungated output."""
     dyk = tl.load(dy + place, mask, 0.0).to(tl.float32)
@@ -168,16 +166,36 @@ def _gated(dy, z, row, t, h, p, mask, place, z_b, z_l, z_h, GATE: tl.constexpr):
 
 
 @triton.jit
-def _walk_back(
-    dy, delta, A, C, z, bias, dfinal, dinitial, dstates,
+def _skip(D, h, p, of_p, P: tl.constexpr, PB: tl.constexpr, SKIP: tl.constexpr):
+    skip = tl.zeros((PB,), tl.float32)
+    if SKIP == 1:
+        skip += tl.load(D + h)
+    if SKIP == 2:
+        skip += tl.load(D + h * P + p, of_p, 0.0)
+    return skip
+
+
+@triton.jit
+def _decay(steps, totals, at, inside, length, Q: tl.constexpr):
+    """Return a chunk's step sizes, zero outside, their sums times A, and the last of these."""
+    q = tl.arange(0, Q)
+    whole = tl.load(totals + at + length - 1)
+    return tl.load(steps + at + q, inside, 0.0), tl.load(totals + at + q, inside, whole), whole
+
+
+@triton.jit
+def _walk(
+    x, B, C, D, z, initial, y, final, states, dy, dz, passes, steps, totals,
     documents,
-    L, H, low, high,
-    d_b, d_l, C_b, C_l, C_g, z_b, z_l, z_h,
+    L, H, slots,
+    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, z_b, z_l, z_h,
     P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
-    SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, DTYPE: tl.constexpr,
+    SKIP: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Walk one head of one document backwards; write the gradients of the states at chunks' ends."""
+    """Walk one head of one document; OUT: write y, else the states at chunks' starts, what they do to dy, and dz.
+
+    SHARED: heads of a group.
+    """
     h, own_row = tl.program_id(0) % H, documents + 6 * (tl.program_id(0) // H)
     document, k0, n = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
     begin, end, grid = tl.load(own_row + 3), tl.load(own_row + 4), tl.load(own_row + 5)
@@ -185,120 +203,109 @@ def _walk_back(
     slot0 = row * L
     q, p, s = tl.arange(0, Q), tl.arange(0, PB), tl.arange(0, NB)
     of_p, of_s = p < P, s < N
-    a = tl.load(A + h)
-    b0 = tl.load(bias + h) if BIAS else 0.0
-    own = (document.to(tl.int64) * H + h) * P * N + p[:, None] * N + s[None, :]
-    both = of_p[:, None] & of_s[None, :]
-    state = tl.zeros((PB, NB), tl.float32)
+    skip = _skip(D, h, p, of_p, P, PB, SKIP)
+    own = (document.to(tl.int64) * H + h) * P * N + p[None, :] * N + s[:, None]
+    both = of_s[:, None] & of_p[None, :]
+    state = tl.zeros((NB, PB), tl.float32)
+    if INITIAL:
+        state = tl.load(initial + own, both, 0.0)
+    for i in range(n):
+        start = tl.maximum(begin, grid + i * Q)
+        length = tl.minimum(end, grid + i * Q + Q) - start
+        inside = q < length
+        t = (start - slot0).to(tl.int64) + q
+        in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
+        xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
+        Bk = tl.load(B + row * B_b + t[:, None] * B_l + h // SHARED * B_g + s[None, :], in_s, 0.0)
+        Ck = tl.load(C + row * C_b + t[:, None] * C_l + h // SHARED * C_g + s[None, :], in_s, 0.0)
+        at = h.to(tl.int64) * slots + start
+        step, total, whole = _decay(steps, totals, at, inside, length, Q)
+        xf = xk.to(tl.float32)
+        place = (start + q).to(tl.int64)[:, None] * H * P + h * P + p[None, :]
+        out = _dot(Ck, state, DTYPE) * tl.exp(total)[:, None]
+        if not OUT:
+            dyk, of_z = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
+            tl.store(passes + at + q, tl.sum(out * dyk, 1), inside)
+            kept_at = ((k0 + i).to(tl.int64) * H + h) * N * P + s[:, None] * P + p[None, :]
+            tl.store(states + kept_at, state.to(DTYPE), both)
+        if OUT or GATE:
+            scores = _dot(Ck, tl.trans(Bk), DTYPE) * step[None, :]
+            own_score = tl.sum(tl.where(q[:, None] == q[None, :], scores, 0.0), 1)  # not rounded to x's dtype
+            scores = tl.where(q[:, None] > q[None, :], scores * tl.exp(total[:, None] - total[None, :]), 0.0)
+            out += _dot(scores, xk, DTYPE) + (own_score[:, None] + skip[None, :]) * xf
+            if not OUT:
+                tl.store(dz + place, (of_z * out).to(DTYPE), in_p)
+            else:
+                if GATE:
+                    zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], in_p, 0.0).to(tl.float32)
+                    out = out * zk / (1 + tl.exp(-zk))
+                tl.store(y + place, out.to(DTYPE), in_p)
+        kept = xf * (step * tl.exp(whole - total))[:, None]
+        state = state * tl.exp(whole) + _dot(tl.trans(Bk), kept, DTYPE)
+    if FINAL:
+        tl.store(final + own, state, both)
+
+
+@triton.jit
+def _walk_back(
+    x, dy, B, C, D, z, dfinal, dinitial, states, dstates, dx, added, through, steps, totals,
+    documents,
+    L, H, slots,
+    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, z_b, z_l, z_h,
+    P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
+    SKIP: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Walk one head of one document backwards; write dx and the gradients of the states at chunks' ends."""
+    h, own_row = tl.program_id(0) % H, documents + 6 * (tl.program_id(0) // H)
+    document, k0, n = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
+    begin, end, grid = tl.load(own_row + 3), tl.load(own_row + 4), tl.load(own_row + 5)
+    row = begin.to(tl.int64) // L
+    slot0 = row * L
+    q, p, s = tl.arange(0, Q), tl.arange(0, PB), tl.arange(0, NB)
+    of_p, of_s = p < P, s < N
+    skip = _skip(D, h, p, of_p, P, PB, SKIP)
+    own = (document.to(tl.int64) * H + h) * P * N + p[None, :] * N + s[:, None]
+    both = of_s[:, None] & of_p[None, :]
+    state = tl.zeros((NB, PB), tl.float32)
     if FINAL:
         state = tl.load(dfinal + own, both, 0.0)
     for i in range(n):
-        k = k0 + n - 1 - i
+        k = (k0 + n - 1 - i).to(tl.int64)
         start = tl.maximum(begin, grid + (n - 1 - i) * Q)
-        inside = start + q < tl.minimum(end, grid + (n - i) * Q)
+        length = tl.minimum(end, grid + (n - i) * Q) - start
+        inside = q < length
         t = (start - slot0).to(tl.int64) + q
         in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
-        place = (k.to(tl.int64) * H + h) * P * N + p[:, None] * N + s[None, :]
-        tl.store(dstates + place, state.to(DTYPE), both)
+        kept_at = (k * H + h) * N * P + s[:, None] * P + p[None, :]
+        tl.store(dstates + kept_at, state.to(DTYPE), both)
+        at = h.to(tl.int64) * slots + start
+        step, total, whole = _decay(steps, totals, at, inside, length, Q)
+        Bk = tl.load(B + row * B_b + t[:, None] * B_l + h // SHARED * B_g + s[None, :], in_s, 0.0)
         Ck = tl.load(C + row * C_b + t[:, None] * C_l + h // SHARED * C_g + s[None, :], in_s, 0.0)
         place = (start + q).to(tl.int64)[:, None] * H * P + h * P + p[None, :]
         dyk, _ = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
-        step = tl.load(delta + row * d_b + t * d_l + h, inside, 0.0).to(tl.float32)
-        step, _ = _step(step, b0, low, high, inside, SOFTPLUS, LIMIT)
-        total = tl.cumsum(step * a, 0)
-        state = state * tl.exp(tl.sum(step * a, 0)) + _dot(tl.trans(dyk * tl.exp(total)[:, None]), Ck, DTYPE)
+        scores = _dot(Bk, tl.trans(Ck), DTYPE)
+        scores = tl.where(q[:, None] <= q[None, :], scores * tl.exp(total[None, :] - total[:, None]), 0.0)
+        seen = tl.load(states + kept_at, both, 0.0).to(tl.float32)
+        tl.store(through + k * H + h, tl.sum(tl.sum(seen * state, 1), 0) * tl.exp(whole))
+        of_x = _dot(Bk, state, DTYPE) * tl.exp(whole - total)[:, None]
+        xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
+        tl.store(added + at + q, tl.sum(of_x * xk.to(tl.float32), 1), inside)
+        of_x += _dot(scores, dyk, DTYPE)
+        tl.store(dx + place, (of_x * step[:, None] + skip[None, :] * dyk).to(DTYPE), in_p)
+        state = state * tl.exp(whole) + _dot(tl.trans(Ck), dyk * tl.exp(total)[:, None], DTYPE)
     if INITIAL:
         tl.store(dinitial + own, state, both)
 
 
 @triton.jit
-def _chunk_inputs(
-    dy, x, delta, A, z, bias, k, start, row, t, h, p, inside, in_p, L, H, low, high, x_b, x_l, x_h, d_b, d_l, z_b, z_l, z_h,
-    P: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, Q: tl.constexpr,
-):  # fmt: skip
-    a = tl.load(A + h)
-    b0 = tl.load(bias + h) if BIAS else 0.0
-    step = tl.load(delta + row * d_b + t * d_l + h, inside, 0.0).to(tl.float32)
-    step, slope = _step(step, b0, low, high, inside, SOFTPLUS, LIMIT)
-    place = (start + tl.arange(0, Q))[:, None] * H * P + h * P + p[None, :]
-    xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
-    dyk, of_z = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
-    return a, step, slope, place, xk, dyk, of_z
-
-
-@triton.jit
-def _chunk_x(
-    dy, x, delta, A, B, C, D, z, bias, states, dstates, dx, ddelta, dz, partial_A, partial_D, partial_bias,
-    chunk_start, chunk_length, L, H, low, high,
-    x_b, x_l, x_h, d_b, d_l, B_b, B_l, B_g, C_b, C_l, C_g, z_b, z_l, z_h,
+def _chunk(
+    dy, x, B, C, z, states, dstates, passes, of_x, partial_D, partial_BC, steps, totals, chunk_start, chunk_length, L, H, slots,
+    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, z_b, z_l, z_h,
     P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
-    SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr,
-    BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    SKIP: tl.constexpr, EACH: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Take one chunk and head: gradients of x, delta and z, and shares of those of A, D and the bias."""
-    h, k = tl.program_id(0) % H, tl.program_id(0) // H
-    start, length = tl.load(chunk_start + k).to(tl.int64), tl.load(chunk_length + k)
-    q, p, s = tl.arange(0, Q), tl.arange(0, PB), tl.arange(0, NB)
-    of_p, of_s = p < P, s < N
-    row = start // L
-    t = start - row * L + q
-    inside = q < length
-    in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
-    both = of_p[:, None] & of_s[None, :] & (length > 0)
-    group = h // SHARED
-    Bk = tl.load(B + row * B_b + t[:, None] * B_l + group * B_g + s[None, :], in_s, 0.0)
-    Ck = tl.load(C + row * C_b + t[:, None] * C_l + group * C_g + s[None, :], in_s, 0.0)
-    a, step, slope, place, xk, dyk, of_z = _chunk_inputs(
-        dy, x, delta, A, z, bias, k, start, row, t, h, p, inside, in_p, L, H, low, high,
-        x_b, x_l, x_h, d_b, d_l, z_b, z_l, z_h, P, SOFTPLUS, LIMIT, GATE, BIAS, Q,
-    )  # fmt: skip
-    total = tl.cumsum(step * a, 0)
-    whole = tl.sum(step * a, 0)
-    seen_by, to_end = tl.exp(total), tl.exp(whole - total)
-    at = (k.to(tl.int64) * H + h) * P * N + p[:, None] * N + s[None, :]
-    dstate = tl.load(dstates + at, both, 0.0)
-    state = tl.load(states + at, both, 0.0)
-    later = _dot(Bk, tl.trans(dstate), DTYPE) * to_end[:, None]
-    seen = _dot(Ck, tl.trans(state), DTYPE) * seen_by[:, None]
-    through = tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0) * tl.exp(whole)
-    weighed = _dot(Ck, tl.trans(Bk), DTYPE)
-    weighed = tl.where(q[:, None] >= q[None, :], weighed * tl.exp(total[:, None] - total[None, :]), 0.0)
-    xf = xk.to(tl.float32)
-    skip = tl.zeros((PB,), tl.float32)
-    if SKIP == 1:
-        skip += tl.load(D + h)
-    if SKIP == 2:
-        skip += tl.load(D + h * P + p, of_p, 0.0)
-    if GATE:
-        ungated = _dot(weighed * step[None, :], xk, DTYPE) + seen + skip[None, :] * xf
-        tl.store(dz + place, (of_z * ungated).to(DTYPE), in_p)
-    of_x = _dot(tl.trans(weighed), dyk, DTYPE) + later
-    tl.store(dx + place, (of_x * step[:, None] + skip[None, :] * dyk).to(DTYPE), in_p)
-    # Gradients of step * A: pairs of earlier and later tokens, the state at the start as tokens from here on see it, what
-    # earlier tokens add to the state at the end, and the one in the other.
-    moved = _dot_of_gated(dyk, xk, GATE, DTYPE) * step[None, :] * weighed
-    moved = tl.where(q[:, None] > q[None, :], moved, 0.0)
-    passes = tl.sum(moved, 1) - tl.sum(moved, 0) + tl.sum(seen * dyk, 1)
-    added = tl.sum(later * xf, 1) * step
-    dlog = tl.cumsum(passes, 0, reverse=True) + tl.cumsum(added, 0) - added + through
-    dlog = tl.where(inside, dlog, 0.0)
-    grad = (tl.sum(of_x * xf, 1) + dlog * a) * slope
-    tl.store(ddelta + (start + q) * H + h, grad.to(DTYPE), inside)
-    tl.store(partial_A + k * H + h, tl.sum(dlog * step, 0))
-    if BIAS:
-        tl.store(partial_bias + k * H + h, tl.sum(grad, 0))
-    if SKIP:
-        tl.store(partial_D + (k.to(tl.int64) * H + h) * P + p, tl.sum(dyk * xf, 0), of_p)
-
-
-@triton.jit
-def _chunk_BC(
-    dy, x, delta, A, B, C, z, bias, states, dstates, partial_BC, chunk_start, chunk_length, L, H, slots, low, high,
-    x_b, x_l, x_h, d_b, d_l, B_b, B_l, B_g, C_b, C_l, C_g, z_b, z_l, z_h,
-    P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
-    EACH: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Take one chunk and EACH heads of a group: their share of the gradients of B and C."""
+    """Take one chunk and EACH heads of a group: pairs of its tokens, and their share of the gradients of B and C."""
     some, k = tl.program_id(0) % (H // EACH), tl.program_id(0) // (H // EACH)
     start, length = tl.load(chunk_start + k).to(tl.int64), tl.load(chunk_length + k)
     if length == 0:
@@ -309,28 +316,40 @@ def _chunk_BC(
     t = start - row * L + q
     inside = q < length
     in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
-    both = of_p[:, None] & of_s[None, :]
+    both = of_s[:, None] & of_p[None, :]
     group = some * EACH // SHARED
+    Bk = tl.load(B + row * B_b + t[:, None] * B_l + group * B_g + s[None, :], in_s, 0.0)
+    Ck = tl.load(C + row * C_b + t[:, None] * C_l + group * C_g + s[None, :], in_s, 0.0)
+    scores = _dot(Ck, tl.trans(Bk), DTYPE)
     dB = tl.zeros((Q, NB), tl.float32)
     dC = tl.zeros((Q, NB), tl.float32)
-    sum_scores = tl.zeros((Q, Q), tl.float32)
+    sum_pairs = tl.zeros((Q, Q), tl.float32)
     for i in range(EACH):
         h = some * EACH + i
-        a, step, _, _, xk, dyk, _ = _chunk_inputs(
-            dy, x, delta, A, z, bias, k, start, row, t, h, p, inside, in_p, L, H, low, high,
-            x_b, x_l, x_h, d_b, d_l, z_b, z_l, z_h, P, SOFTPLUS, LIMIT, GATE, BIAS, Q,
-        )  # fmt: skip
-        total = tl.cumsum(step * a, 0)
-        whole = tl.sum(step * a, 0)
-        at = (k.to(tl.int64) * H + h) * P * N + p[:, None] * N + s[None, :]
-        dscores = _dot_of_gated(dyk, xk, GATE, DTYPE) * step[None, :]
-        sum_scores += tl.where(q[:, None] >= q[None, :], dscores * tl.exp(total[:, None] - total[None, :]), 0.0)
-        dC += _dot(dyk * tl.exp(total)[:, None], tl.load(states + at, both, 0.0), DTYPE)
-        dB += _dot(xk.to(tl.float32) * (step * tl.exp(whole - total))[:, None], tl.load(dstates + at, both, 0.0), DTYPE)
-    Bk = tl.load(B + row * B_b + t[:, None] * B_l + group * B_g + s[None, :], in_s, 0.0)
-    dC += _dot(sum_scores, Bk, DTYPE)
-    Ck = tl.load(C + row * C_b + t[:, None] * C_l + group * C_g + s[None, :], in_s, 0.0)
-    dB += _dot(tl.trans(sum_scores), Ck, DTYPE)
+        at = h.to(tl.int64) * slots + start
+        step, total, whole = _decay(steps, totals, at, inside, length, Q)
+        place = (start + q)[:, None] * H * P + h * P + p[None, :]
+        xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
+        dyk, _ = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
+        pairs = _dot_of_gated(dyk, xk, GATE, DTYPE)
+        if SKIP == 1:
+            own_pairs = tl.where(q[:, None] == q[None, :], pairs, 0.0)
+            tl.store(partial_D + k.to(tl.int64) * H + h, tl.sum(tl.sum(own_pairs, 1), 0))
+        if SKIP == 2:
+            tl.store(partial_D + (k.to(tl.int64) * H + h) * P + p, tl.sum(dyk * xk.to(tl.float32), 0), of_p)
+        pairs = tl.where(q[:, None] >= q[None, :], pairs * tl.exp(total[:, None] - total[None, :]), 0.0)
+        sum_pairs += pairs * step[None, :]
+        pairs *= scores
+        tl.store(of_x + at + q, tl.sum(pairs, 0), inside)
+        pairs = tl.where(q[:, None] > q[None, :], pairs * step[None, :], 0.0)
+        moved = tl.load(passes + at + q, inside, 0.0)
+        tl.store(passes + at + q, moved + tl.sum(pairs, 1) - tl.sum(pairs, 0), inside)
+        kept_at = (k.to(tl.int64) * H + h) * N * P + s[:, None] * P + p[None, :]
+        state, dstate = tl.load(states + kept_at, both, 0.0), tl.load(dstates + kept_at, both, 0.0)
+        dC += _dot(dyk * tl.exp(total)[:, None], tl.trans(state), DTYPE)
+        dB += _dot(xk.to(tl.float32) * (step * tl.exp(whole - total))[:, None], tl.trans(dstate), DTYPE)
+    dC += _dot(sum_pairs, Bk, DTYPE)
+    dB += _dot(tl.trans(sum_pairs), Ck, DTYPE)
     groups = H // SHARED
     share = some - group * (SHARED // EACH)
     place = ((share.to(tl.int64) * slots + start + q)[:, None] * groups + group) * 2 * N + s[None, :]
@@ -362,22 +381,35 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: 
 """Dtypes of products' operands and of saved states, by that of the activations: float16 would miss its tolerance."""
 
 
-def _settings(a: Any) -> tuple[dict[str, Any], dict[str, int], tuple]:
-    """Return constants of all kernels, strides by name, and (L, H, low, high)."""
-    (_, length, heads, channels), states = a.x.shape, a.B.shape[3]
-    low, high = (0.0, 0.0) if a.delta_limit is None else a.delta_limit
-    constants = {
-        "P": channels, "N": states, "PB": max(16, triton.next_power_of_2(channels)),
-        "NB": max(16, triton.next_power_of_2(states)), "Q": CHUNK, "SHARED": heads // a.B.shape[2],
-        "SOFTPLUS": a.delta_softplus, "LIMIT": a.delta_limit is not None, "GATE": a.z is not None,
-        "BIAS": a.delta_bias is not None, "DTYPE": TYPES[a.x.dtype],
-    }  # fmt: skip
-    z = a.x if a.z is None else a.z
-    strides = dict(zip(("x_b", "x_l", "x_h"), a.x.stride())) | dict(zip(("d_b", "d_l"), a.delta.stride()))
-    for name, tensor in (("B", a.B), ("C", a.C)):
-        strides |= dict(zip((f"{name}_b", f"{name}_l", f"{name}_g"), tensor.stride()))
-    strides |= dict(zip(("z_b", "z_l", "z_h"), z.stride()))
-    return constants, strides, (length, heads, float(low), float(high))
+class Problem:
+    """What the kernels are launched with."""
+
+    def __init__(self, a: Any) -> None:
+        (rows, length, heads, channels), (groups, states) = a.x.shape, a.B.shape[2:]
+        self.chunks, self.slots = plan(a.layout, a.offsets, rows, length), rows * length
+        low, high = (0.0, 0.0) if a.delta_limit is None else a.delta_limit
+        self.place = (self.chunks.start, self.chunks.length, length, heads, self.slots)
+        self.sizes = self.place[2:]
+        self.limits = (float(low), float(high), a.delta.stride(0), a.delta.stride(1))
+        self.of_steps = {
+            "Q": CHUNK, "HEADS": 16, "SOFTPLUS": a.delta_softplus, "LIMIT": a.delta_limit is not None,
+            "BIAS": a.delta_bias is not None,
+        }  # fmt: skip
+        self.constants = {
+            "P": channels, "N": states, "PB": max(16, triton.next_power_of_2(channels)),
+            "NB": max(16, triton.next_power_of_2(states)), "Q": CHUNK, "SHARED": heads // groups,
+            "GATE": a.z is not None, "DTYPE": TYPES[a.x.dtype],
+        }  # fmt: skip
+        self.skip = 0 if a.D is None else a.D.dim()
+        z = a.x if a.z is None else a.z
+        for name, axes, tensor in (("x", "blh", a.x), ("B", "blg", a.B), ("C", "blg", a.C), ("z", "blh", z)):
+            self.constants |= {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride())}
+        self.by_chunk = (len(self.chunks.start), triton.cdiv(heads, 16))
+        self.by_document = (heads * len(a.layout.starts),)
+        self.steps, self.totals = (a.A.new_empty(heads, self.slots) for _ in range(2))
+        _steps[self.by_chunk](
+            a.delta, a.A, a.delta_bias, self.steps, self.totals, *self.place, *self.limits, **self.of_steps
+        )
 
 
 def _dense(a: Any) -> Any:
@@ -388,64 +420,61 @@ def _dense(a: Any) -> Any:
 def forward(a: Any) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack``."""
     a = _dense(a)
-    rows, length, heads, _ = a.x.shape
-    constants, strides, sizes = _settings(a)
-    y, documents = a.x.new_empty(a.x.shape), len(a.layout.starts)
-    final = a.A.new_zeros(a.state_shape) if a.return_final_state else None
-    if not documents:
+    y, final = a.x.new_empty(a.x.shape), a.A.new_zeros(a.state_shape) if a.return_final_state else None
+    if not len(a.layout.starts):
         return y.zero_(), final
-    chunks = plan(a.layout, a.offsets, rows, length)
-    _walk[(heads * documents,)](
-        a.x, a.delta, a.A, a.B, a.C, a.D, a.z, a.delta_bias, a.initial_state, y, final, None,
-        chunks.documents, *sizes, **strides, **constants,
-        SKIP=0 if a.D is None else a.D.dim(), INITIAL=a.initial_state is not None, FINAL=final is not None, OUT=True, **WALK,
+    of = Problem(a)
+    _walk[of.by_document](
+        a.x, a.B, a.C, a.D, a.z, a.initial_state, y, final, None, None, None, None, of.steps, of.totals, of.chunks.documents,
+        *of.sizes, **of.constants, SKIP=of.skip, INITIAL=a.initial_state is not None, FINAL=final is not None, OUT=True, **WALK,
     )  # fmt: skip
-    zero_padding(chunks, y)
+    zero_padding(of.chunks, y)
     return y, final
 
 
 def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradients of the nine tensors."""
     a = _dense(a)
-    (rows, length, heads, channels), (groups, states) = a.x.shape, a.B.shape[2:]
-    constants, strides, sizes = _settings(a)
-    chunks, documents = plan(a.layout, a.offsets, rows, length), len(a.layout.starts)
+    (groups, states), (heads, channels), of = a.B.shape[2:], a.x.shape[2:], Problem(a)
     dy = a.x.new_zeros(a.x.shape) if dy is None else dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    count, slots = len(chunks.start), rows * length
+    count = len(of.chunks.start)
     wide = a.x.dtype if a.x.dtype == torch.bfloat16 else torch.float32
-    at_starts, at_ends = (a.x.new_empty(count, heads, channels, states, dtype=wide) for _ in range(2))
-    place = (chunks.start, chunks.length)
-    dinitial = None if a.initial_state is None else torch.zeros_like(a.initial_state)
-    initial, skip = a.initial_state is not None, 0 if a.D is None else a.D.dim()
-    _walk[(heads * documents,)](
-        a.x, a.delta, a.A, a.B, a.C, None, None, a.delta_bias, a.initial_state, None, None, at_starts, chunks.documents, *sizes,
-        **strides, **constants, SKIP=0, INITIAL=initial, FINAL=False, OUT=False, **WALK,
+    at_starts, at_ends = (a.x.new_empty(count, heads, states, channels, dtype=wide) for _ in range(2))
+    dx, ddelta, dz = (
+        a.x.new_empty(a.x.shape),
+        a.x.new_empty(a.delta.shape),
+        None if a.z is None else a.x.new_empty(a.x.shape),
+    )
+    initial, dinitial = (
+        a.initial_state is not None,
+        None if a.initial_state is None else torch.zeros_like(a.initial_state),
+    )
+    passes, added, of_x = (torch.empty_like(of.steps) for _ in range(3))
+    through, partial_A, partial_bias = (a.A.new_empty(count, heads) for _ in range(3))
+    partial_D = None if a.D is None else a.A.new_zeros(count, *a.D.shape)
+    _walk[of.by_document](
+        a.x, a.B, a.C, a.D, a.z, a.initial_state, None, None, at_starts, dy, dz, passes, of.steps, of.totals,
+        of.chunks.documents, *of.sizes, **of.constants, SKIP=of.skip, INITIAL=initial, FINAL=False, OUT=False, **WALK,
     )  # fmt: skip
-    _walk_back[(heads * documents,)](
-        dy, a.delta, a.A, a.C, a.z, a.delta_bias, dfinal, dinitial, at_ends, chunks.documents, *sizes,
-        **{name: of for name, of in strides.items() if name[0] in "dCz"}, **constants, INITIAL=initial,
-        FINAL=dfinal is not None, **WALK,
+    _walk_back[of.by_document](
+        a.x, dy, a.B, a.C, a.D, a.z, dfinal, dinitial, at_starts, at_ends, dx, added, through, of.steps, of.totals,
+        of.chunks.documents, *of.sizes, **of.constants, SKIP=of.skip, INITIAL=initial, FINAL=dfinal is not None, **BACK,
     )  # fmt: skip
-    each = next(n for n in range(min(HEADS, heads // groups), 0, -1) if heads // groups % n == 0)
-    dx, ddelta = a.x.new_empty(a.x.shape), a.x.new_empty(a.delta.shape)
-    dz = None if a.z is None else a.x.new_empty(a.x.shape)
-    partial_BC = a.A.new_empty(heads // groups // each, slots, groups, 2, states)
-    partial_A, partial_bias = a.A.new_empty(count, heads), a.A.new_empty(count, heads)
-    partial_D = None if a.D is None else a.A.new_empty(count, heads, channels)
-    _chunk_x[(heads * count,)](
-        dy, a.x, a.delta, a.A, a.B, a.C, a.D, a.z, a.delta_bias, at_starts, at_ends, dx, ddelta, dz, partial_A, partial_D,
-        partial_bias, *place, *sizes, **strides, **constants, SKIP=skip, **X,
-    )  # fmt: skip
-    _chunk_BC[(heads // each * count,)](
-        dy, a.x, a.delta, a.A, a.B, a.C, a.z, a.delta_bias, at_starts, at_ends, partial_BC, *place, *sizes[:2], slots,
-        *sizes[2:], **strides, **constants, EACH=each, **BC,
+    shared = heads // groups
+    each = next(n for n in range(min(HEADS, shared), 0, -1) if shared % n == 0)
+    partial_BC = a.A.new_empty(shared // each, of.slots, groups, 2, states)
+    _chunk[(heads // each * count,)](
+        dy, a.x, a.B, a.C, a.z, at_starts, at_ends, passes, of_x, partial_D, partial_BC, of.steps, of.totals,
+        *of.place, **of.constants, SKIP=of.skip, EACH=each, **CHUNKS,
     )  # fmt: skip
     del at_starts, at_ends
+    _steps_back[of.by_chunk](
+        a.delta, a.A, a.delta_bias, of.steps, of.totals, passes, of_x, added, through, ddelta, partial_A, partial_bias,
+        *of.place, *of.limits, **of.of_steps,
+    )  # fmt: skip
     dB, dC = (part.reshape(a.B.shape).to(a.B.dtype) for part in partial_BC.sum(0).unbind(2))
-    zero_padding(chunks, dx, ddelta, dz, dB := dB.contiguous(), dC := dC.contiguous())
-    dD = None
-    if a.D is not None and partial_D is not None:
-        dD = partial_D.sum(0) if a.D.dim() == 2 else partial_D.sum((0, 2))
+    zero_padding(of.chunks, dx, ddelta, dz, dB := dB.contiguous(), dC := dC.contiguous())
+    dD = None if partial_D is None else partial_D.sum(0)
     dbias = None if a.delta_bias is None else partial_bias.sum(0)
     return dx, ddelta, partial_A.sum(0), dB, dC, dD, dz, dbias, dinitial
