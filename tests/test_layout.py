@@ -64,15 +64,8 @@ def test_flow_merges_each_row(layout):
     assert flow.flow() == flow
 
 
-def test_examples_of_the_interface():
-    layout = SequenceLayout.from_lengths([[4, 9]], row_length=16, offsets=[[128, 0]])
-    assert layout.position_indices[0].tolist() == [*range(128, 132), *range(9), -1, -1, -1]
-    assert layout.continues.tolist() == [True, False]
-    assert SequenceLayout.from_rows(3, 5) == SequenceLayout.from_lengths([[5]] * 3, row_length=5)
-    assert layout != SequenceLayout.from_lengths([[4, 9]], row_length=16)
-
-
 def test_ids_of_any_value_and_order_and_width_and_stride():
+    assert SequenceLayout.from_rows(3, 5) == SequenceLayout.from_lengths([[5]] * 3, row_length=5)
     layout = SequenceLayout.from_seq_idx(torch.tensor([[7, 7, 3, -1], [0, 9, 9, 2]], dtype=torch.int16))
     assert layout.seq_idx.tolist() == [[0, 0, 1, -1], [0, 1, 1, 2]]
     columns = torch.tensor([[0, 0], [1, 1], [2, 0]], dtype=torch.int32).T
@@ -87,25 +80,17 @@ REFUSALS = {
     "overfull row": (from_lengths, ([[2], [3, 2]], 4), ValueError, r"lengths\[1\].*5.*4"),
     "flat lengths": (from_lengths, ([3, 2], 4), TypeError, r"lengths\[0\].*int"),
     "float length": (from_lengths, ([[1.5]], 4), TypeError, r"lengths\[0\]\[0\].*1\.5"),
-    "no rows": (from_lengths, ([], 4), ValueError, "lengths: .*at least one row"),
     "too many slots": (from_lengths, ([[1]] * 3, 2**30), ValueError, r"2\*\*31"),
     "offsets of another shape": (from_lengths, ([[3], [1]], 4, [[0, 0], []]), ValueError, "offsets"),
     "float indices": (from_position_indices, (torch.zeros(1, 2),), TypeError, "position_indices.*float"),
     "a list": (from_seq_idx, ([[0, 0]],), TypeError, "seq_idx: expected an integer tensor.*list"),
-    "one dimension": (from_position_indices, (INTS([0, 1]),), ValueError, r"\(B, L\).*\(2,\)"),
     "jump": (from_position_indices, (INTS([[0, 2]]),), ValueError, r"position_indices\[0, 1\].*got 2"),
     "continuation inside a row": (from_position_indices, (INTS([[0, 1, 7]]),), ValueError, r"indices\[0, 2\].*got 7"),
     "padding inside a row": (from_position_indices, (INTS([[0, 1], [-1, 0]]),), ValueError, r"\[1, 1\].*tail"),
     "below -1": (from_seq_idx, (INTS([[0, -2]]),), ValueError, r"seq_idx\[0, 1\].*-2"),
     "id returns": (from_seq_idx, (INTS([[0, 0, 0], [4, 5, 4]]),), ValueError, r"seq_idx\[1\].*id 4"),
     "cu starts above 0": (from_cu_seqlens, (INTS([1, 4]), 1, 4), ValueError, "from 0"),
-    "cu stops short": (from_cu_seqlens, (INTS([0, 3]), 1, 4), ValueError, "4.*0 to 3"),
-    "cu leaves a padded tail": (
-        from_cu_seqlens,
-        (INTS([0, 3]), 1, 4),
-        ValueError,
-        "from_lengths, or by -1 in from_seq_idx",
-    ),
+    "cu stops short": (from_cu_seqlens, (INTS([0, 3]), 1, 4), ValueError, "4.*0 to 3; .* from_lengths"),
     "cu stands still": (from_cu_seqlens, (INTS([0, 2, 2, 4]), 1, 4), ValueError, r"strictly.*\[2, 2\]"),
     "cu crosses rows": (from_cu_seqlens, (INTS([0, 3, 8]), 2, 4), ValueError, "none at 4"),
 }

@@ -72,13 +72,7 @@ def test_a_changed_corpus_is_refused_where_a_run_resumes(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["single", "padded", "greedy", "concat_split"])
 def test_every_answer_of_a_task_is_a_target_once(tmp_path, strategy):
-    keys = [
-        "data.source=task",
-        "data.path=null",
-        "data.task=mqar",
-        "data.num_documents=60",
-        "data.tokens_per_step=100000",
-    ]
+    keys = "data.source=task data.path=null data.task=mqar data.num_documents=60 data.tokens_per_step=100000".split()
     keys += ["data.task_options={num_pairs: 4, length: [20, 40], vocab_size: 64}", f"data.strategy={strategy}"]
     data = module(tmp_path, *keys)
     step, corpus = data.steps[0], data.corpora.train

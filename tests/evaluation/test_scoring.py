@@ -89,8 +89,6 @@ def test_a_shared_context_is_computed_once(model, monkeypatch):
     [
         ([([1], [])], {}, r"requests\[0\]: continuation"),
         ([([1], [2]), ([], [2])], {}, r"requests\[1\]: context"),
-        ([([-1], [5])], {}, r"requests\[0\]: context"),
-        ([([1], [2], [3])], {}, r"requests\[0\]: expected a pair"),
         ([([1], [2])], {"max_slots": 0}, "max_slots"),
         ([([], [2])], {"begin_token": 50}, "begin_token"),
     ],

@@ -82,14 +82,8 @@ def test_examples_of_bytes_in_a_tokenizer_s_tokens(name):
 
 
 def ask(model, boundary, **data):
-    context = EvalContext(
-        DataConfig(**{"strategy": "greedy", "row_length": 40} | data),
-        None,
-        examples=30,
-        max_slots=256,
-        options={"length": [2, 15]},
-        trainer=TrainerConfig(boundary=boundary),
-    )
+    config, trainer = DataConfig(**{"strategy": "greedy", "row_length": 40} | data), TrainerConfig(boundary=boundary)
+    context = EvalContext(config, None, 30, max_slots=256, options={"length": [2, 15]}, trainer=trainer)
     return evaluate("parity", model, context)
 
 
@@ -109,9 +103,8 @@ def test_under_leak_each_row_is_read_as_one_document(model):
             item = found.items[examples.index(example)]
             assert item["nats_as_trained"] == pytest.approx(-float(flow[end - 1, example.targets[-1]]), abs=1e-9)
             assert item["right_as_trained"] == int(flow[end - 1].argmax() == example.targets[-1])
-            assert item["nats"] == pytest.approx(
-                -float(log_probabilities(model, example.tokens)[-1, example.targets[-1]])
-            )
+            alone = log_probabilities(model, example.tokens)[-1, example.targets[-1]]
+            assert item["nats"] == pytest.approx(-float(alone))
     alone = ask(model, "reset").metrics
     assert alone == {key: value for key, value in found.metrics.items() if not key.endswith("_as_trained")}
 

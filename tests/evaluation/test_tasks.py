@@ -134,11 +134,7 @@ def test_next_line_s_choices_are_alike_and_none_but_the_right_one_follows():
     [
         ("mqar", {"num_pairs": 0}, "num_pairs"),
         ("mqar", {"num_pairs": 8, "length": 31}, "length: .* at least 32"),
-        ("induction", {"length": (9, 8)}, "length"),
         ("parity", {"length": "long"}, "length"),
-        ("induction", {"vocab_size": 2}, "vocab_size: .* at least 3"),
-        ("noisy_recall", {"vocab_size": 7}, "vocab_size: .* at least 8"),
-        ("fuzzy_recall", {"vocab_size": 15}, "vocab_size: .* at least 16"),
         ("next_line", {"per_package": 0}, "per_package"),
         ("passkey", {"documents": [("one", "short")]}, "documents"),
     ],
