@@ -18,7 +18,7 @@ WINDOW_DOCUMENTS = 1_000_000
 
 
 class Pieces(NamedTuple):
-    """Hold P parts of documents: ``length`` tokens from ``start`` on, (P,) each; each starts from zero state."""
+    """Parts of documents that each start from zero state: ``length`` tokens from ``start`` on, (P,) each."""
 
     document: Integers
     start: Integers
@@ -107,15 +107,6 @@ def micro_batches(
     return batches + [numbers[:0]] * (-len(batches) % world_size)
 
 
-class Window(NamedTuple):
-    """Shuffled pieces, or in batching stream shuffled rows; step i has ``edges[i]`` to ``edges[i + 1]``."""
-
-    edges: list[int]
-    pieces: Pieces
-    rows: Rows | None = None
-    numbers: Integers | None = None
-
-
 @dataclass
 class Schedule:
     """Plan endless steps: epochs of shuffled windows of documents. Nothing is dropped.
@@ -155,10 +146,10 @@ class Schedule:
             numbers = np.arange(len(rows))
         else:
             number = self._locate(step)
-            edges, pieces, planned, order = self._window(number)
-            first, last = edges[step - self._firsts[number] :][:2]
-            rows = planned or arrange(self.corpus, pieces.take(slice(first, last)), self.data)
-            numbers = np.arange(len(rows)) if order is None else order[first:last]
+            edges, held, order = self._window(number)
+            here = slice(*edges[step - self._firsts[number] :][:2])
+            rows = held if isinstance(held, Rows) else arrange(self.corpus, held.take(here), self.data)
+            numbers = np.arange(len(rows)) if order is None else order[here]
         return rows, micro_batches(rows, numbers, self.data, self.carry, self.world_size)
 
     def epoch_steps(self) -> int:
@@ -177,7 +168,7 @@ class Schedule:
         while first < last:
             number = self._locate(first)
             begin, end = self._firsts[number : number + 2]
-            found.append(self._window(number).pieces.between(first - begin, min(last, end) - begin))
+            found.append(self._window(number)[1].between(first - begin, min(last, end) - begin))
             first = end
         return _join(found)
 
@@ -190,7 +181,7 @@ class Schedule:
     def _size(self, number: int) -> int:
         if self.exact:
             return int(self.corpus.lengths[self._documents(number)[1]].sum(dtype=np.int64))
-        return len(self._window(number).edges) - 1
+        return len(self._window(number)[0]) - 1
 
     def _documents(self, number: int) -> tuple[list[int], Integers]:
         """Return a window's seed and its documents."""
@@ -199,19 +190,20 @@ class Schedule:
         documents = np.arange(part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents))
         return [self.seed, epoch, part], documents
 
-    def _window(self, number: int) -> Window:
+    def _window(self, number: int) -> tuple[list[int], Any, Integers | None]:
+        """Return edges, shuffled pieces, or in batching stream rows, and their order: step i has edges[i] to edges[i + 1]."""
         if self._cached[0] != number:
             self._cached = number, self._plan(number)
         return self._cached[1]
 
-    def _plan(self, number: int) -> Window:
+    def _plan(self, number: int) -> tuple[list[int], Any, Integers | None]:
         data, (seed, documents) = self.data, self._documents(number)
         rng = np.random.default_rng(seed)
         pieces = Pieces.of(self.corpus, rng.permutation(documents)).cut(data.cut_documents)
         if data.cut_documents is not None:
             pieces = pieces.take(rng.permutation(len(pieces.length)))  # else one document would fill steps
         if data.batching == "matched":
-            return Window(_edges(pieces.length, data.tokens_per_step), pieces)
+            return _edges(pieces.length, data.tokens_per_step), pieces, None
         rows = arrange(self.corpus, pieces, data)
         numbers = np.arange(len(rows))
         if not STRATEGIES[data.strategy].keeps_order:
@@ -220,7 +212,7 @@ class Schedule:
         if data.shuffle_steps is not None:
             blocks = np.split(numbers, edges[: -1 : data.shuffle_steps][1:])
             numbers = np.concatenate([rng.permutation(block) for block in blocks])
-        return Window(edges, pieces, rows, numbers)
+        return edges, rows, numbers
 
 
 def _edges(sizes: Integers, budget: int) -> list[int]:
