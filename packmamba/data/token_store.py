@@ -51,8 +51,6 @@ class Corpus:
         meta = json.loads((self.folder / META).read_text())
         self.corpus_hash: str = meta["corpus_hash"]
         self.vocab_size: int = meta["vocab_size"]
-        self.begin_id: int | None = meta["begin_id"]
-        self.end_id: int | None = meta["end_id"]
         counts = meta["splits"][split]
         self.num_documents: int = counts["documents"]
         self.num_tokens: int = counts["tokens"]

@@ -125,7 +125,8 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
         rows = TrainingLayoutReader(texts.documents, context.data, boundary)
         losses["_as_trained"] = token_losses(model, texts.documents, passes=rows.read(model))
     targets = [len(some) for some in losses[""]]
-    sizes = [_bytes(document, texts.corpus, context.tokenizer) for document in texts.documents]
+    decode = context.tokenizer.decode if context.tokenizer else lambda _: ""
+    sizes = [len(decode(document).encode("utf-8", "replace")) for document in texts.documents]
     edges = [2**i for i in range(max(targets).bit_length() + 1)]
     columns: dict[str, Any] = {"targets": targets, "bytes": sizes}
     for suffix, some in losses.items():
@@ -148,14 +149,6 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     sums = ["targets", *("nats" + suffix for suffix in losses)]
     curve = by_position(edges, losses[""])[1]
     return texts.result(metrics, "by_position", curve, items, key="start", sums=sums, items_of=buckets)
-
-
-def _bytes(document: np.ndarray, corpus: Corpus, tokenizer: Any) -> int:
-    """Count the bytes of a document's text; 0 without a tokenizer."""
-    if tokenizer is None:
-        return 0
-    own = document[~np.isin(document, [i for i in (corpus.begin_id, corpus.end_id) if i is not None])]
-    return len(tokenizer.decode(own).encode("utf-8", "replace"))
 
 
 def _by_group(key: str, sums: Sequence[str], items_of: list[dict[str, Any]]) -> list[dict[str, float]]:

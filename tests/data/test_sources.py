@@ -133,7 +133,6 @@ def test_megatron_s_documents_come_as_they_are(tmp_path_factory, documents, kind
     corpora = load_corpora(of(prefix, "megatron", cache_dir=str(prefix.parent)), progress=False)
     both = [split.document(i).tolist() for split in (corpora.train, corpora.validation) for i in range(len(split))]
     assert sorted(both) == sorted(documents) and corpora.train.vocab_size == 1 + max(map(max, documents))
-    assert corpora.train.begin_id is corpora.train.end_id is None
 
 
 def test_megatron_s_files_that_do_not_fit_are_refused(tmp_path):
