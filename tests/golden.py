@@ -31,7 +31,8 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
-from packmamba import MambaLM, PackedMamba, SequenceLayout, cli, leakcheck, ops  # noqa: E402
+from operators import AWKWARD, LONG, OPERATORS, random_case  # noqa: E402
+from packmamba import MambaLM, PackedMamba, SequenceLayout, cli, leakcheck  # noqa: E402
 from packmamba.data.packing import plan_rows  # noqa: E402
 from packmamba.evaluation import generate, score  # noqa: E402
 from packmamba.evaluation.tasks import TASKS  # noqa: E402
@@ -54,33 +55,11 @@ def digest(*values: torch.Tensor | np.ndarray) -> str:
 
 def operators(_: Path) -> dict[str, object]:
     results: dict[str, object] = {}
-    rows = SequenceLayout.from_lengths([[3, 5, 6], [9], [], [1, 1, 14]], 16, [[0, 0, 0], [7], [], [0, 0, 0]])
-    long = SequenceLayout.from_lengths([[130, 1, 127], [257]], row_length=260)
-    for (name, layout), dtype in product({"rows": rows, "long": long}.items(), DTYPES):
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int, dtype: torch.dtype = dtype, generator: torch.Generator = generator) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-
-        x, delta, z = (draw(*layout.shape, 24) for _ in range(3))
-        b, c = draw(*layout.shape, 16), draw(*layout.shape, 16)
-        a = (-draw(24, 16, dtype=wide).detach().exp()).requires_grad_()
-        skip, bias = draw(24, dtype=wide), draw(24, dtype=wide)
-        state, conv_state = draw(layout.num_documents, 24, 16, dtype=wide), draw(layout.num_documents, 24, 3)
-        weight, conv_bias = draw(24, 4), draw(24)
-        for backend in ("cpu", "reference"):
-            options = {"layout": layout, "return_final_state": True, "backend": backend}
-            conv, scan = (x, weight, conv_bias, conv_state), (x, delta, a, b, c, skip, z, bias, state)
-            given = {"z": z, "delta_bias": bias, "delta_softplus": True, "initial_state": state}
-            outputs = {"scan": (ops.ssm_pack(x, delta, a, b, c, skip, **given, **options), scan)}
-            given = {"activation": "silu", "initial_state": conv_state}
-            outputs["conv"] = ops.conv1d_pack(x, weight, conv_bias, **given, **options), conv
-            for operator, ((y, last), inputs) in outputs.items():
-                gradients = torch.autograd.grad(y.square().sum() + last.square().sum(), inputs)
-                results[f"{operator} {name} {dtype} {backend}"] = digest(y, last, *gradients)
-            plain = ops.ssm_pack(x, delta.abs(), a, b, c, backend=backend)
-            results[f"plain {name} {dtype} {backend}"] = digest(ops.conv1d_pack(x, weight, backend=backend), plain)
+    layouts = AWKWARD | {"long": LONG}
+    for operator, name, dtype, backend in product(OPERATORS, layouts, DTYPES, ("cpu", "reference")):
+        for given in (False, True):
+            case = random_case(operator, layouts[name], dtype, channels=24, d_state=16, optional=given, states=given)
+            results[f"{operator} {name} {dtype} {backend} {given}"] = digest(*case.run(backend).values())
     return results
 
 

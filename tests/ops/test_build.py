@@ -7,10 +7,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
 from packmamba.ops import build
-from packmamba.ops.custom_op import KERNELS
 from processes import ROOT, fork, statuses
 
 FORWARD = """
@@ -124,20 +122,3 @@ def test_architectures_may_be_named_without_a_gpu(tmp_path, monkeypatch):
         monkeypatch.setenv("PACKMAMBA_CUDA_ARCHS", wrong)
         with pytest.raises(build.KernelError, match="PACKMAMBA_CUDA_ARCHS"):
             build.describe("cuda")
-
-
-@pytest.mark.gpu
-def test_cuda_kernels_take_what_the_cpu_s_kernels_take():
-    for kind in ("cpu", "cuda"):
-        build.load(kind)
-
-    def arguments(kind, name):
-        schema = getattr(getattr(torch.ops, "packmamba_" + kind), name).default._schema.arguments
-        given = [a for a in schema if not a.has_default_value()]
-        return [(a.name, str(a.type), a.alias_info is not None and a.alias_info.is_write) for a in given]
-
-    for name in KERNELS["cpu"]:
-        cpu, cuda = arguments("cpu", name), arguments("cuda", name)
-        assert cuda[: len(cpu)] == cpu
-        schedule = ["schedule", "cut_above", "cut_length", "window", "stream"]
-        assert [argument for argument, _, _ in cuda[len(cpu) :]] == schedule

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from operators import AWKWARD, OPERATORS, SPECIFICATIONS, random_case
-from packmamba import MambaLM, PackedMamba, PackedMamba2, SequenceLayout, ops
-from packmamba.ops import build, custom_op
+from packmamba import PackedMamba, PackedMamba2, SequenceLayout, ops
+from packmamba.ops import build
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
@@ -67,35 +67,6 @@ def test_one_graph_for_a_hundred_layouts(mixer):
         for a, b in zip(torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(expected.sum(), parameters)):
             assert torch.equal(a, b)
     assert len(graphs) <= 3, "the first compilation and at most two more"
-
-
-def test_compiled_blocks_hand_a_layout_s_schedules_to_their_kernels(monkeypatch):
-    """They see tensors alone; without what the host knows, kernels would prepare for longer documents than there are."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = MambaLM(vocab_size=9, d_model=16, n_layer=2, d_state=4)
-    model.compile_blocks(backend="aot_eager")
-    layouts = [SequenceLayout.from_lengths(lengths, row_length=48) for lengths in ([[30, 5], [48]], [[1, 2, 3], [20]])]
-    found = []
-
-    def record(name, starts, real):
-        def run(*arguments, **others):
-            found.append((name, arguments[starts].schedules))
-            real(*arguments, **others)
-
-        return run
-
-    places = {"conv1d_forward": 3, "conv1d_backward": 5, "ssm_forward": 9, "ssm_backward": 11}
-    real = custom_op.KERNELS["cpu"]
-    monkeypatch.setitem(custom_op.KERNELS, "cpu", {name: record(name, at, real[name]) for name, at in places.items()})
-    for layout in layouts * 2:
-        found.clear()
-        leaking = layout.flow()
-        model(torch.randint(9, layout.shape), conv_layout=leaking, ssm_layout=layout).sum().backward()
-        assert len(found) == 8, "two blocks, two operators, forward and backward"
-        for name, schedules in found:
-            assert schedules is (leaking if name.startswith("conv1d") else layout).starts.schedules, name
-        assert layout.starts.schedules["longest"] == layout.longest
 
 
 @every_operator
