@@ -92,8 +92,6 @@ def sweep(words: list[str]) -> None:
     """Train every run of a sweep, and report; the same command again continues."""
     begun = time.monotonic()
     (file,), overrides = split(words, "a YAML file", 1, 1)
-    from lightning.pytorch.utilities import rank_zero_only
-
     from packmamba.records import has_records
     from packmamba.training.sweep import load_sweep, run_sweep
 
@@ -102,7 +100,7 @@ def sweep(words: list[str]) -> None:
         run_sweep(config, runs, begun=begun)
     finally:
         if has_records(config.output) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            rank_zero_only(report)([config.output])
+            report([config.output])
 
 
 def demo(words: list[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fnmatch
 import importlib
 import importlib.util
 import io
@@ -53,19 +52,17 @@ class Step(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """A README's number: a column of the row with these values in tables/``table``.csv, over that of a row.
+    """A README's number: a column of the row with these values in tables/``table``.csv.
 
-    ``alone``: the table where all records are of one corpus. ``small``: values of the row with scale=small.
+    ``alone``: the table where all records are of one corpus.
     """
 
     name: str
     table: str
     row: Mapping[str, Any]
     column: str
-    over: Mapping[str, Any] | None = None
     paper: str = ""
     alone: str = ""
-    small: Mapping[str, Any] = {}
 
 
 def experiments() -> dict[str, Path]:
@@ -200,7 +197,7 @@ def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, s
     table = Table("headlines", "Headline numbers, committed and now", make_columns(columns))
     committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")}
     for headline in headlines:
-        then, now = number_of(headline, committed), number_of(headline, made, small)
+        then, now = number_of(headline, committed), number_of(headline, made)
         comparable = bool(then and now) and not small
         ratio = now[0] / then[0] if comparable and then[0] else None
         verdict = ("inside" if then[1] <= now[0] <= then[2] else "outside") if comparable and then[2:] else "-"
@@ -211,20 +208,14 @@ def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, s
     return table
 
 
-def number_of(headline: Headline, tables: Mapping[str, str], small: bool = False) -> list[float]:
+def number_of(headline: Headline, tables: Mapping[str, str]) -> list[float]:
     """Read a headline's number, with its interval if any, from the text of tables by file name; [] without."""
-    names = [headline.table, headline.alone, *([f"{headline.alone}-*"] if small and headline.small else [])]
     columns = [headline.column, f"{headline.column}_low", f"{headline.column}_high"]
-    wanted = {key: str(value) for key, value in {**headline.row, **(headline.small if small else {})}.items()}
-    for found in [tables[each] for name in names for each in fnmatch.filter(sorted(tables), f"{name}.csv")]:
-        table = list(csv.DictReader(io.StringIO(found)))
-        for row in [row for row in table if wanted.items() <= row.items()]:
-            numbers = [float(row[column]) for column in columns if row.get(column)]
-            if headline.over is None or not numbers:
-                return numbers
-            over = headline.over.items() | {item for item in row.items() if item[0] == "run"}  # times of one run
-            others = [other[columns[0]] for other in table if over <= other.items()]
-            return [numbers[0] / float(other) for other in others if other][:1]
+    wanted = {key: str(value) for key, value in headline.row.items()}
+    for name in (headline.table, headline.alone):
+        for row in csv.DictReader(io.StringIO(tables.get(f"{name}.csv", ""))):
+            if wanted.items() <= row.items():
+                return [float(row[column]) for column in columns if row.get(column)]
     return []
 
 

@@ -132,14 +132,13 @@ def test_missing(monkeypatch):
     assert reproduce.missing(peers, True, False) == "", "a bench leaves arms out"
 
 
-def test_a_headline_is_a_cell_or_a_ratio_within_one_run():
-    rows = "arm,rate,rate_low,rate_high,run\npadded,100,,,x\npacked,150,140,160,x\npadded,200,,,y\nmine,500,,,y\nfew,,,,y\n"
+def test_a_headline_is_a_cell_with_its_interval():
+    rows = "arm,rate,rate_low,rate_high\npadded,100,,\npacked,150,140,160\nfew,,,\n"
 
-    def number(arm, over=None):
-        return reproduce.number_of(Headline("", "rates", {"arm": arm}, "rate", over), {"rates.csv": rows})
+    def number(arm):
+        return reproduce.number_of(Headline("", "rates", {"arm": arm}, "rate"), {"rates.csv": rows})
 
-    assert number("packed") == [150, 140, 160] and number("few") == [] == number("none")
-    assert number("packed", {"arm": "padded"}) == [1.5] and number("mine", {"arm": "padded"}) == [2.5]
+    assert number("packed") == [150, 140, 160] and number("padded") == [100] and number("few") == [] == number("none")
 
 
 def test_every_headline_has_a_committed_number():

@@ -155,7 +155,12 @@ def _check_rules(config: Config) -> None:
         need(getattr(model, name) == getattr(type(model), name), f"model.{name}", f"no value with mixer {model.mixer}")
     mappings = all(isinstance(given, dict) for given in config.evaluation_options.values())
     need(mappings, "evaluation_options", "keys and values of each evaluation")
-    need(trainer.evaluate_every is None or evaluations, "trainer.evaluate_every", "null without evaluations")
+    evaluates = evaluations and trainer.strategy != "fsdp2"
+    need(
+        trainer.evaluate_every is None or evaluates,
+        "trainer.evaluate_every",
+        "null without evaluations, and with fsdp2",
+    )
     need(data.unit is None or data.source == "packages", "data.unit", "null, unless data.source=packages")
     need(data.streams == 1 or splits, "data.streams", "1, unless data.strategy=concat_split")
     need(data.row_length or not strategy.needs_row_length, "data.row_length", f"an integer with {data.strategy}")

@@ -157,7 +157,7 @@ class TrainerConfig:
     strategy: str = key("auto", "Over several devices; auto is ddp.", choices=("auto", "ddp", "fsdp2"))
     cuda_graphs: bool = key(False, "Replay micro-batches as CUDA graphs: faster for small models.")
     deterministic: bool = key(False, "Give the same bits again, on a CPU or one GPU; slower.")
-    init_from: Optional[str] = key(None, "Initial weights: a run, checkpoint, .ckpt file, or <sweep>:<arm>.")
+    init_from: Optional[str] = key(None, "Initial weights: folder of a run or checkpoint, or <sweep>:<arm>.")
     threads: Optional[int] = key(None, "CPU threads; null: PyTorch's default, or 1 if deterministic.", low=1, high=1024)
 
 

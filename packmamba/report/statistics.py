@@ -117,8 +117,8 @@ def verdict(found: Estimate | None, margin: float | None, p: float | None = None
     return "different" if (found.low > 0 or found.high < 0) and (p is None or not p > 0.05) else "open"
 
 
-def power(pilot: Any, weights: Any, margin: float, seeds: int, effect: float = 0.0, draws: int = 2000) -> float:
-    """Return the probability that ``verdict`` of so many seeds is equivalent if the true difference is ``effect``.
+def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000) -> float:
+    """Return the probability that ``verdict`` of so many seeds is equivalent if there is no difference.
 
     Seeds are resampled from the pilot's differences (seeds,), deviations widened by sqrt(n / (n - 1)); with ``weights`` of
     groups, seeds and groups from sums (seeds, groups), a tenth as often.
@@ -129,11 +129,11 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, effect: float = 0
         return math.nan
     deviations = (pilot - pilot.mean(axis=0)) * math.sqrt(len(pilot) / (len(pilot) - 1))
     if weights is None:
-        drawn = effect + rng.choice(deviations, (draws, seeds))
+        drawn = rng.choice(deviations, (draws, seeds))
         half = round(stdtrit(seeds - 1, 0.975), 3) * drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
         return float((abs(drawn.mean(axis=1)) + half < margin).mean())
     centre, groups = pilot.mean(axis=0), len(weights)
-    centre = centre + (effect - centre.sum() / weights.sum()) * weights
+    centre = centre - centre.sum() / weights.sum() * weights
     found = []
     for _ in range(draws // 10):
         rows, columns = rng.integers(len(pilot), size=(seeds, 1)), rng.integers(groups, size=groups)
@@ -142,12 +142,12 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, effect: float = 0
     return float(np.mean(found))
 
 
-def seeds_for(pilot: Any, weights: Any, margin: float, wanted: float = 0.8) -> int | None:
-    """Return the fewest seeds, 2 to 100, whose ``power`` at no difference reaches ``wanted``; None without."""
+def seeds_for(pilot: Any, weights: Any, margin: float) -> int | None:
+    """Return the fewest seeds, 2 to 100, whose ``power`` reaches 80 %; None without."""
     few, most = 2, 101
     while few < most:
         middle = (few + most) // 2
-        few, most = (few, middle) if power(pilot, weights, margin, middle) >= wanted else (middle + 1, most)
+        few, most = (few, middle) if power(pilot, weights, margin, middle) >= 0.8 else (middle + 1, most)
     return few if few <= 100 else None
 
 
@@ -161,14 +161,14 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
     return {name: adjusted[name] for name in p_values}
 
 
-def seeds_needed(deviation: float, effect: float, power: float = 0.8) -> int:
-    """Return the pairs of seeds with which a paired t test at 5 % finds ``effect``."""
-    return _enough(deviation / effect, 0.975, power)
+def seeds_needed(deviation: float, effect: float) -> int:
+    """Return the pairs of seeds with which a paired t test at 5 % finds ``effect``, with 80 % power."""
+    return _enough(deviation / effect, 0.975, 0.8)
 
 
-def seeds_for_equivalence(deviation: float, margin: float, power: float = 0.8) -> int:
-    """Return the pairs of seeds with which ``equivalence`` at 5 % places a zero difference within ± margin."""
-    return _enough(deviation / margin, 0.95, (1 + power) / 2)
+def seeds_for_equivalence(deviation: float, margin: float) -> int:
+    """Return the pairs of seeds with which ``equivalence`` at 5 % places a zero difference within ± margin, so too."""
+    return _enough(deviation / margin, 0.95, 0.9)
 
 
 def _enough(ratio: float, quantile: float, power: float) -> int:

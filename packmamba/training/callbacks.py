@@ -336,14 +336,12 @@ class Evaluations(SavedCallback):
         if every is None or step % every or step == trainer.max_steps:
             return
         with self.metrics.paused():
-            weights = model_weights(trainer.strategy.lightning_module_state_dict())  # gathered, on all ranks
             if trainer.is_global_zero:
-                with torch.device("meta"):  # a second model shares the weights, neither compiled nor sharded
-                    model = MambaLM(**module.model.config)
-                model.load_state_dict(weights, assign=True)
                 text = open_source(self.config.data).vocab_size is None
                 tokenizer = load_tokenizer(self.config.data) if text else None
-                self.evaluate(trainer, model.to(module.device).eval(), tokenizer)
+                with eager():
+                    self.evaluate(trainer, module.model.eval(), tokenizer)
+                module.model.train()
             trainer.strategy.barrier()
 
     def evaluate(self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None) -> dict[str, EvalResult]:

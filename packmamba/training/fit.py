@@ -308,9 +308,7 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
     """Load the weights that ``trainer.init_from`` names; return their checksum."""
     path, checksum = weights_path(config), 0
     try:
-        folder = path.is_dir()
-        state = read_pretrained(path)[1] if folder else callbacks.read_checkpoint(path)["state_dict"]
-        weights = state if folder else callbacks.model_weights(state)
+        weights = read_pretrained(path)[1]
         load_weights(model, weights, path, "this run's keys of model")
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
@@ -322,13 +320,13 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
 def weights_path(config: Config) -> Path:
     """Return the path that ``trainer.init_from`` names; of ``<sweep>:<arm>``, the run of this seed."""
     source = str(config.trainer.init_from)
-    if Path(source).exists():
+    if Path(source).is_dir():
         return Path(source)
     folder, _, arm = source.rpartition(":")
     runs = [r for r in run_id.training_records(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
     paths = {Path(folder) / "runs" / run_id.id_of(arm, record["config"]) for record in runs}
     if len(paths) != 1:
-        expected = f"a model's folder, a .ckpt file, or <sweep>:<arm> with one run of seed {config.seed}"
+        expected = f"a model's folder, or <sweep>:<arm> with one run of seed {config.seed}"
         raise ConfigError(f"trainer.init_from: expected {expected}, got '{source}', {len(paths)} runs")
     return paths.pop()
 

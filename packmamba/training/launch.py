@@ -213,7 +213,7 @@ def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, o
     executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
     try:
         executor.update_parameters(**{f"slurm_{name}": value for name, value in parameters.items()})
-    except ValueError as error:
+    except (NameError, ValueError) as error:
         raise ConfigError(f"slurm: {error}") from None
     submitted: list[tuple[Config, Any]] = list(zip(configs, executor.map_array(Job(), configs)))
     print(f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}", flush=True)
