@@ -61,26 +61,14 @@ def checkpoint(tmp_path_factory):
 def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     rng = random.Random(0)
-
-    def sentence(most):
-        return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
-
-    lines = [
-        {"question": sentence(20), "choices": [sentence(4) for _ in range(4)], "answer": rng.randrange(4)}
-        for _ in range(10)
-    ]
-    lines.append({"question": "", "choices": [sentence(3) for _ in range(4)], "answer": 1})
-    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sentence = lambda most: " ".join(rng.choices(WORDS, k=rng.randint(1, most)))  # noqa: E731
+    lines = [{"question": sentence(20), "choices": [sentence(4) for _ in range(4)], "answer": 1} for _ in range(10)]
+    empty = {"question": "", "choices": [sentence(3) for _ in range(4)], "answer": 1}
     for name, task in TASKS.items():
-        if name != "choices":
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
-        data = folder / ("data.jsonl" if name == "choices" else f"{name}.jsonl")
-        (folder / f"{name}.yaml").write_text(
-            json.dumps({
-                "task": f"ours_{name}", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
-                "test_split": "test", **task,
-            })
-        )  # fmt: skip
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(line) + "\n" for line in [*lines, empty][: 11 if name == "choices" else 10]))
+        files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": f"ours_{name}", **files, **task}))
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
