@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,12 +85,15 @@ class CheckedModel(CheckedCallable):
         self.avoid = frozenset(i for i in flat if isinstance(i, int))
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        marks = {k: v for name in self.names for k, v in _boundary_arguments(name, lengths, tokens.device).items()}
-        taken = {
-            *self.names,
-            *(marks if self.open_ended else self.known),
-        }  # max_length_q and the like where it is taken
-        return self._logits(tokens, **{name: value for name, value in marks.items() if name in taken})
+        """Make boundary arguments as transformers' DataCollatorWithFlattening does."""
+        layout, longest = SequenceLayout.from_lengths([lengths], tokens.shape[1]).to(tokens.device), max(lengths)
+        marks: dict[str, Any] = {"position_ids": layout.position_indices.long(), "seq_idx": layout.seq_idx}
+        marks = {name: value for name, value in marks.items() if name in self.names}
+        if "cu_seq_lens_q" in self.names:
+            others = {"cu_seq_lens_k": layout.cu_seqlens, "max_length_q": longest, "max_length_k": longest}
+            others = {name: value for name, value in others.items() if self.open_ended or name in self.known}
+            marks |= {"cu_seq_lens_q": layout.cu_seqlens, **others}
+        return self._logits(tokens, **marks)
 
     def padded(self, rows: Tensor, own: Tensor) -> Tensor:
         return self._logits(rows, attention_mask=own.long())
@@ -126,19 +129,6 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
         return model(tokens, layout=SequenceLayout.from_lengths([lengths], sum(lengths)).to(tokens.device))
 
     return CheckedCallable(call, [model], given, vocab_size or len(model.lm_head.weight), 2**31)
-
-
-def _boundary_arguments(name: str, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Make boundary arguments as transformers' DataCollatorWithFlattening does."""
-    if name == "position_ids":
-        return {name: torch.cat([torch.arange(n, device=device) for n in lengths])[None]}
-    counts = torch.tensor(list(lengths), dtype=torch.int32, device=device)
-    if name == "seq_idx":
-        numbers = torch.arange(len(counts), dtype=torch.int32, device=device)
-        return {name: torch.repeat_interleave(numbers, counts)[None]}
-    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
-    longest = max(lengths)
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
