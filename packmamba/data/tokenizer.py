@@ -20,22 +20,24 @@ BYTES = "packmamba_bytes"
 
 
 class Tokenizer:
-    """Encode texts, without begin and end tokens."""
+    """Encode texts as ids (length,) of dtype ``token_dtype(vocab_size)``; ``decode`` makes U+FFFD of invalid UTF-8.
 
-    vocab_size: int  # upper bound of every id, begin and end tokens included
-    begin_id: int | None = None  # put before every document
+    Both leave out begin and end tokens; ``vocab_size`` bounds them too. ``fingerprint`` changes with anything that may change
+    an id.
+    """
+
+    vocab_size: int
+    begin_id: int | None = None
     end_id: int | None = None
-    fingerprint: str  # changes with anything that may change an id
+    fingerprint: str
 
     def encode(self, text: Any) -> np.ndarray:
-        """Return the ids of a text, (length,) of dtype ``token_dtype(vocab_size)``."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids without begin and end tokens; invalid UTF-8 becomes U+FFFD."""
         raise NotImplementedError
 
 

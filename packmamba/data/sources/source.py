@@ -20,25 +20,29 @@ SEED = 0
 
 
 class Document(NamedTuple):
-    """A document of a split. All documents of a source have targets or none, and groups or none."""
+    """A document of a split; those of a source all have targets or none, and groups or none.
+
+    ``content``: str, or ids, (length,) integers, where the source has a vocab_size. ``targets``: (length,) integers, the target
+    after each token, -1 for none; None: the next token. ``group``: such as its package; the corpus keeps it.
+    """
 
     held_out: bool
-    content: Any  # str, or token ids, (length,) integers, where the source has a vocab_size
-    targets: Any = None  # (length,) integers, the target after each token, -1 for none; None: the next token
-    group: str | None = None  # such as its package; the corpus keeps it
+    content: Any
+    targets: Any = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A stream of documents in a fixed order, which may be read any number of times and is never in memory whole."""
+    """A stream of documents in a fixed order, which may be read any number of times and is never in memory whole.
 
-    fingerprint: list[
-        Any
-    ]  # JSON values that change whenever the documents may, tokenizer and validation fraction apart
+    ``fingerprint``: JSON values that change whenever the documents may, tokenizer and validation fraction apart. ``vocab_size``:
+    upper bound of ids, which get no begin and end tokens; None: text.
+    """
+
+    fingerprint: list[Any]
     read: Callable[[], Iterator[Document]]
-    vocab_size: int | Callable[[], int] | None = (
-        None  # upper bound of ids, which get no begin and end tokens; None: text
-    )
+    vocab_size: int | Callable[[], int] | None = None
 
 
 def open_source(data: DataConfig) -> Source:
