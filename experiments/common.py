@@ -6,7 +6,7 @@ import csv
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ def interval_cell(found: Estimate | None, digits: int = 4, count: int = 4, small
 def latest(records: Iterable[Record], kind: str) -> dict[str, Record]:
     """Select records of a kind by arm, of equal ones the latest."""
     return {record["arm"]: record for record in sorted(of_kind(records, kind), key=lambda record: record["time"])}
+
+
+def named_by(kind: str, key: str) -> Callable[[Sequence[Record]], str]:
+    """Name records of a kind by a key of their configuration."""
+    return lambda records: of_kind(records, kind)[0]["config"][key]
 
 
 def records_of(records: Iterable[Record], kind: str) -> list[Record]:

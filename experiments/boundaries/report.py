@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.common import interval_cell, make_columns
+from experiments.common import interval_cell, make_columns, make_table
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record, Seeds, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.html import Kind
 from packmamba.report.statistics import DRAWS, Estimate, bootstrap, difference_by_group, holm, interval, verdict
-from packmamba.report.tables import Cell, Column, Table, gibibytes, mean_sd, number, percent, word
+from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
 STARTS = {
     "reset": "zero",
@@ -534,15 +534,7 @@ def _lengths(settings: Settings) -> Table:
 
 def _agreement(settings: Settings) -> Table:
     """Tabulate agreement over seeds and packages."""
-    table = Table(
-        "agreement",
-        "The ladder: how many seeds and packages agree, and what is left without any one package",
-        make_columns(
-            "!setting | !what | !places | difference | seeds of this sign = seeds of_seeds | "
-            "packages of this sign = packages of_packages | packages weigh like = like | "
-            "without any one package = least most"
-        ),
-    )
+    rows = []
     for setting, what, arm, other in compared(settings, LADDER):
         for places, span in spans(setting.T).items():
             found = paired(arm, other, *span)
@@ -551,16 +543,21 @@ def _agreement(settings: Settings) -> Table:
             differences, targets = found
             packages, mean = differences.mean(axis=0), differences.mean(axis=0).sum() / targets.sum()
             without = (packages.sum() - packages) / (targets.sum() - targets)
-            agree = [int((np.sign(part) == np.sign(mean)).sum()) for part in (differences.sum(axis=1), packages)]
-            cells = [Cell(f"{n} of {of}", (n, of)) for n, of in zip(agree, differences.shape)]
-            span_said = Cell(f"{without.min():+.4f} to {without.max():+.4f}", (without.min(), without.max()))
-            like = number(targets.sum() ** 2 / (targets**2).sum(), ".0f")
-            head = [word(setting.label()), word(what), word(places), number(mean, "+.4f")]
-            table.rows.append([*head, *cells, like, span_said])
-    table.notes = [
-        "A package's difference is the mean over seeds. Packages of unequal size weigh like so many of equal size."
-    ]
-    return table
+            row = {"setting": setting.label(), "what": what, "places": places, "difference": mean}
+            for name, part in (("seeds", differences.sum(axis=1)), ("packages", packages)):
+                agree = int((np.sign(part) == np.sign(mean)).sum())
+                row[name] = Cell(f"{agree} of {len(part)}", (agree, len(part)))
+            row["least"] = Cell(f"{without.min():+.4f} to {without.max():+.4f}", (without.min(), without.max()))
+            rows.append(row | {"like": targets.sum() ** 2 / (targets**2).sum()})
+    return make_table(
+        "agreement",
+        "The ladder: how many seeds and packages agree, and what is left without any one package",
+        "!setting | !what | !places | difference:+.4f | seeds of this sign = seeds of_seeds | "
+        "packages of this sign = packages of_packages | packages weigh like = like:.0f | "
+        "without any one package = least most",
+        rows,
+        "A package's difference is the mean over seeds. Packages of unequal size weigh like so many of equal size.",
+    )
 
 
 def _gains(settings: Settings) -> Table:
@@ -610,33 +607,26 @@ def _gain_differences(settings: Settings) -> Table:
 
 
 def _arms(settings: Settings) -> Table:
-    table = Table(
-        "arms",
-        "Every arm: losses and cost",
-        make_columns(
-            "!setting | !arm | seeds = seeds diverged missing | learning rate = lr | "
-            "tokens = real_tokens | validation loss = val_loss val_loss_sd | inside T = inside | "
-            "beyond T = beyond | peak memory = peak_memory_bytes | "
-            "states = state_bytes | age, steps = state_age_steps | dose"
-        ),
-    )
+    rows = []
     for setting, here in settings.items():
         for arm in here.values():
-            runs, missing = arm.runs, len(arm.expected) - len(arm.runs)
-            seeds = Seeds(len(runs) - len(arm.diverged), len(arm.diverged), missing)
-            table.rows.append([
-                word(setting.label()), word(arm.name), Cell(str(seeds), tuple(seeds)), number(setting.lr, "g"),
-                number(runs["real_tokens"].mean(), ",.0f"), mean_sd(runs["val_loss"]),
-                *(number(_mean(arm, span), ".4f") for span in spans(setting.T).values()),
-                gibibytes(mean_of(arm, "peak_memory_bytes")),
-                gibibytes(mean_of(arm, "state_bytes")), number(mean_of(arm, "state_age_steps"), ".0f"),
-                percent(dose(arm)),
-            ])  # fmt: skip
-    table.notes = [
+            runs, diverged = arm.runs, len(arm.diverged)
+            seeds = Seeds(len(runs) - diverged, diverged, len(arm.expected) - len(runs))
+            row = {"setting": setting.label(), "arm": arm.name, "lr": setting.lr, "dose": dose(arm)}
+            row |= {"seeds": Cell(str(seeds), tuple(seeds))}
+            row |= {"real_tokens": runs["real_tokens"].mean(), "val_loss": mean_sd(runs["val_loss"])}
+            row |= {name: mean_of(arm, name) for name in ("peak_memory_bytes", "state_bytes", "state_age_steps")}
+            rows.append(row | {places: _mean(arm, span) for places, span in spans(setting.T).items()})
+    return make_table(
+        "arms",
+        "Every arm: losses and cost",
+        "!setting | !arm | seeds = seeds diverged missing | learning rate = lr:g | tokens = real_tokens:,.0f | "
+        "validation loss = val_loss val_loss_sd | inside T = inside:.4f | beyond T = beyond:.4f | "
+        "peak memory = peak_memory_bytes:GiB | states = state_bytes:GiB | age, steps = state_age_steps:.0f | dose:%",
+        rows,
         "Means are over the seeds that each arm has; the other tables pair them. Dose: the share of tokens that stand behind "
-        "another document in their row, of the runs whose records have it."
-    ]
-    return table
+        "another document in their row, of the runs whose records have it.",
+    )
 
 
 def _mean(arm: Arm, span: tuple[float, float]) -> float | None:

@@ -6,12 +6,8 @@ TASKS = ("mqar", "selective_copying", "induction", "contradiction")
 EQUAL_TIME = ("mqar", "contradiction")
 MEANS = ("name=row-means", "trainer.mean_over=rows", "arms=[padded-row-means,packed-row-means]")
 TIMED = (
-    *(
-        "data.num_documents=4000",
-        "data.validation_fraction=0.01",
-        "data.tokens_per_step=1024",
-        "data.max_tokens_per_batch=2048",
-    ),
+    *("data.num_documents=4000", "data.validation_fraction=0.01", "data.tokens_per_step=1024"),
+    "data.max_tokens_per_batch=2048",
     *("data.validation_documents=20", "model.d_model=16", "evaluation_examples=40", "data.num_workers=0"),
     *(f"trainer.{key}=40" for key in ("max_steps", "validate_every", "checkpoint_every")),
     *("trainer.accelerator=cpu", "trainer.threads=1", "trainer.cuda_graphs=false"),

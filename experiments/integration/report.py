@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from experiments.common import latest, make_table
-from packmamba.report import aggregate
+from experiments.common import latest, make_table, named_by
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish
 from packmamba.report.html import Kind
@@ -35,12 +34,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "off from single documents = difference:.1e",
         [
             record["metrics"]
-            | {
-                "arm": arm,
-                "batches": BATCHES[record["config"]["batches"]],
-                "kernels": KERNELS[record["config"]["kernels"]],
-            }
-            | {"patched_over": _over(patched, record)}
+            | {"arm": arm, "patched_over": _over(patched, record)}
+            | {"batches": BATCHES[record["config"]["batches"]], "kernels": KERNELS[record["config"]["kernels"]]}
             for arm, record in arms.items()
         ],
         f"Whole optimizer steps; {next(iter(first['hardware']['gpus']), first['hardware']['cpu'])}; medians of turns of "
@@ -95,10 +90,4 @@ def figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "integration", "Real tokens per second of whole optimizer steps in Hugging Face's Trainer.")]
 
 
-KINDS = {
-    "integration": Kind(
-        tables,
-        figures,
-        label=lambda records: aggregate.of_kind(records, "integration")[0]["config"]["model"],
-    )
-}  # fmt: skip
+KINDS = {"integration": Kind(tables, figures, named_by("integration", "model"))}

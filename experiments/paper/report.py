@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.common import make_columns
 from packmamba.report.aggregate import Record
@@ -41,19 +42,15 @@ def tables(records: Sequence[Record]) -> list[Table]:
     )
     table = Table("paper", "The paper's numbers and ours", columns)
 
-    def add(
-        what: str,
-        size: str,
-        dtype: str,
-        here: float,
-        theirs: float | None = None,
-        fmt: str = "x",
-        model: float | None = None,
-    ) -> None:
-        show = {"x": lambda v: number(v, ".2f", "x"), "%": percent, "n": lambda v: number(v, ",.0f")}[fmt]
+    def add(what: str, size: str, dtype: str, here: float, theirs: float | None = None, **more: Any) -> None:
+        show = {"x": lambda v: number(v, ".2f", "x"), "%": percent, "n": lambda v: number(v, ",.0f")}[
+            more.get("fmt", "x")
+        ]
         ratio = None if theirs is None else here / theirs
         words = [word(value) for value in (what, size, dtype)]
-        table.rows.append([*words, show(theirs), show(here), number(ratio, ".2f"), number(model, ".2f", "x")])
+        table.rows.append(
+            [*words, show(theirs), show(here), number(ratio, ".2f"), number(more.get("model"), ".2f", "x")]
+        )
 
     parts: dict[tuple, dict[str, Record]] = {}
     for record in records:
@@ -86,7 +83,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         add("largest over the sizes", *largest, speeds[largest], LARGEST)
     for strategy, record in parts.get((None, None, "padding"), {}).items():
         what = {"next_fit": "padding, documents as received", "greedy": "padding, greedy packing"}[strategy]
-        add(what, "", "", record["metrics"]["padding_fraction"], PADDING[strategy], "%")
+        add(what, "", "", record["metrics"]["padding_fraction"], PADDING[strategy], fmt="%")
     table.notes = [
         "Forward and backward, medians of rounds in turns; packed: our kernels. float32: products without TF32. Not alike: the "
         "paper's documents, sizes, dtype and software are not known; lengths are our distribution's, rows of 2048 in the "

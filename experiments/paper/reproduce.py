@@ -3,16 +3,9 @@
 from packmamba.reproduce import Headline, Step
 
 _TINY = "overrides=[model.d_model=64,model.n_layer=2,model.vocab_size=256]"
-_SMALL: tuple[str, ...] = (
-    "models=[130m]",
-    "dtypes=[float32]",
-    _TINY,
-    "length_model=130m",
-    "lengths=[57,256]",
-    "calls=2",
-    "slots=2048",
-)
-_SMALL += ("documents=64", "arms.packed.row_length=2048", "packed_documents=20000", "rounds=2")
+_SMALL: tuple[str, ...] = ("models=[130m]", "dtypes=[float32]", _TINY, "length_model=130m", "lengths=[57,256]")
+_SMALL += ("calls=2", "slots=2048", "documents=64", "arms.packed.row_length=2048")
+_SMALL += ("packed_documents=20000", "rounds=2")
 TAKES = "6 minutes"
 STEPS = [
     Step("paper.yaml", small=_SMALL, gpus=1, gpu_gib=75, packages=("mamba_ssm", "causal_conv1d"), small_on_cpu=True),

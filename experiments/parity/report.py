@@ -250,37 +250,31 @@ def _runs(arm: Arm) -> Cell:
 
 def _calibration(reset: Arm, control: Arm) -> Table:
     """Tabulate the effect of rounding, and what it takes to see more than that."""
-    table = Table(
-        "calibration",
-        "Packed with reset, its sums in another order, minus itself: how many seeds a difference needs",
-        [
-            *make_columns("!arm | !weights | pairs | loss of packed-reset = loss"),
-            Column("difference [95 %]", DIFFERENCE),
-            *make_columns("standard deviation of differences = sd | largest | of seeds = sd_of_seeds"),
-            *(Column(f"seeds to see {effect}", (f"seeds_{effect}",)) for effect in (0.01, 0.005, 0.002)),
-            Column(f"seeds for equivalence within {MARGIN}", ("seeds_equivalence",)),
-        ],
-    )
+    rows = []
     for weights, metric in WEIGHTS.items():
         pairs = (control[metric] - reset[metric]).dropna()
         one, sd = interval(pairs), pairs.std()
         if one is None or pd.isna(sd):
             continue
-        table.rows.append([
-            word(control.name), word(weights), number(one.seeds, "d"), number(reset[metric].mean(), ".5f"),
-            interval_cell(one, 5, 3, SMALL), number(sd, ".5f"),
-            number(pairs.abs().max(), ".5f"), number(reset[metric].std(), ".5f"),
-            *(number(seeds_needed(sd, effect), "d") for effect in (0.01, 0.005, 0.002)),
-            number(seeds_for_equivalence(sd, MARGIN), "d"),
-        ])  # fmt: skip
-    table.notes = [
+        row = {"arm": control.name, "weights": weights, "pairs": one.seeds, "loss": reset[metric].mean(), "sd": sd}
+        row |= {"difference": interval_cell(one, 5, 3, SMALL), "largest": pairs.abs().max()}
+        row |= {f"seeds_{effect}": seeds_needed(sd, effect) for effect in EFFECTS}
+        rows.append(row | {"sd_of_seeds": reset[metric].std(), "seeds_equivalence": seeds_for_equivalence(sd, MARGIN)})
+    seeds = " | ".join(f"seeds to see {effect} = seeds_{effect}:d" for effect in EFFECTS)
+    return make_table(
+        "calibration",
+        "Packed with reset, its sums in another order, minus itself: how many seeds a difference needs",
+        "!arm | !weights | pairs:d | loss of packed-reset = loss:.5f | "
+        "difference [95 %] = difference difference_low difference_high | standard deviation of differences = sd:.5f | "
+        f"largest:.5f | of seeds = sd_of_seeds:.5f | {seeds} | seeds for equivalence within {MARGIN} = seeds_equivalence:d",
+        rows,
         "Seeds with which a paired t test at 5 % sees a true difference of that size in four of five tries, and with which two "
         "one-sided tests show that there is none beyond the margin. Of seeds: the standard deviation of the loss over seeds. "
-        "By the trainer: in the run's precision; else in float32."
-    ]
-    return table
+        "By the trainer: in the run's precision; else in float32.",
+    )
 
 
+EFFECTS = (0.01, 0.005, 0.002)
 MOST_PLACES = 6
 """As many have columns of their own."""
 GRADIENT_METRICS = ("relative_difference", "largest_of_a_tensor", "loss_difference")

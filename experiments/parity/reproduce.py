@@ -6,13 +6,8 @@ from packmamba.reproduce import Headline, Step
 
 TINY = (
     *("data.source=stdlib", "data.path=null", "data.unit=null", "data.cut_documents=256", "data.tokens_per_step=2048"),
-    *(
-        "data.validation_documents=60",
-        "data.num_workers=0",
-        "model.d_model=32",
-        "model.n_layer=2",
-        "model.compile=false",
-    ),
+    *("data.validation_documents=60", "data.num_workers=0", "model.d_model=32"),
+    *("model.n_layer=2", "model.compile=false"),
     *("optimizer.lr=5.0e-3", "optimizer.warmup_steps=5", "trainer.precision=32-true", "trainer.accelerator=cpu"),
     *(f"trainer.{key}=40" for key in ("max_steps", "validate_every", "checkpoint_every")),
     "trainer.threads=1",

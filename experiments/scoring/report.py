@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-from experiments.common import latest, make_table
+from experiments.common import latest, make_table, named_by
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.html import Kind
@@ -96,13 +96,7 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
 
 
 KINDS = {
-    "exactness": Kind(
-        exactness_tables,
-        label=lambda records: aggregate.of_kind(records, "exactness")[0]["config"]["device"],
-    ),
-    "scoring": Kind(
-        scoring_tables,
-        label=lambda records: aggregate.of_kind(records, "scoring")[0]["config"]["workload"],
-    ),
+    "exactness": Kind(exactness_tables, label=named_by("exactness", "device")),
+    "scoring": Kind(scoring_tables, label=named_by("scoring", "workload")),
     "generation": Kind(generation_tables),
 }

@@ -108,13 +108,8 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
             ax.barh(y, rate, color=_THEIRS if "mamba-ssm" in name else _OURS, height=0.66)
             ax.errorbar(rate, y, xerr=spread, color=INK, capsize=2, linewidth=1)
             ratio = (arms[packed]["metrics"]["real_tokens_per_second"] if packed else rate) / rate
-            ax.text(
-                rate + spread,
-                y,
-                f" {rate / 1e3:.3g}k" + f"  ({ratio:.1f}x)" * (name != PACKED),
-                va="center",
-                fontsize=8,
-            )
+            text = f" {rate / 1e3:.3g}k" + f"  ({ratio:.1f}x)" * (name != PACKED)
+            ax.text(rate + spread, y, text, va="center", fontsize=8)
         name_bars(ax, list(shown), ax is panels[0])
         ax.set_xlim(0, 1.45 * max(record["metrics"]["real_tokens_per_second"] for record in shown.values()))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
@@ -241,13 +236,8 @@ def _headline(bare: dict[Key, Arms], steps: dict[Key, Arms], broken_down: dict[K
                 "over_mamba_ssm_single_8": TODAY._replace(multiple_of=8),
                 "over_mamba_ssm_single": TODAY,
             }
-            row: dict[str, Any] = {
-                "model": model,
-                "card": gpu,
-                "arm": arm.label,
-                "paper": PAPER.get(model),
-                **_measured(record),
-            }
+            row: dict[str, Any] = {"model": model, "card": gpu, "arm": arm.label, "paper": PAPER.get(model)}
+            row |= _measured(record)
             row |= {name: _over(record, arms.get(other)) for name, other in others.items()}
             for name in ("over_mamba_ssm_single_8", "over_mamba_ssm_single"):
                 if (other := others[name]) in profiles:
@@ -400,12 +390,8 @@ def growth_tables(records: Sequence[Record]) -> list[Table]:
         c = next(iter(points.values()))["config"]
         rows = [
             _milliseconds(record["metrics"], "seconds_per_batch")
-            | {
-                axis: value,
-                "row_length": record["config"]["row_length"],
-                "model_flops_utilisation": utilisation(record),
-            }
-            | {"over_16384": base and _over(record, base).values[0]}
+            | {axis: value, "row_length": record["config"]["row_length"]}
+            | {"model_flops_utilisation": utilisation(record), "over_16384": base and _over(record, base).values[0]}
             for value, record in sorted(points.items())
         ]
         table = make_table(

@@ -126,15 +126,8 @@ def _ask_untrained(config: AnswersConfig, name: str, records_path: Path) -> None
 
 def _numbers(name: str, model: MambaLM, options: Mapping[str, Any], config: AnswersConfig) -> dict[str, float]:
     """accuracy, answers and chance; of multiple choice the share of right choices, and how many there were."""
-    asked = EvalContext(
-        DataConfig(),
-        None,
-        config.examples,
-        config.examples_seed,
-        default_max_slots(model),
-        options=dict(options),
-        key="questions",
-    )
+    shared = DataConfig(), None, config.examples, config.examples_seed, default_max_slots(model)
+    asked = EvalContext(*shared, options=dict(options), key="questions")
     found = evaluate(name, model, asked).metrics
     numbers = {name: found[name] for name in ("accuracy", "answers", "chance")}
     if "choice_accuracy" in found:

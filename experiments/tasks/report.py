@@ -158,11 +158,8 @@ def answers_figures(records: Sequence[Record]) -> list[Figure]:
     name = _task(records, "answers")
     ax.set(ylim=(-3, 103), xlabel=varied.replace("_", " "), ylabel="right answers (%)", title=name)
     legend_below(fig, columns=3)
-    return [
-        finish(
-            fig, "answers", f"{name}: right answers against {varied.replace('_', ' ')}, each document from zero state."
-        )
-    ]
+    caption = f"{name}: right answers against {varied.replace('_', ' ')}, each document from zero state."
+    return [finish(fig, "answers", caption)]
 
 
 def _points(records: Sequence[Record]) -> tuple[pd.DataFrame, str, float]:
@@ -204,10 +201,6 @@ def untrained_tables(records: Sequence[Record]) -> list[Table]:
 
 KINDS = {
     "training": Kind(learned_tables, leak_figures, label=_task),
-    "answers": Kind(
-        answers_tables,
-        answers_figures,
-        label=lambda records: _task(records, "answers"),
-    ),
+    "answers": Kind(answers_tables, answers_figures, lambda records: _task(records, "answers")),
     "untrained": Kind(untrained_tables),
 }
