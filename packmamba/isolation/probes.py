@@ -205,30 +205,22 @@ def routes(documents: Documents) -> bool:
 
 def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str | None:
     """Name the first module whose output at watched slots differs with these tokens, while its inputs there do not."""
-    marks = documents.in_rows(watched)
+    marks, found = documents.in_rows(watched), list[str]()
+    calls: dict[tuple[str, int], list[list[Tensor]]] = {}
+    counts: Counter[str] = Counter()
 
     def differ(some: list[Tensor], others: list[Tensor]) -> bool:
         same_shape = [(one, other) for one, other in zip(some, others) if one.shape == other.shape]
         slots = [by_slot(moved(one, other), *marks.shape) for one, other in same_shape]
         return any(bool((marks & of).any()) for of in slots if of is not None)
 
-    before, after = _calls(documents, documents.tokens), _calls(documents, tokens)
-    for key, (inputs, outputs) in after.items():
-        if key in before and differ(before[key][1], outputs) and not differ(before[key][0], inputs):
-            return key[0]
-    return None
-
-
-def _calls(documents: Documents, tokens: Tensor) -> dict[tuple[str, int], list[list[Tensor]]]:
-    """Record inputs and outputs of every module's calls, inner modules first."""
-    calls: dict[tuple[str, int], list[list[Tensor]]] = {}
-    counts: Counter[str] = Counter()
-
     def record(title: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         counts[title] += 1
         outputs = vars(result) if hasattr(result, "__dict__") and not isinstance(result, Tensor) else result
-        both = [[v.clone() for v in tree_leaves(of) if isinstance(v, Tensor)] for of in ((args, kwargs), outputs)]
-        calls[title, counts[title]] = both
+        now = [[v.clone() for v in tree_leaves(of) if isinstance(v, Tensor)] for of in ((args, kwargs), outputs)]
+        before = calls.setdefault((title, counts[title]), now)
+        if before is not now and differ(before[1], now[1]) and not differ(before[0], now[0]):
+            found.append(title)
 
     handles = []
     for name, module in (pair for root in documents.model.modules for pair in root.named_modules()):
@@ -236,8 +228,10 @@ def _calls(documents: Documents, tokens: Tensor) -> dict[tuple[str, int], list[l
         handles.append(module.register_forward_hook(functools.partial(record, title), with_kwargs=True))
     try:
         with torch.no_grad(), eager():
-            documents.logits(tokens)
+            for given in (documents.tokens, tokens):
+                counts.clear()
+                documents.logits(given)
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    return found[0] if found else None
