@@ -74,51 +74,34 @@ def test_no_row_length(strategy):
     assert plan_rows([5, 7], 8, strategy).slots.tolist() == {"single": [5, 7]}.get(strategy, [8, 8])
 
 
-def naive_first_fit(lengths, row_length, buffer, last_alone=False):
-    """The first row with room; with ``last_alone`` the last row or a new one."""
-    rows, rooms = [], []
-    for document, n in enumerate(lengths):
-        fits = [r for r in range(len(rows) - 1 if last_alone and rows else 0, len(rows)) if rooms[r] >= n]
-        if not fits:
-            fits = [len(rows)]
-            rows.append([])
-            rooms.append(row_length)
-        rows[fits[0]].append(document)
-        rooms[fits[0]] -= n
-    return rows
+def naive(lengths, row_length, choose, decreasing=True, first=0):
+    """Put each document, longest first, into the row that ``choose`` takes of those with room, or into a new one."""
+    rows = []  # room, last change, documents
+    order = sorted(range(len(lengths)), key=lambda d: -lengths[d]) if decreasing else range(len(lengths))
+    for step, document in enumerate(order):
+        fits = [row for row in rows if row[0] >= lengths[document]]
+        row = choose(fits, rows) if fits else None
+        if row is None:
+            row = [row_length, 0, []]
+            rows.append(row)
+        row[:2] = row[0] - lengths[document], step
+        row[2].append(first + document)
+    return [sorted(row[2]) for row in rows]
 
 
-def naive_decreasing(lengths, row_length, choose, first=0):
-    """Longest first; ``choose`` is min or max over (room, ...), of equal rooms the row that changed last."""
-    rows, rooms, changed = [], [], []
-    by_length = sorted(range(len(lengths)), key=lambda d: -lengths[d])
-    for step, document in enumerate(by_length):
-        fits = [r for r in range(len(rows)) if rooms[r] >= lengths[document]]
-        if not fits:
-            fits = [len(rows)]
-            rows.append([])
-            rooms.append(row_length)
-            changed.append(step)
-        room = choose(rooms[r] for r in fits)
-        r = max((r for r in fits if rooms[r] == room), key=lambda r: changed[r])
-        rows[r].append(first + document)
-        rooms[r] -= lengths[document]
-        changed[r] = step
-    return [sorted(row) for row in rows]
-
-
-def naive_greedy(lengths, row_length, buffer):
-    windows = range(0, len(lengths), buffer)
-    return [row for w in windows for row in naive_decreasing(lengths[w : w + buffer], row_length, min, first=w)]
+def fullest(fits, _):
+    return min(fits, key=lambda row: (row[0], -row[1]))
 
 
 NAIVE = {
-    "next_fit": lambda *drawn: naive_first_fit(*drawn, last_alone=True),
-    "greedy": naive_greedy,
-    "first_fit": naive_first_fit,
-    "best_fit_decreasing": lambda lengths, row_length, buffer: naive_decreasing(lengths, row_length, min),
-    "spfhp": lambda lengths, row_length, buffer: naive_decreasing(lengths, row_length, max),
-}
+    "next_fit": lambda n, length, _: naive(n, length, lambda fits, rows: rows[-1] if fits[-1] is rows[-1] else None, False),
+    "first_fit": lambda n, length, _: naive(n, length, lambda fits, _: fits[0], False),
+    "greedy": lambda n, length, window: [
+        row for w in range(0, len(n), window) for row in naive(n[w : w + window], length, fullest, first=w)
+    ],
+    "best_fit_decreasing": lambda n, length, _: naive(n, length, fullest),
+    "spfhp": lambda n, length, _: naive(n, length, lambda fits, _: max(fits, key=lambda row: row[:2])),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", NAIVE)
