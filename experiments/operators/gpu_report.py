@@ -403,8 +403,8 @@ def _figure(name: str, label: str, where: str, points: Points, apart: Points = (
     for arm, style in _CONVS.items():
         for direction, dashes in ((0, "-"), (1, (0, (4, 1.5)))):
             way = ("forward", "backward")[direction]
-            label = f"{arm.label}, {way}"
-            _draw(right, points, apart, partial(_share, arm, direction), label, style | {"linestyle": dashes})
+            what = f"{arm.label}, {way}"
+            _draw(right, points, apart, partial(_share, arm, direction), what, style | {"linestyle": dashes})
     right.axhline(100, color=MUTED, linestyle=(0, (2, 1.5)), linewidth=1.6, label="copying")
     left.set(title="Scan, forward and backward", ylabel="nanoseconds per token", yscale="log")
     right.set(title="Convolution", ylabel="share of copy bandwidth (%)", ylim=(0, None))

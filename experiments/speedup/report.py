@@ -93,12 +93,17 @@ def speedup_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def speedup_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw real tokens per second of six arms with their spread, and packed's ratio over each; a panel for each model size."""
+    """Draw real tokens per second of arms with their spread, and packed's ratio over each; a figure for each card."""
     bare = by_model(records, "speedup", "forward_backward")
-    if not bare:
-        return []
-    fig, panels = axes(len(bare), width=4.0 * len(bare) + 1.6, height=3.6)
-    for ax, ((model, gpu), arms) in zip(panels, bare.items()):
+    return [
+        _figure(gpu, {key[0]: arms for key, arms in bare.items() if key[1] == gpu})
+        for gpu in dict.fromkeys(gpu for _, gpu in bare)
+    ]
+
+
+def _figure(gpu: str, models: dict[str, Arms]) -> Figure:
+    fig, panels = axes(len(models), width=4.0 * len(models) + 1.6, height=3.6)
+    for ax, (model, arms) in zip(panels, models.items()):
         packed = _best_packed(arms)
         shown = {name: arms[arm] for name, arm in _bars(packed).items() if arm in arms}
         for y, (name, record) in enumerate(shown.items()):
@@ -113,13 +118,13 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
         name_bars(ax, list(shown), ax is panels[0])
         ax.set_xlim(0, 1.45 * max(record["metrics"]["real_tokens_per_second"] for record in shown.values()))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
-        paper = f" (the paper, A100: {PAPER[model]}x over single)" if model in PAPER else ""
+        paper = f" (the paper: {PAPER[model]}x)" if model in PAPER else ""
         ax.set(title=f"{model.upper()}, {gpu}{paper}", xlabel="real tokens per second")
     caption = (
         "Forward and backward of whole models; in brackets packed's ratio over the arm. mamba-ssm as its users run it (orange) "
         "and our layers, compiled alike (blue). Whiskers: an interquartile range."
     )
-    return [finish(fig, "speedup", caption)]
+    return finish(fig, "speedup" + f"-{gpu.split()[0].lower()}" * (gpu != "H200"), caption)
 
 
 PACKED = "packed, reset"
