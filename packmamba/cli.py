@@ -280,7 +280,7 @@ def report(words: list[str]) -> None:
     """Make tables, figures and report.html of records or an experiment; several folders meet in one table."""
     folders, overrides = split(words, "folders of records or runs, or an experiment", 1, len(words))
     config = load(ReportConfig, None, overrides)
-    from packmamba.records import has_records, read_records
+    from packmamba.records import read_records
     from packmamba.report.aggregate import with_items
     from packmamba.report.html import format_table, write_report
     from packmamba.reproduce import experiments, kinds_of
@@ -292,10 +292,9 @@ def report(words: list[str]) -> None:
         if folder is None:
             raise ConfigError(f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}")
         run = load_config(folder / CONFIGURATION) if (folder / CONFIGURATION).is_file() else None
-        found: Any = read_records(folder) if has_records(folder) else [None]
-        found = found if run is None else [find_record(run)]
+        found: Any = [find_record(run)] if run else read_records(folder)
         if None in found:
-            raise ConfigError(f"{folder}: expected records, or a finished run, got none")
+            raise ConfigError(f"{folder}: expected a finished run, got one without a record")
         records += with_items(folder, found)
     kinds = kinds_of(folder, records)
     if len(folders) > 1 or config.baseline is not None:

@@ -130,7 +130,7 @@ def test_help_and_version(capsys):
         (["eval", "nowhere"], "nowhere"),
         (["generate", "nowhere"], "expected the folder of a run or checkpoint, and a text"),
         (["report", "nowhere"], "expected a folder or an experiment"),
-        (["report", "configs"], "configs: expected records"),
+        (["report", "configs"], "configs: expected a folder with record.json"),
         (["leakcheck", "configs"], "configs"),
         (["bench", "packign"], "did you mean 'packing'?"),
         (["kernels", "bild"], "expected nothing, or build"),

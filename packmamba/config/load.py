@@ -88,11 +88,9 @@ def _instead(key: str, config: Any) -> str:
     if key in OLD_KEYS:
         return f"; rename it to {OLD_KEYS[key]}"
     section, _, name = key.rpartition(".")
-    known = {
-        prefix + field.name: prefix[:-1] for prefix, one in sections_of(config) for field in dataclasses.fields(one)
-    }
+    known = [prefix + field.name for prefix, one in sections_of(config) for field in dataclasses.fields(one)]
     same = [other for other in known if other.rpartition(".")[2] == name]
-    return suggest(key, same or [other for other in known if known[other] == section], 0 if same else 0.6)
+    return suggest(key, same or [other for other in known if other.rpartition(".")[0] == section], 0 if same else 0.6)
 
 
 def validate(config: Schema) -> Schema:
@@ -140,8 +138,7 @@ def _check_rules(config: Config) -> None:
 
     def need(holds: Any, name: str, expected: str) -> None:
         if not holds:
-            value = functools.reduce(getattr, name.split("."), config)
-            raise ConfigError(f"{name}: expected {expected}, got {shown(value)}")
+            raise ConfigError(f"{name}: expected {expected}, got {shown(value_of(name, config))}")
 
     for key, given, known in (
         ("model.mixer_options", model.mixer_options, {*of_mixer} - {*MIXER_KEYS, "recompute", "backend"}),
@@ -151,22 +148,26 @@ def _check_rules(config: Config) -> None:
     ):
         for name in [name for name in given if name not in known]:
             raise ConfigError(f"unknown key '{key}.{name}'{suggest(name, sorted(known))}")
-    for name in set(MIXER_KEYS).difference(of_mixer):
-        need(getattr(model, name) == getattr(type(model), name), f"model.{name}", f"no value with mixer {model.mixer}")
     mappings = all(isinstance(given, dict) for given in config.evaluation_options.values())
     need(mappings, "evaluation_options", "keys and values of each evaluation")
-    evaluates = evaluations and trainer.strategy != "fsdp2"
-    need(
-        trainer.evaluate_every is None or evaluates,
-        "trainer.evaluate_every",
-        "null without evaluations, and with fsdp2",
-    )
-    need(data.unit is None or data.source == "packages", "data.unit", "null, unless data.source=packages")
-    need(data.streams == 1 or splits, "data.streams", "1, unless data.strategy=concat_split")
     need(data.row_length or not strategy.needs_row_length, "data.row_length", f"an integer with {data.strategy}")
-    need(not data.stagger or (stream and splits), "data.stagger", "false, unless in streams of concat_split")
+    precision, sharded = trainer.precision, trainer.strategy == "fsdp2"
+    one = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto" and trainer.accelerator in ON_GPU
+    graphs = one and precision in ("32-true", "bf16-mixed", "bf16-true") and config.ops.backend in ("auto", "cuda")
     shuffles = stream and strategy.pads and data.row_length and not boundary.continues
-    need(data.shuffle_steps is None or shuffles, "data.shuffle_steps", "null, unless batching=stream without carry")
+    only: dict[str, tuple[Any, str]] = {  # keys that have their defaults, unless
+        "data.unit": (data.source == "packages", "data.source=packages"),
+        "data.streams": (splits, "data.strategy=concat_split"),
+        "data.stagger": (stream and splits, "in streams of concat_split"),
+        "data.shuffle_steps": (shuffles, "batching=stream without carry"),
+        "trainer.evaluate_every": (evaluations and not sharded, "with evaluations, without fsdp2"),
+        "trainer.average_snapshots": (not sharded, "without fsdp2"),
+        "trainer.cuda_graphs": (graphs, "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"),
+        **{f"model.{name}": (name in of_mixer, "with another mixer") for name in MIXER_KEYS},
+    }
+    for name, (allowed, where) in only.items():
+        default = value_of(name, Config())
+        need(allowed or value_of(name, config) == default, name, f"{shown(default)}, unless {where}")
     if boundary.continues:
         devices, turns, carries = trainer.devices * trainer.num_nodes, data.takes_turns, f"with {trainer.boundary}"
         rows = data.batch_rows if turns else data.streams // devices
@@ -179,14 +180,12 @@ def _check_rules(config: Config) -> None:
             need(data.streams % data.step_rows == 0, "data.streams", f"a multiple of a step's {data.step_rows} rows")
             alike = data.step_rows % (data.batch_rows * devices) == 0
             need(alike, "data.max_tokens_per_batch", f"equal batches of a step's {data.step_rows} rows")
-    precision, sharded = trainer.precision, trainer.strategy == "fsdp2"
     need(not sharded or boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={trainer.boundary}")
-    need(not sharded or trainer.average_snapshots == 1, "trainer.average_snapshots", "1 with trainer.strategy=fsdp2")
     need(not sharded or precision in ("32-true", "bf16-mixed"), "trainer.precision", "32-true or bf16-mixed with fsdp2")
-    one = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto" and trainer.accelerator in ON_GPU
-    graphs = one and precision in ("32-true", "bf16-mixed", "bf16-true") and config.ops.backend in ("auto", "cuda")
-    expected = "false, unless on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
-    need(graphs or not trainer.cuda_graphs, "trainer.cuda_graphs", expected)
+
+
+def value_of(name: str, config: Any) -> Any:
+    return functools.reduce(getattr, name.split("."), config)
 
 
 def suggest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:

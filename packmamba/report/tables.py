@@ -68,8 +68,8 @@ def write_table(table: Table, form: str) -> str:
         lines = [list(texts), rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)]) + "\n"
-    style = texts.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
-    latex = style.to_latex(column_format="".join("lr"[column.numeric] for column in table.columns), hrules=True)
+    form = "".join("lr"[column.numeric] for column in table.columns)
+    latex = texts.to_latex(index=False, escape=True, column_format=form)
     latex = re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
     return f"% \\usepackage{{booktabs,graphicx}}\n\\resizebox{{\\columnwidth}}{{!}}{{%\n{latex}}}\n"
 

@@ -58,7 +58,7 @@ def test_valid(overrides):
         (f"{CARRIES} data.batching=stream data.row_length=96", "data.tokens_per_step: "),
         ("evaluations=[mqar] evaluation_options.passkey.length=3", "'evaluation_options.passkey'"),
         ("evaluations=[mqar] evaluation_options.mqar=3", "evaluation_options: expected keys and values"),
-        ("trainer.evaluate_every=3", "trainer.evaluate_every: expected null without evaluations"),
+        ("trainer.evaluate_every=3", "trainer.evaluate_every: expected null, unless with evaluations"),
         ("trainer.strategy=fsdp2 trainer.average_snapshots=2", "trainer.average_snapshots: expected 1"),
         ("trainer.cuda_graphs=true trainer.devices=2", "trainer.cuda_graphs: expected false, unless on one GPU"),
         ("ops.backend=gpu", "ops.backend: expected one of auto"),
