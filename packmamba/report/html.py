@@ -113,7 +113,7 @@ def write_report(
     latex: bool = False,
     opening: Table | None = None,
 ) -> Path:
-    """Write tables/, figures/ and report.html in place of an earlier report's; return the page's path.
+    """Write tables/, figures/ and report.html, which makes no requests, in place of an earlier report's; return its path.
 
     ``latex``: write tables as LaTeX and figures as PDF too. ``opening``: the page's first table.
     """
@@ -127,27 +127,21 @@ def write_report(
         f"figures/{figure.name}.{form}": getattr(figure, form)
         for section in sections for figure in section.figures for form in ("png", *["pdf"] * latex)
     }  # fmt: skip
-    for name in ("tables", "figures"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for path in (folder / name).iterdir():
-            path.unlink(missing_ok=True)
-    for name, content in {**files, **images, "report.html": render(sections, opening)}.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return folder / "report.html"
-
-
-def render(sections: Sequence[Section], opening: Table | None = None) -> str:
-    """Return the page, which makes no requests."""
-    records = [record for section in sections for record in section.records]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    configs = [flatten(record["config"]) for record in records]
-    return environment.get_template("page.html").render(
-        title=f"PackMamba: {Path(records[0]['experiment']).name}",
+    configs = [flatten(record["config"]) for section in sections for record in section.records]
+    files["report.html"] = environment.get_template("page.html").render(
         sections=sections,
         opening=opening,
         base64=base64.b64encode,
         density=DPI / 96,
-        records=records,
+        records=[record for section in sections for record in section.records],
         keys={key: [one[key] for one in configs if key in one] for key in dict.fromkeys(itertools.chain(*configs))},
     )
+    for name in ("tables", "figures"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for path in (folder / name).iterdir():
+            path.unlink(missing_ok=True)
+    for name, content in {**files, **images}.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder / "report.html"

@@ -37,7 +37,8 @@ class Shape:
         row_length = -(-row_length // ROW_MULTIPLE) * ROW_MULTIPLE
         longest = 1 << max(0, (batch.layout.longest or ABSENT) - 1).bit_length()
         longest = longest if longest <= row_length else ABSENT  # that of continued documents grows
-        return cls(rows, row_length, _power_of_four(batch.layout.num_documents), longest, accumulates)
+        documents = 4 ** -(-max(0, batch.layout.num_documents - 1).bit_length() // 2)  # rounded up to a power of four
+        return cls(rows, row_length, documents, longest, accumulates)
 
     @property
     def slots(self) -> tuple[int, int, bool]:
@@ -156,8 +157,3 @@ class BatchGraphs:
     def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters)):
             parameter.grad = gradient
-
-
-def _power_of_four(n: int) -> int:
-    """Round up to a power of four."""
-    return 4 ** -(-max(0, n - 1).bit_length() // 2)

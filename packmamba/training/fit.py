@@ -305,8 +305,17 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
 
 
 def load_initial_weights(model: MambaLM, config: Config) -> int:
-    """Load the weights that ``trainer.init_from`` names; return their checksum."""
-    path, checksum = weights_path(config), 0
+    """Load the weights that ``trainer.init_from`` names, of ``<sweep>:<arm>`` the run of this seed; return their checksum."""
+    source, checksum = str(config.trainer.init_from), 0
+    path = Path(source)
+    if not path.is_dir():
+        folder, _, arm = source.rpartition(":")
+        runs = [r for r in run_id.training_records(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
+        paths = {Path(folder) / "runs" / run_id.id_of(arm, record["config"]) for record in runs}
+        if len(paths) != 1:
+            expected = f"a model's folder, or <sweep>:<arm> with one run of seed {config.seed}"
+            raise ConfigError(f"trainer.init_from: expected {expected}, got '{source}', {len(paths)} runs")
+        path = paths.pop()
     try:
         weights = read_pretrained(path)[1]
         load_weights(model, weights, path, "this run's keys of model")
@@ -315,20 +324,6 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
     for _, tensor in sorted(weights.items()):
         checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
-
-
-def weights_path(config: Config) -> Path:
-    """Return the path that ``trainer.init_from`` names; of ``<sweep>:<arm>``, the run of this seed."""
-    source = str(config.trainer.init_from)
-    if Path(source).is_dir():
-        return Path(source)
-    folder, _, arm = source.rpartition(":")
-    runs = [r for r in run_id.training_records(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
-    paths = {Path(folder) / "runs" / run_id.id_of(arm, record["config"]) for record in runs}
-    if len(paths) != 1:
-        expected = f"a model's folder, or <sweep>:<arm> with one run of seed {config.seed}"
-        raise ConfigError(f"trainer.init_from: expected {expected}, got '{source}', {len(paths)} runs")
-    return paths.pop()
 
 
 def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:

@@ -233,7 +233,11 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         for wave in filter(None, waves):
             start(wave, report=report)
 
-    _measure_throughput(sweep, arms, progress)
+    records = read_records(sweep.output) if has_records(sweep.output) else []
+    timed = {id_of(record["arm"], record["config"]) for record in records if record["kind"] == "throughput"}
+    if sweep.throughput_rounds and not timed.issuperset(map(run_id, arms)):
+        for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
+            append_record(Path(sweep.output) / "records.jsonl", record)
     if sweep.train:
         tune, seeds = sweep.tune, {c.name: [one.seed for one in configs if one.name == c.name] for c in configs}
         more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
@@ -268,11 +272,3 @@ def _check_corpora(runs: list[Config], progress: bool) -> None:
         if record is not None and record["corpus_hash"] != hashes[documents]:
             changed = f"data: the documents have changed since {run.name}, seed {run.seed}, was trained"
             raise ConfigError(f"{changed}; give another output, or remove its record and {run_folder(run)}")
-
-
-def _measure_throughput(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:
-    records = read_records(sweep.output) if has_records(sweep.output) else []
-    timed = {id_of(record["arm"], record["config"]) for record in records if record["kind"] == "throughput"}
-    if sweep.throughput_rounds and not timed.issuperset(map(run_id, arms)):
-        for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
-            append_record(Path(sweep.output) / "records.jsonl", record)
