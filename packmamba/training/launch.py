@@ -136,6 +136,8 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
                 pool.shutdown(wait=False)
                 pool = None
             report(config, outcome, slot.name)
+        if pool is not None:
+            pool.shutdown()
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     threads = ThreadPoolExecutor(len(slots))

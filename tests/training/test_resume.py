@@ -1,6 +1,8 @@
-"""An interrupted run ends with the bits of an uninterrupted one: weights, optimizer, carried states, random numbers, record."""
+"""An interrupted run ends with the bits of an uninterrupted one; checkpoint files; ``trainer.deterministic``."""
 
+import logging
 import random
+import shutil
 import signal
 import time
 
@@ -11,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 import run
 from packmamba.config import ConfigError
 from packmamba.records import read_records
-from packmamba.training.callbacks import Stopped, checkpoints
+from packmamba.training.callbacks import CheckpointFile, Stopped, checkpoints, newest_checkpoint, read_checkpoint
 from packmamba.training.fit import fit
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder
-from processes import fork, kill
+from processes import ROOT, fork, kill
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 
 KEYS = ["trainer.max_steps=12", "trainer.validate_every=5", "trainer.checkpoint_every=3", "trainer.threads=1",
@@ -133,3 +135,73 @@ def test_a_run_does_not_go_on_with_other_documents(tmp_path):
         documents.write('{"text": "abcd"}\n')
     with pytest.raises(ConfigError, match="^data: "):
         fit(config, progress=False)
+
+
+def save(folder, *steps):
+    for step in steps:
+        CheckpointFile().save_checkpoint({"step": step, "weight": torch.arange(3000.0)}, folder / f"step={step}.ckpt")
+
+
+def flip(content):
+    half = len(content) // 2
+    return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+
+
+@pytest.mark.parametrize("changed", [lambda content: content[:-100], flip, lambda _: b""], ids=["cut", "flip", "empty"])
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, caplog, changed):
+    def damage(path):
+        path.write_bytes(changed(path.read_bytes()))
+
+    save(tmp_path, 1, 2)
+    damage(tmp_path / "step=2.ckpt")
+    with caplog.at_level(logging.WARNING):
+        assert newest_checkpoint(tmp_path) == tmp_path / "step=1.ckpt"
+    assert "step=2.ckpt" in caplog.text
+    damage(tmp_path / "step=1.ckpt")
+    with pytest.raises(ConfigError, match="runs_dir"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_failed_write_leaves_the_file_before(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def fail(value, path):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step=1.ckpt"]
+    assert read_checkpoint(tmp_path / "step=1.ckpt")["step"] == 1
+
+
+def test_a_pickle_of_an_old_version_is_refused_in_one_sentence(tmp_path):
+    config = tiny_config(tmp_path)
+    folder = run_folder(config) / "checkpoints"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "data" / "carry.step=3.ckpt", folder / "step=3.ckpt")
+    with pytest.raises(ConfigError, match="step=3.ckpt.*remove it") as refused:
+        fit(config, progress=False)
+    assert "\n" not in str(refused.value)
+
+
+# Matrices of such sizes are multiplied in other parts by four threads than by one.
+STRICT = ["data.source=synthetic", "data.path=null", "data.num_documents=60", "data.distribution=short", "data.row_length=256",
+          "data.tokens_per_step=1024", "data.max_tokens_per_batch=512", "model.d_model=64", "model.n_layer=1", "model.d_state=16",
+          "trainer.max_steps=2", "trainer.leakcheck_every=null", "trainer.deterministic=true"]  # fmt: skip
+
+
+def test_cores_and_workers_change_no_bit(tmp_path):
+    found, before = [], torch.get_num_threads()
+    for count, workers in ((1, 0), (4, 0), (3, 2)):
+        torch.set_num_threads(count)
+        config = tiny_config(tmp_path, *STRICT, f"data.num_workers={workers}", f"runs_dir={tmp_path}/{count}")
+        record = fit(config, progress=False)
+        assert torch.get_num_threads() == count, "what PyTorch would take is left as it was"
+        found.append((losses_of(record), final_state(config)["state_dict"]))
+    torch.set_num_threads(before)
+    (losses, weights), *others = found
+    for other, state in others:
+        assert other == losses
+        assert all(torch.equal(state[name], value) for name, value in weights.items())
