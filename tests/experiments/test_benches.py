@@ -51,18 +51,8 @@ def tables(question, records):
     return {table.name: table for section in sections for table in section.tables}
 
 
-CPU = {
-    "tokens": 96,
-    "shortest": 3,
-    "longest": 30,
-    "channels": 24,
-    "states": 4,
-    "conv_tokens": 64,
-    "conv_channels": 40,
-    "threads": 1,
-    "rounds": 3,
-    "slow_rounds": 2,
-}
+CPU = {"tokens": 96, "shortest": 3, "longest": 30, "channels": 24, "states": 4, "conv_tokens": 64, "conv_channels": 40}
+CPU |= {"threads": 1, "rounds": 3, "slow_rounds": 2}
 
 
 def test_operators_on_a_cpu(tmp_path, monkeypatch):
@@ -122,14 +112,8 @@ def test_operators_of_a_gpu_against_float64():
     made["causal-conv1d"] = gpu_implementations.causal_conv(convolve, inputs)
     errors = gpu.check(made, references, layout, some)
     assert errors.keys() == made.keys() - {"projections"} and all(0 < output < 1e-2 for output, _ in errors.values())
-    for name, count in (
-        ("scan", 8),
-        ("scan-states", 9),
-        ("ssd", 5),
-        ("conv1d", 3),
-        ("projections", 8),
-        ("causal-conv1d", 3),
-    ):
+    counts = {"scan": 8, "scan-states": 9, "ssd": 5, "conv1d": 3, "projections": 8, "causal-conv1d": 3}
+    for name, count in counts.items():
         prepared = made[name].prepare(layout)
         assert len(made[name].backward(made[name].forward(prepared), prepared)) == count
     arm = made["causal-conv1d"]
@@ -145,11 +129,8 @@ def test_operators_of_a_gpu_against_float64():
 
 @pytest.mark.gpu
 def test_operators_on_a_gpu(tmp_path):
-    ours = [
-        name
-        for name, arm in GPU_ARMS.items()
-        if arm.implementation in ("packmamba", "packmamba-ssd", "torch") and not arm.per_token
-    ]
+    here = ("packmamba", "packmamba-ssd", "torch")
+    ours = [name for name, arm in GPU_ARMS.items() if arm.implementation in here and not arm.per_token]
     values = {"shapes": ["256,128,40", "300,64,short"], "arms": ours, "layouts": 2, "rounds": 2, "slow_rounds": 1}
     gpu.run(configured(gpu.Config, values), tmp_path / "records.jsonl", False)
     records = read_records(tmp_path)
@@ -182,35 +163,19 @@ def test_a_wrong_plan_is_not_timed(array, value):
 
 
 BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"
+ALL = [BARE, BREAKDOWN, STEPS]
 ARMS = {
     "single": {"strategy": "single", "parts": [BARE, STEPS]},
     "single-8": {"strategy": "single", "multiple_of": 8},
-    "padded-256": {"strategy": "padded", "row_length": 256, "parts": [BARE, BREAKDOWN, STEPS]},
+    "padded-256": {"strategy": "padded", "row_length": 256, "parts": ALL},
     "padded-longest": {"strategy": "padded"},
     "padded-sorted": {"strategy": "padded_sorted"},
     "packed-512-next_fit": {"strategy": "next_fit", "row_length": 512},
-    "packed-512-best_fit_decreasing": {
-        "strategy": "best_fit_decreasing",
-        "row_length": 512,
-        "parts": [BARE, BREAKDOWN, STEPS],
-    },
+    "packed-512-best_fit_decreasing": {"strategy": "best_fit_decreasing", "row_length": 512, "parts": ALL},
 }
 MODEL = ["model.n_layer=2", "model.d_model=16", "model.d_state=4", "model.vocab_size=60"]
-TINY = {
-    "models": ["130m"],
-    "overrides": MODEL,
-    "arms": ARMS,
-    "distribution": "short",
-    "documents": 100,
-    "slots": 512,
-    "batches": 2,
-    "single_batches": 3,
-    "rounds": 2,
-    "dtype": "float32",
-    "precision": "32-true",
-}
-
-
+TINY = {"models": ["130m"], "overrides": MODEL, "arms": ARMS, "distribution": "short", "documents": 100, "slots": 512}
+TINY |= {"batches": 2, "single_batches": 3, "rounds": 2, "dtype": "float32", "precision": "32-true"}
 MAMBA2 = ["model.mixer=mamba2", "model.n_layer=1", *MODEL[1:], "model.mixer_options={headdim: 8}"]
 PACKED = ("packed-512-next_fit", "packed-512-best_fit_decreasing")
 

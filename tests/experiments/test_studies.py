@@ -17,17 +17,11 @@ from packmamba.config import load_config, to_dict
 from packmamba.report.tables import write_table
 
 NOISE = (0.0004, -0.0003, 0.0002, -0.0004, 0.0001, 0.0003, -0.0002, -0.0001)
-POOL = [
-    *(
-        "data.strategy=concat_split",
-        "data.streams=1024",
-        "data.stagger=true",
-        "data.batching=stream",
-        "data.row_length=2048",
-    ),
-    *("data.tokens_per_step=65536", "data.max_tokens_per_batch=65536", "model.d_model=512", "trainer.max_steps=1526"),
-    "data.cut_at_steps=false",
-]
+POOL = (
+    "data.strategy=concat_split data.streams=1024 data.stagger=true data.batching=stream data.row_length=2048".split()
+)
+POOL += "data.tokens_per_step=65536 data.max_tokens_per_batch=65536 data.cut_at_steps=false".split()
+POOL += "model.d_model=512 trainer.max_steps=1526".split()
 EFFECTS = {
     "reset": (0.0, 0.0),
     "state_passing": (0.001, -0.010),

@@ -60,16 +60,6 @@ def test_the_loss_sums_the_weight_s_gradient_in_float32_beside_bfloat16_activati
     assert found.dtype == torch.float32 and relative_error(found, torch.autograd.grad(expected, weight)[0]) <= 5e-3
 
 
-def test_one_compilation_serves_chunks_of_any_size(fresh_compiler, monkeypatch):
-    hidden, weight, targets, mask = head_case(torch.float32)
-    monkeypatch.setattr(loss, "_compiled_chunk", lambda: torch.compile(loss._chunk, backend="eager"))
-    expected = linear_cross_entropy(hidden, weight, targets, mask)[1]
-    for size in (6, 7, 9, 10):  # none leaves a last chunk of one token, which PyTorch compiles apart
-        monkeypatch.setattr(loss, "CHUNK_LOGITS", size * len(weight))
-        assert torch.allclose(linear_cross_entropy(hidden, weight, targets, mask, None, True)[1], expected, atol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
 def test_what_lies_outside_the_slots_is_never_looked_at():
     hidden, weight, targets, mask = head_case(torch.float32)
     poisoned = torch.where((LAYOUT.documents >= 0)[..., None], hidden, float("nan")).detach().requires_grad_()

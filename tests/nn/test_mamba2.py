@@ -84,13 +84,8 @@ def test_boundary_schemes_train_what_they_say(tmp_path):
             "trainer.max_steps=8",
         ]
         keys += ["model.mixer=mamba2", "model.d_model=32", "model.n_layer=1", "model.mixer_options={headdim: 16}"]
-        keys += [
-            "data.validation_documents=4",
-            "trainer.loggers=[]",
-            f"runs_dir={tmp_path}",
-            "optimizer.warmup_steps=1",
-            "optimizer.lr=0.02",
-        ]
+        keys += ["data.validation_documents=4", "trainer.loggers=[]", f"runs_dir={tmp_path}", "optimizer.lr=0.02"]
+        keys += ["optimizer.warmup_steps=1"]
         config = load_config(None, [*keys, f"data.cache_dir={tmp_path}/cache", f"trainer.boundary={boundary}"])
         return fit(config, progress=False)["metrics"]["val_loss"]
 

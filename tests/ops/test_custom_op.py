@@ -70,19 +70,6 @@ def test_one_graph_for_a_hundred_layouts(mixer):
 
 
 @every_operator
-def test_compiled_through_autograd_equals_eager(operator):
-    """aot_eager traces forward and backward with fakes alone."""
-    torch._dynamo.reset()
-    compiled = torch.compile(getattr(ops, operator), backend="aot_eager", fullgraph=True, dynamic=True)
-    for layout in random_layouts(5, rows=2, row_length=48):
-        case = random_case(operator, layout, torch.float32, channels=5)
-        expected = case.run("cpu")
-        got = case._differentiate(lambda t: compiled(**t, **case.options, layout=layout, backend="cpu"))  # noqa: B023
-        for name, value in expected.items():
-            assert torch.equal(got[name], value), name
-
-
-@every_operator
 def test_derivatives_that_kernels_lack_are_refused(operator):
     """Never a gradient that is silently zero."""
     case = random_case(operator, AWKWARD["splits"], torch.float64)

@@ -70,24 +70,6 @@ def test_the_fused_operator_is_the_composition_of_the_references(layout, states,
     assert_close(outputs[1], outputs[0], 1e-12)
 
 
-def test_opcheck():
-    tensors, (conv_state, ssm_state) = arguments()
-    places = (LAYOUT.starts, LAYOUT.ends, LAYOUT.starts, LAYOUT.ends)
-    wider = (tensors[0].detach().float().requires_grad_(), *(t.detach().float() for t in tensors[1:3]), *tensors[3:5],
-             *(t.detach().float() for t in tensors[5:8]), tensors[8])  # fmt: skip
-    used = [t.detach().float() for t in (tensors[3], tensors[4], tensors[8])]
-    for given, (xz, w, b, x, dt, A, D, bias, out), as_used in (
-        ((conv_state, ssm_state, True), tensors, [None] * 3),
-        ((None, None, False), tensors, [None] * 3),
-        ((None, None, False), wider, used),
-    ):
-        for recompute in (False, True):
-            torch.library.opcheck(
-                torch.ops.packmamba.inner_pack.default,
-                (xz, w, b, x, dt, out, A, D, bias, *given[:2], *as_used, *places, given[2], recompute, True),
-            )
-
-
 @every_config
 @pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
 @pytest.mark.parametrize("recompute", ["inner", "block"])
