@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class CheckedCallable:
     inputs: tuple[str, ...] = ("packed",)
     padding: tuple[str, ...] = ()
     optional = False
-    avoid: frozenset[int] = frozenset()
+    avoid: Set[int] = frozenset()
 
     def __init__(
         self, call: Callable[..., Any], modules: list[nn.Module], boundaries: str, vocab_size: int, longest: int
@@ -80,9 +80,8 @@ class CheckedModel(CheckedCallable):
             raise ValueError(f"vocab_size: expected at most the model's {known_ids}, got {vocab_size}")
         longest = getattr(text, "max_position_embeddings", None) or 2**31
         super().__init__(model, [model], boundaries, vocab_size or known_ids, longest)
-        special = [getattr(config, f"{of}_token_id", None) for of in ("pad", "bos", "eos", "image", "audio", "video")]
-        flat = [i for ids in special for i in (ids if isinstance(ids, (list, tuple)) else [ids])]
-        self.avoid = frozenset(i for i in flat if isinstance(i, int))
+        special = [ids for name, ids in getattr(config, "__dict__", {}).items() if name.endswith("_token_id")]
+        self.avoid = {i for ids in special for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         """Make boundary arguments as transformers' DataCollatorWithFlattening does."""

@@ -75,7 +75,8 @@ def texts_of(place: str, key: str, values: Iterator[Any]) -> Iterator[str]:
             yield text
             number += 1
     except Exception as error:  # packages that read files raise all kinds
-        raise ConfigError(f"data.path: {place}:{number}: {error!r}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"data.path: {place}:{number}: {reason}") from None
 
 
 def _lines(path: Path, key: str) -> Iterator[Any]:
