@@ -54,15 +54,6 @@ def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):
         assert pairs["packed"].total() > 50 and all(found == pairs["single"] for found in pairs.values())
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [("data.strategy=bestfit", "data.strategy"), ("data.overlong=error", "data.row_length")],
-)
-def test_a_wrong_key_is_named(tmp_path, override, key):
-    with pytest.raises(ConfigError, match=key):
-        module(tmp_path, override)
-
-
 def test_a_changed_corpus_is_refused_where_a_run_resumes(tmp_path):
     data = module(tmp_path)
     data.load_state_dict(data.state_dict())

@@ -13,12 +13,10 @@ from packmamba import MambaLM, cli
 from packmamba.config import ConfigError
 from packmamba.evaluation import registry
 from packmamba.evaluation.load import load_model, read_config
-from packmamba.evaluation.tasks import TASKS
-from packmamba.evaluation.tasks.recall import Parity
 from packmamba.records import read_records
 from packmamba.training.fit import fit
 from packmamba.training.run_id import run_folder
-from runs import CARRY, tiny_config
+from runs import tiny_config
 
 ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=12", "evaluation_options.parity.length=6"]
 SAME = ["tasks=[parity,perplexity]", "examples=12", "options.parity.length=6", "device=cpu"]
@@ -67,20 +65,6 @@ def test_models_that_share_an_output_have_records_of_their_own(run, tmp_path):
         assert cli.main(["eval", str(folder), "tasks=[parity]", "examples=3", f"output={tmp_path}/out"]) == 0
     first, second = read_records(tmp_path / "out")
     assert first["metrics"]["nats"] != second["metrics"]["nats"]
-
-
-@pytest.mark.parametrize("keys", [["trainer.boundary=leak", "data.strategy=greedy"], CARRY])
-def test_a_run_s_loss_as_trained(tmp_path, keys):
-    asked = ["evaluations=[perplexity]", "trainer.max_steps=2", "trainer.validate_every=2"]
-    metrics = fit(tiny_config(tmp_path, *keys, *asked), progress=False)["metrics"]
-    assert metrics["perplexity.loss_as_trained"] == pytest.approx(metrics["val_loss_as_trained"], abs=1e-5)
-    assert (metrics["perplexity.loss_as_trained"] == pytest.approx(metrics["val_loss"], abs=1e-7)) == (keys is CARRY)
-
-
-def test_a_plugin_s_task_is_an_evaluation(tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "mine", type("Mine", (Parity,), {"chance": 0.4}))
-    asked = ["evaluations=[mine]", "evaluation_examples=2", "trainer.max_steps=2", "trainer.validate_every=2"]
-    assert fit(tiny_config(tmp_path, *asked), progress=False)["metrics"]["mine.chance"] == 0.4
 
 
 @pytest.mark.parametrize(
