@@ -94,7 +94,7 @@ def time_lengths(c: Config, device: torch.device, records_path: Path, progress: 
     losses: dict[str, Any] = {"packmamba": module.loss}
     try:
         losses["mamba-ssm"] = PeerLM(module.model).loss
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         print(f"left out, mamba-ssm: {error}", file=sys.stderr)
     for length in c.lengths:
         documents = Documents(np.array([length]), model.vocab_size, c.seed)

@@ -21,6 +21,10 @@ CARDS = {
     "H200": (989e12, 4.8e12, 132 * 16 * 1.755e9),
 }
 SINGLE, PACKED = "mamba-ssm-single", "packed"
+OTHERS = {
+    "mamba-ssm-single-8": "packed over one document at a time, lengths rounded up to multiples of 8",
+    "padded-sorted": "packed over batches sorted by length and padded",
+}
 
 
 def scaled_seconds(record: Record) -> float | None:
@@ -77,6 +81,10 @@ def tables(records: Sequence[Record]) -> list[Table]:
             kernels = ratio_of([m["seconds"] - m["idle"] for m in pair])
             add("all kernels, the host never waited for", size, dtype, kernels, KERNELS if size == "1.4b" else None)
             add("convolution and scan", size, dtype, ratio_of([m["conv"] + m["scan"] for m in pair]))
+        for other, what in OTHERS.items():
+            if other in arms:
+                rates = [record["metrics"]["real_tokens_per_second"] for record in (packed, arms[other])]
+                add(what, size, dtype, rates[0] / rates[1])
         add("packed, tokens/s", size, dtype, packed["metrics"]["real_tokens_per_second"], fmt="n")
     if speeds:
         largest = max(speeds, key=lambda name: speeds[name])
