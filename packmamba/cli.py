@@ -434,7 +434,3 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         message, status = f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

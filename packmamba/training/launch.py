@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -21,15 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
-from omegaconf import OmegaConf
 
-from packmamba.config import CONFIGURATION, Config, to_dict
+from packmamba.config import Config
 from packmamba.errors import ConfigError, UserError
 from packmamba.training.callbacks import Stopped
 from packmamba.training.fit import fit
-from packmamba.training.run_id import LEASE_SECONDS, Locked, RunLock, find_record, run_folder
+from packmamba.training.run_id import LEASE_SECONDS, Locked, RunLock, run_folder
 
-PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
 START_METHOD, CLUSTER = "spawn", "slurm"
 STOP_SECONDS = 10.0  # for a step and a checkpoint
 THREADS = 4  # maximum of a run on a GPU; of a run on a CPU under jobs=auto
@@ -47,10 +42,10 @@ Report = Callable[[Config, Optional[Outcome], str], None]
 def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Outcome:
     """Train a run, which ``stop`` may stop after each step. An error is the run's outcome, its traceback on stderr."""
     try:
-        if config.trainer.devices > 1:
-            return _train_in_ranks(config, stop)
         with RunLock(run_folder(config), wait):
-            return _outcome(fit(config, progress, lambda _: stop()))
+            metrics = fit(config, progress, lambda _: stop())["metrics"]
+        loss, step = metrics["val_loss"], metrics.get("diverged_at_step")
+        return Outcome("done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}")
     except Locked as error:
         return Outcome("locked", str(error))
     except Stopped as stopped:
@@ -62,33 +57,6 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
     except Exception as error:
         traceback.print_exc()
         return Outcome("failed", " ".join(f"{type(error).__name__}: {error}".split())[:300])
-
-
-def _outcome(record: dict[str, Any]) -> Outcome:
-    loss, step = record["metrics"]["val_loss"], record["metrics"].get("diverged_at_step")
-    return Outcome("done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}")
-
-
-def _train_in_ranks(config: Config, stop: Callable[[], bool]) -> Outcome:
-    """Train a run with a process for each device: ``torchrun -m packmamba.cli train FILE``."""
-    file = run_folder(config) / CONFIGURATION
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(OmegaConf.to_yaml(to_dict(config)), encoding="utf-8")
-    ranks = ["--standalone", f"--nproc-per-node={config.trainer.devices}", "-m", "packmamba.cli", "train", str(file)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
-    environment["PYTHONPATH"] = PYTHONPATH
-    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *ranks], env=environment)
-    try:
-        while process.poll() is None and not stop():
-            time.sleep(0.2)
-    finally:
-        process.terminate()  # torchrun passes it on to the ranks
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-        process.kill()
-    if (record := find_record(config)) is not None:
-        return _outcome(record)
-    return Outcome("stopped" if stop() else "failed", f"torchrun ended with status {process.wait()}")
 
 
 def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
@@ -205,12 +173,11 @@ def check_slurm() -> None:
 
 
 def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report) -> None:
-    """Submit an array with a job for each run, of the largest run's devices, and wait."""
+    """Submit an array with a job for each run, and wait."""
     from submitit import AutoExecutor
 
-    os.environ["PYTHONPATH"] = PYTHONPATH
-    devices = max(config.trainer.devices for config in configs)
-    parameters: dict[str, Any] = {"time": 240, "gpus_per_node": devices, "cpus_per_task": THREADS * devices}
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    parameters: dict[str, Any] = {"time": 240, "gpus_per_node": 1, "cpus_per_task": THREADS}
     parameters |= {"array_parallelism": len(configs) if jobs == "auto" else jobs, **slurm}
     executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
     try:

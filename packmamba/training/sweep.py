@@ -122,10 +122,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     configs = [resolve(Config, copy.deepcopy([*base, (_layer(keys), str(path)), *last])) for keys in _runs(sweep)]
     for config in {repr(replace(config, seed=0)): config for config in configs}.values():
         check_run(config)
-        if config.trainer.num_nodes > 1:
-            raise ConfigError(f"trainer.num_nodes: expected 1 in a sweep, got {config.trainer.num_nodes}")
-        if config.trainer.devices > 1 and sweep.launcher == "local" and sweep.jobs != 1:
-            raise ConfigError(f"jobs: expected 1 with trainer.devices={config.trainer.devices}, got {sweep.jobs}")
+        if (devices := config.trainer.devices * config.trainer.num_nodes) > 1:
+            raise ConfigError(f"trainer.devices: expected 1 in a sweep, got {devices}; train such runs one by one")
     evaluations = tuple(f"{name}." for name in configs[0].evaluations)
     for where, names in {"table.metrics": sweep.table.metrics, "tune.metric": [sweep.tune.metric]}.items():
         for name in names:

@@ -1,4 +1,4 @@
-"""Launching runs: device slots, runs that fail, are killed, locked or stopped, several devices, and jobs of SLURM."""
+"""Launching runs: device slots, runs that fail, are killed, locked or stopped, and jobs of SLURM."""
 
 import os
 import pickle
@@ -117,15 +117,6 @@ def test_runs_stop_at_the_deadline_with_a_checkpoint(tmp_path):
     assert output.read_text().count("stopped on CPU") == 2
     _, configs = load_sweep(path)
     assert all(checkpoints(run_folder(config) / "checkpoints") for config in configs)
-
-
-def test_a_run_on_several_devices_in_a_worker(tmp_path, capsys):
-    path = write_sweep(tmp_path, grid={})
-    sweep, configs = load_sweep(path, ["trainer.devices=2", "arms=[packed]", "deadline=300"])
-    run_sweep(sweep, configs)
-    (record,) = read_records(sweep.output)
-    assert record["config"]["trainer"]["devices"] == 2 and record["metrics"]["steps"] == 2
-    assert "packed, seed 0: done" in capsys.readouterr().out
 
 
 def test_runs_as_jobs_of_submitit(tmp_path, monkeypatch, capsys):

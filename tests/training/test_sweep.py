@@ -75,7 +75,7 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
         ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected concat_split"),
         ({"arms": {"x": {"model": {"d_state": 2}}}, "grid": {"model.d_state": [4]}}, "grid.model.d_state: .*arms.x"),
-        ({"common": {"trainer.devices": 2}, "jobs": 2}, "jobs: expected 1 with trainer.devices=2"),
+        ({"common": {"trainer.devices": 2}}, "trainer.devices: expected 1 in a sweep"),
         ({"grid": {"seed": [0, 1, 0]}}, "grid.seed"),
         ({"train": False}, "train: expected true without throughput_rounds"),
         ({"jobs": 0}, "jobs: expected auto or an integer"),
