@@ -3,8 +3,8 @@
 pages.yaml says for each page which tables stand between ``<!-- table: name -->`` and ``<!-- end -->``. A table has ``head``
 (titles), ``cells`` (what is read from a row) and ``rows``: labels, then a mapping of ``from`` (a CSV file), ``cells`` if the
 table's do not fit, ``over`` (the row of a denominator) and values that choose the row. ``*`` stands for each item of
-``across``, of whose last one ``tail`` is read. A cell is ``column:format`` or ``column±spread:format``, with its interval
-where there are columns ``_low`` and ``_high``; without a colon it is its own text.
+``across``, of whose last one ``tail`` is read, and ``*2`` for what stands behind its ``|``. A cell is ``column:format`` or
+``column±spread:format``, with its interval where there are columns ``_low`` and ``_high``; without a colon it is its own text.
 """
 
 from __future__ import annotations
@@ -64,8 +64,13 @@ def cell(folder: Path, source: dict[str, Any], spec: str, margin: float) -> str:
 def sources(table: dict[str, Any], row: list[Any]) -> list[dict[str, Any]]:
     """Return the source of each cell's row: one for all cells, or one for each item of ``across``."""
     source = {"from": table.get("from"), **row[-1]}
-    fill = lambda item: {k: v.replace("*", str(item)) if isinstance(v, str) else v for k, v in source.items()}  # noqa: E731
-    return [fill(item) for item in table["across"]] if "across" in table else [source]
+    found = []
+    for item in table.get("across", ["*"]):
+        first, _, second = str(item).partition("|")
+        found.append(
+            {k: v.replace("*2", second).replace("*", first) if isinstance(v, str) else v for k, v in source.items()}
+        )
+    return found
 
 
 def table_text(folder: Path, table: dict[str, Any]) -> str:
