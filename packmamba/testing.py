@@ -44,10 +44,8 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, 
     """Check a batch's documents in a model that takes ``input_ids``, called with the batch as it is, in its present mode.
 
     Every other document changes, then those between: other documents' logits must stay to the bit, and a document's loss must
-    have no gradient outside. Weights, gradients, buffers and random states stay. It takes the time of about three steps.
-
-    ``marks`` are boundary arguments that the model is not called with. Returns whether any row holds two documents, else nothing
-    is checked. Raises LeakError.
+    have no gradient outside. Weights, gradients, buffers and random states stay. ``marks`` are boundary arguments that the
+    model is not called with. Returns whether any row holds two documents, else nothing is checked. Raises LeakError.
     """
     arguments = {name: value for name, value in batch.items() if name not in OF_LOSSES}
 
@@ -105,23 +103,18 @@ class _Batch(Documents):
         with undisturbed(self.model.modules):
             check_documents(self, result, alone=False)
         if result.leaks:
-            what = f"logits that move by {result.largest:.2g}" if result.largest else "gradients across boundaries"
-            where = f" from {result.module} on" if result.module else ""
-            hint = "patch the model, or put one document in a row"
-            raise LeakError(f"batch: expected isolated documents (by {result.boundaries}), got {what}{where}; {hint}")
+            got = f"logits that move by {result.largest:.2g}" if result.largest else "gradients across boundaries"
+            got += f" from {result.module} on; patch the model, or put one document in a row"
+            raise LeakError(f"batch: expected isolated documents (by {result.boundaries}), got {got}")
         return True
 
 
 class _LeakCheck:
     """Check the first training batch with two documents in a row, on every rank for itself, in Trainer or Lightning.
 
-    A leak raises LeakError in one line that names the module. No bit of the training changes; the check takes the time of about
-    three steps. Lightning trains a PackedLitModule, or a module whose parts take ``input_ids``, or has ``call``.
-
-    Args:
-        warn: warn instead of raising.
-        call: (LightningModule, tokens (1, L), lengths) -> logits (1, L, V), which leakcheck checks with ``options``: vocab_size,
-            lengths.
+    A leak raises LeakError in one line that names the module; with ``warn`` it warns. No bit of the training changes; the check
+    takes the time of about three steps. Lightning's module is a PackedLitModule, holds models that take ``input_ids``, or is
+    called by ``call``, (module, tokens (1, L), lengths) -> logits (1, L, V), with leakcheck's ``options`` vocab_size, lengths.
     """
 
     def __init__(self, warn: bool = False, call: Callable[..., Tensor] | None = None, **options: Any) -> None:
@@ -162,7 +155,8 @@ class _LeakCheck:
             return
         self.done, self.seen = True, self.seen + 1  # the check calls the model, too
         try:
-            if any(type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules()):
+            sharded = any(type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules())
+            if sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
                 raise ValueError("expected whole weights, got sharded ones; check before training")
             self.done = check()
             if self.done or self.seen == 8:  # batches without two documents in a row

@@ -1,7 +1,6 @@
 """The fixture and the callbacks of packmamba.testing catch a leak of the model that trains, and change no bit of a training."""
 
 import os
-import warnings
 from contextlib import nullcontext
 
 import lightning
@@ -13,14 +12,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from hugging_face import VOCAB, build, plain_torch  # noqa: E402, F401
-from packmamba import MambaLM  # noqa: E402
+from packmamba import MambaLM, SequenceLayout  # noqa: E402
+from packmamba.data.batch import PackedBatch, StepBatch  # noqa: E402
 from packmamba.data.tokenizer import write_tokenizer  # noqa: E402
 from packmamba.integrations.transformers import patch  # noqa: E402
 from packmamba.testing import LeakError, LightningLeakCheck, TrainerLeakCheck, check_batch  # noqa: E402
-from packmamba.training import PackedDataModule, PackedLitModule  # noqa: E402
+from packmamba.training import PackedLitModule  # noqa: E402
 from processes import fork_ranks, statuses  # noqa: E402
 
 pytest_plugins = ["packmamba.testing"]
+pytestmark = pytest.mark.filterwarnings("error:leakcheck")  # that nothing was checked, say
 LENGTHS = [9, 4, 1, 7, 12, 3, 8, 2]
 LEAK = r"^batch: expected isolated documents .* from backbone.layers.0.mixer \(MambaMixer\) on.*$"
 COLLATORS = {
@@ -73,9 +74,7 @@ def train(model, folder, callback, collator=None, more=(), **options):
 @pytest.mark.parametrize("name", COLLATORS)
 def test_trainer(name, tmp_path):
     collator = transformers.DataCollatorWithFlattening(**COLLATORS[name])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "leakcheck")
-        train(mamba(patched=True), tmp_path, TrainerLeakCheck(), collator)
+    train(mamba(patched=True), tmp_path, TrainerLeakCheck(), collator)
     with pytest.raises(LeakError, match=LEAK) as caught:
         train(mamba(patched=False), tmp_path, TrainerLeakCheck(), collator)
     assert name in str(caught.value)
@@ -197,47 +196,28 @@ def test_lightning_s_bits_stay(precision):
     assert are_equal(*found)
 
 
-class Plain(nn.Module):
-    """A model of other arguments that sums what is before a token in its document, or in its row."""
-
-    def __init__(self, leaks):
-        super().__init__()
-        self.embedding, self.leaks = nn.Embedding(VOCAB, VOCAB), leaks
-
-    def forward(self, tokens, lengths):
-        x = self.embedding(tokens)
-        return x.cumsum(1) if self.leaks else torch.cat([part.cumsum(1) for part in x.split(lengths.tolist(), 1)], 1)
-
-
 def test_lightning_with_a_way_to_call_the_model():
-    data = torch.utils.data.DataLoader([[torch.arange(8)[None], torch.tensor([3, 5])]] * 2, None)
-    check = LightningLeakCheck(False, lambda module, tokens, n: module.model(tokens, torch.tensor(n)), vocab_size=VOCAB)
-    fit(Own(Plain(leaks=False)), data, check)
-    check.done = False
-    with pytest.raises(LeakError, match=r"^Documents leak .* is model \(Plain\).*$"):
-        fit(Own(Plain(leaks=True)), data, check)
+    data = torch.utils.data.DataLoader([[torch.arange(8)[None]]] * 2, None)
+    tight = lambda module, tokens, n: module.model(tokens, SequenceLayout.from_lengths([n], sum(n)))  # noqa: E731
+    fit(Own(MambaLM(VOCAB, 8, 1)), data, LightningLeakCheck(call=tight, vocab_size=VOCAB))
+    leaks = LightningLeakCheck(False, lambda module, tokens, n: module.model(tokens), vocab_size=VOCAB, lengths=[3, 5])
+    with pytest.raises(LeakError, match=r"^Documents leak .* is model.backbone.layers.0 \(Block\).*$"):
+        fit(Own(MambaLM(VOCAB, 8, 1)), data, leaks)
     with pytest.raises(TypeError, match="^call: expected"):
-        fit(Own(Plain(leaks=True)), data, LightningLeakCheck())
+        fit(Own(MambaLM(VOCAB, 8, 1)), data, LightningLeakCheck())
 
 
-def test_lightning_with_our_module(tmp_path):
-    (tmp_path / "texts").mkdir()
-    for number in range(20):
-        (tmp_path / "texts" / f"{number}.txt").write_text("words " * (number % 3 + 1))
+def test_lightning_with_our_module():
+    tokens, layout = torch.arange(12).view(2, 6), SequenceLayout.from_lengths([[2, 3], [6]], 6)
+    step = StepBatch([PackedBatch(tokens, tokens.roll(-1, 1), layout.position_indices >= 0, layout)], 11, 11, 12)
     found = []
     for boundary, callback in (("reset", None), ("reset", LightningLeakCheck()), ("leak", LightningLeakCheck())):
         torch.manual_seed(0)
-        where = {"path": str(tmp_path / "texts"), "cache_dir": str(tmp_path)}
-        data = PackedDataModule(source="text", row_length=64, tokens_per_step=128, **where)
-        data.prepare_data()
-        model = {"vocab_size": data.vocab_size, "d_model": 8, "n_layer": 1}
-        module = PackedLitModule(model=model, boundary=boundary)
-        if boundary == "reset":
-            fit(module, data, callback)
-            found.append(state_of(module.model))
-    with pytest.raises(LeakError, match="layout, boundary=leak"):
-        fit(module, data, callback)
-    assert are_equal(*found)
+        module = PackedLitModule(model={"vocab_size": VOCAB, "d_model": 8, "n_layer": 1}, boundary=boundary)
+        with pytest.raises(LeakError, match="layout, boundary=leak") if boundary == "leak" else nullcontext():
+            fit(module, torch.utils.data.DataLoader([step] * 2, None), callback)
+        found.append(state_of(module.model))
+    assert are_equal(*found[:2])
 
 
 def fit_rank(patched):
