@@ -301,8 +301,8 @@ def report(words: list[str]) -> None:
         arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
         if config.baseline not in (None, *arms):
             raise ConfigError(f"baseline: expected one of {', '.join(arms)}, got '{config.baseline}'")
-        table: dict[str, Any] = {"baseline": config.baseline, "tuned": None, "absent": {}, "apart": True}
-        records = [record | {"sweep": {**table, "seeds": arms[record["arm"]]}} for record in records]
+        apart = {"baseline": config.baseline, "apart": True}
+        records = [record | {"sweep": {**apart, "seeds": arms[record["arm"]]}} for record in records]
     print(f"\n{format_table(records, kinds)}")
     if len(folders) == 1 or config.output is not None:
         page = write_report(config.output or folder, kinds, records, config.latex)
