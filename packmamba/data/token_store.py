@@ -90,11 +90,11 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
     Of several processes one tokenises and the others wait. ``progress`` shows a bar on a terminal. Raises ConfigError.
     """
     source = open_source(data)
-    tokenizer: Tokenizer = load_tokenizer(data) if source.vocab_size is None else TokenIds(source.vocab_size)
+    tokenizer = load_tokenizer(data) if source.vocab_size is None else None
     identity = {
         "format": FORMAT,
         "source": [data.source, *source.fingerprint],
-        "tokenizer": tokenizer.fingerprint,
+        "tokenizer": (tokenizer or TokenIds).fingerprint,
         "validation_fraction": float(data.validation_fraction),
         "corpus_seed": SEED,
     }
@@ -107,7 +107,7 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
                 if not folder.exists():
                     hidden = None if progress else True  # None: hidden where there is no terminal
                     bar = tqdm(source.read(), f"Tokenising {data.source}", unit=" documents", disable=hidden)
-                    _tokenize(folder, data, bar, tokenizer, identity)
+                    _tokenize(folder, data, bar, tokenizer or TokenIds(source.vocab_size or 0), identity)
         except OSError as error:
             raise ConfigError(f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ({error})") from None
     try:

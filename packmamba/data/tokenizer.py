@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +103,12 @@ class FileTokenizer(Tokenizer):
 
 
 class TokenIds(Tokenizer):
-    """Documents that are token ids already; no begin and end tokens. A callable vocabulary is counted at first use."""
+    """Documents that are token ids already; no begin and end tokens."""
 
     fingerprint = "ids"
 
     def __init__(self, vocab_size: int | Callable[[], int]) -> None:
-        self._vocab_size = vocab_size
-
-    @cached_property
-    def vocab_size(self) -> int:  # type: ignore[override]
-        return self._vocab_size() if callable(self._vocab_size) else self._vocab_size
+        self.vocab_size = vocab_size() if callable(vocab_size) else vocab_size
 
     def encode(self, text: Any) -> np.ndarray:
         return np.asarray(text, token_dtype(self.vocab_size))
