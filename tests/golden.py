@@ -7,13 +7,18 @@ current folder. Only public functions, commands and files are used. PARTS are th
 from __future__ import annotations
 
 import contextlib
+import csv
 import gzip
 import hashlib
 import importlib
 import io
 import json
 import os
+import random
 import re
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,17 +36,19 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
-from operators import AWKWARD, LONG, OPERATORS, random_case  # noqa: E402
-from packmamba import MambaLM, PackedMamba, SequenceLayout, cli, leakcheck  # noqa: E402
-from packmamba.data.packing import plan_rows  # noqa: E402
+from packmamba import MambaLM, PackedMamba, SequenceLayout, cli, leakcheck, ops  # noqa: E402
+from packmamba.data.packing import STRATEGIES, plan_rows  # noqa: E402
 from packmamba.evaluation import generate, score  # noqa: E402
 from packmamba.evaluation.tasks import TASKS  # noqa: E402
 
 CONFIGURATIONS = yaml.safe_load((Path(__file__).parent / "data" / "golden.yaml").read_text())
-STRATEGIES = list(CONFIGURATIONS["runs"])[:8]
+IS_OLD = "in_order" in STRATEGIES
+OLD_KEYS, OLD_VALUES = CONFIGURATIONS["old_keys"], CONFIGURATIONS["old_values"]
+NEW_STRATEGIES = list(CONFIGURATIONS["runs"])[:8]
 PACKAGES = ["tqdm", "jinja2", "packaging", "markupsafe"]
 FEW = " data.overlong=truncate model.d_model=8 model.n_layer=1 trainer.max_steps=1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+LONG = " trainer.max_steps=120 trainer.checkpoint_every=3 trainer.validate_every=40"
 
 
 def digest(*values: torch.Tensor | np.ndarray) -> str:
@@ -55,11 +62,33 @@ def digest(*values: torch.Tensor | np.ndarray) -> str:
 
 def operators(_: Path) -> dict[str, object]:
     results: dict[str, object] = {}
-    layouts = AWKWARD | {"long": LONG}
-    for operator, name, dtype, backend in product(OPERATORS, layouts, DTYPES, ("cpu", "reference")):
-        for given in (False, True):
-            case = random_case(operator, layouts[name], dtype, channels=24, d_state=16, optional=given, states=given)
-            results[f"{operator} {name} {dtype} {backend} {given}"] = digest(*case.run(backend).values())
+    rows = SequenceLayout.from_lengths([[3, 5, 6], [9], [], [1, 1, 14]], 16, [[0, 0, 0], [7], [], [0, 0, 0]])
+    long = SequenceLayout.from_lengths([[130, 1, 127], [257]], row_length=260)
+    for (name, layout), dtype in product({"rows": rows, "long": long}.items(), DTYPES):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, dtype: torch.dtype = dtype, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+        x, delta, z = (draw(*layout.shape, 24) for _ in range(3))
+        b, c = draw(*layout.shape, 16), draw(*layout.shape, 16)
+        a = (-draw(24, 16, dtype=wide).detach().exp()).requires_grad_()
+        skip, bias = draw(24, dtype=wide), draw(24, dtype=wide)
+        state, conv_state = draw(layout.num_documents, 24, 16, dtype=wide), draw(layout.num_documents, 24, 3)
+        weight, conv_bias = draw(24, 4), draw(24)
+        for backend in ("cpu", "reference"):
+            options = {"layout": layout, "return_final_state": True, "backend": backend}
+            conv, scan = (x, weight, conv_bias, conv_state), (x, delta, a, b, c, skip, z, bias, state)
+            given = {"z": z, "delta_bias": bias, "delta_softplus": True, "initial_state": state}
+            outputs = {"scan": (ops.ssm_pack(x, delta, a, b, c, skip, **given, **options), scan)}
+            given = {"activation": "silu", "initial_state": conv_state}
+            outputs["conv"] = ops.conv1d_pack(x, weight, conv_bias, **given, **options), conv
+            for operator, ((y, last), inputs) in outputs.items():
+                gradients = torch.autograd.grad(y.square().sum() + last.square().sum(), inputs)
+                results[f"{operator} {name} {dtype} {backend}"] = digest(y, last, *gradients)
+            plain = ops.ssm_pack(x, delta.abs(), a, b, c, backend=backend)
+            results[f"plain {name} {dtype} {backend}"] = digest(ops.conv1d_pack(x, weight, backend=backend), plain)
     return results
 
 
@@ -91,7 +120,8 @@ def model(_: Path) -> dict[str, object]:
 
 
 def tasks(_: Path) -> dict[str, object]:
-    importlib.import_module("experiments.tasks.contradiction")  # adds its task
+    if not IS_OLD:
+        importlib.import_module("experiments.tasks.contradiction")  # adds its task
     results: dict[str, object] = {}
     for name, task in TASKS.items():
         examples = [task().example(seed, index) for seed in (0, 1) for index in range(10 if name != "next_line" else 1)]
@@ -103,9 +133,10 @@ def tasks(_: Path) -> dict[str, object]:
 def plans(_: Path) -> dict[str, object]:
     lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1, 3000).astype(np.int64) + 1, 5000)
     results: dict[str, object] = {}
-    for strategy, streams, overlong in product(STRATEGIES, (1, 3), ("truncate", "split")):
+    for strategy, streams, overlong in product(NEW_STRATEGIES, (1, 3), ("truncate", "split")):
         if streams == 1 or strategy == "concat_split":
-            plan = plan_rows(lengths, 1024, strategy, overlong=overlong, buffer=256, streams=streams)
+            options = {"overlong": named("data.overlong", overlong), "buffer": 256, "streams": streams}
+            plan = plan_rows(lengths, 1024, named("data.strategy", strategy), **options)
             parts = (plan.document, plan.start, plan.length, plan.row_offsets, plan.slots)
             results[f"{strategy} {streams} {overlong}"] = digest(*parts)
     return results
@@ -122,12 +153,18 @@ def write_documents(folder: Path) -> None:
     (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
+def named(key: str, value: str) -> str:
+    return OLD_VALUES.get(key, {}).get(value, value) if IS_OLD else value
+
+
 def arguments(folder: Path, name: str, keys: str) -> list[str]:
     given = dict(word.split("=", 1) for word in f"{CONFIGURATIONS['common']} {keys}".split()) | {"name": "golden"}
     if given["data.source"] in ("task", "synthetic", "stdlib"):
         del given["data.path"]
-    words = [f"{key}={value}".replace("{folder}", str(folder)) for key, value in given.items()]
-    return ["train", *words, f"runs_dir={folder}/runs/{name}"]
+    if IS_OLD:
+        given.pop("plugins", None)  # the old commit has the task itself
+    words = [f"{OLD_KEYS.get(key, key) if IS_OLD else key}={named(key, value)}" for key, value in given.items()]
+    return ["train", *(word.replace("{folder}", str(folder)) for word in words), f"runs_dir={folder}/runs/{name}"]
 
 
 def command(*words: str) -> str:
@@ -172,6 +209,29 @@ def runs(folder: Path) -> dict[str, object]:
     return results
 
 
+def kills(folder: Path) -> dict[str, object]:
+    """Runs that are killed after a checkpoint, three times, then left alone; and the same undisturbed."""
+    results: dict[str, object] = {}
+    average, carry = "trainer.average_snapshots=5 trainer.average_share=0.9", CONFIGURATIONS["runs"]["carry, turns"]
+    for name, keys in {"average": average, "carry": carry}.items():
+        words = [sys.executable, "run.py", *arguments(folder, f"{name} killed", keys + LONG)]
+        before, killed, null = set(), 0, subprocess.DEVNULL
+        for _ in range(3):
+            process = subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=null, stderr=null)
+            while process.poll() is None and not set((folder / "runs").rglob("*.ckpt")) - before:
+                time.sleep(0.02)
+            time.sleep(random.uniform(0, 1))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            killed += process.wait() == -signal.SIGKILL
+            before |= set((folder / "runs").rglob("*.ckpt"))
+        subprocess.run(words, cwd=ROOT, check=True, stdout=null, stderr=null)
+        failed = command(*arguments(folder, name, keys + LONG))
+        results |= {one: failed or results_of(folder, one) for one in (name, f"{name} killed")}
+        print(f"  {name}: killed {killed} times")
+    return results
+
+
 def corpora(folder: Path) -> dict[str, object]:
     results: dict[str, object] = {}
     for name, keys in CONFIGURATIONS["corpora"].items():
@@ -184,7 +244,25 @@ def corpora(folder: Path) -> dict[str, object]:
     return results
 
 
-PARTS = {f.__name__: f for f in (operators, model, tasks, plans, corpora, runs)}
+def tables(folder: Path) -> dict[str, object]:
+    """Every CSV file that a report of committed records makes. Figures, which take most of the time, are left empty."""
+    from matplotlib.figure import Figure
+
+    Figure.savefig = lambda self, file, **_: file.write(b"") if hasattr(file, "write") else Path(file).write_bytes(b"")
+    results: dict[str, object] = {}
+    for question in sorted(path for path in (ROOT / "experiments").iterdir() if list(path.glob("records*"))):
+        copy = folder / "experiments" / question.name
+        shutil.copytree(question, copy)
+        for path in copy.rglob("*.csv"):
+            path.unlink()
+        failed = command("report", str(copy))
+        print(f"  {question.name}{': ' * bool(failed)}{failed}", file=sys.stderr, flush=True)
+        for path in sorted(copy.rglob("*.csv")):
+            results[f"{question.name}/{path.name}"] = [list(row) for row in csv.reader(path.open())]
+    return results
+
+
+PARTS = {f.__name__: f for f in (operators, model, tasks, plans, tables, corpora, runs, kills)}
 
 
 def differences(was: object, now: object, place: str) -> list[str]:
@@ -192,7 +270,10 @@ def differences(was: object, now: object, place: str) -> list[str]:
         return [line for key in was for line in differences(was[key], now.get(key, "missing"), f"{place}: {key}")]
     if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         return [line for i, (a, b) in enumerate(zip(was, now)) for line in differences(a, b, f"{place}[{i}]")][:3]
-    return [] if was == now else [f"{place}: was {str(was)[:200]}, is {str(now)[:600]}"]
+    renamed = str(was)
+    for new, old in {**OLD_VALUES["data.strategy"], **OLD_VALUES["trainer.boundary"]}.items():
+        renamed = re.sub(rf"\b{old}\b", new, renamed)
+    return [] if was == now or str(now) == renamed else [f"{place}: was {str(was)[:200]}, is {str(now)[:600]}"]
 
 
 def main() -> None:
@@ -205,7 +286,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name).resolve()
             write_documents(folder)
-            if "manifest" not in golden:
+            if "manifest" not in golden and IS_OLD:
+                recipe = importlib.import_module("packmamba.data.recipe")
+                golden["manifest"] = recipe.make_manifest(PACKAGES, progress=False)._text()
+            elif "manifest" not in golden:
                 importlib.import_module("experiments.corpus.build").make_manifest(folder / "manifest.gz", PACKAGES)
                 golden["manifest"] = gzip.decompress((folder / "manifest.gz").read_bytes()).decode()
             (folder / "manifest.gz").write_bytes(gzip.compress(golden["manifest"].encode(), mtime=0))
