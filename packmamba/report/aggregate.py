@@ -222,17 +222,17 @@ def versus(arms: Sequence[Arm]) -> str:
     return " or ".join(sorted({one.label if one.sweep.get("apart") else one.title for one in baselines}))
 
 
-def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | None:
-    """Return an arm's metric minus that of its baseline, or of another arm, paired by seed; None of an arm and itself.
-
-    An evaluation's loss is also resampled over groups of documents where there are any.
-    """
-    other = other or arm.baseline
-    if other is arm:
-        return None
+def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
+    """Return ``bootstrap``'s arguments where an evaluation has groups of documents, else differences by seed, and None."""
     sums, weights = difference_by_group(arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets")
-    by_group = len(sums) > 1 and metric.endswith(".loss")
-    return bootstrap(sums, weights) if by_group else interval(arm[metric] - other[metric])
+    return (sums, weights) if len(sums) > 1 and metric.endswith(".loss") else (arm[metric] - other[metric], None)
+
+
+def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | None:
+    """Return an arm's metric minus that of its baseline, or of another arm, paired by seed; None of an arm and itself."""
+    other = other or arm.baseline
+    values, weights = paired(arm, other, metric)
+    return None if other is arm else interval(values) if weights is None else bootstrap(values, weights)
 
 
 class Contrast(NamedTuple):

@@ -117,6 +117,40 @@ def verdict(found: Estimate | None, margin: float | None, p: float | None = None
     return "different" if (found.low > 0 or found.high < 0) and (p is None or not p > 0.05) else "open"
 
 
+def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000) -> float:
+    """Return the probability that ``verdict`` of so many seeds is equivalent if there is no difference.
+
+    Seeds are resampled from the pilot's differences (seeds,), deviations widened by sqrt(n / (n - 1)); with ``weights`` of
+    groups, seeds and groups from sums (seeds, groups), a tenth as often.
+    """
+    pilot, rng = np.asarray(pilot, float), np.random.default_rng(0)
+    pilot = pilot[~np.isnan(pilot)] if weights is None else pilot
+    if len(pilot) < 2:
+        return math.nan
+    deviations = (pilot - pilot.mean(axis=0)) * math.sqrt(len(pilot) / (len(pilot) - 1))
+    if weights is None:
+        drawn = rng.choice(deviations, (draws, seeds))
+        half = round(stdtrit(seeds - 1, 0.975), 3) * drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
+        return float((abs(drawn.mean(axis=1)) + half < margin).mean())
+    centre, groups = pilot.mean(axis=0), len(weights)
+    centre = centre - centre.sum() / weights.sum() * weights
+    found = []
+    for _ in range(draws // 10):
+        rows, columns = rng.integers(len(pilot), size=(seeds, 1)), rng.integers(groups, size=groups)
+        sums = (centre + deviations)[rows, columns]
+        found.append(verdict(bootstrap(sums, weights[columns], 400), margin) == "equivalent")
+    return float(np.mean(found))
+
+
+def seeds_for(pilot: Any, weights: Any, margin: float) -> int | None:
+    """Return the fewest seeds, 2 to 100, whose ``power`` reaches 80 %; None without."""
+    few, most = 2, 101
+    while few < most:
+        middle = (few + most) // 2
+        few, most = (few, middle) if power(pilot, weights, margin, middle) >= 0.8 else (middle + 1, most)
+    return few if few <= 100 else None
+
+
 def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
     """Adjust p values for their number (Holm 1979); NaN counts among them."""
     order = sorted(p_values, key=lambda name: (math.isnan(p_values[name]), p_values[name]))
@@ -135,11 +169,6 @@ def seeds_needed(deviation: float, effect: float) -> int:
 def seeds_for_equivalence(deviation: float, margin: float) -> int:
     """Return the pairs of seeds with which ``equivalence`` at 5 % places a zero difference within ± margin, so too."""
     return _enough(deviation / margin, 0.95, 0.9)
-
-
-def seeds_for_verdict(deviation: float, margin: float) -> int:
-    """Return the pairs of seeds with which the ``verdict`` on a zero difference is equivalent, with 80 % power."""
-    return _enough(deviation / margin, 0.975, 0.9)
 
 
 def _enough(ratio: float, quantile: float, power: float) -> int:

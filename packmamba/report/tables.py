@@ -14,7 +14,7 @@ import pandas as pd
 
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
-from packmamba.report.statistics import seeds_for_verdict
+from packmamba.report.statistics import seeds_for
 
 
 class Cell(NamedTuple):
@@ -270,9 +270,8 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
     columns.insert(2, interval_column("difference"))
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
     for one in found:
-        margin, p, same = one.arm.sweep.get("margin") or 0.0, one.p, one.same_documents
-        planned = margin and same and one.found.groups == 1 and one.found.seeds > 1
-        needed = seeds_for_verdict((one.arm[metric] - one.other[metric]).std(), margin) if planned else None
+        margin, p, same = one.arm.sweep.get("margin"), one.p, one.same_documents
+        needed = seeds_for(*aggregate.paired(one.arm, one.other, metric), margin) if margin and same else None
         table.rows.append([
             word(one.name), word("primary" if one.primary else "exploratory"), difference_cell(one.found),
             number(one.found.groups if one.found.groups > 1 else None, ",d"),
@@ -285,8 +284,8 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
     table.notes = [
         "Paired over seeds, and resampled over groups of documents where there are any. Different: the interval excludes zero, "
         f"of primary contrasts with p <= 0.05 after Holm.{''.join(margins)} Other documents: the arms read different documents "
-        "in a step, and are never called equivalent. Seeds for 80 % power: to be equivalent at no true difference, from these "
-        "seeds' standard deviation; none with groups."
+        "in a step, and are never called equivalent. Seeds for 80 % power: to be equivalent at no true difference, by resampling "
+        "these seeds (and groups) under the same rule; a dash: more than 100."
     ]
     return table
 

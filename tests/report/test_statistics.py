@@ -16,8 +16,9 @@ from packmamba.report.statistics import (
     holm,
     interval,
     over_items,
+    power,
+    seeds_for,
     seeds_for_equivalence,
-    seeds_for_verdict,
     seeds_needed,
     verdict,
 )
@@ -123,7 +124,7 @@ MARGIN = 0.01
 
 @pytest.mark.parametrize("truth", [0.0, MARGIN, -MARGIN])
 def test_verdicts_of_a_known_truth(truth):
-    """Different where nothing is, or equivalent at the margin: at most 5 %."""
+    """Different where nothing is, or equivalent at the margin: at most 5 %. Equivalent where nothing is: as often as planned."""
     rng, seeds, trials = np.random.default_rng(3), 8, 2000
     for deviation in (0.004, 0.009):
         found = [verdict(interval(truth + rng.normal(0, deviation, seeds)), MARGIN) for _ in range(trials)]
@@ -133,18 +134,21 @@ def test_verdicts_of_a_known_truth(truth):
             assert share["equivalent"] <= 0.05 + error
         else:
             assert share["different"] <= 0.05 + error
+            planned = power(rng.normal(0, deviation, 400), None, MARGIN, seeds)
+            assert share["equivalent"] == pytest.approx(planned, abs=0.06)
 
 
-@pytest.mark.parametrize("deviation", [0.004, 0.009, 0.02])
-def test_verdicts_have_the_power_that_they_promise(deviation):
-    rng, needed = np.random.default_rng(5), seeds_for_verdict(deviation, MARGIN)
-    found = [verdict(interval(rng.normal(0, deviation, needed)), MARGIN) == "equivalent" for _ in range(2000)]
+def test_seeds_for_have_the_power_that_they_promise():
+    rng = np.random.default_rng(5)
+    needed = seeds_for(rng.normal(0, 0.009, 5000), None, MARGIN)
+    found = [verdict(interval(rng.normal(0, 0.009, needed)), MARGIN) == "equivalent" for _ in range(2000)]
     assert 0.75 <= np.mean(found) <= 0.92
+    assert seeds_for([0.1], None, MARGIN) is None and seeds_for([0.0, 1.0], None, MARGIN) is None
 
 
 @pytest.mark.parametrize("truth", [0.0, MARGIN])
 def test_verdicts_over_seeds_and_groups(truth):
-    """Type I at most 5 %."""
+    """Type I at most 5 %; power as predicted from a pilot of other seeds, under the same bootstrap."""
     rng, trials, seeds = np.random.default_rng(7), 200, 6
     weights = rng.lognormal(8, 0.5, 20)
 
@@ -153,8 +157,13 @@ def test_verdicts_over_seeds_and_groups(truth):
         return (per_target + rng.normal(0, 0.004, (count, 20))) * weights
 
     found = [verdict(bootstrap(sums(seeds), weights, 400), MARGIN) for _ in range(trials)]
-    wrong = found.count("equivalent" if truth else "different") / trials
-    assert wrong <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+    equivalent, error = found.count("equivalent") / trials, 3 * math.sqrt(0.05 * 0.95 / trials)
+    if truth:
+        assert equivalent <= 0.05 + error
+    else:
+        assert found.count("different") / trials <= 0.05 + error
+        predicted = np.mean([power(sums(40), weights, MARGIN, seeds, draws=400) for _ in range(10)])
+        assert equivalent == pytest.approx(predicted, abs=0.12)
 
 
 RULE = {"margin": MARGIN, "primary": ["packed-reset", "packed-leak - packed-reset"], "baseline": "padded"}
