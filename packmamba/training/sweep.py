@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import re
 import statistics
 import time
@@ -218,12 +219,17 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
             print(f"{config.name}, seed {config.seed}: {state}{on}{why and f': {why}'}", flush=True)
 
     def train(wanted: list[Config]) -> None:
-        """Train the runs without a record."""
-        made = find_records(wanted)
-        for run in [run for run, record in zip(wanted, made) if record is not None]:
-            report(run, Outcome("done", "before"))
-        if None in made:
-            start([run for run, record in zip(wanted, made) if record is None], report=report)
+        """Train the runs without a record, last those that start from others' weights."""
+        waves: tuple[list[Config], list[Config]] = [], []
+        names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
+        for run, record in zip(wanted, find_records(wanted)):
+            folder, _, arm = str(run.trainer.init_from).rpartition(":")
+            if record is None:
+                waves[(os.path.realpath(folder), arm) in names].append(run)
+            else:
+                report(run, Outcome("done", "before"))
+        for wave in filter(None, waves):
+            start(wave, report=report)
 
     records = read_records(sweep.output) if has_records(sweep.output) else []
     timed = {id_of(record["arm"], record["config"]) for record in records if record["kind"] == "throughput"}

@@ -1,4 +1,4 @@
-"""Sweeps: the runs of a grid, what is refused before any run, what is skipped, and tuned values."""
+"""Sweeps: the runs of a grid, what is refused before any run, what is skipped, tuned values, and runs that wait for others."""
 
 import json
 from collections import Counter
@@ -167,3 +167,11 @@ def test_a_sweep_tunes_on_other_seeds_than_it_reports(tmp_path, pretended):
     assert len(pretended) == 6
     run_sweep(sweep, configs, progress=False)
     assert len(pretended) == 6
+
+
+def test_an_arm_waits_for_the_one_that_it_starts_from(tmp_path, capsys):
+    arms = {"after": {"trainer.init_from": f"{tmp_path}/sweep:packed"}, "packed": {"data.strategy": "greedy"}}
+    assert cli.main(["sweep", str(write_sweep(tmp_path, arms=arms))]) == 0
+    output = capsys.readouterr().out
+    assert output.index("packed, seed 1: done") < output.index("after, seed 0: begins")
+    assert len({r["metrics"].get("started_from_checksum") for r in read_records(tmp_path / "sweep")}) == 3
