@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -24,6 +25,8 @@ except ModuleNotFoundError as error:  # installed without the extra train
     sys.exit(f"packmamba: error: the package '{error.name}' is missing; pip install 'packmamba[train]'")
 
 DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one."
+FIRST = """name seed data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer
+optimizer.lr trainer.boundary trainer.max_steps""".split()
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DECISIVE = ("dtype", "examples", "seed", "limit", "include_path")  # keys of an evaluation that decide its result
 
@@ -386,14 +389,19 @@ def help_of(command: str, prog: str) -> Iterator[str]:
     """Yield a command's usage, and its keys by section."""
     function, usage, schema = COMMANDS[command]
     yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
-    config: Any = schema and registry(schema)()
-    for prefix, section in sorted(sections_of(config), key=lambda one: one[0]) if config else ():
-        yield ""
+    config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
+    groups = defaultdict(list, {"the first keys to set": list[str](), "general": []})
+    for prefix, section in sections_of(config) if config else ():
         for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
             choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
             line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
-            yield textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
+            first = schema is Config and prefix + field.name in FIRST
+            heading = "the first keys to set" if first else prefix.rstrip(".") or "general"
+            groups[heading].append(textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      "))
+    for heading, lines in groups.items():
+        if lines:
+            yield "\n".join([f"\n{heading}:", *lines])
 
 
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:

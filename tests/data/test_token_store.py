@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,20 @@ def test_the_bytes_do_not_depend_on_threads_or_chunks_or_a_kill(chunks, monkeypa
     assert left.name.startswith(".") and files(chunks, "killed") == whole
     monkeypatch.setattr(token_store, "CHUNK_DOCUMENTS", 3)
     assert files(chunks, "small") == whole
+
+
+def test_memory_does_not_grow_with_the_corpus(data, monkeypatch):
+    monkeypatch.setattr(token_store, "CHUNK_CHARACTERS", 1 << 18)
+    with open(data.path, "w") as file:
+        for i in range(4000):
+            file.write(json.dumps({"text": f"{i} " + "x" * 8000}) + "\n")
+    tracemalloc.start()
+    try:
+        corpora = load(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert corpora.train.num_tokens + corpora.validation.num_tokens > 32e6 and peak < 24e6
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["one"]])
