@@ -97,6 +97,24 @@ def test_compiled_blocks_are_eager_ones(recompute, given, fresh_compiler):
         assert_close(results(fast, tokens, states, {"layout": layout}), expected)
 
 
+def test_one_compilation_serves_all_blocks_and_layouts(fresh_compiler):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model, fast = build(n_layer=5, dtype=torch.float32), build(n_layer=5, dtype=torch.float32)
+    fast.compile_blocks(backend=backend, fullgraph=True)
+    lengths = [[5, 1, 6], [14], [2, 2], [1, 2, 3, 4], [7, 7], [13, 1]]
+    for i in range(len(lengths)):
+        layout = SequenceLayout.from_lengths([lengths[i], lengths[i - 1]], row_length=14)
+        tokens = random_tokens(layout, seed=i)
+        assert torch.equal(fast(tokens, layout=layout), model(tokens, layout=layout))
+    # The start of the residual stream, and a block: the first number of documents, then any.
+    assert len(graphs) <= 4
+
+
 def test_inductor(fresh_compiler):
     """The compiler itself, once: block, loss and both backwards."""
     tokens, targets, mask = random_tokens(), random_tokens(seed=4), LAYOUT.documents >= 0
