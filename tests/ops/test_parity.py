@@ -247,7 +247,9 @@ def test_a_document_has_the_same_bits_alone(operator, backend, channels, d_state
 
 
 @every_backend
-def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend):
+@pytest.mark.parametrize("begin", [0, 37])
+def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend, begin):
+    """Chunks are counted from a document's token 0, also in a pass that begins later."""
     device, cut = device_of(backend), CUTS[backend]
     length = cut + 70
     layout = SequenceLayout.from_lengths([[length]], length)
@@ -259,7 +261,7 @@ def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend):
         place = SequenceLayout.from_lengths([[b - a]], b - a, offsets=[[a]]).to(device)
         return ops.ssd_pack(**tensors, **case.options, layout=place, initial_state=state, backend=backend)
 
-    y, final = call(0, length)
-    first, state = call(0, cut)
+    y, final = call(begin, length)
+    first, state = call(begin, cut)
     second, end = call(cut, length, state)
     assert torch.equal(torch.cat([first, second], 1), y) and torch.equal(end, final)
