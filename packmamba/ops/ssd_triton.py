@@ -87,7 +87,7 @@ def _step(delta, bias, low, high, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr):
 def _of_chunk(delta, bias, A, start, length, L, H, low, high, d_b, d_l,
     Q: tl.constexpr, HEADS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Return heads, tokens inside, places in (H, slots), A, step sizes and slopes: (Q, HEADS)."""
+    """Return tokens q, heads h, and masks of both; A of the heads; step sizes and their slopes, (Q, HEADS), zero outside."""
     q, h = tl.arange(0, Q), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     of_h = h < H
     inside = (q < length)[:, None] & of_h[None, :]
