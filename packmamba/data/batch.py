@@ -50,13 +50,14 @@ class StepBatch:
 
     Attributes:
         num_targets, num_tokens, num_slots: of the whole step, over all ranks; the loss's denominator is num_targets.
-        tokens_behind: tokens of pieces of documents that follow another in their row, over all ranks.
+        num_behind, tokens_behind: pieces of documents that follow another in their row, and their tokens, over all ranks.
     """
 
     batches: list[PackedBatch]
     num_targets: int
     num_tokens: int
     num_slots: int
+    num_behind: int = 0
     tokens_behind: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
@@ -86,8 +87,8 @@ class Rows:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def count(self, groups: list[Integers]) -> tuple[int, int, int, int]:
-        """Return StepBatch's four numbers of batches, given by row numbers."""
+    def count(self, groups: list[Integers]) -> tuple[int, int, int, int, int]:
+        """Return StepBatch's five numbers of batches, given by row numbers."""
         pieces = np.concatenate([np.arange(*self.row_offsets[row : row + 2]) for rows in groups for row in rows])
         length, tokens = self.length[pieces], int(self.length[pieces].sum())
         targets = tokens - int(np.count_nonzero(self.start[pieces] + length == self.end[pieces]))
@@ -96,7 +97,7 @@ class Rows:
             targets = sum(int((self.corpus.targets[first : first + n] >= 0).sum()) for first, n in spans)
         slots = sum(max(len(rows), 1) * int(self.slots[rows].max(initial=1)) for rows in groups)
         behind = length[self.row_offsets[np.searchsorted(self.row_offsets, pieces)] != pieces]
-        return targets, tokens, slots, int(behind.sum())
+        return targets, tokens, slots, len(behind), int(behind.sum())
 
     def batch(self, rows: Integers, turn: int = 0) -> PackedBatch:
         """Return the batch of these rows, given by number; of none, a slot of padding."""

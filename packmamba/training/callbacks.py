@@ -54,12 +54,8 @@ class RunMetrics(SavedCallback):
     """
 
     WARMUP_STEPS = 3
-    COUNTS = {
-        "real_tokens": "num_tokens",
-        "slots": "num_slots",
-        "targets": "num_targets",
-        "tokens_behind": "tokens_behind",
-    }
+    COUNTS = {"real_tokens": "num_tokens", "slots": "num_slots", "targets": "num_targets", "documents_behind": "num_behind",
+              "tokens_behind": "tokens_behind"}  # fmt: skip
     SAVED = ("totals", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
 
     def __init__(self, log_every: int) -> None:

@@ -22,7 +22,7 @@ def test_a_batch_holds_tokens_targets_and_layout_of_its_rows():
     assert batch.loss_mask.tolist() == [[True, False, True, True, False, False], [*[True] * 4, False, False]]
     assert batch.layout.seq_idx.tolist() == [[0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, -1]]
     assert batch.turn == batch.to("cpu").turn == 3
-    assert rows.count([np.array([0]), np.array([1])]) == (7, 10, 12, 3)
+    assert rows.count([np.array([0]), np.array([1])]) == (7, 10, 12, 1, 3)
 
 
 @pytest.mark.parametrize(
