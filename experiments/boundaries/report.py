@@ -115,25 +115,23 @@ class Arm:
     def losses(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Nats (seeds, packages) at places from low up to high, targets (packages,), and the seeds that did not diverge."""
         found, targets = {}, pd.Series(dtype=float)
-        for seed, run in self.runs[self.runs["val_loss"].notna()].iterrows():
-            places = pd.DataFrame(_places(run))
-            here = (
-                places[(places["start"] >= low) & (places["start"] < high)].groupby("group")[["nats", "targets"]].sum()
-            )
+        for seed, places in self.runs["places"][self.runs["val_loss"].notna()].items():
+            here = places[(places["start"] >= low) & (places["start"] < high)]
+            here = here.groupby("group")[["nats", "targets"]].sum()
             found[seed], targets = here["nats"], here["targets"]
         nats = pd.DataFrame(found).sort_index()
         return nats.to_numpy().T, targets.reindex(nats.index).to_numpy(), list(nats.columns)
 
 
-def _places(run: Any) -> list[dict[str, Any]]:
+def _places(run: Any) -> pd.DataFrame:
     """By package where the record says so, else all packages as one: losses at places from start to twice start."""
     by_group = run.get("curves.perplexity.by_group")
     if isinstance(by_group, list) and by_group and "start" in by_group[0]:
-        return by_group
-    return [
+        return pd.DataFrame(by_group)
+    return pd.DataFrame([
         {"group": 0, "start": point["start"], "nats": point["loss"] * point["count"], "targets": point["count"]}
         for point in run["curves.loss_by_position"]
-    ]
+    ])  # fmt: skip
 
 
 Settings = dict[Setting, dict[str, Arm]]
@@ -145,7 +143,7 @@ def arms(records: Sequence[Record]) -> list[Arm]:
     if runs.empty:
         return []
     runs["tried"] = runs["arm"].str.contains(" lr=", regex=False)
-    runs["arm"] = [name_of(run) for _, run in runs.iterrows()]
+    runs["arm"], runs["places"] = zip(*((name_of(run), _places(run)) for _, run in runs.iterrows()))
     steps, size = runs["config.trainer.max_steps"], runs["config.data.tokens_per_step"]
     runs["budget"] = steps * size
     whole = runs["arm"] == "whole"

@@ -9,6 +9,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ class Arm:
         value = self.runs.iloc[0].get(f"config.{key}")
         return absent if value is None else value
 
-    @property
+    @cached_property
     def scheme(self) -> str:
         """One of ``SCHEMES``, or ``packed-`` and the boundary scheme."""
         strategy, boundary = self.says("data.strategy"), self.says("trainer.boundary", "reset")
