@@ -45,7 +45,7 @@ def add(of_ranks, step, trained, targets):
     real = [batch.layout.seq_idx.numpy() >= 0 for batch in batches]
     totals = [sum(int(part.sum()) for part in parts) for parts in ([batch.loss_mask for batch in batches], real)]
     behind = [tokens for batch in batches for tokens in behind_of(batch.layout)]
-    totals += [sum(here.size for here in real), sum(behind)]
+    totals += [sum(here.size for here in real), len(behind), sum(behind)]
     for share in shares:  # every rank divides by the targets of all, and has as many batches
         assert [*vars(share).values()][1:] == totals and len(share.batches) * len(shares) == len(batches)
     for batch, here in zip(batches, real):
