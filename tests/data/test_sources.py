@@ -1,5 +1,6 @@
 """Sources: what they read, what they hold out, what they refuse."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_compressed_files_that_are_damaged_are_refused_by_name(tmp_path, name):
     for damaged in (whole[:-20], whole[:-200] + bytes(100) + whole[-100:], b'{"text": "plain"}\n'):
         path.write_bytes(damaged)
         assert refused(of(path)).startswith(f"data.path: {path}")
+
+
+def test_lines_that_name_their_split_keep_it_and_the_test_split_is_never_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [("b", "validation", "y"), ("a", "train", "x"), ("c", "test", "z"), ("d", "train", "x")]
+    path.write_text("\n".join(json.dumps(dict(zip(("text", "split", "group"), row))) for row in rows) + "\n\n")
+    found = [(one.content, one.held_out, one.group) for one in read(DataConfig("splits", str(path)))]
+    assert found == [("b", True, "y"), ("a", False, "x"), ("d", False, "x")]
+    corpora = load_corpora(DataConfig("splits", str(path), cache_dir=str(tmp_path / "c")), progress=False)
+    assert [corpus.group_names for corpus in corpora[:2]] == [["x"], ["y"]]
+    path.write_text(path.read_text().replace('"test"', '"tset"'))
+    assert refused(DataConfig("splits", str(path), cache_dir=str(tmp_path / "d"))).startswith(f"data.path: {path}")
+    with pytest.raises(ConfigError, match=r"^data\.validation_fraction: "):
+        open_source(of(path, "splits"))
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.0001])

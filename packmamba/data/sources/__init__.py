@@ -7,7 +7,7 @@ from collections.abc import Callable
 from packmamba.config import DataConfig
 from packmamba.data.sources.builtin import open_stdlib, open_synthetic, open_task
 from packmamba.data.sources.datasets import open_huggingface
-from packmamba.data.sources.files import open_jsonl, open_megatron, open_parquet, open_text
+from packmamba.data.sources.files import open_jsonl, open_megatron, open_parquet, open_splits, open_text
 from packmamba.data.sources.packages import open_packages
 from packmamba.data.sources.source import Source, open_source
 
@@ -15,6 +15,7 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "stdlib": open_stdlib,
     "text": open_text,
     "jsonl": open_jsonl,
+    "splits": open_splits,
     "packages": open_packages,
     "synthetic": open_synthetic,
     "task": open_task,

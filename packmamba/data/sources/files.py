@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import io
+import itertools
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources.source import Document, Source, find_files, hash_files, held_out_files, split_by_content
 
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 ROWS = 256  # of parquet and data sets, in memory at a time
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -45,7 +47,31 @@ def open_jsonl(data: DataConfig) -> Source:
 
     Blank lines are no documents. A broken line or file is an error that names the file and the line.
     """
-    return _records(data, _lines, (".jsonl", ".jsonl.gz", ".jsonl.zst"))
+    return _records(data, lambda path, key: (text for (text,) in _lines(path, key)), JSON_LINES)
+
+
+def open_splits(data: DataConfig) -> Source:
+    """Open JSON lines as ``open_jsonl``, whose fields ``split`` and ``group`` decide the split and the group of a document.
+
+    Documents of the split ``test`` are left out: only their own reader opens them.
+    """
+    if data.validation_fraction != DataConfig.validation_fraction:
+        raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
+    root, files = find_files(data, JSON_LINES)
+
+    def read() -> Iterator[Document]:
+        for name in files:
+            texts, splits = itertools.tee(_lines(root / name, data.text_key, "split", "group"))
+            contents = texts_of(str(root / name), data.text_key, (one[0] for one in texts))
+            for text, (_, split, group) in zip(contents, splits):
+                if text and split not in ("train", "validation", "test"):
+                    raise ConfigError(
+                        f"data.path: {root / name}: expected a split train, validation or test, got {split!r}"
+                    )
+                if text and split != "test":
+                    yield Document(split == "validation", text, group=str(group))
+
+    return Source([str(root.resolve()), data.text_key, hash_files(root, files)], read)
 
 
 def open_parquet(data: DataConfig) -> Source:
@@ -79,12 +105,13 @@ def texts_of(place: str, key: str, values: Iterator[Any]) -> Iterator[str]:
         raise ConfigError(f"data.path: {place}:{number}: {reason}") from None
 
 
-def _lines(path: Path, key: str) -> Iterator[Any]:
+def _lines(path: Path, *keys: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the fields of each line, None where there is none; the first is empty in a blank line."""
     with _open(path) as lines:
         for line in lines:
             line = line.removeprefix(b"\xef\xbb\xbf").strip()
-            record = json.loads(line) if line else {key: ""}
-            yield record.get(key) if isinstance(record, dict) else None
+            record = json.loads(line) if line else {keys[0]: ""}
+            yield tuple(record.get(key) if isinstance(record, dict) else None for key in keys)
 
 
 def _open(path: Path) -> Any:
