@@ -219,11 +219,16 @@ def test_enabled_classes_make_patched_models(tmp_path):
 def test_required_boundaries(family):
     """Without them an error names them; what a cache asks for goes on."""
     packed, tokens = patch(build(family), require_boundaries=True), random_tokens()[:1]
-    for nothing in ({}, {"attention_mask": torch.ones_like(tokens)}, {"use_cache": False}):
-        with pytest.raises(ValueError, match="^position_ids: expected .*seq_idx, cu_seq_lens_q"):
+    for nothing in (
+        {},
+        {"attention_mask": torch.ones_like(tokens)},
+        {"attention_mask": MASK[1:2]},
+        {"use_cache": False},
+    ):
+        with pytest.raises(ValueError, match="^position_ids: expected .*seq_idx or cu_seq_lens_q"):
             packed(tokens, **nothing)
     packed(tokens, position_ids=torch.arange(14)[None])
-    packed(tokens, attention_mask=MASK[1:2])
+    packed(tokens, position_ids=POSITION[1:2], attention_mask=MASK[1:2])
     packed.eval().generate(tokens, max_new_tokens=2, pad_token_id=0)
     packed = patch(packed)
     packed(tokens)

@@ -167,8 +167,10 @@ def test_trl_s_sft_trainer(family, way, tmp_path):
 
 
 @pytest.mark.extras
-def test_trl_s_wrapped_documents_are_refused(tmp_path):
-    """They are one text without boundaries."""
+@pytest.mark.parametrize("length", [23, 40])
+def test_trl_s_wrapped_documents_are_refused(length, tmp_path, monkeypatch):
+    """They are one text without boundaries, in full rows or beside a padded one."""
+    monkeypatch.setitem(WAYS["wrapped"], "max_length", length)
     with pytest.raises(ValueError, match="^position_ids: expected "):
         sft(patch(build("Mamba", vocab_size=300), require_boundaries=True), tmp_path, "wrapped")
 

@@ -27,7 +27,8 @@ def patch(model: Model, require_boundaries: bool = False) -> Model:
     ``model`` (that an adapter wraps, say) is patched too.
 
     Args:
-        require_boundaries: raise ValueError at a batch without a cache and without any of these (a mask of ones is none).
+        require_boundaries: raise ValueError at a batch without a cache and without boundaries. A mask is none: TRL sends one with
+            rows that are cut from one text (``wrapped``).
 
     Raises:
         TypeError: no such model is inside.

@@ -110,8 +110,8 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     if cache is not None and _continues(model, cache):
         _check_continues(given)
         return kwargs
-    if required and not given and not use_cache and cache is None and (mask is None or bool((mask != 0).all())):
-        raise ValueError("position_ids: expected position_ids, seq_idx, cu_seq_lens_q or a mask of padding, got none")
+    if required and not given and not use_cache and cache is None:
+        raise ValueError("position_ids: expected position_ids, seq_idx or cu_seq_lens_q, got none")
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
     if packing.packed:
         kwargs |= _own_labels(kwargs, packing)
