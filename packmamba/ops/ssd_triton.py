@@ -145,6 +145,15 @@ def _dot(a, b, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _dot_of_state(C, state, OUT: tl.constexpr, DTYPE: tl.constexpr):
+    """Multiply C by the state; for outputs in bfloat16 the state in two parts, so that its rounding does not show."""
+    out = _dot(C, state, DTYPE)
+    if OUT and DTYPE == tl.bfloat16:
+        out += _dot(C, state - state.to(DTYPE).to(tl.float32), DTYPE)
+    return out
+
+
+@triton.jit
 def _dot_of_gated(dy, x, GATE: tl.constexpr, DTYPE: tl.constexpr):
     """Multiply dy by x's transpose; a gated dy is no bfloat16 number, and sums over channels cancel."""
     if GATE and DTYPE == tl.bfloat16:
@@ -222,7 +231,7 @@ def _walk(
         step, total, whole = _decay(steps, totals, at, inside, length, Q)
         xf = xk.to(tl.float32)
         place = (start + q).to(tl.int64)[:, None] * H * P + h * P + p[None, :]
-        out = _dot(Ck, state, DTYPE) * tl.exp(total)[:, None]
+        out = _dot_of_state(Ck, state, OUT, DTYPE) * tl.exp(total)[:, None]
         if not OUT:
             dyk, of_z = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
             tl.store(passes + at + q, tl.sum(out * dyk, 1), inside)

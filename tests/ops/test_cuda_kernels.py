@@ -194,7 +194,7 @@ def test_strides_that_32_bits_do_not_hold(operator, lengths, row_stride, token_s
         assert relative_error(value, expected[name].cpu().double()) <= TOLERANCES[torch.bfloat16][1], name
 
 
-@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack", "ssd_pack"])
 def test_more_elements_than_32_bits_count(operator, large):
     """2**32 and some: the last document, alone and at the end of the row."""
     length, documents, channels = 1024, 1025, 4096
@@ -207,6 +207,14 @@ def test_more_elements_than_32_bits_count(operator, large):
 
         def run(x, layout):
             return ops.conv1d_pack(x, weight, layout=layout)
+    elif operator == "ssd_pack":
+        A = -torch.arange(1, 65, device="cuda").float()
+        B = torch.randn(1, layout.num_slots, 1, 16, device="cuda").bfloat16()
+
+        def run(x, layout):
+            here, heads = B[:, -layout.num_slots :], x.unflatten(2, (64, 64))
+            delta = heads[..., 0].contiguous()
+            return ops.ssd_pack(heads, delta, A, here, here, delta_softplus=True, layout=layout).flatten(2)
     else:
         A = -torch.arange(1, 17, device="cuda").float().repeat(channels, 1)
         B = torch.randn(1, layout.num_slots, 16, device="cuda").bfloat16()
