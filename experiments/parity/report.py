@@ -232,6 +232,7 @@ def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
         wanted.reverse()
     own = ("trainer.precision", "optimizer.lr", "data.validation_documents")
     alike = [peer for peer in arms if all(says(peer, key) == says(arm, key) for key in own)]
+    alike = [peer for peer in alike if says(peer, "trainer.boundary") != "leak"]
     alike.sort(key=lambda peer: _steps(peer) != _steps(arm))  # else of equal compute
     found = next((peer for name in wanted for peer in alike if says(peer, "data.strategy") == name), None)
     return None if found is arm else found

@@ -43,6 +43,7 @@ STEPS = [
         "files", MAIN, small=(*SMALL, "arms={packed-control: {data.max_tokens_per_batch: 1024}}"), small_on_cpu=True
     ),
     *(_sweep(unit, MAIN, f"data.unit={unit}") for unit in UNITS[1:]),
+    *(_sweep(f"leak-{unit}", "packed-leak", f"data.unit={unit}") for unit in UNITS[:2]),
     _sweep("single", "single", "grid.seed=[1,2,3,4,5]"),
     _sweep("single-mamba-ssm", "single-mamba-ssm", "grid.seed=[1,2,3,4,5]", packages=PEERS),
     _sweep("float32", _suffixed("float32"), "grid.seed=[1,2,3,4,5]"),
@@ -71,7 +72,10 @@ STEPS = [
     *(
         Step(
             "gradients.yaml",
-            (f"keys=[data.unit={unit},data.num_workers=0]", "arms=[padded,packed-reset,packed-control,single]"),
+            (
+                f"keys=[data.unit={unit},data.num_workers=0]",
+                "arms=[padded,packed-reset,packed-control,packed-leak,single]",
+            ),
             gpus=1,
         )
         for unit in UNITS[1:]
