@@ -1,4 +1,4 @@
-"""Records, one JSON line per run: configuration, metrics, curves and provenance; ``sweep.json`` beside them."""
+"""Records, one JSON line per run, and ``sweep.json`` beside them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit di
 FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
 KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_seconds".split()
 
-# Of training. Losses are nats per target, of documents alone; val_loss_start of their first 32 tokens.
+# Losses are nats per target, of documents alone; val_loss_start of their first 32 tokens.
 METRICS = """steps real_tokens targets train_seconds parameters peak_memory_bytes val_loss val_loss_start val_loss_as_trained
     real_tokens_per_second slots_per_second padding_fraction""".split()
 
-# Keys that came after runs were named: records lack them where they have their defaults.
+# Records from before these keys have their defaults.
 LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
     data.task_options model.mixer model.mixer_options optimizer.name optimizer.options
     optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
     trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
     trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
 STRATEGIES = {"in_order": "next_fit", "best_fit": "best_fit_decreasing", "histogram": "spfhp", "split": "concat_split"}
-# Old names of keys of a configuration and of keys' values: the names today.
+# Old names of keys of a configuration, and of values: names today.
 RENAMED: dict[str, dict[str, str]] = {
     "data": {"mode": "batching", "slots_per_batch": "max_tokens_per_batch"},
     "strategy": STRATEGIES,
@@ -62,7 +62,7 @@ def make_record(
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append a record to a file of JSON lines, under a lock; cut off a line that an interrupted append left."""
+    """Append a record to JSON lines, under a lock; cut off what an interrupted append left."""
     line = json.dumps(_plain({k: v for k, v in record.items() if k != "sweep"}), allow_nan=False, sort_keys=True)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"), open(path, "a+b") as file:
@@ -72,7 +72,7 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Read all records of a folder. Raises ConfigError naming a wrong line."""
+    """Read a folder's records. Raises ConfigError naming a wrong line."""
     records, sweeps = [], Path(folder) / SWEEPS
     for path in record_files(folder):
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -110,7 +110,7 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:
-    """Write a sweep's entry of ``sweep.json``: seeds by arm, baseline, and ``more``; entries of other sweeps stay."""
+    """Write a sweep's entry of ``sweep.json``; other sweeps' stay."""
     path = Path(folder) / SWEEPS
     entry = {"arms": {arm: sorted(seeds) for arm, seeds in arms.items()}, "baseline": baseline, "tuned": None}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
 
 def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ``sweep`` to training records: its entry, all seeds, values tried, and arms without a record."""
+    """Add ``sweep`` to training records: its entry, all seeds, values tried, arms without a record."""
     trained = [record for record in records if record["kind"] == "training"]
     made, sweeps = {record["arm"] for record in trained}, dict[str, dict[str, Any]]()
     for entry in entries:
@@ -145,13 +145,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
-    """Write an evaluation's results, one JSON line each."""
+    """Write an evaluation's results as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(item, default=str) + "\n" for item in items).encode())
 
 
 def check_writable(folder: str | Path, key: str) -> None:
-    """Raise ConfigError naming the key if a folder can be neither made nor written."""
+    """Raise ConfigError naming the key of a folder that can be neither made nor written."""
     there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise ConfigError(f"{key}: expected a folder that can be written, got {folder}")
@@ -159,13 +159,12 @@ def check_writable(folder: str | Path, key: str) -> None:
 
 @functools.cache
 def provenance() -> dict[str, Any]:
-    """Return commit (``PACKMAMBA_COMMIT``, with ``-dirty``, where .git does not travel), hardware and versions."""
+    """Return commit (``PACKMAMBA_COMMIT``, perhaps with ``-dirty``, goes first), hardware and versions."""
     root = Path(__file__).resolve().parents[1]
     git = ("git", "--no-optional-locks", "-C", str(root))
-    commit: Any = os.environ.get("PACKMAMBA_COMMIT")
-    dirty: Any = commit and commit.endswith("-dirty")
-    if commit:
-        commit = commit.removesuffix("-dirty")
+    commit, dirty = None, None
+    if given := os.environ.get("PACKMAMBA_COMMIT"):
+        commit, dirty = given.removesuffix("-dirty"), given.endswith("-dirty")
     elif _output(*git, "rev-parse", "--show-toplevel") == str(root):  # not of a repository around an installed package
         commit, dirty = _output(*git, "rev-parse", "HEAD"), bool(_output(*git, "status", "--porcelain", "--", *SOURCES))
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
@@ -189,6 +188,6 @@ def _output(*command: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to what JSON gives back; None for numbers that are not finite."""
+    """Convert a value to what JSON gives back; numbers that are not finite to None."""
     text = json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else str(one))
     return json.loads(text, parse_constant=lambda _: None)

@@ -27,7 +27,7 @@ DONE = "done.json"  # the steps that ``reproduce`` has finished in a folder
 
 
 class Bench(NamedTuple):
-    """A measurement: its keys (a dataclass, once loaded an instance), and ``run(config, records_path, progress)``."""
+    """Measure with ``run(config, records_path, progress)``; ``config``: a dataclass, once loaded an instance."""
 
     config: Any
     run: Callable[[Any, Path, bool], None]
@@ -36,10 +36,9 @@ class Bench(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A bench or sweep of an experiment; ``{output}`` in an override is the folder of all steps.
+    """Run a bench or sweep; ``{output}`` in an override is the folder of all steps.
 
-    ``small``: overrides with scale=small, a minute on two cores (``small_on_cpu``) or a GPU; steps without are left out.
-    ``packages``: needed by a sweep; a bench leaves out arms without them.
+    ``small``: overrides with scale=small; steps without are left out. ``packages``: a bench leaves out arms without them.
     """
 
     file: str
@@ -52,10 +51,7 @@ class Step(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """A README's number: a column of the row with these values in tables/``table``.csv.
-
-    ``alone``: the table where all records are of one corpus.
-    """
+    """Name a README's number, in a row and column of tables/``table``.csv; ``alone``: of records of one corpus."""
 
     name: str
     table: str
@@ -66,13 +62,12 @@ class Headline(NamedTuple):
 
 
 def experiments() -> dict[str, Path]:
-    """Return folders of experiments by name, of the current folder and the checkout."""
+    """Return folders of experiments by name."""
     roots = [root / "experiments" for root in (Path(__file__).resolve().parents[1], Path.cwd())]
     return {file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))}
 
 
 def find(name: str) -> Path:
-    """Return the folder of an experiment."""
     if name not in (known := experiments()):
         raise ConfigError(f"expected an experiment, got '{name}'{suggest(name, known)}")
     return known[name]
@@ -86,7 +81,7 @@ def module(name: str, part: str) -> Any:
 
 
 def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the tables and figures that the report.py of records' experiments declares."""
+    """Return the tables and figures that the experiments of records declare."""
     records, known = list(records), experiments()
     import_plugins({plugin for record in records for plugin in record["config"].get("plugins") or ()})
     made = {record["experiment"] for record in records} | {title.partition("/")[0] for title in finished(folder)}
@@ -125,7 +120,7 @@ def finished(folder: Path) -> list[str]:
 
 
 def missing(step: Step, is_bench: bool, small: bool) -> str:
-    """Return what this machine lacks for a step, if anything."""
+    """Return what this machine lacks for a step."""
     packages = [name for name in step.packages if importlib.util.find_spec(name) is None]
     if packages and not is_bench:
         return f"the package {packages[0]}"
@@ -135,15 +130,12 @@ def missing(step: Step, is_bench: bool, small: bool) -> str:
 
 
 def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
-    """Make the records of an experiment, or of a step such as ``tasks/answers``, and compare headline numbers.
-
-    Without a name, list what each experiment needs and takes.
-    """
+    """Make the records of an experiment or of a step such as ``tasks/answers``, and compare; without a name, list costs."""
     if not what:
         print("\n".join(costs()))
         return
-    own = dict(override.split("=", 1) for override in overrides if override.startswith(("scale=", "output=")))
     keys = [override for override in overrides if not override.startswith(("scale=", "output="))]
+    own = dict(override.split("=", 1) for override in overrides if override not in keys)
     question, _, name = what.partition("/")
     folder, declared, small = find(question), module(question, "reproduce"), own.get("scale") == "small"
     known = [Path(step.file).stem for step in getattr(declared, "STEPS", ())]
@@ -177,7 +169,7 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
 
 
 def costs() -> Iterator[str]:
-    """Yield a line for each experiment: its name, the hardware and packages of its steps, and its time."""
+    """Yield each experiment's name, hardware, time and packages."""
     for name in experiments():
         declared = module(name, "reproduce")
         steps = getattr(declared, "STEPS", ())
@@ -189,16 +181,13 @@ def costs() -> Iterator[str]:
 
 
 def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, str], small: bool) -> Table:
-    """Make the table of an experiment's headline numbers: the paper's, the committed and the new ones, from tables of both.
-
-    The verdict says whether the new number lies in the committed 95 % interval; numbers with scale=small have none.
-    """
+    """Tabulate headline numbers: the paper's, the committed and the new, and if that lies in the committed interval."""
     columns = "!headline | !the paper | !committed | !now | now / committed = ratio | !committed interval = verdict"
     table = Table("headlines", "Headline numbers, committed and now", make_columns(columns))
     committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")}
     for headline in headlines:
         then, now = number_of(headline, committed), number_of(headline, made)
-        comparable = bool(then and now) and not small
+        comparable = then and now and not small
         ratio = now[0] / then[0] if comparable and then[0] else None
         verdict = ("inside" if then[1] <= now[0] <= then[2] else "outside") if comparable and then[2:] else "-"
         texts = (headline.name, headline.paper or "-", _shown(then), _shown(now))
@@ -209,7 +198,7 @@ def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, s
 
 
 def number_of(headline: Headline, tables: Mapping[str, str]) -> list[float]:
-    """Read a headline's number, with its interval if any, from the text of tables by file name; [] without."""
+    """Read a headline's number and interval, as far as there is one, from tables by file name."""
     columns = [headline.column, f"{headline.column}_low", f"{headline.column}_high"]
     wanted = {key: str(value) for key, value in headline.row.items()}
     for name in (headline.table, headline.alone):

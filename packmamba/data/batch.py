@@ -1,4 +1,4 @@
-"""Rows of document pieces, and the batches that a training step consumes. B rows, L slots, P pieces."""
+"""Rows of document pieces, and a training step's batches. B rows, L slots, P pieces."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class PackedBatch:
 
     Attributes:
         tokens: (B, L) int64; 0 at padding.
-        targets: (B, L) int64, the next token of the same document, or a task's answer; 0 where there is none.
+        targets: (B, L) int64, the document's next token, or a task's answer; 0 without.
         loss_mask: (B, L) bool, where there is a target.
-        turn: where streams take turns, the batch's number in its round; it continues the last batch of this number.
+        turn: where streams take turns, the batch continues the last of this number.
     """
 
     tokens: Tensor
@@ -46,11 +46,9 @@ class PackedBatch:
 
 @dataclass
 class StepBatch:
-    """Hold this rank's micro-batches of one optimizer step, in order; their gradients add up.
+    """Hold a rank's micro-batches of an optimizer step, whose gradients add up, and numbers of the step over all ranks.
 
-    Attributes:
-        num_targets, num_tokens, num_slots: of the whole step, over all ranks; the loss's denominator is num_targets.
-        num_behind, tokens_behind: pieces of documents that follow another in their row, and their tokens, over all ranks.
+    ``num_targets`` divides the loss; ``num_behind`` pieces, of ``tokens_behind`` tokens, follow another in their row.
     """
 
     batches: list[PackedBatch]
@@ -69,10 +67,10 @@ class StepBatch:
 
 @dataclass(eq=False)
 class Rows:
-    """Hold rows of pieces of a corpus's documents, as PackingPlan does.
+    """Hold rows of pieces of documents, as PackingPlan does.
 
-    ``offset``: tokens of the document in earlier rows, whose state the piece may continue from; 0: from zero. ``end``: where the
-    document ends in these rows: the token there, if there is one, is no target.
+    ``offset``: the document's tokens in earlier rows, whose state the piece may continue. ``end``: where the document ends in
+    these rows; a token there is no target.
     """
 
     corpus: Corpus
@@ -88,7 +86,7 @@ class Rows:
         return len(self.slots)
 
     def count(self, groups: list[Integers]) -> tuple[int, int, int, int, int]:
-        """Return StepBatch's five numbers of batches, given by row numbers."""
+        """Return StepBatch's five numbers, of batches given by row numbers."""
         pieces = np.concatenate([np.arange(*self.row_offsets[row : row + 2]) for rows in groups for row in rows])
         length, tokens = self.length[pieces], int(self.length[pieces].sum())
         targets = tokens - int(np.count_nonzero(self.start[pieces] + length == self.end[pieces]))
@@ -100,7 +98,7 @@ class Rows:
         return targets, tokens, slots, len(behind), int(behind.sum())
 
     def batch(self, rows: Integers, turn: int = 0) -> PackedBatch:
-        """Return the batch of these rows, given by number; of none, a slot of padding."""
+        """Return the batch of rows, given by number; of none, a slot of padding."""
         if not len(rows):
             nothing = torch.zeros(1, 1, dtype=torch.int64)
             return PackedBatch(nothing, nothing, nothing.bool(), SequenceLayout.from_lengths([[]], row_length=1))
@@ -116,10 +114,9 @@ class Rows:
             slot = 0
             for first, length, more in zip(firsts, lengths[-1], goes_on):
                 here, known = slice(slot, slot + length), slice(slot, slot + length - 1 + more)
-                source = corpus.tokens[first : first + length + more]
-                tokens[b, here] = source[:length]
+                tokens[b, here] = corpus.tokens[first : first + length]
                 if corpus.targets is None:
-                    targets[b, known], loss_mask[b, known] = source[1:], True
+                    targets[b, known], loss_mask[b, known] = corpus.tokens[first + 1 : first + length + more], True
                 else:
                     answers = corpus.targets[first : first + length]
                     targets[b, here], loss_mask[b, here] = np.maximum(answers, 0), answers >= 0

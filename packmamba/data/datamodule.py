@@ -28,7 +28,7 @@ class PackedDataModule(lightning.LightningDataModule):
     Args:
         config: the section ``data``; None: defaults.
         seed: of the order of documents.
-        boundary: the boundary scheme; None: ``trainer.lightning_module.boundary``, and without one, reset.
+        boundary: the boundary scheme; None: that of ``trainer.lightning_module``, else reset.
         plugins: modules that loader workers import first.
         progress: show a bar while a corpus is prepared.
         keys: of the section ``data``, such as ``source="text"``. A wrong one is a ConfigError.
@@ -44,13 +44,11 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
-        """Build the data module of a configured run."""
         boundary = registry("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
         return cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
 
     @cached_property
     def corpora(self) -> Corpora:
-        """Prepare training and validation documents at first use."""
         return load_corpora(self.config, progress=self.progress)
 
     @property
@@ -59,7 +57,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @property
     def boundary(self) -> Any:
-        """Return the boundary scheme, or its class; None without one."""
+        """Return the boundary scheme or its class, if any."""
         return self._boundary or getattr(getattr(self.trainer, "lightning_module", None), "boundary", None)
 
     def prepare_data(self) -> None:
@@ -80,7 +78,6 @@ class PackedDataModule(lightning.LightningDataModule):
         self.evaluations = self._evaluations(ranks, rank)  # rows, and their numbers batch by batch
 
     def schedule(self, world_size: int = 1) -> Schedule:
-        """Return what each step consumes."""
         continues = getattr(self.boundary, "continues", False)
         return Schedule(self.corpora.train, self.config, self.seed, continues, world_size)
 
@@ -98,7 +95,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return evaluations
 
     def train_dataloader(self) -> DataLoader:
-        """Load steps from the Trainer's current one on; an epoch is ``max_steps``, or with ``max_epochs`` all documents."""
+        """Load steps from the Trainer's own on; an epoch is ``max_steps``, or with ``max_epochs`` all documents."""
         trainer = self.trainer
         if trainer is None:
             return self._loader(self.steps, StepSampler(lambda: 0, self.steps.schedule.epoch_steps()))
@@ -127,7 +124,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
 @dataclass
 class StepDataset(Dataset):
-    """Item i is the StepBatch of optimizer step i for one rank."""
+    """Hold the StepBatch of each optimizer step for one rank."""
 
     schedule: Schedule
     rank: int = 0
@@ -139,10 +136,7 @@ class StepDataset(Dataset):
 
 
 class StepSampler(DistributedSampler):
-    """Yield ``length`` numbers from ``first()`` on, below ``last``, the same on every rank: an item is a rank's share of a step.
-
-    A DistributedSampler, which Lightning does not replace.
-    """
+    """Yield ``length`` numbers from ``first()`` on, below ``last``; a DistributedSampler, which Lightning does not replace."""
 
     def __init__(self, first: Callable[[], int], length: int, last: int = sys.maxsize) -> None:
         self.first, self.length, self.last = first, length, last

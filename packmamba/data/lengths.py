@@ -1,4 +1,4 @@
-"""Length distributions of synthetic documents: log-normal, clipped and rounded down; tables state which one."""
+"""Length distributions of synthetic documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class LengthDistribution(NamedTuple):
-    """exp(normal(mu, sigma)) tokens, clipped to [shortest, longest] and rounded down."""
+    """Hold parameters of exp(normal(mu, sigma)) tokens, clipped to [shortest, longest] and rounded down."""
 
     mu: float
     sigma: float

@@ -24,16 +24,16 @@ class Piece(NamedTuple):
 
 
 class Row(tuple[Piece, ...]):
-    """Pieces of a row from left to right; the rest of its ``slots`` is padding."""
+    """Hold pieces from left to right; the rest of its ``slots`` is padding."""
 
     slots: int
 
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Hold P pieces, each ``length`` tokens of a document from ``start`` on, as flat arrays.
+    """Hold P pieces, ``length`` tokens of a document from ``start`` on.
 
-    Row i of R is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``, and ``slots[i]`` slots long, padding included.
+    Row i of R is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``, in ``slots[i]`` slots, padding included.
     """
 
     document: Integers
@@ -52,7 +52,6 @@ class PackingPlan:
 
     @property
     def padding_fraction(self) -> float:
-        """Fraction of slots without a token; 0 without rows."""
         return 1 - self.num_tokens / self.num_slots if len(self) else 0.0
 
     def __len__(self) -> int:
@@ -75,13 +74,12 @@ class Strategy:
     """Assign whole pieces to rows, or cut documents at the ends of rows.
 
     Attributes:
-        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0; without it each has its own. Of a strategy that
-            ``splits_documents``: (lengths, row_length, streams) -> (document, start, length, row) of pieces, (P,) each; stream b
-            is rows b, b + streams, b + 2 * streams, ..., and each row continues where the one before ended.
-        keeps_order: rows hold the documents in their order (in each stream).
+        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0. With ``splits_documents``:
+            (lengths, row_length, streams) -> (document, start, length, row), (P,) each.
+        keeps_order: rows (of a stream) hold the documents in their order.
         pads: rows have ``row_length`` slots; else as many as tokens.
         needs_row_length: ``row_length=None`` is an error; else a row is as long as its document.
-        drops_tokens: a token may be in no row. ``overlong="truncate"`` drops tails under any strategy.
+        drops_tokens: a token may be in no row, whatever ``overlong`` says.
     """
 
     assign: Callable[[Integers, int, int], Any] = lambda lengths, *_: np.arange(len(lengths))
@@ -95,7 +93,7 @@ class Strategy:
 def plan_rows(
     lengths: Any, row_length: int | None, strategy: str, overlong: str = "error", buffer: int = 4096, streams: int = 1
 ) -> PackingPlan:
-    """Arrange documents in rows; pieces of a row keep their order. Strategies that sort give rows of long documents first.
+    """Arrange documents in rows. Raises TypeError or ValueError, naming the argument.
 
     Args:
         lengths: (documents,) integers, tokens of each document, at least 1.
@@ -104,8 +102,6 @@ def plan_rows(
         buffer: documents (or pieces) that greedy sorts and packs at a time.
         streams: parallel streams of a strategy that splits documents; row t * streams + b is stream b's row t. Each document
             goes to the stream with the fewest tokens. A stream that ends early gets padding, then empty rows.
-
-    Raises TypeError or ValueError, naming the argument.
     """
     for name, given, known in (("strategy", strategy, STRATEGIES), ("overlong", overlong, OVERLONG)):
         if given not in known:
@@ -152,7 +148,7 @@ def _fit(lengths: Integers, row_length: int, overlong: str) -> tuple[Integers, I
 
 
 def cut(lengths: Integers, longest: int) -> tuple[Integers, Integers, Integers]:
-    """Cut documents into pieces of ``longest`` tokens and a rest: (document, start, length) of each piece."""
+    """Cut documents into pieces of ``longest`` tokens and a rest: (document, start, length)."""
     document, part = _enumerate(-(-lengths // longest))
     start = part * longest
     return document, start, np.minimum(lengths[document] - start, longest)
@@ -166,7 +162,7 @@ def _enumerate(parts: Integers) -> tuple[Integers, Integers]:
 
 def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Integers, Integers, Integers, Integers]:
     """Concatenate the documents of each stream and split them at the ends of rows."""
-    # The stream with the fewest tokens so far, of equals the first: keys are tokens * streams + stream.
+    # Keys are tokens * streams + stream: the stream with the fewest tokens, of equals the first.
     heap = list(range(streams))
     keys = [heapreplace(heap, heap[0] + tokens) for tokens in (lengths * streams).tolist()]
     begins, stream = np.divmod(np.array(keys, np.int64), streams)
@@ -198,14 +194,12 @@ def _first_fit(lengths: Integers, row_length: int, buffer: int) -> list[int]:
     for length in lengths.tolist():
         node = 1
         while node < leaves:
-            node += node
-            if rooms[node] < length:
-                node += 1
+            node = 2 * node + (rooms[2 * node] < length)
         row_of.append(node - leaves)
-        room = rooms[node] = rooms[node] - length
+        rooms[node] -= length
         while node > 1:
-            room = max(room, rooms[node ^ 1])
-            node >>= 1
+            node //= 2
+            room = max(rooms[2 * node], rooms[2 * node + 1])
             if rooms[node] == room:
                 break
             rooms[node] = room
@@ -213,10 +207,7 @@ def _first_fit(lengths: Integers, row_length: int, buffer: int) -> list[int]:
 
 
 def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool = False) -> Integers:
-    """Place pieces longest first, each into the fullest row that has room, or the emptiest; of equals the last changed.
-
-    Pack each window of ``buffer`` pieces by itself.
-    """
+    """Place each window's pieces, longest first, into the fullest or emptiest row with room; of equals the last changed."""
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
     for first in range(0, len(lengths), buffer):
@@ -259,4 +250,4 @@ STRATEGIES = {
     "spfhp": Strategy(lambda lengths, room, _: _decreasing(lengths, room, LONGEST, True), False),
     "concat_split": Strategy(_concat_split, splits_documents=True),
 }
-"""Strategies by the name that ``data.strategy`` takes; plugins may add to it."""
+"""Values of ``data.strategy``; plugins may add to it."""

@@ -18,7 +18,7 @@ WINDOW_DOCUMENTS = 1_000_000
 
 
 class Pieces(NamedTuple):
-    """Parts of documents that each start from zero state: ``length`` tokens from ``start`` on, (P,) each."""
+    """Hold parts of documents that start from zero state, (P,) each."""
 
     document: Integers
     start: Integers
@@ -37,7 +37,7 @@ class Pieces(NamedTuple):
         return Pieces(self.document[of], self.start[of] + skipped, length)
 
     def between(self, first: int, last: int) -> Pieces:
-        """Return the pieces that hold tokens ``first`` to ``last`` of all, in order; the outermost are cut."""
+        """Return the pieces of tokens ``first`` to ``last`` of all; cut the outermost."""
         ends = np.cumsum(self.length)
         here = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1)
         begins = ends[here] - self.length[here]
@@ -45,7 +45,7 @@ class Pieces(NamedTuple):
         return Pieces(self.document[here], self.start[here] + skipped, np.minimum(ends[here], last) - begins - skipped)
 
     def stagger(self, count: int) -> Pieces:
-        """Cut the first ``count`` pieces in two, spread evenly by the golden ratio; the first parts come last of all."""
+        """Cut the first ``count`` pieces in two, evenly spread by the golden ratio; first parts come last."""
         number = np.arange(1, len(self.length) + 1)
         cuts = np.where(number <= count, number * ((5**0.5 - 1) / 2) % 1 * self.length, 0).astype(np.int64)
         tails = Pieces(self.document, self.start + cuts, self.length - cuts)
@@ -57,7 +57,7 @@ def _join(several: Sequence[Pieces]) -> Pieces:
 
 
 def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
-    """Arrange pieces in rows with the configured strategy. Raise ConfigError if one is too long for a row."""
+    """Arrange pieces in rows by strategy. Raises ConfigError if one is too long for a row."""
     pieces = pieces.stagger(data.streams) if data.stagger else pieces
     end, row_length = corpus.lengths[pieces.document], data.row_length
     try:
@@ -73,7 +73,7 @@ def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
 def arrange_as_trained(
     corpus: Corpus, documents: Integers, data: DataConfig, carry: bool
 ) -> tuple[Rows, list[Integers]]:
-    """Arrange documents as in training, to evaluate on; return the rows, and their numbers batch by batch."""
+    """Arrange documents of evaluations as in training; return rows, and their numbers by batch."""
     pieces = Pieces.of(corpus, documents).cut(data.cut_documents)
     streams = data.batch_rows if data.takes_turns else data.streams
     if carry:
@@ -87,10 +87,9 @@ def arrange_as_trained(
 def micro_batches(
     rows: Rows, numbers: Integers, data: DataConfig, carry: bool = False, world_size: int = 1
 ) -> list[Integers]:
-    """Split consecutive rows, given by number, into batches of at most ``data.max_tokens_per_batch`` slots or one row.
+    """Split rows, given by number, into batches of at most ``data.max_tokens_per_batch`` slots or one row.
 
-    With ``carry`` a batch is a row of each of a rank's streams, unless streams take turns. Batches without rows follow, so that
-    every rank has as many.
+    With ``carry`` a batch is a row of each of a rank's streams, unless streams take turns. Empty batches even out ranks.
     """
     pads = STRATEGIES[data.strategy].pads
     if not pads or (carry and not data.takes_turns):
@@ -111,12 +110,9 @@ def micro_batches(
 class Schedule:
     """Plan endless steps: epochs of shuffled windows of documents. Nothing is dropped.
 
-    Matched: a step is the next documents until ``data.tokens_per_step`` real tokens, arranged by the strategy, so every strategy
-    gets the same documents. ``data.cut_at_steps`` cuts the last: each step has exactly so many tokens (at most an epoch's), and
-    the next window's documents follow. Stream: the strategy fills rows from the window's documents, and a step is the next rows
-    until ``data.tokens_per_step`` slots. There, and without the cut, the last step of a window may be smaller.
-
-    ``seed`` is of the order of documents. With ``carry`` batches continue each other row by row.
+    Matched: a step is the next documents up to ``data.tokens_per_step`` tokens, the last cut with ``data.cut_at_steps``, then
+    arranged by the strategy. Stream: the strategy fills rows from a window's documents; a step is the next rows up to so many
+    slots. There, and without the cut, a window's last step may be smaller. With ``carry`` batches continue each other by row.
     """
 
     corpus: Corpus
@@ -140,7 +136,7 @@ class Schedule:
         self._cached: tuple[int, Any] = -1, None
 
     def step(self, step: int) -> tuple[Rows, list[Integers]]:
-        """Return the rows of a step, and their numbers batch by batch, of all ranks."""
+        """Return a step's rows, and their numbers by batch, of all ranks."""
         if self.exact:
             rows = arrange(self.corpus, self._tokens(step * self.budget, (step + 1) * self.budget), self.data)
             numbers = np.arange(len(rows))
@@ -153,17 +149,16 @@ class Schedule:
         return rows, micro_batches(rows, numbers, self.data, self.carry, self.world_size)
 
     def epoch_steps(self) -> int:
-        """Count the steps of the first epoch."""
         return -(-self.tokens // self.budget) if self.exact else sum(map(self._size, range(self.windows_per_epoch)))
 
     def turn(self, numbers: Integers) -> int:
-        """Return a batch's number in its rank's round, given its rows; 0 unless streams take turns."""
+        """Return a batch's number in its rank's round; 0 unless streams take turns."""
         if not (self.carry and self.data.takes_turns and len(numbers)):
             return 0
         return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size
 
     def _tokens(self, first: int, last: int) -> Pieces:
-        """Return the pieces that hold these tokens of all windows, in order."""
+        """Return the pieces of these tokens of all windows."""
         found = []
         while first < last:
             number = self._locate(first)
@@ -173,7 +168,7 @@ class Schedule:
         return _join(found)
 
     def _locate(self, place: int) -> int:
-        """Return the window that holds a step, or a token where steps are exact."""
+        """Return the window of a step, or of a token where steps are exact."""
         while self._firsts[-1] <= place:
             self._firsts.append(self._firsts[-1] + self._size(len(self._firsts) - 1))
         return bisect.bisect_right(self._firsts, place) - 1
@@ -184,14 +179,14 @@ class Schedule:
         return len(self._window(number)[0]) - 1
 
     def _documents(self, number: int) -> tuple[list[int], Integers]:
-        """Return a window's seed and its documents."""
+        """Return a window's seed and documents."""
         epoch, place = divmod(number, self.windows_per_epoch)
         part = int(np.random.default_rng([self.seed, epoch]).permutation(self.windows_per_epoch)[place])
         documents = np.arange(part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents))
         return [self.seed, epoch, part], documents
 
     def _window(self, number: int) -> tuple[list[int], Any, Integers | None]:
-        """Return edges, shuffled pieces, or in batching stream rows, and their order: step i has edges[i] to edges[i + 1]."""
+        """Return edges of steps, the pieces or rows between them, and the rows' order."""
         if self._cached[0] != number:
             self._cached = number, self._plan(number)
         return self._cached[1]

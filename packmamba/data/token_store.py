@@ -1,8 +1,7 @@
 """Tokenised corpora on disk, memory-mapped; each is tokenised once, under a hash of everything that decides its tokens.
 
-A corpus folder holds ``meta.json`` and for each split, little-endian and without headers: ``<split>.tokens`` (uint16 or uint32),
-``<split>.lengths`` (int32) and, where documents have targets or groups of their own, ``<split>.targets`` and ``<split>.groups``
-(int32).
+A corpus folder holds ``meta.json`` and, little-endian without headers, ``<split>.tokens`` (uint16 or uint32), ``<split>.lengths``
+(int32) and, where documents have them, ``<split>.targets`` and ``<split>.groups`` (int32).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from packmamba.data.sources.source import SEED, Document
 from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
 
 FORMAT = 1
-"""Part of every corpus's key: raised when the same keys and files give other tokens or another folder."""
+"""Raise when the same keys and files give other tokens or another folder."""
 META = "meta.json"
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096
@@ -36,14 +35,14 @@ SPLITS = ("train", "validation")
 
 
 class Corpus:
-    """One split of a corpus, memory-mapped and read-only: n documents with T tokens in all. Pickles as its path.
+    """Hold a split, memory-mapped and read-only: n documents of T tokens. Pickles as its path.
 
     Attributes:
-        tokens: (T,) uint16 or uint32, all documents in order, begin and end tokens included.
-        lengths: (n,) int32, tokens of each document, at least one.
+        tokens: (T,) uint16 or uint32, begin and end tokens included.
+        lengths: (n,) int32, at least one each.
         offsets: (n + 1,) int64; document i is tokens[offsets[i]:offsets[i + 1]].
-        targets: (T,) int32, the target after each token, -1 for none; None: the next token of the document.
-        groups: (n,) int32, each document's index into ``group_names``; None: no groups.
+        targets: (T,) int32, the target after each token, -1 for none; None: the document's next token.
+        groups: (n,) int32, indices into ``group_names``; None: no groups.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
@@ -66,7 +65,7 @@ class Corpus:
         return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
 
     def document(self, index: int) -> np.ndarray:
-        """Return the tokens of a document, (lengths[index],), a view."""
+        """Return a document's tokens, a view."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def __len__(self) -> int:
@@ -77,7 +76,7 @@ class Corpus:
 
 
 class Corpora(NamedTuple):
-    """Both splits of a corpus, and a hash of their tokens, lengths and targets, equal on every machine."""
+    """Hold a corpus, and a hash of its tokens, lengths and targets, equal on every machine."""
 
     train: Corpus
     validation: Corpus
@@ -85,10 +84,7 @@ class Corpora(NamedTuple):
 
 
 def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
-    """Open the corpus that ``data`` describes in ``data.cache_dir``; tokenise it first if it is not there.
-
-    Of several processes one tokenises and the others wait. ``progress`` shows a bar on a terminal. Raises ConfigError.
-    """
+    """Open a corpus in ``data.cache_dir``, tokenised first if it is not there, by one process. Raises ConfigError."""
     source = open_source(data)
     tokenizer = load_tokenizer(data) if source.vocab_size is None else None
     identity = {
@@ -118,7 +114,7 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
 
 
 def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
-    """Choose the validation documents of every arm and evaluation: all, or a fixed random choice."""
+    """Choose validation documents: all, or a fixed random choice."""
     if data.validation_documents is None or data.validation_documents >= corpus.num_documents:
         return np.arange(corpus.num_documents)
     return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[: data.validation_documents])
@@ -127,10 +123,7 @@ def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
 def _tokenize(
     folder: Path, data: DataConfig, documents: Iterable[Document], tokenizer: Tokenizer, identity: dict[str, Any]
 ) -> None:
-    """Write a corpus under a temporary name, then rename it: it is whole or absent. The caller holds a lock.
-
-    Its bytes do not depend on the number of threads. Memory holds a few chunks of documents for each thread.
-    """
+    """Write a corpus under a temporary name, then rename it: it is whole or absent."""
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     work.mkdir()
@@ -157,7 +150,7 @@ def _tokenize(
 
 
 class _SplitWriter:
-    """The growing files of one split, and their hashes."""
+    """Append to the files of one split, and hash them."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.path, dtype, around = path, token_dtype(tokenizer.vocab_size), (tokenizer.begin_id, tokenizer.end_id)
@@ -167,7 +160,7 @@ class _SplitWriter:
         self.groups: dict[str, int] = {}
 
     def add(self, documents: list[tuple[Document, np.ndarray]]) -> None:
-        """Append documents and their tokens, at least one each, between begin and end tokens."""
+        """Append documents of at least one token, between begin and end tokens."""
         if not documents:
             return
         first, parts = documents[0][0], [np.concatenate([self.begin, ids, self.end]) for _, ids in documents]
@@ -195,7 +188,7 @@ class _SplitWriter:
 def _encoded(
     documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
 ) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
-    """Yield chunks of documents in order, and their tokens, which threads encode."""
+    """Yield chunks of documents in order, and their tokens."""
     # The package tokenizers encodes without Python's lock; bytes and ids hold it.
     threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()

@@ -15,14 +15,13 @@ from packmamba.config import ConfigError, DataConfig
 
 TOKENIZER, OPTIONS = "tokenizer.json", "tokenizer_config.json"
 BYTES = "packmamba_bytes"
-"""Key of ``tokenizer_config.json`` that marks a byte tokenizer, which needs no package."""
+"""Key of ``tokenizer_config.json`` that marks a byte tokenizer."""
 
 
 class Tokenizer:
-    """Encode texts as ids (length,) of dtype ``token_dtype(vocab_size)``; ``decode`` makes U+FFFD of invalid UTF-8.
+    """Encode texts as ids (length,) of dtype ``token_dtype(vocab_size)``, without begin and end tokens, and decode them.
 
-    Both leave out begin and end tokens; ``vocab_size`` bounds them too. ``fingerprint`` changes with anything that may change
-    an id.
+    ``fingerprint`` changes with anything that may change an id.
     """
 
     vocab_size: int
@@ -46,14 +45,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
-    """Load the tokenizer of ``data.tokenizer``, ``data.begin_token`` and ``data.end_token``. Raises ConfigError."""
-    if data.tokenizer == "bytes":
-        return ByteTokenizer(data.begin_token, data.end_token)
-    return FileTokenizer(data.tokenizer, data.begin_token, data.end_token)
+    """Load the tokenizer that ``data`` names. Raises ConfigError."""
+    tokens = data.begin_token, data.end_token
+    return ByteTokenizer(*tokens) if data.tokenizer == "bytes" else FileTokenizer(data.tokenizer, *tokens)
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8; begin and end tokens get the next ids (one id if they share a name)."""
+    """Encode UTF-8 bytes; begin and end tokens get the next ids, one if they share a name."""
 
     def __init__(self, begin_token: str | None = None, end_token: str | None = None) -> None:
         names = [token for token in dict.fromkeys((begin_token, end_token)) if token is not None]
@@ -70,7 +68,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A `tokenizers` JSON file. The file's own truncation, padding and template of special tokens are not applied."""
+    """Encode with a `tokenizers` JSON file, without its truncation, padding and template of special tokens."""
 
     def __init__(self, path: str | Path, begin_token: str | None = None, end_token: str | None = None) -> None:
         try:
@@ -103,7 +101,7 @@ class FileTokenizer(Tokenizer):
 
 
 class TokenIds(Tokenizer):
-    """Documents that are token ids already; no begin and end tokens."""
+    """Take documents that are token ids."""
 
     fingerprint = "ids"
 
@@ -115,32 +113,29 @@ class TokenIds(Tokenizer):
 
 
 def write_tokenizer(folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None) -> None:
-    """Write a tokenizer beside a model, for PackMamba and transformers' AutoTokenizer; arguments as in ``config.data``."""
+    """Write a tokenizer beside a model, for PackMamba and transformers' AutoTokenizer."""
     folder = Path(folder)
     content = _byte_level(begin_token, end_token) if tokenizer == "bytes" else Path(tokenizer).read_text("utf-8")
-    special = {"bos_token": begin_token, "eos_token": end_token}
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    options |= {BYTES: tokenizer == "bytes"} | {name: token for name, token in special.items() if token is not None}
+    options |= {BYTES: tokenizer == "bytes", "bos_token": begin_token, "eos_token": end_token}
+    options = {name: value for name, value in options.items() if value is not None}
     (folder / TOKENIZER).write_text(content, encoding="utf-8")
     (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
 
 
 def write_template(folder: str | Path, token: str | None, token_id: int | None) -> None:
-    """Let the tokenizer in a folder begin texts with a token, as training does its documents, or with none."""
-    path, text = Path(folder) / TOKENIZER, {"Sequence": {"id": "A", "type_id": 0}}
-    content = json.loads(path.read_text("utf-8"))
-    content["post_processor"] = None
-    if token is not None:
-        begun = [{"SpecialToken": {"id": token, "type_id": 0}}, text]
-        special = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
-        second = {"Sequence": {"id": "B", "type_id": 1}}
-        template = {"single": begun, "pair": [*begun, second], "special_tokens": special}
-        content["post_processor"] = {"type": "TemplateProcessing", **template}
+    """Let the tokenizer in a folder begin texts with a token, as in training, or with none."""
+    path = Path(folder) / TOKENIZER
+    begun = [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*begun, {"Sequence": {"id": "B", "type_id": 1}}]
+    special = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
+    template = {"type": "TemplateProcessing", "single": begun, "pair": pair, "special_tokens": special}
+    content = json.loads(path.read_text("utf-8")) | {"post_processor": None if token is None else template}
     path.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 def read_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read the tokenizer in the folder of a run or a checkpoint. Raises ConfigError if there is none."""
+    """Read the tokenizer in a folder of a run or checkpoint. Raises ConfigError without one."""
     folder = Path(folder)
     if not (folder / TOKENIZER).is_file():
         raise ConfigError(f"data.tokenizer: expected one, since {folder} has no {TOKENIZER}")
@@ -151,8 +146,8 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _byte_level(begin_token: str | None, end_token: str | None) -> str:
-    """Write ``ByteTokenizer`` as a `tokenizers` JSON: byte-level BPE without merges, then begin and end tokens."""
-    # ByteLevel names a printable byte by its own character, and the others by the characters from 256 on.
+    """Write ``ByteTokenizer`` as `tokenizers` JSON: byte-level BPE without merges, then begin and end tokens."""
+    # ByteLevel names printable bytes by their own characters, others by those from 256 on.
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     vocabulary = {chr(i if i in printable else next(others)): i for i in range(256)}

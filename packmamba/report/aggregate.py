@@ -24,10 +24,8 @@ BASELINES = ("padded", "single", "packed-reset")  # by preference
 OPEN_END = 2**31 - 1  # of a range of positions
 SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
 # Keys in which the runs of one arm may differ.
-NOT_SETTINGS = (
-    *("name", "experiment", "output", "seed", "runs_dir", "run", "evaluations", "data.cache_dir", "data.num_workers"),
-    *("trainer.log_every", "trainer.checkpoint_every", "trainer.threads"),
-)
+NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
+    trainer.log_every trainer.checkpoint_every trainer.threads""".split()
 
 
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
@@ -35,7 +33,7 @@ def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``."""
+    """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -48,10 +46,7 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 
 def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
-    """Return a row for each record of the kind, by time.
-
-    Columns: the record's keys, ``config.<key>``, ``curves.<name>``, and metrics by name as floats, NaN where they are null.
-    """
+    """Return a row for each record, by time: its keys, ``config.<key>``, ``curves.<name>``, and metrics by name as floats."""
     rows = [{**r, **flatten({key: r[key] for key in ("config", "curves")})} for r in of_kind(records, kind)]
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
     others = pd.DataFrame(rows, dtype=object)
@@ -60,17 +55,14 @@ def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
 
 
 def parts_of(name: str) -> tuple[str, str]:
-    """Split an arm's name into its title and the point of a grid, from the first ``key=``."""
+    """Split an arm's name into its title and, from the first ``key=`` on, the point of a grid."""
     title, *point = re.split(r" (?=[^ =]+=)", name, maxsplit=1)
     return title, "".join(point)
 
 
 @dataclass(eq=False)
 class Arm:
-    """The runs of one arm under one configuration: rows of ``frame`` by seed, of a repeated run the latest.
-
-    ``variant``: configuration keys, with values, in which records of arms of one name differ. ``baseline``: of trained arms.
-    """
+    """Hold an arm's runs, rows of ``frame`` by seed; ``variant``: keys and values in which arms of one name differ."""
 
     name: str
     variant: tuple[tuple[str, Any], ...]
@@ -78,24 +70,23 @@ class Arm:
     baseline: Arm = field(init=False, repr=False)
 
     def __getitem__(self, metric: str) -> pd.Series:
-        """Return a metric by seed; NaN where missing."""
-        return self.runs[metric] if metric in self.runs else pd.Series(math.nan, self.runs.index)
+        return self.runs.get(metric, pd.Series(math.nan, self.runs.index))
 
     def says(self, key: str, absent: Any = None) -> Any:
-        """Return the value of a configuration's key."""
+        """Return a configuration's value."""
         value = self.runs.iloc[0].get(f"config.{key}")
         return absent if value is None else value
 
     @cached_property
     def scheme(self) -> str:
-        """One of ``SCHEMES``, or ``packed-`` and the boundary scheme."""
-        strategy, boundary = self.says("data.strategy"), self.says("trainer.boundary", "reset")
-        strategy = str(strategy).replace("_", "-")
-        return strategy if strategy in SCHEMES else f"packed-{boundary.replace('_', '-')}"
+        """Return one of ``SCHEMES``, or ``packed-`` and the boundary scheme."""
+        strategy = str(self.says("data.strategy")).replace("_", "-")
+        boundary = self.says("trainer.boundary", "reset").replace("_", "-")
+        return strategy if strategy in SCHEMES else f"packed-{boundary}"
 
     @property
     def setting(self) -> tuple[str, str]:
-        """Return what arms share that are compared."""
+        """Return what compared arms share."""
         return repr(self.variant), parts_of(self.name)[1]
 
     @property
@@ -110,21 +101,21 @@ class Arm:
     @property
     def timing(self) -> str | None:
         """Return the run that timed the arm interleaved with others; None without."""
-        return self.runs["timing"].iloc[0] if "timing" in self.runs else None
+        return next(iter(self.runs.get("timing", ())), None)
 
     @property
     def sweep(self) -> Mapping[str, Any]:
-        """Return the sweep's entry for the arm (``packmamba.records``); empty without one."""
+        """Return the entry of the arm's sweep, if any."""
         return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
 
     def points(self, curve: str) -> pd.DataFrame:
-        """Return the points of a curve of all seeds, with a column ``seed``."""
+        """Return a curve's points, with a column ``seed``."""
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
         return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
 
 
 def training_arms(records: Iterable[Record]) -> list[Arm]:
-    """Return all trained arms, in the order of tables."""
+    """Return trained arms in the order of tables."""
     runs = frame(records, "training")
     if runs.empty:
         return []
@@ -143,10 +134,7 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
 
 
 def timed_arms(records: Sequence[Record]) -> list[Arm]:
-    """Return all arms with timed steps, the latest timing first; only arms of one ``timing`` were timed together.
-
-    ``speedup``: real tokens per second over those of the baseline timed with the arm, else of single.
-    """
+    """Return timed arms, the latest timing first, with ``speedup`` over the baseline timed with them, else over single."""
     runs, trained = frame(records, "throughput"), training_arms(records)
     if runs.empty:
         return []
@@ -164,7 +152,7 @@ def timed_arms(records: Sequence[Record]) -> list[Arm]:
 
 
 def arms_with_speeds(records: Sequence[Record]) -> list[Arm]:
-    """Return all trained arms, with the speed of the latest of the timings that hold most of them."""
+    """Return trained arms, with speeds of the latest of the timings that hold most of them."""
     arms, timed = training_arms(records), timed_arms(records)
     names = {arm.name for arm in arms}
     timing = next(iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,))[0]
@@ -179,19 +167,17 @@ def arms_with_speeds(records: Sequence[Record]) -> list[Arm]:
 
 
 def _in_order(arms: Sequence[Arm]) -> list[Arm]:
-    """Sort by setting, then the first arm of each scheme as in SCHEMES, then further arms."""
-    arms = sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name))
-    places = [(arm.setting, arm.scheme) for arm in arms]
-
-    def key(i: int) -> Any:
-        again = places[:i].count(places[i])
-        return tuple(map(natural, arms[i].setting)), again, (*SCHEMES, arms[i].scheme).index(arms[i].scheme), i
-
-    return [arms[i] for i in sorted(range(len(arms)), key=key)]
+    """Sort by setting: the first arm of each scheme as in SCHEMES, then further arms."""
+    ranks, seen = dict[Arm, Any](), Counter[Any]()
+    for arm in sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name)):
+        again, scheme = seen[arm.setting, arm.scheme], (*SCHEMES, arm.scheme).index(arm.scheme)
+        ranks[arm] = tuple(map(natural, arm.setting)), again, scheme
+        seen[arm.setting, arm.scheme] += 1
+    return sorted(ranks, key=ranks.__getitem__)
 
 
 class Seeds(NamedTuple):
-    """Number of seeds with a value, of diverged runs, and of seeds without a record or value."""
+    """Count seeds with a value, diverged runs, and seeds without record or value."""
 
     finite: int
     diverged: int
@@ -203,14 +189,14 @@ class Seeds(NamedTuple):
 
 
 def seeds_of(arm: Arm, arms: Sequence[Arm], metric: str = "val_loss") -> Seeds:
-    """Count an arm's seeds, of those of its sweep, else of all arms."""
+    """Count an arm's seeds among those of its sweep, else of all arms."""
     expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index}) | set(arm.runs.index)
     finite, diverged = int(arm[metric].count()), int(arm["val_loss"].isna().sum())
     return Seeds(finite, diverged, len(expected) - finite - diverged)
 
 
 def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm:
-    """Return the arm to compare with: the sweep's ``baseline``, else by scheme."""
+    """Return the sweep's ``baseline``, else one by scheme."""
     named = arm.sweep.get("baseline") or ""
     peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
     found = [peer for peer in peers if peer.label == named] + [p for p in peers if p.title == parts_of(named)[0]]
@@ -224,20 +210,20 @@ def versus(arms: Sequence[Arm]) -> str:
 
 
 def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
-    """Return ``bootstrap``'s arguments where an evaluation has groups of documents, else differences by seed, and None."""
+    """Return ``bootstrap``'s arguments if the evaluation has groups of documents, else differences by seed, and None."""
     sums, weights = difference_by_group(arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets")
     return (sums, weights) if len(sums) > 1 and metric.endswith(".loss") else (arm[metric] - other[metric], None)
 
 
 def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | None:
-    """Return an arm's metric minus that of its baseline, or of another arm, paired by seed; None of an arm and itself."""
+    """Return an arm's metric minus its baseline's, or another arm's, paired by seed; None of an arm and itself."""
     other = other or arm.baseline
     values, weights = paired(arm, other, metric)
     return None if other is arm else interval(values) if weights is None else bootstrap(values, weights)
 
 
 class Contrast(NamedTuple):
-    """An arm's metric minus another's; p is adjusted over a sweep's primary contrasts (Holm), else NaN."""
+    """Hold an arm's metric minus another's; p is adjusted over a sweep's primary contrasts (Holm), else NaN."""
 
     arm: Arm
     other: Arm
@@ -272,7 +258,7 @@ def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
 
 
 def _same_documents(arm: Arm, other: Arm) -> bool:
-    """Return whether each step of both arms holds the same documents, from the keys in which the arms differ."""
+    """Tell from the keys in which two arms differ if their steps hold the same documents."""
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
     if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {"matched"}:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
@@ -281,7 +267,7 @@ def _same_documents(arm: Arm, other: Arm) -> bool:
 
 
 def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
-    """Return for each range of positions [start, end) the arm's loss minus its baseline's."""
+    """Return (start, end, the arm's loss minus its baseline's) by range of positions."""
     sides = [side.points("loss_by_position") for side in (arm, arm.baseline)]
     if arm.baseline is arm or any(points.empty for points in sides):
         return []
@@ -296,9 +282,9 @@ def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
     place: Any = zipfile.Path(archive) if archive.is_file() else Path(folder) / "items"
     found = []
     for record in records:
-        name = record["config"].get("evaluation", {}).get("name") if record["kind"] == "evaluation" else None
-        path = place / f"{name}-{record['config'].get('id')}.jsonl"
-        found.append({**record, "items": path} if name and path.is_file() else record)
+        config = record["config"]
+        path = place / f"{config.get('evaluation', {}).get('name')}-{config.get('id')}.jsonl"
+        found.append({**record, "items": path} if record["kind"] == "evaluation" and path.is_file() else record)
     return found
 
 
@@ -307,10 +293,7 @@ ITEM_MEASURES = {"choice_accuracy": ("correct", "one"), "accuracy": ("right", "a
 
 
 def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
-    """Return the difference of two models' metric, paired item by item; None if they cannot be paired.
-
-    The interval is over groups of items, and over seeds where several are common.
-    """
+    """Return the difference of two models' metric, paired by item; None if they cannot be paired."""
     ours, theirs = (side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline))
     pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
     if not pairs and len(ours) == len(theirs) == 1:

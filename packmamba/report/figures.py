@@ -24,7 +24,7 @@ from packmamba.report.tables import decided, title
 
 INK, MUTED = "#24292f", "#5c6370"
 _DASHED = (0, (4, 1.5))
-# Okabe and Ito's colours. Arms that coincide stay visible as stripes: the later, the thinner.
+# Okabe and Ito's colours. Later lines are thinner: arms that coincide stay visible as stripes.
 STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8", "linewidth": 6.0},
     "padded": {"color": "#E69F00", "linewidth": 3.6},
@@ -48,24 +48,23 @@ class Figure:
 
 
 def house_style() -> Any:
-    """Draw in the style of house.mplstyle."""
     return plt.style.context(Path(__file__).with_name("house.mplstyle"))
 
 
 def style_of(name: str, rank: int = 0) -> dict[str, Any]:
-    """Return the style of a scheme, of others a colour by rank."""
+    """Return a scheme's style, of others a colour by rank."""
     return STYLES.get(name, {"color": OTHERS[rank % len(OTHERS)], "linewidth": 1.8})
 
 
 def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
-    """Return the style of an arm's scheme, of further arms of a scheme another."""
+    """Return the style of an arm's scheme; of its further arms another."""
     firsts = {one.scheme: one for one in reversed(arms) if one.scheme in STYLES}.values()
     others = [one for one in arms if one not in firsts]
     return style_of("", others.index(arm)) if arm in others else style_of(arm.scheme)
 
 
 def axes(panels: int, width: float = 10.0, height: float = 4.2) -> tuple[Canvas, list[Axes]]:
-    """Return a canvas, sized in inches, with panels side by side."""
+    """Return a canvas with panels side by side; sizes in inches."""
     fig, grid = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
     return fig, list(grid.flat)
 
@@ -97,12 +96,12 @@ def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
     ax.grid(axis="y", visible=False)
 
 
-# Settings of axes, and by arm a line: a frame of mean, low and high by place.
+# Settings of axes, and lines: frames of mean, low and high by place.
 Panel = tuple[dict[str, Any], Mapping[Arm, pd.DataFrame]]
 
 
 def line_figure(name: str, caption: str, arms: Sequence[Arm], panels: Sequence[Panel]) -> list[Figure]:
-    """Draw a line for each arm, with its interval, in panels; nothing where no line has two points."""
+    """Draw arms' lines with intervals; no panel where no line has two points."""
     panels = [panel for panel in panels if any(len(line) > 1 for line in panel[1].values())]
     if not panels:
         return []
@@ -135,7 +134,7 @@ def training_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def throughput_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw the latest timing of arms that were not trained."""
+    """Draw the latest timing where nothing was trained."""
     timed = [] if aggregate.of_kind(records, "training") else aggregate.timed_arms(records)
     return _speed_bars([replace(arm, variant=()) for arm in timed if arm.timing == timed[0].timing])
 
@@ -157,7 +156,6 @@ def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
 
 
 def _differences(arms: Sequence[Arm]) -> list[Figure]:
-    """Draw paired differences in the metric of verdicts."""
     metric = decided(arms)
     pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, metric)) and one.seeds > 1}
     if not pairs:
@@ -214,5 +212,5 @@ def _loss_by_position(arms: Sequence[Arm]) -> list[Figure]:
 
 
 def _middle(start: float, end: float) -> float:
-    """Return where positions [start, end) stand on a logarithmic axis."""
+    """Place positions [start, end) on a logarithmic axis."""
     return ((start + 1) * (end if end < aggregate.OPEN_END else 2 * start)) ** 0.5

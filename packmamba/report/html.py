@@ -31,14 +31,14 @@ MakeFigures = Callable[[Sequence[Record]], list[Figure]]
 
 @dataclass(frozen=True)
 class Kind:
-    """Tables and figures of the records of one corpus, and their name in files."""
+    """Make tables, figures and a label for files of the records of one corpus."""
 
     tables: MakeTables = lambda records: []
     figures: MakeFigures = lambda records: []
     label: Callable[[Sequence[Record]], str] = lambda records: records[0]["corpus_hash"][:12]
 
     def extended(self, tables: MakeTables, figures: MakeFigures = lambda records: []) -> Kind:
-        """Return this kind with further tables and figures after its own."""
+        """Add tables and figures."""
         return replace(
             self,
             tables=lambda records: [*self.tables(records), *tables(records)],
@@ -56,7 +56,7 @@ Kinds = Mapping[str, Kind] | None
 
 @dataclass
 class Section:
-    """Tables and figures of the records of one corpus; the first table is the headline."""
+    """Hold tables and figures of one corpus; the first table is the headline."""
 
     corpus: str
     records: list[Record]
@@ -66,7 +66,7 @@ class Section:
 
 
 def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds = None) -> list[Section]:
-    """Make tables and figures by corpus; ``kinds`` adds kinds of records. Raises ConfigError for an unknown one."""
+    """Make tables and figures by corpus; ``kinds`` adds kinds of records. Raises ConfigError for others."""
     known, sections = {**KINDS, **(kinds or {})}, {}  # type: ignore[var-annotated]
     for record in sorted(records, key=lambda record: record["corpus_hash"]):
         if record["kind"] not in known:
@@ -113,9 +113,9 @@ def write_report(
     latex: bool = False,
     opening: Table | None = None,
 ) -> Path:
-    """Write tables/, figures/ and report.html, which makes no requests, in place of an earlier report's; return its path.
+    """Write tables/, figures/ and report.html, which makes no requests; return its path.
 
-    ``latex``: write tables as LaTeX and figures as PDF too. ``opening``: the page's first table.
+    ``latex``: LaTeX and PDF too. ``opening``: the page's first table.
     """
     folder = Path(folder)
     sections = build_sections(with_items(folder, read_records(folder)) if records is None else records, kinds=kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ FEWEST_GROUPS = 15  # with fewer, of unequal size, the delta method's intervals 
 
 
 class Estimate(NamedTuple):
-    """A mean with its 95 % confidence interval and the two-sided p of zero; NaN where seeds or groups are too few."""
+    """A mean, its 95 % interval and the two-sided p of zero; NaN where seeds or groups are too few."""
 
     mean: float
     low: float
@@ -28,7 +29,7 @@ class Estimate(NamedTuple):
 
 
 def interval(values: Any) -> Estimate | None:
-    """Return the mean of the finite values, with an interval by Student's t; None without any."""
+    """Return the finite values' mean with an interval by Student's t; None without any."""
     values = pd.Series(values, dtype=float).dropna()
     n, mean, error = len(values), values.mean(), values.sem()
     if n < 2:
@@ -40,15 +41,7 @@ def interval(values: Any) -> Estimate | None:
 
 
 def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
-    """Bootstrap over seeds and groups (Owen 2007), both resampled with replacement.
-
-    The estimate is the sum over groups of the mean over seeds of ``sums``, over the sum of ``weights``. Deviations are widened by
-    t_{n - 1} / 1.96 * sqrt(n / (n - 1)) for n seeds, so that intervals cover from five seeds on.
-
-    Args:
-        sums: (seeds, groups), such as differences of nats.
-        weights: (groups,), such as targets.
-    """
+    """Bootstrap sums (seeds, groups) per weight (groups,), such as nats per target, over seeds and groups (Owen 2007)."""
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     seeds, groups = sums.shape
     mean = float(sums.mean(axis=0).sum() / weights.sum()) if seeds and weights.sum() else math.nan
@@ -59,6 +52,7 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     of_groups = rng.multinomial(groups, np.full(groups, 1 / groups), draws)
     held = of_groups @ weights
     found = ((of_seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
+    # Wider, so that intervals cover from five seeds on.
     few = stdtrit(seeds - 1, 0.975) / stdtrit(math.inf, 0.975) * math.sqrt(seeds / (seeds - 1))
     found = mean + few * (found - mean)
     low, high = np.quantile(found, [0.025, 0.975])
@@ -67,7 +61,7 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
 
 
 def over_items(sums: Any, weights: Any) -> Estimate:
-    """Return one pair of models' ratio of sums over groups (groups,), its error by the delta method, Student's t."""
+    """Return one pair of models' sums per weight, (groups,) each, with an interval over groups by the delta method."""
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     groups, mean = len(sums), float(sums.sum() / weights.sum())
     if groups < FEWEST_GROUPS:
@@ -81,10 +75,7 @@ def over_items(sums: Any, weights: Any) -> Estimate:
 def difference_by_group(
     arm: Any, baseline: Any, curve: str, value: str, weight: str, where: str = ""
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return ``bootstrap``'s arguments from a curve of both arms' records with points {group, value, weight, ...}.
-
-    Points are summed by group, of seeds that both arms have; ``where`` selects points: ``start < 2048``.
-    """
+    """Return ``bootstrap``'s arguments from a curve of both arms, points summed by group; ``where``: ``start < 2048``."""
     sides = [side.points(curve) for side in (arm, baseline)]
     if any(points.empty for points in sides):
         return np.empty((0, 0)), np.empty(0)
@@ -99,17 +90,12 @@ def difference_by_group(
 def equivalence(values: Any, margin: float) -> float:
     """Return p of two one-sided t tests (Schuirmann 1987) that the mean lies within ± margin."""
     found = pd.Series(values, dtype=float).dropna()
-    n, nearest = len(found), margin - abs(found.mean())
-    if n < 2:
-        return math.nan
-    return float(stdtr(n - 1, -nearest / found.sem())) if found.sem() else float(nearest <= 0)
+    nearest, error = margin - abs(found.mean()), found.sem()
+    return float(stdtr(len(found) - 1, -nearest / error)) if error else float(nearest <= 0)
 
 
 def verdict(found: Estimate | None, margin: float | None, p: float | None = None) -> str:
-    """Return equivalent if the 95 % interval lies within ± margin, different if it excludes zero and p <= 0.05, else open.
-
-    ``p``: adjusted for the number of primary contrasts, if it is.
-    """
+    """Return equivalent if the interval lies within ± margin, different if it excludes zero and p <= 0.05, else open."""
     if found is None or math.isnan(found.low):
         return "open"
     if margin is not None and -margin < found.low and found.high < margin:
@@ -120,8 +106,7 @@ def verdict(found: Estimate | None, margin: float | None, p: float | None = None
 def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000) -> float:
     """Return the probability that ``verdict`` of so many seeds is equivalent if there is no difference.
 
-    Seeds are resampled from the pilot's differences (seeds,), deviations widened by sqrt(n / (n - 1)); with ``weights`` of
-    groups, seeds and groups from sums (seeds, groups), a tenth as often.
+    Resamples a pilot's differences (seeds,), or with ``weights`` (groups,) its sums (seeds, groups).
     """
     pilot, rng = np.asarray(pilot, float), np.random.default_rng(0)
     pilot = pilot[~np.isnan(pilot)] if weights is None else pilot
@@ -144,30 +129,24 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000
 
 def seeds_for(pilot: Any, weights: Any, margin: float) -> int | None:
     """Return the fewest seeds, 2 to 100, whose ``power`` reaches 80 %; None without."""
-    few, most = 2, 101
-    while few < most:
-        middle = (few + most) // 2
-        few, most = (few, middle) if power(pilot, weights, margin, middle) >= 0.8 else (middle + 1, most)
+    few = 2 + bisect_left(range(2, 101), True, key=lambda seeds: power(pilot, weights, margin, seeds) >= 0.8)
     return few if few <= 100 else None
 
 
 def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
     """Adjust p values for their number (Holm 1979); NaN counts among them."""
-    order = sorted(p_values, key=lambda name: (math.isnan(p_values[name]), p_values[name]))
-    adjusted, worst = {}, 0.0
-    for i, name in enumerate(order):
-        worst = max(worst, min(1.0, (len(order) - i) * p_values[name])) if not math.isnan(p_values[name]) else math.nan
-        adjusted[name] = worst
-    return {name: adjusted[name] for name in p_values}
+    ranked = pd.Series([*p_values.values()], dtype=float).sort_values()
+    adjusted = (ranked * np.arange(len(ranked), 0, -1)).clip(upper=1).cummax()
+    return dict(zip(p_values, adjusted.sort_index().tolist()))
 
 
 def seeds_needed(deviation: float, effect: float) -> int:
-    """Return the pairs of seeds with which a paired t test at 5 % finds ``effect``, with 80 % power."""
+    """Return the pairs of seeds with which a paired t test at 5 % finds ``effect`` with 80 % power."""
     return _enough(deviation / effect, 0.975, 0.8)
 
 
 def seeds_for_equivalence(deviation: float, margin: float) -> int:
-    """Return the pairs of seeds with which ``equivalence`` at 5 % places a zero difference within ± margin, so too."""
+    """Return the pairs of seeds with which ``equivalence`` at 5 % places zero within ± margin, with 80 % power."""
     return _enough(deviation / margin, 0.95, 0.9)
 
 

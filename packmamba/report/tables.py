@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -18,7 +19,7 @@ from packmamba.report.statistics import seeds_for
 
 
 class Cell(NamedTuple):
-    """A cell's text, and its values in the CSV's columns."""
+    """Hold a text, and its values in the CSV's columns."""
 
     text: str
     values: tuple[Any, ...]
@@ -26,7 +27,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """A title, and the names of its columns in the CSV."""
+    """Hold a title, and the names of its columns in the CSV."""
 
     title: str
     names: tuple[str, ...]
@@ -35,7 +36,7 @@ class Column:
 
 @dataclass
 class Table:
-    """A table; ``name`` is the stem of its files."""
+    """Hold a table; ``name`` is the stem of its files."""
 
     name: str
     title: str
@@ -44,32 +45,31 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def shown(self) -> Table:
-        """Return the table without columns of dashes."""
-        kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i].text != "-" for row in self.rows)]
-        rows = [[row[i] for i in kept] for row in self.rows]
-        return Table(self.name, self.title, [self.columns[i] for i in kept], rows, self.notes)
+        """Leave out columns of dashes."""
+        kept = [not self.rows or any(row[i].text != "-" for row in self.rows) for i in range(len(self.columns))]
+        rows = [[*compress(row, kept)] for row in self.rows]
+        return replace(self, columns=[*compress(self.columns, kept)], rows=rows)
 
 
 def write_table(table: Table, form: str) -> str:
     """Return the table as csv (unrounded), md, tex (booktabs) or txt."""
     if form == "csv":
         names = [name for column in table.columns for name in column.names]
-        values = [[value for cell in row for value in cell.values] for row in table.rows]
-        frame = pd.DataFrame(values, columns=names, dtype=object)
-        return frame.map(_csv_value).to_csv(index=False, lineterminator="\n")
+        values = [[_csv_value(value) for cell in row for value in cell.values] for row in table.rows]
+        return pd.DataFrame(values, columns=names).to_csv(index=False, lineterminator="\n")
     table = table.shown()
-    cells = [[cell.text for cell in row] for row in table.rows]
-    texts = pd.DataFrame(cells, columns=[column.title for column in table.columns], dtype=object)
+    titles, cells = [column.title for column in table.columns], [[cell.text for cell in row] for row in table.rows]
     if form == "txt":
-        text = texts.set_axis(texts.iloc[:, 0]).iloc[:, 1:].rename_axis(None).to_string() if cells else ""
+        index, columns = [row[0] for row in cells], titles[1:]
+        text = pd.DataFrame([row[1:] for row in cells], index, columns).to_string() if cells else ""
         return "\n".join([table.title, "", text, "", *table.notes]) + "\n"
     if form == "md":
         rules = ["---:" if column.numeric else "---" for column in table.columns]
-        lines = [list(texts), rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
+        lines = [titles, rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)]) + "\n"
-    form = "".join("lr"[column.numeric] for column in table.columns)
-    latex = texts.to_latex(index=False, escape=True, column_format=form)
+    aligned = "".join("lr"[column.numeric] for column in table.columns)
+    latex = pd.DataFrame(cells, columns=titles).to_latex(index=False, escape=True, column_format=aligned)
     latex = re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
     return f"% \\usepackage{{booktabs,graphicx}}\n\\resizebox{{\\columnwidth}}{{!}}{{%\n{latex}}}\n"
 
@@ -80,7 +80,7 @@ def _csv_value(value: Any) -> str:
 
 
 def make_columns(text: str) -> list[Column]:
-    """Make columns of ``title = name name | !title = name | name``: ``!`` for words, a title alone is its own name."""
+    """Make columns of ``title = name name | !title of words = name | title and name``."""
     parts = [(part.removeprefix("!").partition(" = "), not part.startswith("!")) for part in text.split(" | ")]
     return [Column(title, tuple(names.split() or [title]), numeric) for (title, _, names), numeric in parts]
 
@@ -94,12 +94,12 @@ def word(text: str) -> Cell:
 
 
 def number(value: float | None, form: str, unit: str = "") -> Cell:
-    """Format a number, a dash if it is missing."""
+    """Format a number; a dash if missing."""
     return Cell("-" if pd.isna(value) else f"{value:{form}}{unit}", (value,))
 
 
 def percent(fraction: Any) -> Cell:
-    """Format three significant digits of a share; the CSV has the fraction."""
+    """Format a share with three significant digits; the CSV has the fraction."""
     if pd.isna(fraction):
         return number(None, "")
     share = 100 * fraction
@@ -112,7 +112,7 @@ def gibibytes(count: Any) -> Cell:
 
 
 def mean_sd(values: pd.Series) -> Cell:
-    """Format mean and standard deviation, which one value, or counts that are all the same, lack."""
+    """Format mean and standard deviation; not that of one value, or of equal counts."""
     mean, sd = values.mean(), values.std()
     counts = mean >= 10 and bool((values.dropna() % 1 == 0).all())
     digits = ",.0f" if counts else ".4f"
@@ -168,17 +168,13 @@ def arms_table(name: str, heading: str, arms: Sequence[Arm], columns: Sequence[A
     return Table(name, heading, [*make_columns("!arm"), *(column for column, _ in columns)], rows, [*notes])
 
 
-def text_column(text: str, cell: Callable[[Arm], str]) -> ArmColumn:
-    return make_columns(text)[0], lambda arm: word(cell(arm))
-
-
 def seeds_column(arms: Sequence[Arm], metric: str = "val_loss") -> ArmColumn:
     counts = {arm: aggregate.seeds_of(arm, arms, metric) for arm in arms}
     return Column("seeds", ("seeds",)), lambda arm: Cell(str(counts[arm]), (counts[arm].finite,))
 
 
 def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColumn:
-    """Return the column of a metric, or of a configuration key; ``prefix`` is not part of the title."""
+    """Return the column of a metric or configuration key; ``prefix`` is not in its title."""
     if form := FORMATS.get(metric.rpartition(".")[2]):
         heading = f"speedup over {aggregate.versus(arms)}" if metric == "speedup" and arms else title(metric)
         return Column(heading, (metric,)), lambda arm: form(arm[prefix + metric].mean())
@@ -194,7 +190,7 @@ def difference_column(metric: str, arms: Sequence[Arm], heading: str = "", *name
 
 
 def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
-    """Return the arms' evaluations, and the metrics of each, the main one first."""
+    """Return evaluations of arms, and the metrics of each, the main one first."""
     found: dict[str, list[str]] = {}
     for metric in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
         name, _, own = metric.partition(".")
@@ -210,18 +206,16 @@ def main_first(metrics: Sequence[str]) -> list[str]:
 
 
 def _spec(arms: Sequence[Arm], key: str) -> Any:
-    """Return a key of the sweep's ``table``."""
-    specs: list[dict[str, Any]] = [table for arm in arms if (table := arm.sweep.get("table"))]
-    return specs[0].get(key) if specs else None
+    return next((table[key] for arm in arms if (table := arm.sweep.get("table")) and key in table), None)
 
 
 def decided(arms: Sequence[Arm]) -> str:
-    """Return the metric on which verdicts are: the first of the sweep's table."""
+    """Return the metric of verdicts: the first of the sweep's table."""
     return (_spec(arms, "metrics") or ["val_loss"])[0]
 
 
 def training_tables(records: Sequence[Record]) -> list[Table]:
-    """Make tables of quality and speed, of paired differences, by position, and of each evaluation."""
+    """Tabulate quality and speed, verdicts, paired differences, positions and evaluations."""
     arms = aggregate.arms_with_speeds(records)
     if not arms:
         return []
@@ -238,14 +232,14 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     ruled = any(arm.sweep.get("margin") or arm.sweep.get("primary") for arm in arms)
     if ruled:
         says = {one.arm: one.verdict for one in found if one.other is one.arm.baseline}
-        columns.append(text_column("!verdict", lambda arm: says.get(arm, "-")))
+        columns.append((make_columns("!verdict")[0], lambda arm: word(says.get(arm, "-"))))
     columns += [metric_column(metric, arms) for metric in further]
     whole = arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))
     both = ("val_loss", "val_loss_start")
-    columns = [text_column("!minus = baseline", lambda arm: arm.baseline.label)]
+    columns = [(make_columns("!minus = baseline")[0], lambda arm: word(arm.baseline.label))]
     columns += [difference_column(metric, arms, title(metric), metric) for metric in both]
-    pairs = {arm: [one for metric in both if (one := aggregate.difference(arm, metric))] for arm in arms}
-    differing = [arm for arm in arms if any(one.seeds > 1 for one in pairs[arm])]
+    pairs = {arm: [aggregate.difference(arm, metric) for metric in both] for arm in arms}
+    differing = [arm for arm in arms if any(one and one.seeds > 1 for one in pairs[arm])]
     note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
     heading = "Paired differences over seeds, in nats per target"
     tables = [whole, *([_verdicts(found, metrics[0])] if ruled else [])]
@@ -263,11 +257,9 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
-    """Make the table of a sweep's contrasts."""
-    columns = make_columns(
-        "!contrast | !primary | groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed"
-    )
-    columns.insert(2, interval_column("difference"))
+    """Tabulate a sweep's contrasts."""
+    others = make_columns("groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed")
+    columns = [*make_columns("!contrast | !primary"), interval_column("difference"), *others]
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
     for one in found:
         margin, p, same = one.arm.sweep.get("margin"), one.p, one.same_documents
@@ -291,7 +283,7 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
 
 
 def sentence(records: Sequence[Record]) -> str:
-    """Say in one sentence how the arms' loss and speed compare with the baseline's; empty without a comparison."""
+    """Compare the arms' loss and speed with the baseline's in a sentence; empty without a comparison."""
     arms, parts = aggregate.arms_with_speeds(records), []
     metric = decided(arms)
     for one in aggregate.contrasts(arms, metric):
@@ -333,14 +325,13 @@ def _positions(arms: Sequence[Arm]) -> Table:
     for arm, start, end, one in found:
         last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
         table.rows.append([word(arm.label), number(start, ",.0f"), last, difference_cell(one)])
-    excluding = sum(one.low > 0 or one.high < 0 for *_, one in found)
-    share = f"{excluding} of {len(found)} intervals exclude zero; one in twenty would by chance."
-    table.notes = [f"Paired over seeds. {share}"]
+    share = f"{sum(one.low > 0 or one.high < 0 for *_, one in found)} of {len(found)} intervals"
+    table.notes = [f"Paired over seeds. {share} exclude zero; one in twenty would by chance."]
     return table
 
 
 def throughput_tables(records: Sequence[Record]) -> list[Table]:
-    """Make the table of interleaved timings."""
+    """Tabulate interleaved timings."""
     timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
     metrics = ["rounds", *EXACT[:2], "real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup"]
     columns = [metric_column(metric, []) for metric in metrics]
@@ -351,7 +342,7 @@ def throughput_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def evaluation_tables(records: Sequence[Record]) -> list[Table]:
-    """Make a table of models for each evaluation and its options, with differences from the first."""
+    """Tabulate models for each evaluation and its options, with differences from the first."""
     asked: dict[str, list[Record]] = {}
     for record in aggregate.of_kind(records, "evaluation"):
         one = record["config"]["evaluation"]

@@ -23,4 +23,4 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "huggingface": open_huggingface,
     "megatron": open_megatron,
 }
-"""Values of ``data.source``: each checks its keys and lists its files, and reads none yet. Plugins may add to it."""
+"""Values of ``data.source``, which read no file yet; plugins may add to it."""

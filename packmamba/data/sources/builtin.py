@@ -1,4 +1,4 @@
-"""Sources that need no files of the user's: the standard library's functions, random ids, examples of a task."""
+"""Sources without files: the standard library's functions, random ids, examples of a task."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources.packages import functions_of
 from packmamba.data.sources.source import SEED, Document, Source, hash_files, held_out_count, held_out_files, list_files
 
-# Tests are not typical functions, lib2to3's hold broken files, and installed packages are not the standard library.
+# Tests are no typical functions; lib2to3's are broken files.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 CHUNK = 1024
-"""Synthetic documents that are drawn at a time; part of what decides their ids."""
+"""Synthetic documents drawn at a time; their ids depend on it."""
 
 
 @functools.cache
 def library_files() -> list[str]:
-    """List the standard library's modules; systems have links to what is not installed."""
+    """List the standard library's modules, without dangling links."""
     return [name for name in list_files(LIBRARY, (".py",), SKIPPED_FOLDERS) if (LIBRARY / name).is_file()]
 
 
 @functools.cache
 def standard_library() -> tuple[tuple[str, str], ...]:
-    """Return (package, text) of each module; a package is a top-level module or folder."""
+    """Return (top-level module or folder, text) of each module."""
     parts = sorted(name.split("/") for name in library_files())
     texts = (LIBRARY.joinpath(*of).read_text(encoding="utf-8", errors="replace") for of in parts)
     return tuple((of[0].removesuffix(".py"), text) for of, text in zip(parts, texts))
 
 
 def open_stdlib(data: DataConfig) -> Source:
-    """Open every function and method of Python's standard library, held out by file."""
+    """Open the functions of Python's standard library, held out by file."""
     files = library_files()
     held_out = held_out_files(files, data)
 
@@ -51,10 +51,7 @@ def open_stdlib(data: DataConfig) -> Source:
 
 
 def open_synthetic(data: DataConfig) -> Source:
-    """Open ``data.num_documents`` documents of random ids below ``data.vocab_size``, with lengths of ``data.distribution``.
-
-    Held out by document. No begin and end tokens: they would change the lengths.
-    """
+    """Open documents of random ids, with lengths of ``data.distribution``."""
     count = held_out_count(data.num_documents, data)
 
     def read() -> Iterator[Document]:
@@ -71,10 +68,7 @@ def open_synthetic(data: DataConfig) -> Source:
 
 
 def open_task(data: DataConfig) -> Source:
-    """Open ``data.num_documents`` examples of ``data.task`` with ``data.task_options``; targets stand where the mask says.
-
-    The last ``data.validation_fraction`` of them are held out.
-    """
+    """Open examples of ``data.task``, the last held out."""
     from packmamba.evaluation.tasks import TASKS  # its package reads corpora
 
     if data.task not in TASKS:

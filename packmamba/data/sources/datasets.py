@@ -1,4 +1,4 @@
-"""Source of data sets that Hugging Face's package ``datasets`` reads: of the Hub or of a folder."""
+"""Source of data sets of Hugging Face's package ``datasets``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from packmamba.data.sources.source import Source, hash_files, list_files, split_
 
 
 def open_huggingface(data: DataConfig) -> Source:
-    """Open the column ``data.text_key`` of the split ``data.split`` of the data set ``data.path``, each row a document.
-
-    The path is a name on the Hub (``name@revision`` for one revision), a folder of files, or what ``save_to_disk`` wrote;
-    ``data.subset`` chooses among configurations.
-    """
+    """Open the column ``data.text_key``, each row a document, of a data set on the Hub, perhaps ``name@revision``, or on disk."""
     if not data.path:
         raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
     path, name = Path(data.path), data.path
@@ -45,7 +41,7 @@ def open_huggingface(data: DataConfig) -> Source:
 
 @functools.lru_cache
 def _builder(path: str, subset: str | None) -> tuple[Any, str | None]:
-    """Return the builder and the revision; once a process, since the Hub may be gone when a run asks again."""
+    """Return builder and revision; once a process, since the Hub may be gone later."""
     name, _, revision = (path, "", "") if Path(path).exists() else path.partition("@")
     try:
         return extra("datasets").load_dataset_builder(name, subset, revision=revision or None), revision or None

@@ -25,10 +25,7 @@ MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def open_text(data: DataConfig) -> Source:
-    """Open every visible file below the folder ``data.path``, or that the pattern ``data.path`` matches: a document each.
-
-    Held out by file name. A file that is not UTF-8 is an error.
-    """
+    """Open every visible file below ``data.path``, or that it matches: a document each, held out by name."""
     root, files = find_files(data, ("",))
     held_out = held_out_files([name for name in files if (root / name).stat().st_size], data)
 
@@ -43,18 +40,12 @@ def open_text(data: DataConfig) -> Source:
 
 
 def open_jsonl(data: DataConfig) -> Source:
-    """Open the field ``data.text_key`` of each line of the files ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst`` of ``data.path``.
-
-    Blank lines are no documents. A broken line or file is an error that names the file and the line.
-    """
+    """Open the field ``data.text_key`` of each line of JSON-lines files; blank lines are no documents."""
     return _records(data, lambda path, key: (text for (text,) in _lines(path, key)), JSON_LINES)
 
 
 def open_splits(data: DataConfig) -> Source:
-    """Open JSON lines as ``open_jsonl``, whose fields ``split`` and ``group`` decide the split and the group of a document.
-
-    Documents of the split ``test`` are left out: only their own reader opens them.
-    """
+    """Open JSON lines as ``open_jsonl``, whose fields ``split`` and ``group`` say a document's; leave out the split ``test``."""
     if data.validation_fraction != DataConfig.validation_fraction:
         raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
     root, files = find_files(data, JSON_LINES)
@@ -75,7 +66,7 @@ def open_splits(data: DataConfig) -> Source:
 
 
 def open_parquet(data: DataConfig) -> Source:
-    """Open the column ``data.text_key`` of the ``.parquet`` files of ``data.path``, each row a document."""
+    """Open the column ``data.text_key`` of parquet files, each row a document."""
     return _records(data, _rows, (".parquet",))
 
 
@@ -91,7 +82,7 @@ def _records(data: DataConfig, values: Callable[[Path, str], Iterator[Any]], suf
 
 
 def texts_of(place: str, key: str, values: Iterator[Any]) -> Iterator[str]:
-    """Yield values that are texts. Raises ConfigError naming the place and the number of one that is not."""
+    """Yield values that are texts. Raises ConfigError naming place and number of one that is not."""
     number = 1
     try:
         for text in values:
@@ -127,7 +118,7 @@ def _rows(path: Path, key: str) -> Iterator[Any]:
 
 
 def extra(package: str) -> ModuleType:
-    """Import a package of the extra integrations. Raises ConfigError without it."""
+    """Import a package of the extra integrations."""
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -135,11 +126,11 @@ def extra(package: str) -> ModuleType:
 
 
 def open_megatron(data: DataConfig) -> Source:
-    """Open the documents of ``data.path``.bin and ``data.path``.idx, ids as they are; the vocabulary ends at the largest id.
+    """Open ``data.path``.bin and .idx, ids as they are.
 
     ``.idx``, little-endian: ``MMIDIDX\\0\\0``, version 1, a code of the ids' dtype, numbers of sequences and of document indices;
-    of each sequence its length (int32) and its place in the ``.bin`` in bytes (int64); the first sequence of each document and
-    the number of sequences (int64). Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``.
+    lengths of sequences (int32), their places in bytes (int64); the first sequence of each document and the number of sequences
+    (int64). Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``.
     """
     if not data.path:
         raise ConfigError("data.path: data.source=megatron expected the name of .bin and .idx without suffix, got null")
@@ -163,8 +154,5 @@ def open_megatron(data: DataConfig) -> Source:
             raise ConfigError(f"data.path: expected ids of at least 0, got {tokens.min()} in {binary}")
         return int(tokens.max()) + 1
 
-    def contents() -> Iterator[np.ndarray]:
-        return (tokens[first:last] for first, last in zip(bounds, bounds[1:]))
-
-    read = split_by_content(contents, data.validation_fraction)
+    read = split_by_content(lambda: (tokens[a:b] for a, b in zip(bounds, bounds[1:])), data.validation_fraction)
     return Source([str(Path(data.path).resolve()), fingerprint], read, vocabulary)

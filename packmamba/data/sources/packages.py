@@ -1,9 +1,8 @@
 """Source of Python code: the files of installed packages that a manifest names, whole, as functions, or as a mixture.
 
-A manifest is a gzipped file of JSON lines. The first is a header; each further line is a package: its name, version, split and
-files as ``[path, hash, cluster, functions]``. ``cluster`` is a number that near-copies share, null without one. ``functions`` is
-null for a file that is left out as a near-copy; else ``n:hex``: the number of functions and, bit by bit from the lowest, which of
-them are documents. ``experiments/corpus/build.py`` writes manifests.
+A manifest (by ``experiments/corpus/build.py``) is gzipped JSON lines: a header, then packages: name, version, split and files as
+``[path, hash, cluster, functions]``. Near-copies share a ``cluster``. ``functions``: null for a near-copy that is left out; else
+``n:hex``, the number of functions and, bit by bit from the lowest, which are documents.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Manifest(NamedTuple):
     packages: list[dict[str, Any]]
 
     def taken(self) -> Iterator[tuple[dict[str, Any], str, str, list[bool]]]:
-        """Yield package, path, hash and the choice of functions of every file that is not left out."""
+        """Yield package, path, hash and chosen functions of files that are not left out."""
         for package in self.packages:
             for path, hash, _, functions in package["files"]:
                 if functions is not None:
@@ -44,7 +43,7 @@ class Manifest(NamedTuple):
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read a manifest. Raises ConfigError if the file is none."""
+    """Read a manifest. Raises ConfigError."""
     try:
         content = gzip.decompress(Path(path).read_bytes())
         header, *packages = map(json.loads, content.decode().splitlines())
@@ -56,10 +55,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def open_packages(data: DataConfig) -> Source:
-    """Open the files of the manifest ``data.path``, which decides what is validation; a document's group is its package.
-
-    A file that is missing or differs is an error: it would be another corpus.
-    """
+    """Open the files of the manifest ``data.path``, which decides what is validation; a document's group is its package."""
     if data.validation_fraction != DataConfig.validation_fraction:
         raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
     manifest, unit = read_manifest(data.path or ""), data.unit or "files"
@@ -88,7 +84,7 @@ def content_hash(code: bytes) -> str:
 
 
 def functions_of(code: bytes) -> list[str] | None:
-    """Cut out every function and method that is not nested in another function, with its decorators; None if unparsable."""
+    """Cut out functions and methods, not nested ones, with decorators; None if unparsable."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(code).readline)
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The contract of a document source, and what sources share: file listing, fingerprints, the validation split."""
+"""The contract of a document source; file listing, fingerprints, the validation split."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SEED = 0
 
 
 class Document(NamedTuple):
-    """A document of a split; those of a source all have targets or none, and groups or none.
+    """Hold a document; those of a source all have targets or none, and groups or none.
 
-    ``content``: str, or ids, (length,) integers, where the source has a vocab_size. ``targets``: (length,) integers, the target
-    after each token, -1 for none; None: the next token. ``group``: such as its package; the corpus keeps it.
+    ``content``: str, or (length,) ids where the source has a vocab_size. ``targets``: (length,) integers, after each token, -1
+    for none; None: the next token. ``group``: such as its package.
     """
 
     held_out: bool
@@ -34,10 +34,10 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A stream of documents in a fixed order, which may be read any number of times and is never in memory whole.
+    """Stream documents in a fixed order, any number of times.
 
     ``fingerprint``: JSON values that change whenever the documents may, tokenizer and validation fraction apart. ``vocab_size``:
-    upper bound of ids, which get no begin and end tokens; None: text.
+    bound of ids, which get no begin and end tokens; None: text.
     """
 
     fingerprint: list[Any]
@@ -46,7 +46,7 @@ class Source:
 
 
 def open_source(data: DataConfig) -> Source:
-    """Open ``data.source``: files are listed, none is read yet. Raises ConfigError naming the key."""
+    """Open ``data.source``: list files, read none. Raises ConfigError naming the key."""
     if data.path is not None and data.source in ("stdlib", "synthetic", "task"):
         raise ConfigError(f"data.path: data.source={data.source} reads no path, got '{data.path}'; set data.source")
     try:
@@ -56,7 +56,7 @@ def open_source(data: DataConfig) -> Source:
 
 
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
-    """Find ``data.path``: a file, the files below a folder with these suffixes, or what a pattern such as ``a/*.b`` matches.
+    """Find a file, the files below a folder with these suffixes, or what a pattern such as ``a/*.b`` matches.
 
     Returns a folder and names relative to it, sorted.
     """
@@ -76,7 +76,7 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
 
 
 def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
-    """Return the relative POSIX names of the visible files below a folder, sorted. Links to folders are not followed."""
+    """Return relative POSIX names of the visible files below a folder, sorted; follow no links to folders."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
@@ -86,7 +86,7 @@ def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collectio
 
 
 def hash_files(root: Path, files: list[str]) -> str:
-    """Hash the files' names, sizes and modification times."""
+    """Hash names, sizes and modification times."""
     digest = hashlib.blake2b(digest_size=16)
     for name in files:
         stat = (root / name).stat()
@@ -101,7 +101,7 @@ def held_out_files(files: list[str], data: DataConfig) -> frozenset[str]:
 
 
 def held_out_count(available: int, data: DataConfig) -> int:
-    """Return how many of the files or documents are validation, at least one."""
+    """Return how many files or documents are validation, at least one."""
     count = max(1, round(data.validation_fraction * available))
     if count >= available:
         got = f"{data.validation_fraction} of {available}"
@@ -115,10 +115,7 @@ def share_of(name: bytes, seed: int = SEED) -> float:
 
 
 def split_by_content(contents: Callable[[], Iterable[Any]], fraction: float) -> Callable[[], Iterator[Document]]:
-    """Hold documents out by a hash of their text or ids, so that equal documents are in one split, whatever their source.
-
-    The fraction is met on average, with at least one document.
-    """
+    """Hold documents out by a hash of their content: the fraction on average, at least one, equal ones in one split."""
 
     def read() -> Iterator[Document]:
         smallest = 1.0
