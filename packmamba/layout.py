@@ -1,7 +1,4 @@
-"""Document boundaries in the rows of a batch: one layout, shared by every operator of every layer.
-
-Shape letters: B rows, L slots of a row, S documents.
-"""
+"""Document boundaries in the rows of a batch. Shapes: B rows, L slots of a row, S documents."""
 
 from __future__ import annotations
 
@@ -19,30 +16,30 @@ _MAX_SLOTS = 2**31 - 1
 
 
 class Schedules(dict):
-    """Kernel schedules derived from a layout: an attribute of its ``starts``, since a graph hands operators tensors alone."""
+    """Hold a layout's kernel schedules, as an attribute of its ``starts``: graphs hand operators tensors alone."""
 
     def __reduce__(self) -> tuple:
-        # A copy's tensors lie elsewhere. As a type that torch.load knows.
+        # Without schedules, whose tensors lie elsewhere, and as a type that torch.load knows.
         return OrderedDict, ([(name, self.get(name)) for name in ("longest", "offsets")],)
 
 
 class SequenceLayout:
-    """Documents in the B * L slots of a batch, in row order, then position order; padding is only ever a row's tail.
+    """Hold the documents of a batch, in row order, then position order; padding is a row's tail.
 
-    Each has at least one token here; a row may have none. The ``from_*`` constructors check everything once, on the host.
+    The ``from_*`` constructors check their arguments on the host; each raises TypeError or ValueError that names what is wrong.
 
     Attributes:
         shape: (B, L).
-        starts, ends: (S,) int32, each document's span in the flattened B * L slots.
+        starts, ends: (S,) int32, each document's span in the flattened B * L slots, at least one token.
         offsets: (S,) int32, position in its document of its first token here; above 0 for a continuation.
         num_tokens: slots that hold a token.
-        longest: an upper bound of the documents' lengths, offsets included, where the host knew one; else None.
+        longest: maximum document length, offsets included; None if unknown.
     """
 
     def __init__(
         self, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor, num_tokens: int, longest: int | None = None
     ) -> None:  # fmt: skip
-        """Trust the arguments: int32 tensors of one device that describe documents as the class says."""
+        """Trust the arguments."""
         self.shape, self.starts, self.ends, self.offsets = shape, starts, ends, offsets
         self.num_tokens, self.longest = num_tokens, longest
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
@@ -54,10 +51,9 @@ class SequenceLayout:
     def from_lengths(
         cls, lengths: Sequence[Sequence[int]], row_length: int, offsets: Sequence[Sequence[int]] | None = None
     ) -> SequenceLayout:
-        """Build from each row's document lengths, from the left; the rest of a row is padding, and an empty row all of it.
+        """Build from each row's document lengths, from the left; the rest of a row is padding.
 
-        ``offsets``: for each length the position in its document of the first token here; None: zeros. Raises TypeError or
-        ValueError, naming the row and document.
+        ``offsets``: for each length the position in its document of the first token here; None: zeros.
         """
         row_length = _integer(row_length, "row_length", minimum=1)
         rows = _integers(lengths, "lengths", minimum=1)
@@ -84,61 +80,58 @@ class SequenceLayout:
         return cls(shape, starts, starts + row_length, torch.zeros_like(starts), num_rows * row_length, row_length)
 
     @classmethod
-    def from_position_indices(cls, position_indices: Tensor) -> SequenceLayout:
-        """Build from each token's position in its document, (B, L) integer.
+    def from_position_indices(cls, position_indices: Tensor, name: str = "position_indices") -> SequenceLayout:
+        """Build from each token's position in its document, (B, L) integer; -1 is padding, at a row's tail.
 
-        0 starts a document, then +1 each; -1 is padding, at a row's tail. A row's first document may begin above 0 (a
-        continuation). Raises TypeError or ValueError, naming the first row and position that are wrong.
+        A row's first document may begin above 0 (a continuation). ``name``: the argument's, in errors.
         """
-        pos = _index_matrix(position_indices, "position_indices")
+        pos = _index_matrix(position_indices, name)
         starts_here = pos == 0
         starts_here[:, 0] |= pos[:, 0] > 0
         right = (pos == -1) | starts_here
         right[:, 1:] |= pos[:, 1:] == pos[:, :-1] + 1
-        expected = "0 (a document starts) or one more than the position before; only a row's first may begin above 0"
-        _check_all(right, "position_indices", expected, pos)
+        expected = "0 (a document starts) or one more than before; only a row's first may begin above 0"
+        check_all(right, name, expected, pos)
         return cls._from_starts(pos, starts_here, pos)
 
     @classmethod
-    def from_seq_idx(cls, seq_idx: Tensor) -> SequenceLayout:
+    def from_seq_idx(cls, seq_idx: Tensor, name: str = "seq_idx") -> SequenceLayout:
         """Build from each token's document id, (B, L) integer, as causal-conv1d and Mamba-2 take it, with offsets 0.
 
-        Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a row. Raises TypeError or
-        ValueError, naming the first row and position that are wrong.
+        Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a row.
         """
-        idx = _index_matrix(seq_idx, "seq_idx")
+        idx = _index_matrix(seq_idx, name)
         starts_here = idx >= 0
         starts_here[:, 1:] &= idx[:, 1:] != idx[:, :-1]
         for b, ids in enumerate(row[here] for row, here in zip(idx, starts_here)):
             values, counts = ids.unique(return_counts=True)
             if (again := values[counts > 1]).numel():
-                raise ValueError(
-                    f"seq_idx[{b}]: expected the slots of an id side by side, got id {int(again[0])} again"
-                )
+                raise ValueError(f"{name}[{b}]: expected an id's slots side by side, got id {int(again[0])} again")
         return cls._from_starts(idx, starts_here, torch.zeros_like(idx))
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int = 1, row_length: int | None = None) -> SequenceLayout:
+    def from_cu_seqlens(
+        cls, cu_seqlens: Tensor, rows: int = 1, row_length: int | None = None, name: str = "cu_seqlens"
+    ) -> SequenceLayout:
         """Build from cumulative lengths over all rows, (S + 1,) integer, as flash-attention takes them, with offsets 0.
 
         They increase strictly from 0 to rows * row_length and hold every row's start: nothing is padding. ``row_length`` None:
-        what they end at, by rows. Raises TypeError or ValueError.
+        what they end at, by rows.
         """
-        cu = _integer_tensor(cu_seqlens, "cu_seqlens")
+        cu = integer_tensor(cu_seqlens, name)
         if cu.dim() != 1 or cu.numel() < 2:
-            raise ValueError(f"cu_seqlens: expected shape (S + 1,) with S at least 1, got {tuple(cu.shape)}")
+            raise ValueError(f"{name}: expected shape (S + 1,) with S at least 1, got {tuple(cu.shape)}")
         last = int(cu[-1])
         rows, row_length = shape = _shape(rows, last // rows if row_length is None else row_length)
         slots = rows * row_length
         if cu[0] != 0 or last != slots:
-            fix = "; mark a padded tail by from_lengths, or by -1 in from_seq_idx" if 0 < last < slots else ""
-            expected = f"expected to run from 0 to rows * row_length = {slots}"
-            raise ValueError(f"cu_seqlens: {expected}, got {int(cu[0])} to {last}{fix}")
+            fix = "; make a padded tail a document of its own" if 0 < last < slots else ""
+            raise ValueError(f"{name}: expected to run from 0 to B * L = {slots}, got {int(cu[0])} to {last}{fix}")
         if len(equal := (cu.diff() <= 0).nonzero().flatten()):
-            raise ValueError(f"cu_seqlens: expected to increase strictly, got {cu[equal[0] :][:2].tolist()}")
+            raise ValueError(f"{name}: expected to increase strictly, got {cu[equal[0] :][:2].tolist()}")
         row_starts = torch.arange(0, slots, row_length)
         if len(missing := row_starts[~torch.isin(row_starts, cu)]):
-            raise ValueError(f"cu_seqlens: expected a document to start at each row's start, got none at {missing[0]}")
+            raise ValueError(f"{name}: expected a document to start at each row's start, got none at {missing[0]}")
         return cls._checked(shape, cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
 
     @classmethod
@@ -185,7 +178,7 @@ class SequenceLayout:
 
     @cached_property
     def packed(self) -> bool:
-        """True if any row holds more than one document. Synchronises with a GPU, once."""
+        """True if any row holds several documents. Synchronises with a GPU, once."""
         return bool((self.starts % self.shape[1]).any())
 
     @property
@@ -195,7 +188,7 @@ class SequenceLayout:
 
     @cached_property
     def documents(self) -> Tensor:
-        """(B, L) int32, each slot's document, counted over the whole batch; padding -1."""
+        """(B, L) int32, each slot's document, counted over the batch; padding -1."""
         return self.slot_documents()
 
     def slot_documents(self) -> Tensor:
@@ -221,20 +214,20 @@ class SequenceLayout:
 
     @cached_property
     def position_indices(self) -> Tensor:
-        """(B, L) int32, the place of each slot in its document, continuations included; padding -1."""
+        """(B, L) int32, each slot's position in its document, offsets included; padding -1."""
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device).view(self.shape)
         first_position = _and_zero(self.offsets - self.starts)[self.documents]
         return torch.where(self.documents >= 0, slot + first_position, -1)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """(S + 1,) int32. Raises ValueError if any row is padded: cumulative lengths cannot say so."""
+        """(S + 1,) int32. Raises ValueError if any row is padded."""
         if self.num_tokens != self.num_slots:
             raise ValueError(f"cu_seqlens: expected no padding, got {self.num_slots - self.num_tokens} padded slots")
         return torch.cat([self.starts, self.ends[-1:]])
 
     def flow(self) -> SequenceLayout:
-        """Merge each non-empty row's documents into one, with the offset of the first: each leaks into the next."""
+        """Merge each row's documents into one, with the offset of the first: each leaks into the next."""
         if self.flowing is not None:
             return self.flowing
         new_row = torch.ones_like(self.starts, dtype=torch.bool)
@@ -276,7 +269,6 @@ def _and_zero(tensor: Tensor) -> Tensor:
 
 
 def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[list[int]]:
-    """Check and list rows of integers."""
     listed = []
     for b, row in enumerate(rows):
         if not isinstance(row, (Sequence, Tensor)) and not hasattr(row, "__array__"):
@@ -302,7 +294,8 @@ def _shape(rows: int, row_length: int) -> tuple[int, int]:
     return shape
 
 
-def _integer_tensor(tensor: Tensor, name: str) -> Tensor:
+def integer_tensor(tensor: Tensor, name: str) -> Tensor:
+    """Check an integer tensor; copy it to the host."""
     dtype = getattr(tensor, "dtype", type(tensor).__name__)
     if dtype not in _INT_DTYPES or not isinstance(tensor, Tensor) or tensor.is_meta:
         raise TypeError(f"{name}: expected an integer tensor of values, got {dtype}")
@@ -310,17 +303,18 @@ def _integer_tensor(tensor: Tensor, name: str) -> Tensor:
 
 
 def _index_matrix(tensor: Tensor, name: str) -> Tensor:
-    matrix = _integer_tensor(tensor, name)
+    matrix = integer_tensor(tensor, name)
     if matrix.dim() != 2 or 0 in matrix.shape:
         raise ValueError(f"{name}: expected shape (B, L) with at least one slot, got {tuple(matrix.shape)}")
-    _check_all(matrix >= -1, name, "-1 (padding) or at least 0", matrix)
+    check_all(matrix >= -1, name, "-1 (padding) or at least 0", matrix)
     right = torch.ones_like(matrix, dtype=torch.bool)
     right[:, 1:] = (matrix[:, :-1] >= 0) | (matrix[:, 1:] < 0)
-    _check_all(right, name, "padding (-1) only at a row's tail", matrix)
+    check_all(right, name, "padding (-1) only at a row's tail", matrix)
     return matrix
 
 
-def _check_all(right: Tensor, name: str, expected: str, values: Tensor) -> None:
+def check_all(right: Tensor, name: str, expected: str, values: Tensor) -> None:
+    """Raise ValueError naming the first row and position of ``values`` that are not ``right``."""
     if not right.all():
         b, t = (~right).nonzero()[0].tolist()
         raise ValueError(f"{name}[{b}, {t}]: expected {expected}, got {int(values[b, t])}")
