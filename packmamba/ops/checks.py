@@ -1,4 +1,4 @@
-"""Check operators' arguments; each error is one sentence that names the argument."""
+"""Check operators' arguments; errors name the argument."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+OPTIONAL = {"bias", "D", "z", "delta_bias", "initial_state", "conv_bias", "conv_state", "ssm_state"}
+"""Arguments that may be None."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,28 +30,23 @@ def check_activations(tensor: Tensor, name: str, shape: str = "(B, L, D)") -> No
     _check_channel_stride(tensor, name)
 
 
-def check_tensor(
-    tensor: Tensor, name: str, shape: tuple, dtypes: tuple, like: Tensor, like_name: str, unit_stride: bool = False
+def check_tensors(
+    like: Tensor, like_name: str, dtypes: tuple, unit_stride: bool = False, /, **given: tuple[Any, tuple]
 ) -> None:
-    """Check another argument; its device is ``like``'s."""
-    if (
-        isinstance(tensor, Tensor)
-        and tensor.shape == shape
-        and tensor.dtype in dtypes
-        and tensor.device == like.device
-        and not (unit_stride and tensor.stride(-1) != 1)
-    ):
-        return
-    check_is_tensor(tensor, name)
-    if tensor.shape != shape:
-        given = f"{like_name} {tuple(like.shape)}"
-        raise ValueError(f"{name}: expected shape {tuple(shape)} to go with {given}, got {tuple(tensor.shape)}")
-    if tensor.dtype not in dtypes:
-        expected = f"{' or '.join(dict.fromkeys(map(str, dtypes)))} beside {like_name} of {like.dtype}"
-        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
-    if tensor.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {tensor.device}")
-    _check_channel_stride(tensor, name)
+    """Check other arguments, (tensor, shape) by name; their device is ``like``'s."""
+    for name, (tensor, shape) in given.items():
+        if tensor is None and name in OPTIONAL:
+            continue
+        check_is_tensor(tensor, name)
+        if tensor.shape != shape:
+            expected = f"{tuple(shape)} to go with {like_name} {tuple(like.shape)}"
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(tensor.shape)}")
+        if tensor.dtype not in dtypes:
+            expected = f"{' or '.join(dict.fromkeys(map(str, dtypes)))} beside {like_name} of {like.dtype}"
+            raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
+        _check_device(tensor, name, like, like_name)
+        if unit_stride:
+            _check_channel_stride(tensor, name)
 
 
 def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, name: str = "layout") -> SequenceLayout:
@@ -61,15 +58,14 @@ def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, na
         raise TypeError(f"{name}: expected a SequenceLayout or None, got {type(layout).__name__}")
     if layout.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)} like {like_name}, got {layout.shape}")
-    if layout.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {layout.device}")
+    _check_device(layout, name, like, like_name)
     return layout
 
 
 def boundary_layout(hidden: Tensor, given: dict[str, Any]) -> SequenceLayout | None:
     """Convert boundary arguments beside hidden (B, L, d_model) to a layout on its device; None if there are none.
 
-    given: some of seq_idx, cu_seqlens, position_indices and layout, by name. Raises TypeError or ValueError.
+    given: some of seq_idx, cu_seqlens, position_indices and layout, by name.
     """
     layouts = [_convert(name, value, hidden) for name, value in given.items()]
     for name, layout in zip(list(given)[1:], layouts[1:]):
@@ -85,8 +81,8 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
     rows, width = hidden.shape[:2]
     if name != "cu_seqlens" and value.shape != (rows, width):
         raise ValueError(f"{name}: expected shape {(rows, width)} like the hidden states, got {tuple(value.shape)}")
-    # Every layer of a model is given the same tensor: it is read once, which waits for a GPU. A tensor of inference mode has no
-    # version, and memory on the host may be written to by others, such as NumPy.
+    # Every layer is given the same tensor: it is read once, which waits for a GPU. A tensor of inference mode has no version,
+    # and memory on the host may be written to by others, such as NumPy.
     version = None if value.is_inference() else value._version
     key = (version, torch.is_inference_mode_enabled(), (rows, width), hidden.device)
     kept = getattr(value, "_packmamba_layout", None)
@@ -125,7 +121,6 @@ def check_flag(name: str, flag: object) -> None:
 
 
 def check_size(name: str, size: object, most: int) -> None:
-    """Check a dimension of parameters."""
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
         raise ValueError(f"{name}: expected an integer from 1 to {most}, got {size!r}")
 
@@ -148,6 +143,11 @@ def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
 def _cached_rows_layout(rows: int, row_length: int, device: torch.device, stream: int) -> SequenceLayout:
     with torch.inference_mode(False):  # an inference tensor could not be kept for a backward
         return SequenceLayout.from_rows(rows, row_length, device)
+
+
+def _check_device(given: Tensor | SequenceLayout, name: str, like: Tensor, like_name: str) -> None:
+    if given.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {given.device}")
 
 
 def _check_channel_stride(tensor: Tensor, name: str) -> None:

@@ -26,10 +26,9 @@ def conv1d_pack(
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Convolve documents causally: ``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])``.
+    """Convolve documents causally: ``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])`` (arXiv 2408.03865).
 
-    Before a document, ``x`` is its initial state. The convolution of PackMamba (arXiv 2408.03865), with states. Differentiable
-    in every tensor, also through the final state.
+    Differentiable in every tensor, also through the final state.
 
     Args:
         x: (B, L, D), bfloat16, float16, float32 or (not on a GPU) float64; any row stride, unit channel stride.
@@ -37,27 +36,23 @@ def conv1d_pack(
         bias: (D,), like weight; None: zero.
         layout: where documents lie; None: each row is one.
         activation: "silu" or None.
-        initial_state: (S, D, W-1), the inputs before each document, oldest first, used whatever ``layout.continues``
-            says, in x's dtype or float32; None: zeros.
-        return_final_state: also return the last W-1 inputs of each document (S, D, W-1), in initial_state's dtype, else
-            x's; a document shorter than that keeps the newer part of its initial state in front.
+        initial_state: (S, D, W-1), the inputs before each document, oldest first, whatever ``layout.continues`` says; x's
+            dtype or float32; None: zeros.
+        return_final_state: also return each document's last inputs, like initial_state, whose end they include where a
+            document is shorter; its dtype, else x's.
         backend: a name in ``ops.BACKENDS``.
 
-    Returns:
-        y (B, L, D) in x's dtype, zero at padding, whose contents are never looked at; with ``return_final_state`` a pair.
-
-    Raises TypeError or ValueError, naming the argument, what was expected and what came, before any work.
+    Returns y (B, L, D) in x's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
+    Raises TypeError or ValueError, naming the argument.
     """
     checks.check_activations(x, "x")
     layout = checks.check_layout(layout, x, "x")
     channels, dtypes = x.shape[2], (x.dtype, torch.float32)
     width = checks.check_columns(weight, "weight", channels, 2, 4)
-    checks.check_tensor(weight, "weight", (channels, width), dtypes, x, "x")
-    if bias is not None:
-        checks.check_tensor(bias, "bias", (channels,), dtypes, x, "x")
-    if initial_state is not None:
-        shape = (layout.num_documents, channels, width - 1)
-        checks.check_tensor(initial_state, "initial_state", shape, dtypes, x, "x")
+    states = initial_state, (layout.num_documents, channels, width - 1)
+    checks.check_tensors(
+        x, "x", dtypes, weight=(weight, (channels, width)), bias=(bias, (channels,)), initial_state=states
+    )
     if activation not in (None, "silu"):
         raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
     checks.check_flag("return_final_state", return_final_state)

@@ -1,6 +1,5 @@
 """The Mamba block after its first projection as one operator (mamba-ssm's ``mamba_inner_fn``), packed.
 
-The compiled backward writes gradients into parts of wider tensors, and may keep less than autograd.
 Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 """
 
@@ -45,15 +44,14 @@ def inner_pack(
 
     Args:
         xz: (B, L, 2 D), the convolution's input and the gate.
-        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; the compiled kernels sum
-            gradients of wider ones without rounding them to xz's.
+        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; the compiled kernels do
+            not round gradients of wider ones to it.
         conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is one.
-        conv_state, ssm_state: the operators' initial states, by the documents of their layouts.
-        recompute: the backward computes the convolution's output and delta again instead of keeping them (compiled kernels only),
-            and on a GPU y: its kernel has it at hand, from states that are rounded at times, so its bits may differ.
+        conv_state, ssm_state: the operators' initial states.
+        recompute: the backward computes the convolution's output and delta again (compiled kernels only), and on a GPU y, from
+            states that may be rounded.
 
-    Returns (B, L, d_model) in xz's dtype, and (final convolution state, final scan state) or None. Raises TypeError or
-    ValueError as the operators.
+    Returns (B, L, d_model) in xz's dtype, and (final convolution state, final scan state) or None.
     """
     checks.check_activations(xz, "xz")
     if xz.shape[2] % 2:
@@ -61,25 +59,22 @@ def inner_pack(
     conv_layout = checks.check_layout(conv_layout, xz, "xz", "conv_layout")
     ssm_layout = checks.check_layout(ssm_layout, xz, "xz", "ssm_layout")
     channels = xz.shape[2] // 2
-    near, wide, any_dtype = (xz.dtype, torch.float32), (accumulation_dtype(xz.dtype),), checks.ACTIVATION_DTYPES
     width = checks.check_columns(conv_weight, "conv_weight", channels, 2, 4)
     rank = checks.check_columns(dt_weight, "dt_weight", channels, 1, 2**31)
     states = checks.check_columns(A, "A", channels, 1, 256)
     checks.check_is_tensor(out_weight, "out_weight")
-    for name, tensor, shape, dtypes in (
-        ("conv_weight", conv_weight, (channels, width), near),
-        ("conv_bias", conv_bias, (channels,), near),
-        ("x_weight", x_weight, (rank + 2 * states, channels), any_dtype),
-        ("dt_weight", dt_weight, (channels, rank), any_dtype),
-        ("out_weight", out_weight, (*out_weight.shape[:1], channels), any_dtype),
-        ("A", A, (channels, states), wide),
-        ("D", D, (channels,), wide),
-        ("delta_bias", delta_bias, (channels,), wide),
-        ("conv_state", conv_state, (conv_layout.num_documents, channels, width - 1), near),
-        ("ssm_state", ssm_state, (ssm_layout.num_documents, channels, states), wide),
-    ):
-        if tensor is not None or name not in ("conv_bias", "conv_state", "ssm_state"):
-            checks.check_tensor(tensor, name, shape, dtypes, xz, "xz")  # type: ignore[arg-type]
+    checks.check_tensors(
+        xz, "xz", (xz.dtype, torch.float32), conv_weight=(conv_weight, (channels, width)), conv_bias=(conv_bias, (channels,)),
+        conv_state=(conv_state, (conv_layout.num_documents, channels, width - 1)),
+    )  # fmt: skip
+    checks.check_tensors(
+        xz, "xz", checks.ACTIVATION_DTYPES, x_weight=(x_weight, (rank + 2 * states, channels)),
+        dt_weight=(dt_weight, (channels, rank)), out_weight=(out_weight, (*out_weight.shape[:1], channels)),
+    )  # fmt: skip
+    checks.check_tensors(
+        xz, "xz", (accumulation_dtype(xz.dtype),), A=(A, (channels, states)), D=(D, (channels,)),
+        delta_bias=(delta_bias, (channels,)), ssm_state=(ssm_state, (ssm_layout.num_documents, channels, states)),
+    )  # fmt: skip
     a = InnerArguments(
         xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_state, ssm_state, None, None, None,
         conv_layout, ssm_layout, return_state, recompute,
@@ -89,7 +84,7 @@ def inner_pack(
 
 
 class InnerArguments(NamedTuple):
-    """Arguments of every implementation; x_used, dt_used, out_used: weights in xz's dtype, where their own is another."""
+    """Arguments of every implementation; x_used, dt_used, out_used: weights of another dtype in xz's."""
 
     xz: Tensor
     conv_weight: Tensor
@@ -166,7 +161,7 @@ def _room(a: InnerArguments, x_in: Tensor, keep: bool) -> tuple[Tensor, Tensor |
 
 
 def _kept(a: InnerArguments, keep: bool, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Select those of projected, x, delta and y that are saved for the backward; CUDA's ``ssm_backward`` can also write y."""
+    """Select what is saved of projected, x, delta and y; CUDA's ``ssm_backward`` can also write y."""
     whole = keep and not a.recompute
     wanted = (keep, whole, whole, whole or (keep and a.xz.device.type != "cuda"))
     return tuple(value if keeps else None for value, keeps in zip(values, wanted))

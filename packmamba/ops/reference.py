@@ -1,8 +1,6 @@
-"""Plain implementations of the packed operators: the specification, and a vectorised path that computes the same.
+"""Plain implementations of the packed operators: loops, which are the specification, and a vectorised path.
 
-Sums and the scan's states are float32, or float64 for float64 activations. Autograd differentiates each.
-
-Shapes: B rows, L slots, S documents, T real tokens, K chunks, D channels, N states, W taps.
+Autograd differentiates each. Shapes: B rows, L slots, S documents, K chunks, D channels, N states, W taps.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
 from packmamba.ops.scan import ScanArguments
-from packmamba.ops.ssd import SsdArguments
-
-CHUNK_LENGTH = 64
+from packmamba.ops.ssd import Chunks, SsdArguments
 
 
 def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor]:
@@ -141,22 +137,10 @@ def ssm_pack_vectorised(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """Scan all chunks of all documents in parallel: from zero for their end states, then each from its start state."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
     dtype = accumulation_dtype(u.dtype)
-    if layout.num_documents == 0:
-        # Nothing to compute, but gradients of zero must still reach every argument.
-        tensors = [tensor for tensor in (u, delta, A, B, C, D, z, delta_bias, initial_state) if tensor is not None]
-        nothing = torch.stack([tensor.flatten()[:0].sum().to(dtype) for tensor in tensors]).sum()
-        return torch.zeros_like(u) + nothing.to(u.dtype), A.new_zeros(0, *A.shape) + nothing
-
-    per_document = (layout.lengths + CHUNK_LENGTH - 1).long() // CHUNK_LENGTH
-    document = torch.repeat_interleave(per_document)
-    first_chunk = per_document.cumsum(0) - per_document
-    index = torch.arange(document.numel(), device=u.device) - first_chunk[document]
-    chunk_start = layout.starts[document] + index * CHUNK_LENGTH
-    steps = torch.arange(min(CHUNK_LENGTH, int(layout.lengths.max())), device=u.device)
-    slot = chunk_start + steps[:, None]
-    inside = (slot < layout.ends[document])[..., None]
-    # Past a document's end its own last token stands in, with a step of size zero, which leaves the state as it is.
-    slot = torch.minimum(slot, layout.ends[document] - 1)
+    chunks = Chunks(layout, None)
+    steps = max(1, int(chunks.inside.any(0).sum()))
+    slot, inside = (part[:, :steps].T.contiguous() for part in (chunks.slot, chunks.inside))
+    inside = inside[..., None]
 
     def by_step(tensor: Tensor) -> Tensor:
         return tensor.flatten(0, 1).index_select(0, slot.flatten()).view(*slot.shape, -1).to(dtype)
@@ -166,11 +150,11 @@ def ssm_pack_vectorised(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     drive = torch.where(inside, size * x, 0)
 
     first = A.new_zeros(layout.num_documents, *A.shape) if initial_state is None else initial_state
-    continued = (index + 1 < per_document[document]).nonzero().flatten()
-    zero = A.new_zeros(continued.numel(), *A.shape)
-    _, ends = _scan_steps(size[:, continued], drive[:, continued], B_steps[:, continued], None, A, zero)
+    continued = (chunks.index + 1 < chunks.count[chunks.document]).nonzero().flatten()
+    none = A.new_zeros(chunks.index.numel(), *A.shape)
+    _, ends = _scan_steps(size[:, continued], drive[:, continued], B_steps[:, continued], None, A, none[continued])
     decays = torch.exp(size[:, continued].sum(0)[..., None] * A)
-    starts = _start_states(first, ends, decays, per_document)
+    starts = chunks.pass_states(first, none.index_copy(0, continued, ends), none.index_copy(0, continued, decays))
     y, ends = _scan_steps(size, drive, B_steps, C_steps, A, starts)
     assert y is not None
     if D is not None:
@@ -180,7 +164,7 @@ def ssm_pack_vectorised(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     inside = inside.flatten()
     output = torch.zeros_like(u.flatten(0, 1), dtype=dtype)
     output = output.index_copy(0, slot.flatten()[inside], y.flatten(0, 1)[inside])
-    final_state = ends[first_chunk + per_document - 1] if return_final_state else None
+    final_state = ends[chunks.last] if return_final_state else None
     return output.view(u.shape).to(u.dtype), final_state
 
 
@@ -201,25 +185,6 @@ def _scan_steps(
             # Not a matmul: autocast would round the states to 16 bits.
             y.append((h * C[t, :, None, :]).sum(-1))
     return (torch.stack(y) if y else None), h
-
-
-def _start_states(first: Tensor, ends: Tensor, decays: Tensor, per_document: Tensor) -> Tensor:
-    """Compute the start state of each chunk, (K, D, N), from documents' (S, D, N) and their numbers of chunks (S,).
-
-    ends, decays: (K - S, D, N), of chunks with a successor: end states from zero, and what is left of start states.
-    """
-    first_continued = (per_document - 1).cumsum(0) - (per_document - 1)
-    documents = torch.arange(per_document.numel(), device=first.device)
-    levels = [first]
-    for level in range(int(per_document.max()) - 1):
-        longer = per_document[documents] > level + 1
-        documents = documents[longer]
-        chunk = first_continued[documents] + level
-        levels.append(decays[chunk] * levels[-1][longer] + ends[chunk])
-    # Levels hold first chunks, then second ones, ...; put them in document order.
-    document = torch.repeat_interleave(per_document)
-    index = torch.arange(document.numel(), device=first.device) - (per_document.cumsum(0) - per_document)[document]
-    return torch.cat(levels)[torch.argsort(torch.argsort(index, stable=True))]
 
 
 def inner_pack_composed(

@@ -1,4 +1,4 @@
-"""The selective scan over packed documents. Shapes: B rows, L slots, S documents, D channels, N states per channel."""
+"""The selective scan over packed documents. Shapes: B rows, L slots, S documents, D channels, N states."""
 
 from __future__ import annotations
 
@@ -48,38 +48,28 @@ def ssm_pack(
             channel stride. z None: no gate.
         B, C: (B, L, N), like u.
         A: (D, N), negative; float32 (float64 beside float64 activations), as are D and delta_bias.
-        D: (D,), the skip; None: none.
-        delta_bias: (D,), added to delta; None: zero.
+        D, delta_bias: (D,), the skip, and what is added to delta; None: zero.
         delta_softplus: apply softplus to delta after its bias.
         layout: where documents lie; None: each row is one.
         initial_state: (S, D, N) in A's dtype, the state each document starts from, whatever ``layout.continues`` says;
             None: zero.
-        return_final_state: also return each document's last state, (S, D, N) in A's dtype.
+        return_final_state: also return each document's last state, like initial_state.
         backend: a name in ``ops.BACKENDS``.
 
-    Returns:
-        y (B, L, D) in u's dtype, zero at padding, whose contents are never looked at; with ``return_final_state`` a pair.
-
-    Raises TypeError or ValueError, naming the argument, what was expected and what came, before any work.
+    Returns y (B, L, D) in u's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
+    Raises TypeError or ValueError, naming the argument.
     """
     checks.check_activations(u, "u")
     layout = checks.check_layout(layout, u, "u")
     rows, row_length, channels = shape = u.shape
     states = checks.check_columns(A, "A", channels, 1, 256)
     near, wide = (u.dtype,), (accumulation_dtype(u.dtype),)
-    checks.check_tensor(A, "A", (channels, states), wide, u, "u")
-    checks.check_tensor(delta, "delta", shape, near, u, "u", True)
-    checks.check_tensor(B, "B", (rows, row_length, states), near, u, "u", True)
-    checks.check_tensor(C, "C", (rows, row_length, states), near, u, "u", True)
-    if z is not None:
-        checks.check_tensor(z, "z", shape, near, u, "u", True)
-    optional = ("D", D, (channels,)), ("delta_bias", delta_bias, (channels,))
-    for name, given, expected in (
-        *optional,
-        ("initial_state", initial_state, (layout.num_documents, channels, states)),
-    ):
-        if given is not None:
-            checks.check_tensor(given, name, expected, wide, u, "u")
+    by_token = rows, row_length, states
+    checks.check_tensors(u, "u", near, True, delta=(delta, shape), B=(B, by_token), C=(C, by_token), z=(z, shape))
+    checks.check_tensors(
+        u, "u", wide, A=(A, (channels, states)), D=(D, (channels,)), delta_bias=(delta_bias, (channels,)),
+        initial_state=(initial_state, (layout.num_documents, channels, states)),
+    )  # fmt: skip
     checks.check_flag("delta_softplus", delta_softplus)
     checks.check_flag("return_final_state", return_final_state)
     a = ScanArguments(u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state)
@@ -127,7 +117,7 @@ def allocate_scan(
         return y, final, None
     if u.is_cuda:  # 16 bits a number, or 32 bits at half as many tokens
         return y, final, A.new_empty((intervals, channels, states), dtype=torch.bfloat16)
-    # A document's kept states begin at its number + its start // KEPT_TOKENS: none overlap, without sums over lengths.
+    # A document's states begin at its number + its start // KEPT_TOKENS: none overlap, without sums over lengths.
     padded = -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS
     return y, final, A.new_empty((starts.shape[0] + intervals, padded, states))
 
@@ -161,7 +151,7 @@ def _cuda_forward(*arguments: Any) -> None:
 
 
 def _cuda_backward(*arguments: Any, y: Tensor | None = None) -> None:
-    """Launch the backward; write the forward's output to ``y`` if given, from the states that the backward replays."""
+    """Launch the backward; write the forward's output to ``y`` if given."""
     cuts = _cuts(*arguments[2:9])
     if cuts and not _even(arguments[0]):
         arguments = (arguments[0].contiguous(), *arguments[1:])

@@ -18,10 +18,10 @@ from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.custom_op import empty_grad_like, register
 
 CHUNK = 64
-"""A chunk ends where a document's position is a multiple of this, so its tokens depend on the document alone."""
+"""A chunk ends where a document's position is a multiple of this."""
 MOST_STATES = 256
 BATCH_SCORES = 1 << 22
-"""Scores (chunks x heads x Q x Q) of the chunks that the CPU computes at a time."""
+"""Scores, (K, H, Q, Q), that are computed at a time."""
 
 
 def ssd_pack(
@@ -48,43 +48,55 @@ def ssd_pack(
     Differentiable in every tensor, also through the final state.
 
     Args:
-        x, z: (B, L, H, P), one dtype of bfloat16, float16, float32 or float64 (not on a GPU's kernels); any strides but unit
-            channel stride. z None: no gate.
+        x, z: (B, L, H, P), of one dtype: bfloat16, float16, float32 or (not on a GPU) float64; any row stride, unit channel
+            stride. z None: no gate.
         delta: (B, L, H), like x.
-        A: (H,), negative; float32 (float64 with float64 activations), as are D and delta_bias.
+        A: (H,), negative; float32 (float64 beside float64 activations), as are D and delta_bias.
         B, C: (B, L, G, N), like x; H is a multiple of G, N at most 256.
         D: (H,) or (H, P), the skip; None: none.
         delta_bias: (H,), added to delta; None: zero.
-        delta_softplus: whether delta passes through softplus after its bias.
+        delta_softplus: apply softplus to delta after its bias.
         delta_limit: (low, high), to which delta is clamped last; None: no limit.
         layout: where documents lie; None: each row is one.
-        initial_state: (S, H, P, N), the state each document starts from, whatever ``layout.continues`` says; None: zero.
-            A's dtype.
-        return_final_state: also return each document's last state, (S, H, P, N) in A's dtype.
-        backend: see ``ops.BACKENDS``.
+        initial_state: (S, H, P, N) in A's dtype, the state each document starts from, whatever ``layout.continues`` says;
+            None: zero.
+        return_final_state: also return each document's last state, like initial_state.
+        backend: a name in ``ops.BACKENDS``.
 
-    Returns:
-        y (B, L, H, P) in x's dtype, zero at padding, whose contents are never looked at; and the final state if asked for.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came, before any work.
+    Returns y (B, L, H, P) in x's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
+    Raises TypeError or ValueError, naming the argument.
     """
     checks.check_activations(x, "x", "(B, L, H, P)")
     layout = checks.check_layout(layout, x, "x")
+    rows, row_length, heads, channels = shape = x.shape
+    near, wide = (x.dtype,), (accumulation_dtype(x.dtype),)
+    checks.check_is_tensor(B, "B")
+    if B.dim() != 4 or not 1 <= B.shape[3] <= MOST_STATES or not B.shape[2] or heads % B.shape[2]:
+        expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
+        raise ValueError(f"B: expected shape {expected}, got {tuple(B.shape)}")
+    by_group = rows, row_length, *B.shape[2:]
+    checks.check_tensors(x, "x", near, True, delta=(delta, shape[:3]), B=(B, by_group), C=(C, by_group), z=(z, shape))
+    skip = (heads, channels) if isinstance(D, Tensor) and D.dim() == 2 else (heads,)
+    checks.check_tensors(
+        x, "x", wide, A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)),
+        initial_state=(initial_state, (layout.num_documents, heads, channels, B.shape[3])),
+    )  # fmt: skip
+    checks.check_flag("delta_softplus", delta_softplus)
+    checks.check_flag("return_final_state", return_final_state)
+    if delta_limit is not None:
+        pair = isinstance(delta_limit, (tuple, list)) and len(delta_limit) == 2
+        if not pair or not all(isinstance(one, (int, float)) for one in delta_limit) or delta_limit[0] > delta_limit[1]:
+            raise ValueError(f"delta_limit: expected (low, high) with low at most high, or None, got {delta_limit!r}")
     a = SsdArguments(
         x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets, layout, delta_softplus, delta_limit,
         return_final_state,
     )  # fmt: skip
-    a.check()
     y, final_state = choose(backend, x.device, "ssd_pack")(a)
     return (y, final_state) if return_final_state else y
 
 
 class SsdArguments(NamedTuple):
-    """Arguments of every implementation, under the names of ``ops.ssd_pack``; the layout is never None.
-
-    offsets: the layout's; None: zeros.
-    """
+    """Arguments of every implementation; offsets: the layout's, None: zeros."""
 
     x: Tensor
     delta: Tensor
@@ -100,41 +112,6 @@ class SsdArguments(NamedTuple):
     delta_softplus: bool
     delta_limit: tuple[float, float] | None
     return_final_state: bool
-
-    def check(self) -> None:
-        """Check the other arguments against x and the layout."""
-        x, limit = self.x, self.delta_limit
-        rows, row_length, heads, channels = shape = x.shape
-        near, wide = (x.dtype,), (accumulation_dtype(x.dtype),)
-        checks.check_tensor(self.delta, "delta", shape[:3], near, x, "x", True)
-        checks.check_tensor(self.A, "A", (heads,), wide, x, "x")
-        checks.check_is_tensor(self.B, "B")
-        if (
-            self.B.dim() != 4
-            or not 1 <= self.B.shape[3] <= MOST_STATES
-            or not self.B.shape[2]
-            or heads % self.B.shape[2]
-        ):
-            expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
-            raise ValueError(f"B: expected shape {expected}, got {tuple(self.B.shape)}")
-        for name, tensor in (("B", self.B), ("C", self.C)):
-            checks.check_tensor(tensor, name, (rows, row_length, *self.B.shape[2:]), near, x, "x", True)
-        if self.z is not None:
-            checks.check_tensor(self.z, "z", shape, near, x, "x", True)
-        if self.D is not None:
-            checks.check_is_tensor(self.D, "D")
-            checks.check_tensor(self.D, "D", (heads, channels)[: max(1, self.D.dim())], wide, x, "x")
-        if self.delta_bias is not None:
-            checks.check_tensor(self.delta_bias, "delta_bias", (heads,), wide, x, "x")
-        if self.initial_state is not None:
-            state_shape = (self.layout.num_documents, heads, channels, self.B.shape[3])
-            checks.check_tensor(self.initial_state, "initial_state", state_shape, wide, x, "x")
-        checks.check_flag("delta_softplus", self.delta_softplus)
-        checks.check_flag("return_final_state", self.return_final_state)
-        if limit is not None:
-            pair = isinstance(limit, (tuple, list)) and len(limit) == 2
-            if not pair or not all(isinstance(one, (int, float)) for one in limit) or not limit[0] <= limit[1]:
-                raise ValueError(f"delta_limit: expected (low, high) with low at most high, or None, got {limit!r}")
 
     def aligned(self) -> SsdArguments:
         """Pad states to a multiple of 16: products of matrices that begin off alignment round otherwise."""
@@ -155,8 +132,9 @@ class Chunks:
     """A layout's documents in chunks, in document order.
 
     Attributes:
-        count: (S,) chunks of each document; first, last: (S,) its first and last chunk.
-        slot: (K, Q) each token's slot; past a chunk's end its last token's.
+        count, first, last: (S,), a document's number of chunks, its first and last chunk.
+        document, index, reverse: (K,), a chunk's document, its place there, the chunk at that place from the document's end.
+        slot: (K, Q), each token's slot; past a chunk's end its last token's.
         inside: (K, Q) bool, whether there is a token.
     """
 
@@ -166,7 +144,7 @@ class Chunks:
         self.count = (before + ends - starts + CHUNK - 1) // CHUNK
         self.last = self.count.cumsum(0) - 1
         self.first = self.last + 1 - self.count
-        document = torch.repeat_interleave(self.count)
+        document = self.document = torch.repeat_interleave(self.count)
         self.index = torch.arange(document.numel(), device=starts.device) - self.first[document]
         chunk_end = (starts - before)[document] + (self.index + 1) * CHUNK
         start = torch.maximum(starts[document], chunk_end - CHUNK)
@@ -174,7 +152,6 @@ class Chunks:
         slot = start[:, None] + torch.arange(CHUNK, device=starts.device)
         self.inside = slot < end[:, None]
         self.slot = torch.minimum(slot, end[:, None] - 1)
-        # Chunks of each document in reverse.
         self.reverse = (self.first + self.last)[document] - torch.arange(document.numel(), device=starts.device)
 
     def gather(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,12 +166,12 @@ class Chunks:
         return found.view(like.shape).to(like.dtype)
 
     def pass_states(self, first: Tensor, local: Tensor, decay: Tensor, reverse: bool = False) -> Tensor:
-        """Compute the state at each chunk's start, (K, ...): ``decay * state + local`` is the next chunk's; reverse: its end."""
+        """Compute states at chunks' starts, (K, ...): ``decay * state + local`` is the next chunk's; reverse: at their ends."""
         if reverse:
             return self.pass_states(first, local[self.reverse], decay[self.reverse])[self.reverse]
         levels = [first]
         documents = torch.arange(self.count.numel(), device=first.device)
-        for level in range(1, int(self.count.max())):
+        for level in range(1, int(self.index.max()) + 1 if len(self.index) else 1):
             longer = self.count[documents] > level
             documents = documents[longer]
             chunk = self.first[documents] + level - 1
@@ -231,11 +208,6 @@ class Steps(NamedTuple):
 def chunked(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack`` by matrix products; differentiable."""
     with torch.autocast(a.x.device.type, enabled=False):
-        if a.layout.starts.numel() == 0:
-            # Nothing to compute, but gradients of zero must still reach every argument.
-            nothing = torch.stack([t.flatten()[:0].sum().to(a.A.dtype) for t in a[:9] if t is not None]).sum()
-            final = a.A.new_zeros(a.state_shape) + nothing if a.return_final_state else None
-            return torch.zeros_like(a.x) + nothing.to(a.x.dtype), final
         states, a = a.B.shape[3], a.aligned()
         chunks = Chunks(a.layout, a.offsets)
         steps = Steps.of(a, chunks)
@@ -271,7 +243,7 @@ def _states(a: SsdArguments, chunks: Chunks, steps: Steps, x: Tensor, B: Tensor)
 def _parts(x: Tensor) -> list[slice]:
     """Split chunks, so that their scores take bounded memory."""
     count = max(1, BATCH_SCORES // (x.shape[2] * CHUNK * CHUNK))
-    return [slice(i, i + count) for i in range(0, x.shape[0], count)]
+    return [slice(i, i + count) for i in range(0, max(1, x.shape[0]), count)]
 
 
 def _decays(total: Tensor) -> Tensor:
@@ -307,7 +279,7 @@ def _of_states(x: Tensor, state: Tensor, groups: int) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices; a matrix and a vector by a sum, since BLAS rounds one such product otherwise than several."""
+    """Multiply matrices; a matrix and a vector by a sum, since BLAS rounds one otherwise than a batch."""
     return (left * right.mT).sum(-1, keepdim=True) if right.shape[-1] == 1 else left @ right
 
 
@@ -354,8 +326,8 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         seen = _by_group(C[part], start[part]) * steps.from_start[part][..., None]
         later = _by_group(B[part], dend[part]) * steps.to_end[part][..., None]
         dx[part] = _multiply((scores * decays).mT, dy[part].transpose(1, 2)).transpose(1, 2) + later
-        # Gradients of size * A. A decay acts on all that passes over it: pairs of earlier and later tokens, the state at the
-        # chunk's start as tokens from here on see it, what earlier tokens add to the state at its end, and the one in the other.
+        # Gradients of size * A: a decay acts on pairs of earlier and later tokens, on the state at the chunk's start as later
+        # tokens see it, on what earlier tokens add to the state at its end, and on the one in the other.
         passes = (moved.sum(3) - moved.sum(2)).transpose(1, 2) + (seen * dy[part]).sum(3)
         added = (later * x[part]).sum(3) * size[part]
         through = (start[part] * dend[part]).sum((2, 3)) * decay[part][..., 0, 0]
@@ -367,10 +339,9 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
     dx = dx * size[..., None]
     if a.D is not None:
         dx = dx + _skip(a.D) * dy
-    # Past a chunk's end nothing is of a token: what its size of zero has for a gradient must not count.
-    dlog = torch.where(chunks.inside[..., None], dlog, 0)
-    ddelta = (dsize + dlog * a.A) * steps.slope
-    ddelta = torch.where(chunks.inside[..., None], ddelta, 0)
+    inside = chunks.inside[..., None]
+    dlog = torch.where(inside, dlog, 0)
+    ddelta = torch.where(inside, (dsize + dlog * a.A) * steps.slope, 0)
     dD = None
     if a.D is not None:
         dD = (dy * x).sum((0, 1))
