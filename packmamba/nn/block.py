@@ -15,10 +15,7 @@ RECOMPUTE = ("none", "inner", "block")
 
 
 class Block(nn.Module):
-    """``residual + mixer(norm(residual))``, the residual stream in float32 or wider.
-
-    recompute: the backward recomputes the whole mixer from its input (activation checkpointing).
-    """
+    """Add a mixer of the normalised stream to the stream; recompute: activation checkpointing of the whole mixer."""
 
     def __init__(self, mixer: Any, norm_epsilon: float, recompute: bool = False) -> None:
         super().__init__()
@@ -30,7 +27,7 @@ class Block(nn.Module):
         self, residual: Tensor, normed: Tensor, conv_layout: SequenceLayout, ssm_layout: SequenceLayout,
         state: State | None, return_state: bool,
     ) -> tuple[Tensor, Tensor, State | None]:  # fmt: skip
-        """Apply the block to the residual stream (B, L, d_model), also given normalised; return both and its state."""
+        """Return the residual stream (B, L, d_model) behind the block, the same normalised, and final states."""
         arguments = (normed, self.norm.weight, conv_layout, ssm_layout, state, return_state)
         if self.recompute and torch.is_grad_enabled():
             mixed, state = checkpoint(self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -41,7 +38,7 @@ class Block(nn.Module):
 
 
 def add_norm(residual: Tensor, mixed: Tensor, epsilon: float | None) -> tuple[Tensor, Tensor]:
-    """Return residual + mixed, and the same divided by its root mean square along the last dimension, in mixed's dtype."""
+    """Return residual + mixed, and the same divided by its root mean square, in mixed's dtype."""
     return _AddNorm.apply(residual, mixed, epsilon)
 
 

@@ -20,14 +20,11 @@ class MambaLM(nn.Module):
 
     Args:
         vocab_size, d_model, n_layer: rows of the embedding, width of the residual stream, blocks.
-        tie_embeddings: the head shares the embedding's weight.
-        norm_epsilon: RMSNorm's.
-        recompute: activations that the backward recomputes instead of saving: "none"; "inner", the convolution's output and delta
-            (as mamba-ssm does; compiled kernels only); "block", all but each block's input (activation checkpointing).
-        mixer: sequence mixer of the blocks, a name in ``packmamba.nn.mixers.MIXERS``.
-        options: the mixer's; PackedMamba's are d_state, d_conv, expand, dt_rank, learned_initial_state, backend, ...
+        recompute: activations that the backward recomputes: "none"; "inner", the convolution's output and delta (as mamba-ssm
+            does; compiled kernels only); "block", all but each block's input (activation checkpointing).
+        mixer: a name in ``packmamba.nn.mixers.MIXERS``; options: its own.
 
-    Raises ValueError or TypeError, naming the argument.
+    Raises TypeError or ValueError, naming the argument.
     """
 
     def __init__(
@@ -72,11 +69,13 @@ class MambaLM(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, revision: str | None = None, **overrides: Any) -> MambaLM:
-        """Load a published checkpoint, state-spaces' or Hugging Face's, in one file or in shards.
+        """Load a published checkpoint of state-spaces' or Hugging Face's format, in one file or in shards.
 
-        ``directory`` is a folder, or else a name of the Hub such as state-spaces/mamba-130m, downloaded at ``revision``.
-        ``overrides``: arguments that the published configuration does not decide, such as ``backend``. Raises FileNotFoundError,
-        or ValueError for a configuration that is not ours or weights that do not fit it, naming the first that differs.
+        Args:
+            directory: a folder, or else a Hub's name such as state-spaces/mamba-130m, downloaded at ``revision``.
+            overrides: further arguments of MambaLM, such as ``backend``.
+
+        Raises FileNotFoundError; ValueError for another configuration, or naming the first weight that does not fit it.
         """
         arguments, weights = read_pretrained(find_folder(directory, revision))
         model = cls(**(arguments | overrides))
@@ -84,9 +83,9 @@ class MambaLM(nn.Module):
         return model
 
     def save_pretrained(self, directory: str | Path, format: str = "state_spaces") -> None:
-        """Write a folder that ``from_pretrained`` reads. Raises ValueError for an unknown format, or what it cannot hold.
+        """Write a folder that ``from_pretrained`` reads. Raises ValueError for what ``format`` cannot hold.
 
-        format: "state_spaces", which mamba-ssm reads (but for learned initial states and other norm_epsilon); "huggingface",
+        format: "state_spaces", which mamba-ssm reads (without learned initial states and other norm_epsilon), or "huggingface",
         which transformers' AutoModelForCausalLM reads.
         """
         write_pretrained(directory, self.config, self.state_dict(), format)
@@ -104,15 +103,14 @@ class MambaLM(nn.Module):
         """Compute logits (B, L, vocab_size) of tokens (B, L), and with ``return_states`` a list of final states by layer.
 
         Args:
-            tokens: ids; at padding any valid id, whose logits are finite and meaningless.
+            tokens: int64 or int32 ids; at padding any valid id, whose logits are finite and meaningless.
             layout: where documents lie; None: each row is one.
             conv_layout, ssm_layout: instead of ``layout`` in the convolutions or the scans; ``layout.flow()`` leaks.
-            states: one tuple per layer to start from, as the mixer has it: of PackedMamba (conv_state (S, D, W-1), ssm_state
-                (S, D, N)), indexed by the documents of conv_layout and ssm_layout (by rows under flow); None: zero, or the
-                learned states.
+            states: initial states by layer, as the mixer's ``start_state`` has them, of the documents of conv_layout and
+                ssm_layout; None: zero, or the learned states.
             return_hidden: return the head's input (B, L, d_model) instead of logits: for ``linear_cross_entropy``.
 
-        Raises TypeError or ValueError, naming the argument, what was expected and what came.
+        Raises TypeError or ValueError, naming the argument.
         """
         if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
             got = getattr(tokens, "dtype", type(tokens).__name__)
@@ -143,7 +141,7 @@ class MambaLM(nn.Module):
         return (result, final_states) if return_states else result
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile block by block by torch.compile with ``options``: one compilation serves all blocks and layouts."""
+        """Compile by torch.compile with ``options``, once for all blocks and layouts."""
         for layer in self.backbone.layers:
             layer.compile(**options)
         self._start = torch.compile(add_norm, **options)

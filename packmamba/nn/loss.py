@@ -1,6 +1,6 @@
-"""Cross-entropy of a linear head without the logits of all tokens. Shapes: T tokens, V vocabulary.
+"""Cross-entropy of a linear head, in chunks of tokens whose gradients the forward computes, as in Liger-Kernel.
 
-Each chunk of tokens leaves its share of both gradients in the forward, as in Liger-Kernel. PyTorch's own has no losses per token.
+Shapes: B rows, L slots, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ def linear_cross_entropy(
     Args:
         hidden, weight: (B, L, d_model); (V, d_model), the head's, used in hidden's dtype.
         targets, mask: (B, L) int64, any valid id where there is no target; (B, L) bool, where there is.
-        slots: (T,) int64, places in the flattened B * L slots outside of which mask is false: all others are skipped.
-        compiled: whether torch.compile fuses what lies between the matrix products.
-        shares: (B, L), what each slot's loss is multiplied by in the sum; None: 1.
+        slots: (T,) int64, places in the flattened B * L slots; all others are skipped. None: none.
+        compiled: fuse what lies between the matrix products by torch.compile.
+        shares: (B, L), factors of losses in the sum; None: 1.
 
-    Returns:
-        The sum and (B, L) losses, not multiplied, zero where there is no target, without gradient; float32 (float64 of float64).
+    Returns the sum, and losses (B, L) without factor and gradient, zero where there is no target; float32 (float64 of float64).
     """
     total, losses = _LinearCrossEntropy.apply(
         hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), slots, compiled, torch.is_grad_enabled(),
@@ -64,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mm(x[part], head.t(), out=logits)
             chunk_of = (logits, targets[part], mask[part])
             if compiled:
-                for tensor in chunk_of:  # The last chunk's size is another one in every batch with padding.
+                for tensor in chunk_of:  # the last chunk's size varies
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
             losses[part], dlogits = (_compiled_chunk() if compiled else _chunk)(*chunk_of, differentiable)
             del logits, chunk_of
@@ -103,7 +102,7 @@ def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) 
 
 @functools.cache
 def _compiled_chunk() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_chunk)  # which imports the compiler: seconds
+    return torch.compile(_chunk)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

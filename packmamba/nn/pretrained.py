@@ -1,4 +1,4 @@
-"""Read and write published checkpoints: a folder with config.json and weights, state-spaces' or Hugging Face's format."""
+"""Read and write published checkpoints: folders in state-spaces' or Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = {  # by MambaLM's argument: state-spaces' key and default, Hugging Face's
 
 
 def find_folder(directory: str | Path, revision: str | None = None) -> Path:
-    """Return a checkpoint's folder, of a Hub's name that no folder has the one downloaded. Raises FileNotFoundError."""
+    """Return a checkpoint's folder, for a Hub's name the downloaded one."""
     folder, expected = Path(directory), "directory: expected a checkpoint's folder with config.json"
     if (folder / "config.json").is_file():
         return folder
@@ -50,7 +50,7 @@ def find_folder(directory: str | Path, revision: str | None = None) -> Path:
 
 
 def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read MambaLM's arguments and its weights, by our names, from a folder. Raises as ``MambaLM.from_pretrained``."""
+    """Read MambaLM's arguments and weights from a folder."""
     path = folder / "config.json"
     try:
         published = json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +70,7 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def load_weights(
     model: nn.Module, weights: dict[str, Tensor], directory: str | Path, described: str = "config.json"
 ) -> None:
-    """Load weights strictly. Raises ValueError naming the first missing, unknown or misshapen one."""
+    """Load weights strictly."""
     expected, given = ({k: tuple(t.shape) for k, t in of.items()} for of in (model.state_dict(), weights))
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
@@ -82,7 +82,7 @@ def load_weights(
 def write_pretrained(
     directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor], format: str = "state_spaces"
 ) -> None:
-    """Write a folder in one of ``FORMATS``; ``config`` is ``MambaLM.config``. Raises ValueError for what it cannot hold."""
+    """Write a folder in one of ``FORMATS``; ``config`` is ``MambaLM.config``."""
     if format not in FORMATS:
         raise ValueError(f"format: expected {' or '.join(FORMATS)}, got {format!r}")
     published = FORMATS[format](config)

@@ -143,7 +143,7 @@ def ssm_pack_vectorised(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     inside = inside[..., None]
 
     def by_step(tensor: Tensor) -> Tensor:
-        return tensor.flatten(0, 1).index_select(0, slot.flatten()).view(*slot.shape, -1).to(dtype)
+        return tensor.flatten(0, 1).index_select(0, slot.flatten()).unflatten(0, slot.shape).to(dtype)
 
     x, B_steps, C_steps = by_step(u), by_step(B), by_step(C)
     size = torch.where(inside, _step_size(by_step(delta), delta_bias, delta_softplus), 0)

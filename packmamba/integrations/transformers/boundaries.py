@@ -74,7 +74,7 @@ def _layout(name: str, value: Tensor, rows: Tensor, first: Tensor, shifted: bool
     if name.startswith("cu_"):
         if not real.all():
             raise ValueError(f"{name}: expected no padding in attention_mask, got {int((~real).sum())} padded slots")
-        return SequenceLayout.from_cu_seqlens(given, *rows.shape, name=name)
+        return SequenceLayout.from_cu_seqlens(given, rows.shape[0], rows.shape[1], name)
     if given.shape != rows.shape:
         raise ValueError(f"{name}: expected shape {tuple(rows.shape)} like the tokens, got {tuple(given.shape)}")
     if name == "position_ids" and shifted and bool(first.any()):

@@ -11,25 +11,19 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.layout import SequenceLayout
-from packmamba.ops.checks import (
-    accumulation_dtype,
-    boundary_layout,
-    check_flag,
-    check_is_tensor,
-    check_layout,
-    check_size,
-)
+from packmamba.ops import checks
+from packmamba.ops.checks import accumulation_dtype
 
 State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
 
 
 def check_options(sizes: dict, flags: dict, d_conv: int, dt: tuple[float, float, float], backend: str | None) -> None:
-    """Check a mixer's options; sizes: (size, maximum) by name. Raises TypeError or ValueError."""
+    """Check a mixer's options; sizes: (size, maximum) by name; dt: (dt_min, dt_max, dt_init_floor)."""
     for name, (size, most) in sizes.items():
-        check_size(name, size, most)
+        checks.check_size(name, size, most)
     for name, flag in flags.items():
-        check_flag(name, flag)
+        checks.check_flag(name, flag)
     if d_conv not in (2, 3, 4):
         raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
     if not 0 < dt[0] <= dt[1] < math.inf or not 0 <= dt[2] <= 1:
@@ -39,7 +33,7 @@ def check_options(sizes: dict, flags: dict, d_conv: int, dt: tuple[float, float,
 
 
 def initial_dt(count: int, dt_min: float, dt_max: float, dt_init_floor: float) -> Tensor:
-    """Draw biases of delta, log-uniform in [dt_min, dt_max] after softplus."""
+    """Draw biases that softplus makes log-uniform in [dt_min, dt_max]."""
     dt = torch.exp(torch.rand(count) * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min))
     dt = dt.clamp(min=dt_init_floor)
     return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
@@ -52,7 +46,7 @@ def check_pair(state: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 class Mixer(nn.Module):
-    """Compute a convolution and a recurrence between ``in_proj`` and ``out_proj``: what both Mambas share."""
+    """Hold what both Mambas share: a convolution and a recurrence between ``in_proj`` and ``out_proj``."""
 
     HUGGING_FACE: dict[str, tuple[str, Any]]
     d_model: int
@@ -74,14 +68,13 @@ class Mixer(nn.Module):
 
         Args:
             layout, cu_seqlens: where documents lie, as a layout or as cumulative lengths (S + 1,) over all rows, without padding;
-                neither: each row is one. Padding of hidden is never looked at.
+                neither: each row is one. Padding is never read.
             conv_layout, ssm_layout: instead of ``layout`` in one of the two operators: ``layout.flow()`` leaks there.
-            state: where documents start from, indexed by the documents of conv_layout and ssm_layout; None: zero, or
-                the learned state.
+            state: initial states of the documents of conv_layout and ssm_layout; None: zero, or the learned state.
 
-        Raises TypeError or ValueError, naming the argument, what was expected and what came.
+        Raises TypeError or ValueError, naming the argument.
         """
-        check_is_tensor(hidden, "hidden")
+        checks.check_is_tensor(hidden, "hidden")
         if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
             raise ValueError(f"hidden: expected shape (B, L, {self.d_model}), got {tuple(hidden.shape)}")
         dtype = self.in_proj.weight.dtype
@@ -89,19 +82,19 @@ class Mixer(nn.Module):
             raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
         if cu_seqlens is not None:
             given = {"cu_seqlens": cu_seqlens, "layout": layout}
-            layout = boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
+            layout = checks.boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
         for name, value in (("layout", layout), ("ssm_layout", ssm_layout)):
             if value is not None:
-                check_layout(value, hidden, "hidden", name)
+                checks.check_layout(value, hidden, "hidden", name)
         conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
         if ssm_layout is not None and ssm_layout.num_tokens < ssm_layout.num_slots:
-            # The projection's weight gradient multiplies what stands in padding by zero, which NaN survives.
+            # The projection's weight gradient multiplies padding by zero, which NaN survives.
             hidden = hidden.masked_fill((ssm_layout.slot_documents() < 0)[..., None], 0)
         mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
         return (mixed, state) if return_state else mixed
 
     def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
-        """Compute ``forward(normed * weight)`` with the norm weight folded into in_proj, without argument checks."""
+        """Compute ``forward(normed * weight)`` without argument checks, weight folded into in_proj."""
         return self._mix(F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias), *others)
 
     def initialise_in_stack(self, n_layer: int) -> None:
@@ -120,12 +113,17 @@ class Mixer(nn.Module):
             raise ValueError(f"hidden_act: expected 'silu', got {hidden_act!r}")
         return {ours: config.get(theirs, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
 
+    @classmethod
+    def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Translate this mixer's arguments to the keys of transformers' configuration."""
+        published = {theirs: options.get(ours, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
+        return published | {"hidden_act": "silu"}
+
 
 class PackedMamba(Mixer):
-    """Mamba (arXiv 2312.00752, figure 3) whose convolution and scan know where documents start.
+    """Compute Mamba (arXiv 2312.00752, figure 3) on packed documents.
 
-    Parameters have the names, shapes and initialisation of state-spaces' Mamba. A_log, D and the learned initial state
-    carry ``_no_weight_decay``.
+    Parameters have the names, shapes and initialisation of state-spaces' Mamba.
 
     Args:
         d_model, expand: width of input and output; D = expand * d_model channels inside.
@@ -133,7 +131,7 @@ class PackedMamba(Mixer):
         dt_rank: rank of the projection to delta; "auto" is ceil(d_model / 16).
         dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least dt_init_floor.
         bias, conv_bias: whether projections and convolution have biases.
-        learned_initial_state: documents start the scan from a learned state, one per channel and state, not from zero.
+        learned_initial_state: scan documents from a learned state (D, N), not from zero.
         recompute, backend: see ``ops.inner_pack``, ``ops.BACKENDS``.
     """
 
@@ -170,7 +168,7 @@ class PackedMamba(Mixer):
         self.d_inner, self.dt_rank = expand * d_model, int(dt_rank)
         self.recompute, self.backend = recompute, backend
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias)
-        # Holds the parameters under their usual names and initialisation; conv1d_pack does the work.
+        # For the parameters' names and initialisation; conv1d_pack does the work.
         self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias)
         self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(self.dt_rank, self.d_inner)
@@ -201,7 +199,7 @@ class PackedMamba(Mixer):
         return mixed if bias is None else mixed + bias.to(mixed.dtype), state
 
     def start_state(self, documents: int) -> State:
-        """Return the initial state of this many documents: zeros, and the learned scan state if there is one."""
+        """Return the initial states of this many documents."""
         weight = self.conv1d.weight
         conv_state = weight.new_zeros(documents, self.d_inner, self.d_conv - 1)
         wide = accumulation_dtype(weight.dtype)
@@ -210,8 +208,6 @@ class PackedMamba(Mixer):
 
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Translate this mixer's arguments to ``MambaConfig``'s keys. Raises ValueError for what it cannot hold."""
         if options.get("learned_initial_state"):
             raise ValueError("learned_initial_state: Hugging Face's format has no learned initial states, got True")
-        published = {theirs: options.get(ours, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
-        return published | {"hidden_act": "silu"}
+        return super().to_hugging_face(options)

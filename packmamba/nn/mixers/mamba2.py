@@ -18,7 +18,7 @@ State = tuple[Tensor, Tensor]
 
 
 class GatedRMSNorm(nn.Module):
-    """Normalise (..., D) by groups of channels, ``D / groups`` each, after its gate, and scale."""
+    """Normalise (..., D) by groups of channels, after its gate, and scale."""
 
     def __init__(self, channels: int, groups: int, epsilon: float) -> None:
         super().__init__()
@@ -32,22 +32,18 @@ class GatedRMSNorm(nn.Module):
 
 
 class PackedMamba2(Mixer):
-    """Mamba-2 (arXiv 2405.21060, figure 6) whose convolution and scan know where documents start.
+    """Compute Mamba-2 (arXiv 2405.21060, figure 6) on packed documents.
 
     Parameters have the names, shapes and initialisation of state-spaces' Mamba2 (rmsnorm, norm_before_gate=False).
 
-    Args:
-        d_model, expand: width of input and output; H P = expand * d_model channels inside.
+    Args (others as of PackedMamba):
         d_state, headdim, ngroups, d_conv: N; P, channels of a head; G, groups of heads that share B and C; W, taps of the
             convolution, 2 to 4.
-        A_init_range: A starts uniform in minus this range.
-        dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least dt_init_floor.
+        A_init_range: -A starts uniform in it.
         dt_limit: (low, high), to which delta is clamped.
         D_has_hdim: the skip has a weight for each channel, not for each head.
-        bias, conv_bias: whether projections and convolution have biases.
         norm_eps: of the gated norm.
-        recompute: accepted and without effect: the scan saves what the convolution makes.
-        backend: see ``ops.BACKENDS``.
+        recompute: without effect.
     """
 
     NO_WEIGHT_DECAY = ("A_log", "D", "dt_bias")
@@ -86,16 +82,13 @@ class PackedMamba2(Mixer):
         check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         d_inner = expand * d_model
         if d_inner % headdim or d_inner // headdim % ngroups:
-            raise ValueError(
-                f"headdim: expected heads of {d_inner} channels in {ngroups} equal groups, got headdim {headdim}"
-            )
+            raise ValueError(f"headdim: expected {d_inner} channels in heads, in {ngroups} groups, got {headdim}")
         self.d_model, self.d_state, self.d_conv, self.d_inner = d_model, d_state, d_conv, d_inner
         self.headdim, self.ngroups, self.nheads = headdim, ngroups, d_inner // headdim
         self.dt_limit = None if tuple(dt_limit) == (0.0, math.inf) else (float(dt_limit[0]), float(dt_limit[1]))
         self.backend = backend
         self.conv_dim = d_inner + 2 * ngroups * d_state
         self.in_proj = nn.Linear(d_model, d_inner + self.conv_dim + self.nheads, bias=bias)  # z, x, B, C, dt
-        # Holds the parameters under their usual names and initialisation; conv1d_pack does the work.
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
         self.dt_bias = nn.Parameter(initial_dt(self.nheads, dt_min, dt_max, dt_init_floor))
         self.A_log = nn.Parameter(torch.empty(self.nheads).uniform_(*A_init_range).log())
@@ -129,7 +122,7 @@ class PackedMamba2(Mixer):
         return mixed, ((conv_state, ssm_state) if return_state else None)
 
     def start_state(self, documents: int) -> State:
-        """Return the initial state of this many documents: zeros."""
+        """Return the initial states of this many documents: zeros."""
         weight = self.conv1d.weight
         wide = accumulation_dtype(weight.dtype)
         shape = (documents, self.nheads, self.headdim, self.d_state)
@@ -137,18 +130,15 @@ class PackedMamba2(Mixer):
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Translate ``Mamba2Config``'s keys to this mixer's arguments."""
         found = super().from_hugging_face(config)
         return found | {"dt_limit": tuple(found["dt_limit"])}
 
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Translate this mixer's arguments to ``Mamba2Config``'s keys. Raises ValueError for what it cannot hold."""
         if options.get("D_has_hdim"):
             raise ValueError("D_has_hdim: Hugging Face's format has one skip for each head, got True")
         if options.get("norm_eps", 1e-5) != options["norm_epsilon"]:
             raise ValueError("norm_eps: Hugging Face's format has one epsilon for all norms; expected norm_epsilon's")
-        defaults = cls.HUGGING_FACE | {"ngroups": ("n_groups", 1)}
-        published = {theirs: options.get(ours, default) for ours, (theirs, default) in defaults.items()}
+        published = super().to_hugging_face({"ngroups": 1} | options)
         heads = published["expand"] * options["d_model"] // published["head_dim"]
-        return published | {"hidden_act": "silu", "num_heads": heads, "rms_norm": True, "time_step_rank": 1}
+        return published | {"num_heads": heads, "rms_norm": True, "time_step_rank": 1}
