@@ -8,13 +8,13 @@ COMMAND = "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is
 
 
 class UserError(Exception):
-    """An error that the user can correct; ``status`` is the command's exit status."""
+    """An error that the user can correct; ``status``: the command's exit status."""
 
     status = 2
 
 
 class Unfinished(UserError):
-    """A command did not finish: status 1 if something failed, 3 if the same command continues."""
+    """A command did not finish: status 1: something failed; 3: the same command continues."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
-"""leakcheck where people work: a fixture of pytest, and callbacks that check a batch of transformers' Trainer or of Lightning.
+"""leakcheck in tests and training: a fixture of pytest, and callbacks for transformers' Trainer and Lightning.
 
 ``pytest_plugins = ["packmamba.testing"]`` in a conftest.py gives tests the fixture ``leakcheck``. ``TrainerLeakCheck`` and
-``LightningLeakCheck`` are made when they are imported. Shapes: R rows, W slots, T slots that are no padding, V vocabulary.
+``LightningLeakCheck`` are made on import. Shapes: R rows, W slots, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from packmamba.isolation import LeakCheckResult, leakcheck
-from packmamba.isolation.adapters import CheckedCallable, forward_parameters
+from packmamba.isolation.adapters import CheckedCallable, forward_parameters, logits_in
 from packmamba.isolation.check import check_documents
 from packmamba.isolation.probes import Documents, undisturbed
 
@@ -33,7 +33,7 @@ class LeakError(RuntimeError):
 
 
 def assert_isolated(model: Any, boundaries: str = "position_ids", **options: Any) -> LeakCheckResult:
-    """Return the result of leakcheck, whose arguments these are, if it is ``ok``; else raise LeakError with its findings."""
+    """Return leakcheck's result if it is ``ok``; else raise LeakError. Arguments: leakcheck's."""
     result = leakcheck(model, boundaries, **options)
     if not result.ok:
         raise LeakError(str(result))
@@ -41,18 +41,16 @@ def assert_isolated(model: Any, boundaries: str = "position_ids", **options: Any
 
 
 def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, Any] | None = None) -> bool:
-    """Check a batch's documents in a model that takes ``input_ids``, called with the batch as it is, in its present mode.
+    """Check a batch's documents in a model that takes ``input_ids``, in its present mode.
 
-    Every other document changes, then those between: other documents' logits must stay to the bit, and a document's loss must
-    have no gradient outside. Weights, gradients, buffers and random states stay. ``marks`` are boundary arguments that the
-    model is not called with. Returns whether any row holds two documents, else nothing is checked. Raises LeakError.
+    Change every other document, then those between: other documents' logits must stay to the bit, and a document's loss must
+    have no gradient outside. Weights, gradients, buffers and random states stay. ``marks``: boundary arguments that the model
+    is not called with. Returns whether any row holds two documents, else nothing is checked. Raises LeakError.
     """
     arguments = {name: value for name, value in batch.items() if name not in OF_LOSSES}
 
     def logits(rows: Tensor) -> Any:
-        output = model(**{**arguments, "input_ids": rows})
-        output = getattr(output, "logits", output)
-        return output if isinstance(output, Tensor) else output[0]
+        return logits_in(model(**{**arguments, "input_ids": rows}))
 
     marks = {**(marks or {}), **arguments}
     given = [name for name in (*MARKS, "cu_seq_lens_q") if marks.get(name) is not None]
@@ -110,17 +108,17 @@ class _Batch(Documents):
 
 
 class _LeakCheck:
-    """Check the first training batch with two documents in a row, on every rank for itself, in Trainer or Lightning.
+    """Check the first training batch with two documents in a row, on every rank, in Trainer or Lightning.
 
-    A leak raises LeakError in one line that names the module; with ``warn`` it warns. No bit of the training changes; the check
-    takes the time of about three steps. Lightning's module is a PackedLitModule, holds models that take ``input_ids``, or is
-    called by ``call``, (module, tokens (1, L), lengths) -> logits (1, L, V), with leakcheck's ``options`` vocab_size, lengths.
+    A leak raises LeakError, which names the module; with ``warn`` it warns. No bit of the training changes. Lightning's module
+    is a PackedLitModule, holds models that take ``input_ids``, or is called by ``call``, (module, tokens (1, L), lengths) ->
+    logits (1, L, V), with leakcheck's ``options`` vocab_size, lengths.
     """
 
     def __init__(self, warn: bool = False, call: Callable[..., Tensor] | None = None, **options: Any) -> None:
         self.warn, self.logits, self.options, self.done, self.seen = warn, call, options, False, 0
         self.handles: list[Any] = []
-        self.batch: Mapping[str, Any] = {}  # Lightning's, boundaries of which a training step may not pass on
+        self.batch: Mapping[str, Any] = {}  # Lightning's, with boundaries that a training step may not pass on
 
     def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
         if not self.done:
@@ -150,7 +148,7 @@ class _LeakCheck:
             self.check(model, lambda: check_batch(model, batch, self.batch))
 
     def check(self, model: nn.Module, check: Callable[[], bool]) -> None:
-        """Call ``check``, which returns whether there was anything to check, until it has said so."""
+        """Call ``check`` until it returns that there was something to check."""
         if self.done:
             return
         self.done, self.seen = True, self.seen + 1  # the check calls the model, too
@@ -161,7 +159,7 @@ class _LeakCheck:
             self.done = check()
             if self.done or self.seen == 8:  # batches without two documents in a row
                 self.on_train_end()
-        except Exception as error:  # all but a leak is no reason to end a training: its own errors it meets itself
+        except Exception as error:  # only a leak ends a training
             line, leaks = " ".join(str(error).split()), isinstance(error, LeakError)
             self.on_train_end()
             if leaks and not self.warn:
@@ -177,7 +175,7 @@ class _LeakCheck:
 
 
 def _models(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules inside that take ``input_ids``."""
+    """Yield the outermost modules that take ``input_ids``."""
     for child in root.children():
         yield from [child] if "input_ids" in forward_parameters(child)[0] else _models(child)
 
@@ -192,7 +190,7 @@ def _check_packed(module: Any, batch: Any) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Make the class of a callback: importing this module imports no trainer."""
+    """Make a callback's class when it is imported: this module imports no trainer."""
     if name not in TRAINERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package, callback = TRAINERS[name]

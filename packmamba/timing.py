@@ -16,7 +16,7 @@ median = statistics.median
 
 
 def spread(values: Iterable[float]) -> float:
-    """Return the interquartile range, quartiles interpolated linearly."""
+    """Return the interquartile range."""
     low, high = np.percentile(list(values), [25, 75])
     return float(high - low)
 
@@ -31,9 +31,9 @@ def take_turns(
     left_out: Callable[[str], Any] | None = None,
     bar: str | None = None,
 ) -> dict[str, list[Any]]:
-    """Call the arms in turns (A B C A B C ...) with the round's number; return the results of each arm's timed rounds.
+    """Call the arms in turns (A B C A B C ...) with the round's number; return each arm's results of timed rounds.
 
-    ``at_most``: timed rounds of arms that take fewer. ``gate``: called first with each arm's name; raises if the arm is wrong.
+    ``at_most``: timed rounds of arms that take fewer. ``gate``: called first with each arm's name; raises if it is wrong.
     ``left_out``: called with the name of an arm that runs out of GPU memory, which the result lacks; None: raise.
     """
     for name in arms:

@@ -17,11 +17,11 @@ from packmamba.ops.checks import accumulation_dtype, boundary_layout
 
 
 class Mamba(PackedMamba):
-    """Drop-in for ``mamba_ssm.modules.mamba_simple.Mamba``, whose ``forward`` takes boundaries besides; on a CPU too.
+    """Replace ``mamba_ssm.modules.mamba_simple.Mamba``, with boundaries and on a CPU too.
 
     Args (others as of PackedMamba):
         dt_init, dt_scale: delta's projection starts "random" or "constant", at most dt_scale / sqrt(dt_rank).
-        use_fast_path: taken and without effect; there is one path.
+        use_fast_path: without effect.
         layer_idx: which states of ``inference_params`` are this layer's.
         device, dtype: of the parameters; A_log and D are float32.
     """
@@ -73,15 +73,12 @@ class Mamba(PackedMamba):
         """Mix hidden_states (B, L, d_model) to the same shape.
 
         Args:
-            inference_params: mamba_ssm's, with ``seqlen_offset`` and ``key_value_memory_dict``. At offset 0 the rows' last states
-                are kept there; later a single token is taken from them (``step``).
-            seq_idx: (B, L) integer, the document of each slot; -1 is padding, at a row's tail.
+            inference_params: mamba_ssm's. At ``seqlen_offset`` 0 rows leave their last states there; later a token takes a step.
+            seq_idx, position_indices: (B, L) integer, each slot's document, or its place there; -1 is padding, at a row's tail.
             cu_seqlens: (S + 1,) integer, cumulative lengths over all rows, without padding.
-            position_indices: (B, L) integer, each slot's place in its document; -1 is padding.
-            layout: the same as a SequenceLayout. Without any of the four, each row is one document.
+            layout: a SequenceLayout. Without any of the four, each row is one document.
 
-        Raises:
-            TypeError, ValueError: boundaries that are none, that disagree, or beside inference_params.
+        Raises TypeError or ValueError for boundaries that are none, that disagree, or beside inference_params.
         """
         given = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens, "position_indices": position_indices, "layout": layout}
         given = {name: value for name, value in given.items() if value is not None}
@@ -95,7 +92,7 @@ class Mamba(PackedMamba):
         xz = self.in_proj(hidden_states)
         mixed, final = self._mix(xz, None, None, None, True)
         assert final is not None
-        # The last W inputs, the oldest first, zeros before a short row, as mamba_ssm has them: ours are the last W - 1.
+        # mamba_ssm keeps the last W inputs, ours are W - 1.
         last = F.pad(xz[..., : self.d_inner].transpose(1, 2), (self.d_conv - xz.shape[1], 0))
         with torch.no_grad():
             states[0].copy_(last)
@@ -103,16 +100,12 @@ class Mamba(PackedMamba):
         return mixed
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step one token a row: (B, 1, d_model), states (B, D, W) and (B, D, N), updated in place; return output and states."""
+        """Step one token a row, (B, 1, d_model); update states (B, D, W) and (B, D, N) in place; return output and states."""
         if hidden_states.shape[1] != 1:
             raise ValueError(f"hidden_states: expected one token a row, got {hidden_states.shape[1]}")
         xz = self.in_proj(hidden_states)
-        # Copies: what a backward holds is not what is updated in place.
-        conv_start, ssm_start = (
-            conv_state[..., 1:].to(xz.dtype).clone(),
-            ssm_state.to(accumulation_dtype(xz.dtype)).clone(),
-        )
-        state = (conv_start.contiguous(), ssm_start.contiguous())
+        # Copies: a backward holds them.
+        state = conv_state[..., 1:].to(xz.dtype).clone(), ssm_state.to(accumulation_dtype(xz.dtype)).clone()
         mixed, final = self._mix(xz, None, None, state, True)
         assert final is not None
         with torch.no_grad():
@@ -123,7 +116,7 @@ class Mamba(PackedMamba):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Allocate zero states (B, D, W) and (B, D, N) of this dtype, or of the parameters'."""
+        """Allocate zero states (B, D, W) and (B, D, N)."""
         conv, ssm = self.conv1d.weight, self.dt_proj.weight
         return (
             conv.new_zeros(batch_size, self.d_inner, self.d_conv, dtype=dtype),
@@ -145,11 +138,8 @@ class Mamba(PackedMamba):
 def replace(model: nn.Module) -> nn.Module:
     """Replace every Mamba layer of mamba_ssm's in a model by ours, in place; return the model.
 
-    Layers keep their parameters (the same tensors), names, modes and device. ``MambaLMHeadModel`` hands further arguments of its
-    forward to its layers: ``model(input_ids, seq_idx=...)`` packs.
-
-    Raises:
-        TypeError, ValueError: not a module; there is no such layer, one that is not Mamba-1, or one that we cannot be.
+    Layers keep their parameters, names, modes and device. ``MambaLMHeadModel`` hands further arguments of its forward to its
+    layers: ``model(input_ids, seq_idx=...)`` packs. Raises TypeError, or ValueError without such a layer or with another.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
@@ -168,7 +158,7 @@ def replace(model: nn.Module) -> nn.Module:
 
 
 def _of(layer: Any) -> Mamba:
-    """Build our layer with the given layer's parameters."""
+    """Build our layer with a layer's parameters."""
     if type(layer).__name__ != "Mamba":
         raise ValueError(f"model: expected layers of class Mamba (Mamba-1) alone, got {type(layer).__name__}")
     if getattr(layer, "activation", "silu") not in ("silu", "swish"):

@@ -1,4 +1,4 @@
-"""Call a model, or a callable, for the logits of documents. Shapes: L slots, V vocabulary, R x W a model's rows."""
+"""Call a model or a callable for documents' logits. Shapes: L slots, V vocabulary, R x W a model's rows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
 ARGUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")
-"""Boundary arguments of models; several are joined by ``+``, as in position_ids+seq_idx."""
+"""Boundary arguments of models."""
 
 
 class CheckedCallable:
     """Call a function of tokens (1, L) and lengths.
 
     Attributes:
-        inputs: packed, or the sides of the padding beside a document in a row of its own: the result is about these.
+        inputs: what the result is about: packed rows, or the side of padding beside a document in a row of its own.
         padding: sides that are checked too.
-        boundaries: how documents are marked; ``optional``: by an argument that may be left out, and refused.
+        boundaries: how documents are marked; ``optional``: by an argument that may be left out or refused.
         vocab_size: V; 0: the logits' width. ``avoid``: special token ids.
         longest: maximum slots of a row.
         modules: roots of the modules that compute.
@@ -48,7 +48,7 @@ class CheckedCallable:
         return self.call(tokens, lengths)
 
     def padded(self, rows: Tensor, own: Tensor) -> Tensor:
-        """Return logits (R, W, V) of documents in rows of their own, whose slots ``own`` marks."""
+        """Return logits (R, W, V) of documents in rows of their own, in the slots ``own``."""
         raise NotImplementedError
 
     def alone(self, tokens: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class CheckedCallable:
 
 
 class CheckedModel(CheckedCallable):
-    """Call a model that takes ``input_ids`` and boundary arguments, as transformers' models do."""
+    """Call a model that takes ``input_ids`` and boundary arguments."""
 
     optional = True
 
@@ -101,13 +101,17 @@ class CheckedModel(CheckedCallable):
         return self._logits(tokens)
 
     def _logits(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        output = self.call(input_ids=tokens, **self.no_cache, **arguments)
-        output = getattr(output, "logits", output)
-        return output if isinstance(output, Tensor) else output[0]
+        return logits_in(self.call(input_ids=tokens, **self.no_cache, **arguments))
+
+
+def logits_in(output: Any) -> Any:
+    """Return the logits in a model's output."""
+    output = getattr(output, "logits", output)
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallable:
-    """Return how to call a transformers model, a MambaLM or a callable. Raises TypeError, ValueError."""
+    """Adapt a transformers model, a MambaLM or a callable. Raises TypeError or ValueError."""
     if isinstance(model, CheckedCallable):
         return model
     if not callable(model) or isinstance(model, type):

@@ -1,4 +1,4 @@
-"""Check documents for isolation: change other documents, compare bits, gradients, and documents alone."""
+"""Check documents for isolation: change others, compare bits, gradients, and documents alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from packmamba.isolation.adapters import CheckedCallable, adapt
 from packmamba.isolation.probes import Documents, moved
 
 ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65))
-"""Lengths of documents: awkward ones, and some that end at kernels' chunks. The sums are primes: no other axis is as long."""
+"""Lengths of documents, awkward or at kernels' chunks. The sums are primes: no other axis is as long."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Maximum ||packed - alone|| / ||alone|| of a document."""
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Maximum rounding, relative to the largest logit, where tokens are routed and no gradient connects documents."""
+"""Maximum rounding, relative to the largest logit, where tokens are routed."""
 
 
 @dataclass
 class LeakCheckResult:
-    """Hold what ``leakcheck`` found; ``str`` gives it in sentences. None: not seen.
+    """Hold what ``leakcheck`` found, in sentences by ``str``. None: not seen.
 
     Attributes:
         boundaries: how documents were marked: the argument's name, layout (a MambaLM), lengths (a callable).
@@ -37,7 +37,7 @@ class LeakCheckResult:
         difference: largest relative difference between a document packed and alone.
         ignored: the boundary argument changes no bit.
         raises: the error of a model that refuses the boundary argument.
-        padding: by side, whether documents padded beside an attention_mask are what they are alone (None: refused).
+        padding: by side, whether padded documents are what they are alone (None: refused).
         notes: further sentences.
     """
 
@@ -106,20 +106,18 @@ def leakcheck(
     """Check whether anything crosses a document boundary: change documents of a packed row, compare the others bit by bit.
 
     Also differentiate documents' losses by the embeddings of all tokens, and compute each document alone; in evaluation mode,
-    and if nothing leaks there, in training mode. Torch's random states, modes, buffers, gradients and weights are left as they
-    were; each call draws the same random numbers.
+    and if nothing leaks there, in training mode. Random states, modes, buffers, gradients and weights stay.
 
     Args:
-        model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument; a MambaLM (by its
-            layout); or a callable (tokens (1, L) int64, lengths) -> logits (1, L, V).
-        boundaries: how the model is told where documents start: position_ids, seq_idx, cu_seq_lens_q (with the arguments that
-            go with it), several joined by +; or attention_mask: documents in rows of their own, padded on either side. A
-            MambaLM and a callable take none.
+        model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument; a MambaLM; or a callable
+            (tokens (1, L) int64, lengths) -> logits (1, L, V).
+        boundaries: the argument that marks documents: position_ids, seq_idx, cu_seq_lens_q, several joined by +; or
+            attention_mask: documents in rows of their own, padded on either side. A MambaLM and a callable take none.
         vocab_size: ids are below it; None: the model's, of a callable 32.
         lengths: of the documents, at least two; None: awkward ones.
 
     Raises:
-        TypeError, ValueError: what is checked is no such model, its logits are not finite, or no token moves them.
+        TypeError, ValueError: this is no such model, its logits are not finite, or no token moves them.
         Exception: the model's own, where it fails without boundaries too.
     """
     model = adapt(model_or_callable, boundaries, vocab_size)
@@ -157,7 +155,7 @@ def leakcheck(
 
 
 def check_documents(documents: Documents, result: LeakCheckResult, alone: bool = True) -> None:
-    """Check one row of documents; add to ``result``. ``alone``: compare with documents alone too (dropout differs there)."""
+    """Check one row of documents; add to ``result``. ``alone``: compare with documents alone too."""
     model = documents.model
     with torch.no_grad():
         try:
@@ -207,19 +205,16 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
 
 
 def _limits(base: Tensor, model: CheckedCallable) -> tuple[float, float]:
-    """Return the tolerance, relative, and the size of rounding, absolute.
-
-    The coarsest dtype of logits and parameters decides: many models widen their logits at the end.
-    """
+    """Return the relative tolerance and the absolute rounding of the coarsest dtype: many models widen their logits."""
     parameters = {parameter.dtype for module in model.modules for parameter in module.parameters()}
     dtype = max((parameters & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__)
     return TOLERANCES[dtype], ROUNDING[dtype] * float(base[base.isfinite()].abs().max())
 
 
 def _moves(logits: Tensor, base: Tensor) -> Tensor:
-    """Return each token's largest change of a logit, (L,); 0 if bitwise equal, infinite to or from NaN."""
+    """Return each token's largest change of a logit, (L,); infinite to or from NaN."""
     found = []
-    for some, others in zip(logits.split(1024), base.split(1024)):  # of long rows a part at a time, for memory
+    for some, others in zip(logits.split(1024), base.split(1024)):  # for memory
         by = torch.where(moved(some, others), (some - others).abs().nan_to_num(nan=torch.inf), 0.0)
         found.append(by.amax(-1).double())
     return torch.cat(found)

@@ -25,7 +25,7 @@ PAD = 4  # slots of padding beside the longest document
 
 
 class Documents:
-    """Draw tokens (L,) of packed documents and others in their place, and arrange the rows in which a model gets them.
+    """Draw tokens (L,) of documents and others in their place, and arrange them in a model's rows.
 
     Rows are packed, or hold one document each, padded on the left or right with neighbours' tokens.
 
@@ -50,14 +50,14 @@ class Documents:
         self.slots, self.own = place % total, (place >= ends - rows) & (place < ends)
 
     def in_rows(self, marks: Tensor) -> Tensor:
-        """Marks of packed slots (L,) -> marks of the rows' slots (R, W)."""
+        """Arrange marks of packed slots (L,) in rows (R, W)."""
         return marks[self.slots] & self.own
 
     def probes(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield changed tokens, and the slots whose logits must not change.
 
-        Changed are the first document's last token, the last one's first token, then everything around each document, to its
-        own first token: that competes with it most, as for the capacity of experts.
+        Change the first document's last token, the last one's first token, then everything around each document, to its own
+        first token, which competes with it most for the capacity of experts.
         """
         count, slot = len(self.lengths), torch.arange(len(self.tokens), device=self.tokens.device)
         yield torch.where(slot == self.lengths[0] - 1, self.others, self.tokens), self.number != 0
@@ -66,7 +66,7 @@ class Documents:
             yield torch.where(own, self.tokens, self.tokens[own][0]), own
 
     def call(self, tokens: Tensor) -> Tensor:
-        """tokens (1, L) -> the packed documents' logits (1, L, V)."""
+        """Return the packed documents' logits (1, L, V) of tokens (1, L)."""
         if self.way == "packed":
             return self.model.packed(tokens, self.lengths)
         return self.model.padded(tokens[0][self.slots], self.own)[self.own][None]
@@ -81,7 +81,7 @@ class Documents:
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore torch's random states, modes and buffers on leaving; leave no weight in autocast's cache, without its gradient."""
+    """Restore torch's random states, modes and buffers on leaving; leave autocast's cache alone."""
     every = [(module, module.training) for root in modules for module in root.modules()]
     buffers = [(m, n, b, b.clone()) for m, _ in every for n, b in m._buffers.items() if b is not None]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
@@ -100,12 +100,12 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Run compiled code eagerly, so that hooks see into it; without importing the compiler."""
+    """Run compiled code eagerly, so that hooks see into it."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def logits_of(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Return logits (L, V), after seeding: dropout drops the same in each call. Raises TypeError, ValueError."""
+    """Return logits (L, V); dropout drops the same in each call. Raises TypeError or ValueError."""
     torch.manual_seed(SEED)
     logits = call(tokens[None])
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
@@ -121,7 +121,7 @@ def moved(one: Tensor, other: Tensor) -> Tensor:
 
 
 def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
-    """Reduce marks of a module's tensor to slots (R, W); None if it has no such axis. A convolution's may be longer."""
+    """Reduce marks of a module's tensor to slots (R, W); None: no such axis. A convolution's may be longer."""
     if values.dim() and values.shape[0] == rows * width:
         return values.reshape(rows, width, -1).any(-1)
     if values.dim() < 2 or values.shape[0] != rows:
@@ -140,7 +140,7 @@ class Entries(TorchFunctionMode):
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
         self.found: list[Tensor] = []
-        self._whole = {id(tokens): tokens}  # what is computed from tokens and is no floating-point number yet
+        self._whole = {id(tokens): tokens}  # computed from tokens, and integers yet
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -156,7 +156,7 @@ class Entries(TorchFunctionMode):
 
 
 def crossing_gradients(documents: Documents) -> bool | None:
-    """Return whether a loss of the middle or the last document has a gradient (NaN too) outside it; None: none can be taken."""
+    """Return whether the middle or last document's loss has a gradient (NaN too) outside; None: none can be taken."""
     count = len(documents.lengths)
     torch.manual_seed(SEED)
     tokens = documents.tokens[None]
@@ -204,7 +204,7 @@ def routes(documents: Documents) -> bool:
 
 
 def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str | None:
-    """Name the first module whose output at watched slots differs with these tokens, while its inputs there do not."""
+    """Name the first module whose output at watched slots differs with these tokens while its input does not."""
     marks, found = documents.in_rows(watched), list[str]()
     calls: dict[tuple[str, int], list[list[Tensor]]] = {}
     counts: Counter[str] = Counter()

@@ -19,7 +19,7 @@ COMPILED = {operator: f"packmamba.ops.{module}:compiled" for operator, module in
 
 @dataclass(frozen=True)
 class Backend:
-    """Implementations of the operators: by operator, ``module:function``, which takes its named tuple of arguments."""
+    """Hold operators' implementations, ``module:function``, which take the named tuples of arguments."""
 
     implementations: dict[str, str] = field(default_factory=dict)
     device: str | None = None  # type of the tensors it takes; None: any
@@ -54,7 +54,7 @@ _implementations: dict[tuple[str, str], Callable] = {}
 
 
 def load() -> None:
-    """Import all implementations: once, with the package, so that torch.compile finds the same table at every call."""
+    """Import all implementations, once, so that torch.compile finds the same table at every call."""
     for name, backend in BACKENDS.items():
         for operator, place in backend.implementations.items():
             module, function = place.split(":")
@@ -69,10 +69,7 @@ def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack"
 def backend_name(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> str:
     """Return the backend that runs: for ``auto`` (and None) the compiled kernels of the device.
 
-    A CPU that cannot build them runs the reference, which is as exact, with one warning; a GPU never falls back.
-
-    Raises:
-        ValueError: an unknown backend, or one that does not run here.
+    A CPU that cannot build them runs the reference, with one warning; a GPU never falls back. Raises ValueError.
     """
     name = "auto" if backend is None else backend
     if name not in BACKENDS:

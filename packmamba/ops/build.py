@@ -1,7 +1,7 @@
 """Build and load the compiled kernels.
 
 A kind (``cpu``, ``cuda``) is one shared library of ``kernels/common`` and ``kernels/<kind>`` on PyTorch's stable ABI, compiled
-on first use or by ``python run.py kernels build`` into a cache that machines may share, under a hash of all that matters.
+on first use into a cache that machines may share.
 
 ``CXX`` and ``PACKMAMBA_NVCC`` name compilers, ``PACKMAMBA_MARCH`` an instruction set other than this machine's,
 ``PACKMAMBA_CUDA_ARCHS`` architectures other than those of the GPUs that are here.
@@ -29,7 +29,7 @@ from filelock import FileLock
 from packmamba.errors import COMMAND, KernelError
 
 BUILD_COMMAND = f"{COMMAND} kernels build"
-# Libraries built for this version of the stable ABI load on it and on later ones.
+# The oldest version of the stable ABI on which libraries load.
 TORCH_TARGET_VERSION = 0x020B000000000000
 OLDEST_ARCHITECTURE = 80
 TORCH = Path(torch.__file__).parent
@@ -55,7 +55,7 @@ class Build:
 
     @functools.cached_property
     def path(self) -> Path:
-        """Name the library by a hash of everything that changes it; where torch and the compiler lie does not."""
+        """Name the library by a hash of all that changes it."""
         digest = hashlib.sha256(".".join(torch.__version__.split(".")[:2]).encode())
         for fact in (self.version, *self.flags, *self.link_flags, self.identity):
             for name, folder in (("torch", TORCH), ("compiler", Path(self.compiler).resolve().parents[1])):
@@ -80,7 +80,7 @@ def kernel_folder() -> Path:
 
 
 def build(kind: str) -> Path:
-    """Compile the library of ``kind`` unless it is cached; concurrent processes compile it once. Raises KernelError."""
+    """Compile the library of ``kind`` unless it is cached. Raises KernelError."""
     recipe = describe(kind)
     try:
         if not recipe.path.is_file():
@@ -105,7 +105,7 @@ def _load(kind: str) -> KernelError | None:
 
 
 def load(kind: str) -> None:
-    """Build if need be and register ``torch.ops.packmamba_<kind>``, once per process. Raises KernelError, at each call."""
+    """Build if need be and register ``torch.ops.packmamba_<kind>``. Raises KernelError, at each call."""
     if error := _load(kind):
         raise error
 
@@ -124,12 +124,12 @@ def ready(kind: str) -> bool:
     return error is None
 
 
-# A constant for torch.compile, as by torch.compiler.assume_constant_result, which imports the compiler: seconds.
+# As by torch.compiler.assume_constant_result, which imports the compiler: seconds.
 ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def info() -> list[dict[str, Any]]:
-    """List ``kind, compiler, target, built`` of each kind, and ``problem``: None, or why it cannot be built here."""
+    """List ``kind, compiler, target, built`` of each kind, and ``problem``: why it cannot be built here."""
     rows = []
     for kind in ("cpu", "cuda"):
         try:
@@ -146,7 +146,6 @@ def _describe_cpu() -> Build:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
         raise KernelError(f"no C++ compiler: install g++ (conda: gxx) or name one in CXX, then run `{BUILD_COMMAND}`")
-    # A choice at compile time needs no dispatch at run time; the hash holds what the choice was.
     march = f"-march={os.environ.get('PACKMAMBA_MARCH') or 'native'}"
     flags = [*FLAGS, march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
@@ -193,7 +192,7 @@ def _find_nvcc() -> str | None:
 
 
 def _cuda_architectures() -> list[int]:
-    """List compute capabilities without their dot: those named, else those of the devices here."""
+    """List compute capabilities without their dot: named ones, else the devices'."""
     named = os.environ.get("PACKMAMBA_CUDA_ARCHS", "")
     given = [part.strip().replace(".", "") for part in named.split(",") if part]
     devices = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))

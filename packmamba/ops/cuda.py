@@ -1,4 +1,4 @@
-"""CUDA launches, and the schedule they take: a layout as work items, made on the device once and shared by every layer."""
+"""CUDA launches, and their schedule: a layout as work items, made on the device once for every layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packmamba.ops.build import operator
 SEGMENT = 1024
 """Tokens between the places, counted from a document's token 0, at which the scan combines states (kernels/cuda/params.h)."""
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}
-"""Segments of documents above this share of the tokens that each scheduler gets are walked at once, which scans them twice."""
+"""Documents above this share of a scheduler's tokens are cut in segments that are walked at once, and scanned twice."""
 NEVER = 2**31 - 1
 # Documents that begin in the same window of slots share a work item: minimum slots, maximum windows.
 MIN_WINDOW, WINDOWS = 128, 128
@@ -26,7 +26,7 @@ _capture: object | None = None  # inside ``one_capture``
 
 
 class Schedule:
-    """One of a layout's schedules: the versions of the tensors that it was made of, its memory and its plan."""
+    """Hold a schedule: the versions of the tensors that it was made of, its memory and its plan."""
 
     made_of: tuple | None = None
     found: Found
@@ -39,7 +39,7 @@ def plan(
     window = max(MIN_WINDOW, slots // WINDOWS)
     if not cuts or longest < SEGMENT:
         return NEVER, NEVER, window
-    # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that cannot hold the others up.
+    # Tokens that each scheduler gets, of one warp's channels.
     share = slots * -(-channels // WARP_CHANNELS) // _schedulers(device)
     cut_above = max(SEGMENT, int(share * CUT_SHARE[direction]))
     # The grid has room for 65535 segments walked at once.
@@ -50,10 +50,10 @@ def schedule(
     starts: Tensor, ends: Tensor, rows: int, row_length: int, channels: int, cuts: bool, direction: str,
     stream: int | None = None,
 ) -> Found:  # fmt: skip
-    """Return the batch's schedule and its plan, made on the device at the first call for a layout and cached.
+    """Return the batch's schedule and its plan, made on the device at the first call for a layout.
 
-    A graph under capture makes its own, since its layout's tensors are filled again before each replay: at every call, or at
-    the first inside ``one_capture``. So does each stream: another's work might come before a schedule is there.
+    A graph under capture makes its own, since its layout is filled again before each replay: at every call, or at the first
+    inside ``one_capture``. So does each stream: another's work might come before a schedule is there.
     """
     schedules = schedules_of(starts)
     stream = torch._C._cuda_getCurrentRawStream(starts.get_device()) if stream is None else stream
@@ -74,15 +74,15 @@ def schedule(
 
 
 def versions(*tensors: Tensor) -> tuple:
-    """Return what tells whether a layout's tensors may have been written to: their versions, and a graph's capture."""
+    """Return what changes when a layout's tensors may have: their versions, and a graph's capture."""
     capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None
     return (*map(_version, tensors), capture)
 
 
 def schedules_of(starts: Tensor) -> dict:
-    """Return the schedules of the layout that these starts belong to."""
+    """Return the schedules of the layout with these starts."""
     found = getattr(starts, "schedules", ())
-    if type(found) is not Schedules:  # of a tensor that no layout made, or of a copy
+    if type(found) is not Schedules:  # a copy's, or none
         starts.schedules = found = Schedules(found)  # type: ignore[attr-defined]
     return found
 
@@ -105,7 +105,7 @@ def one_capture() -> Iterator[None]:
 
 
 def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
-    """Return whether the tensor-core scan runs, which may cut long documents; the general kernels do not."""
+    """Return whether the tensor-core scan runs, which may cut long documents."""
     return states == 16 and u.dtype == torch.bfloat16 and u.shape[2] % 2 == 0
 
 
@@ -135,7 +135,7 @@ def launch(
     operator("cuda", name)(*arguments, *found, stream, *last)
 
 
-# torch.cuda's functions, without what each does first: operators are called often, and some are short.
+# Faster than torch.cuda's.
 def current_device() -> int:
     return torch._C._cuda_getDevice()
 

@@ -1,7 +1,4 @@
-"""Baselines under our signatures: mamba-ssm's selective scan and causal-conv1d's convolution.
-
-They know no documents: a layout may hold one per row. They take channels first, so tensors are transposed, as in Mamba's block.
-"""
+"""Baselines under our signatures: mamba-ssm's scans and causal-conv1d's convolution, of one document per row."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
 
 
 def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
-    """Compute ``ops.ssd_pack`` by mamba-ssm, with chunks of 256 that begin with rows."""
+    """Compute ``ops.ssd_pack`` by mamba-ssm, in chunks of 256."""
     real = _real(a.layout)
     delta, x, B, C, z = a.delta, a.x, a.B, a.C, a.z
     if a.layout.num_tokens < a.layout.num_slots:
@@ -83,7 +80,7 @@ def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
 
 
 class _OwnStrides(torch.autograd.Function):
-    """Identity whose gradient has its shape's strides, also where a dimension is 1, as causal-conv1d's backward needs."""
+    """Give the gradient its shape's strides, also where a dimension is 1, as causal-conv1d's backward needs."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Packing for Hugging Face's models with Mamba layers: one line, in place, or one for a process."""
+"""Packing for Hugging Face's models with Mamba layers, by one line."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(model: Model, require_boundaries: bool = False) -> Model:
-    """Patch a model whose class is among ``NAMES``, of transformers, in place to respect documents; return it.
+    """Patch a model of transformers whose class is among ``NAMES``, or one inside, in place; return it.
 
     Its forward then takes packed rows: ``position_ids`` (B, L) that start again at 0, ``seq_idx`` (B, L) or ``cu_seq_lens_q``
     (S + 1,), any of them together if they agree, and ``attention_mask`` (B, L) with padding on either side. A document has the
-    logits and gradients that it has alone; labels at its first token count as -100. Weights and their names stay. A model inside
-    ``model`` (that an adapter wraps, say) is patched too.
+    logits and gradients that it has alone; labels at its first token count as -100.
 
     Args:
         require_boundaries: raise ValueError at a batch without a cache and without boundaries. A mask is none: TRL sends one with
@@ -32,8 +31,7 @@ def patch(model: Model, require_boundaries: bool = False) -> Model:
 
     Raises:
         TypeError: no such model is inside.
-        ValueError: transformers' version is not known, the model is wrapped already, or set to what our kernels do not compute
-            (a convolution of other than 2 to 4 taps, another activation than SiLU).
+        ValueError: transformers' version is not known, the model is wrapped already, or our kernels do not compute it.
     """
     kinds = {type(module) for module in model.modules()} if isinstance(model, nn.Module) else set()
     if not any(kind.__module__.startswith(PLACES) and kind.__name__ in NAMES for kind in kinds):
@@ -43,14 +41,14 @@ def patch(model: Model, require_boundaries: bool = False) -> Model:
 
 
 def enable(require_boundaries: bool = False) -> None:
-    """Patch every such model that is made or loaded from now on, by AutoModelForCausalLM or a trainer, as ``patch`` does."""
+    """Patch, as ``patch`` does, every such model that is made or loaded from now on."""
     models = _models()
     for kind, init in models.WHOLE.items():
         kind.__init__ = models._made(kind, init, require_boundaries)
 
 
 def disable() -> None:
-    """Undo ``enable`` for what is made from now on."""
+    """Undo ``enable`` for models that are made from now on."""
     for kind, init in _models().WHOLE.items():
         kind.__init__ = init
 

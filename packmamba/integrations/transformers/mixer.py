@@ -16,11 +16,7 @@ from packmamba.ops.checks import accumulation_dtype
 def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tensor:
     """Mix hidden (B, L, hidden_size) by our operators and the mixer's own projections and norms.
 
-    A wrapped projection (adapter, hook, quantisation) is called; without any, and without norms, one operator takes the weights.
-
-    Args:
-        packing: where documents lie; None: each row is one.
-        cache: transformers' cache, which gets the states that rows end with; None: they are not kept.
+    packing None: each row is one document. cache: transformers', which gets the states that rows end with, or None.
     """
     if hasattr(mixer, "dt_bias"):
         return mix2(mixer, hidden, packing, cache)
@@ -33,6 +29,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
     # Zamba's channels of input and gate alternate.
     x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if heads else xz.chunk(2, dim=-1)
     inputs = x
+    # A wrapped projection (adapter, hook, quantisation) is called; else one operator takes the weights.
     if not (heads or hasattr(mixer, "dt_layernorm")) and all(map(_plain, (mixer.x_proj, mixer.dt_proj, out_proj))):
         mixed, states = ops.inner_pack(
             xz, *conv, mixer.x_proj.weight, mixer.dt_proj.weight, A, D, mixer.dt_proj.bias.to(wide), out_proj.weight,
@@ -72,10 +69,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
 
 
 def mix2(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tensor:
-    """Mix as ``mix`` by Mamba-2's recurrence: the mixers of Mamba-2 and of the hybrids on it, which their attributes tell apart.
-
-    The mixer's own gated norm is called. Falcon-H1 scales the input and each part of what in_proj makes, and may have no norm.
-    """
+    """Mix as ``mix`` by Mamba-2's recurrence. Falcon-H1 scales in_proj's input and output, and may have no norm."""
     layout = None if packing is None else packing.layout
     if hasattr(mixer, "mup_vector"):
         projected = mixer.in_proj(hidden * mixer.ssm_in_multiplier)
@@ -114,7 +108,7 @@ def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
 
 
 def _plain(linear: nn.Module) -> bool:
-    """Return whether a projection is its weight and bias alone."""
+    """Return whether a projection has nothing but weight and bias."""
     hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 

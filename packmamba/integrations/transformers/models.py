@@ -1,4 +1,4 @@
-"""Packing subclasses of transformers' models with Mamba layers, which ``patch`` puts in place of the originals, same names."""
+"""Packing subclasses of transformers' models with Mamba layers, under the same names."""
 
 from __future__ import annotations
 
@@ -46,31 +46,29 @@ FAMILIES = (  # modules, names, what a mixer holds, how its model hands it the p
     (modeling_zamba2, "Zamba2", "MambaMixer", PARTS2, "masks"),
 )
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "kwargs"}
+MIXER_TAKES = ["self", "hidden_states", "attention_mask"]
 CACHES = ("cache", "cache_params", "past_key_values")
-"""Names of the cache argument, the newest first, as transformers prefers them."""
+"""Names of the cache argument, in transformers' order."""
 OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids", "position_id")
-"""Other libraries' names of boundary arguments, which transformers would ignore silently."""
+"""Other libraries' boundary arguments, which transformers would ignore silently."""
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 
 def check_supported(module: Any) -> None:
-    """Check that a model or mixer is as known and computable by our kernels; raise ValueError naming the difference."""
+    """Raise ValueError if a model or mixer is not as known, or our kernels do not compute it."""
     name, takes = type(module).__name__, list(inspect.signature(type(module).forward).parameters)
     if "forward" in vars(module):
         raise ValueError(f"{name}: expected its own forward, got one that something has wrapped; patch before that")
     holds = next((HOLDS[kind] for kind in type(module).__mro__ if kind in HOLDS), None)
-    has = {child for child, _ in module.named_children()} | {p for p, _ in module.named_parameters(recurse=False)}
-    if holds is None and not (MODEL_TAKES <= {*takes} and {*CACHES} & {*takes}):
+    if holds is None:
+        known = MODEL_TAKES <= {*takes} and not {*CACHES}.isdisjoint(takes)
+    else:
+        known = len(takes) == 5 and [*takes[:2], takes[3]] == MIXER_TAKES and takes[2] in CACHES
+    if not known:
         raise _different(name, f"its forward takes {', '.join(takes)}")
     if holds is None:
         return
-    if (
-        len(takes) != 5
-        or takes[:2] != ["self", "hidden_states"]
-        or takes[2] not in CACHES
-        or takes[3] != "attention_mask"
-    ):
-        raise _different(name, f"its forward takes {', '.join(takes)}")
+    has = {child for child, _ in module.named_children()} | {p for p, _ in module.named_parameters(recurse=False)}
     if wrong := sorted((has - {"act"}) ^ holds):
         raise _different(name, f"{wrong[0]} {'is new' if wrong[0] in has else 'is missing'}")
     for key, fits, expected in (
@@ -92,10 +90,9 @@ def _cache(kwargs: dict[str, Any]) -> Any:
 
 @torch.compiler.disable  # what it makes depends on values
 def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, Any]:
-    """Replace the boundaries among a model's arguments by ``packing`` wherever our layers compute.
+    """Replace the boundaries among a model's arguments by ``packing``.
 
-    What follows cached states, and what is padded behind its tokens and asks for a cache, stays transformers' own.
-    ``required``: raise ValueError if nothing says where documents are.
+    What follows cached states, or is padded behind its tokens beside a cache, stays transformers' own.
     """
     for name, value in kwargs.items():
         if value is not None and name in OTHER_NAMES:
@@ -119,9 +116,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     if packing.last is not None:
         return kwargs
     if packing.packed and (use_cache or cache is not None):
-        raise ValueError(
-            "use_cache: expected False and no cache, which cannot hold the states of several documents a row"
-        )
+        raise ValueError("use_cache: expected False and no cache for several documents a row, got one")
     if use_cache or cache is not None:
         del kwargs["packing"]
     else:
@@ -190,9 +185,8 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
             tokens = kwargs.get(name)
             if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
                 raise ValueError(f"{name}: expected {axes} axes and at least one slot, got {tuple(tokens.shape)}")
-        arranged = "packing" in kwargs or isinstance(
-            kwargs.get("attention_mask"), Packing
-        )  # by the model around this one
+        # By the model around this one.
+        arranged = "packing" in kwargs or isinstance(kwargs.get("attention_mask"), Packing)
         asked = self.require_boundaries or any(value is not None and name in ASKS for name, value in kwargs.items())
         if asked and not arranged:
             position = kwargs.get("position_ids")
@@ -206,7 +200,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
             kwargs["packing"] = kwargs.pop("attention_mask")
         return original.forward(self, **kwargs)
 
-    # What Trainer reads to know which columns of a data set the model takes.
+    # Trainer keeps the columns of a data set that the signature names.
     extra = [name for name in ("position_ids", "seq_idx", "cu_seq_lens_q") if name not in names]
     boundaries = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra]
     forward.__signature__ = signature.replace(parameters=[*named, *boundaries, others])  # type: ignore[attr-defined]
@@ -214,7 +208,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
 
 
 def _generates(original: Any) -> Callable:
-    """Wrap ``prepare_inputs_for_generation``: positions are boundaries in the prompt alone, if the original takes none."""
+    """Wrap ``prepare_inputs_for_generation``: positions are boundaries in the prompt alone."""
     rotates = "position_ids" in inspect.signature(original.forward).parameters
 
     @functools.wraps(original.prepare_inputs_for_generation)
@@ -230,9 +224,7 @@ def _generates(original: Any) -> Callable:
 def _saves(original: Any) -> Callable:
     @functools.wraps(original.save_pretrained)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        warnings.warn(
-            "save_pretrained: the folder loads unpatched, and leaks; call enable() or patch(model)", stacklevel=2
-        )
+        warnings.warn("save_pretrained: the folder loads unpatched, and leaks; call enable() or patch()", stacklevel=2)
         return original.save_pretrained(self, *args, **kwargs)
 
     return save_pretrained
@@ -268,7 +260,7 @@ def _made(original: type, init: Callable, require_boundaries: bool = False) -> C
 
 
 CLASSES: dict[type, type] = {}
-"""Our subclass of each of transformers' classes; attributes of this module under their names, as pickle wants them."""
+"""Our subclasses by transformers' classes; attributes of this module, for pickle."""
 HOLDS: dict[type, set[str]] = {}
 """Parameters and modules of each mixer."""
 WHOLE: dict[type, Callable] = {}
@@ -276,7 +268,7 @@ WHOLE: dict[type, Callable] = {}
 
 
 def _subclass(original: type, **attributes: Any) -> None:
-    # Buffers of what is no custom code are initialised on loading; a class under no name there records no hidden states.
+    # Loading initialises buffers of what is no custom code; an unregistered class records no hidden states.
     attributes |= {"__module__": __name__, "require_boundaries": False, "is_custom_code": staticmethod(lambda: False)}
     CLASSES[original] = globals()[original.__name__] = ours = type(original.__name__, (original,), attributes)
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), getattr(original, "_can_record_outputs", None))
@@ -294,10 +286,7 @@ for module, family, suffix, holds, way in FAMILIES:
 
 
 def exchange(model: nn.Module, require_boundaries: bool = False) -> None:
-    """Change the classes of the modules inside to ours; they keep their state.
-
-    Raises ValueError if one of them looks different from what we know; then none is changed.
-    """
+    """Change the classes of the modules inside to ours; raise ValueError, before any change, if one is not as known."""
     for module in model.modules():
         if isinstance(module, tuple(HOLDS)) and type(module) not in (*CLASSES, *CLASSES.values()):
             raise ValueError(f"model: expected mixers of transformers' own class, got {type(module).__name__}")
