@@ -234,7 +234,7 @@ def test_required_boundaries(family):
     packed(tokens)
 
 
-@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "FalconH1"])
+@pytest.mark.parametrize("family", ["Mamba", "Jamba", "Mamba2", "FalconH1"])
 def test_half_precision_and_autocast(family):
     model, packed = both(family)
     tokens = random_tokens()

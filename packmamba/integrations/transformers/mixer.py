@@ -55,7 +55,8 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
         else:
             low, B, C = _split(mixer, mixer.x_proj(x))
             if hasattr(mixer, "dt_layernorm"):
-                low, B, C = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
+                normed = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
+                low, B, C = (part.to(x.dtype) for part in normed)  # Jamba's norms return float32 under autocast
             if _plain(mixer.dt_proj):  # the bias is not rounded to the activations' dtype
                 delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(wide)
             else:
