@@ -1,4 +1,4 @@
-"""Time a Mamba in Hugging Face's Trainer: as it comes, flattened as it comes, and patched, in turns."""
+"""Time models in Hugging Face's Trainer: as they come, flattened as they come, and patched, in turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
-from packmamba.config import ConfigError, DataConfig, key, load_config
+from experiments.leakcheck.bench import find_kernels, make_configuration
+from packmamba.config import ConfigError, DataConfig, key, load_config, suggest
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.sources.builtin import open_stdlib
 from packmamba.integrations.transformers import patch
-from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
 from packmamba.timing import PeakMemory, free_memory, median, now, spread, take_turns
@@ -79,23 +79,15 @@ class Arm:
         return torch.cat([row[:length] for row, length in zip(logits, lengths)])
 
 
-def load_modeling(need_peers: bool) -> Any:
-    """transformers' modeling_mamba, which looks for the peers' kernels when it is imported.
-
-    Raises:
-        ConfigError: an arm needs them, and it found none.
-    """
-    with contextlib.suppress(ValueError):
-        _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
-        _peer("mamba_ssm", "ops.triton.selective_state_update", "selective_state_update")
-    from transformers.models.mamba import modeling_mamba
-
-    found = inspect.getclosurevars(modeling_mamba.mamba_inner_fn).nonlocals.get("is_new_implementation")
-    if need_peers and not found:
-        raise ConfigError(
-            "arms: kernels=mamba_ssm needs mamba-ssm and causal-conv1d, which transformers does not find here"
-        )
-    return modeling_mamba
+def check_kernels(modeling: Any) -> None:
+    """Raise ConfigError unless transformers' module of a model has found all of the peers' kernels that it looks for."""
+    for name, function in vars(modeling).items():
+        if inspect.isfunction(function) and function.__module__ == modeling.__name__:
+            if inspect.getclosurevars(function).nonlocals.get("is_new_implementation") is False:
+                raise ConfigError(
+                    "arms: kernels=mamba_ssm needs mamba-ssm and causal-conv1d, in which transformers does not find "
+                    f"{name} here"
+                )
 
 
 @contextlib.contextmanager
@@ -117,25 +109,18 @@ def on_torch_alone(modeling: Any) -> Iterator[None]:
 class Measured:
     """One model as transformers makes it and the same patched; an arm borrows one of them for a turn."""
 
-    def __init__(
-        self, sizes: Any, device: torch.device, precision: str, learning_rate: float, seed: int, peers: bool
-    ) -> None:
-        self.modeling = load_modeling(peers)
-        from transformers import MambaConfig, MambaForCausalLM
-
-        torch.manual_seed(seed)
-        config = MambaConfig(
-            vocab_size=sizes.vocab_size, hidden_size=sizes.d_model, num_hidden_layers=sizes.n_layer, state_size=sizes.d_state,
-            expand=sizes.expand, tie_word_embeddings=sizes.tie_embeddings,
-        )  # fmt: skip
-        self.models = {False: MambaForCausalLM(config)}
-        self.models[True] = patch(copy.deepcopy(self.models[False]))
-        self.start = copy.deepcopy(self.models[False].state_dict())
-        self.device, self.precision, self.learning_rate, self.seed = device, precision, learning_rate, seed
+    def __init__(self, model: Any, config: SpeedConfig, device: torch.device) -> None:
+        self.modeling = sys.modules[type(model).__module__]
+        model.config.use_cache = False  # as Trainer sets it
+        self.models = {False: model, True: patch(copy.deepcopy(model))}
+        self.start = copy.deepcopy(model.state_dict())
+        self.config, self.device = config, device
 
     @contextlib.contextmanager
     def borrowed(self, arm: Arm) -> Iterator[torch.nn.Module]:
         """The arm's model on the device, with the weights that all start from."""
+        if arm.kernels == "mamba_ssm":
+            check_kernels(self.modeling)
         model: Any = self.models[arm.patched]
         model.load_state_dict(self.start)
         model.to(self.device).train()
@@ -146,21 +131,22 @@ class Measured:
             model.zero_grad(set_to_none=True)
             model.cpu()
 
-    def logits(self, arm: Arm, *batches: Documents) -> Tensor:
-        """(tokens, vocab) in float32, as in training; of the arm's batches of these documents."""
-        found = []
+    def evaluate(self, arm: Arm, *batches: Documents) -> tuple[Tensor, float]:
+        """Return logits (tokens, vocab) and the last batch's loss, in float32 as in training, of the arm's batches."""
+        found, loss = [], float("nan")
         with self.borrowed(arm) as model, torch.no_grad():
             for documents in batches:
                 batch = arm.collate([{"input_ids": list(document)} for document in documents])
-                logits = model(**{k: value.to(self.device) for k, value in batch.items() if k != "labels"}).logits
-                found.append(arm.per_document(logits.float(), [len(document) for document in documents]).cpu())
-        return torch.cat(found)
+                output = model(**{name: value.to(self.device) for name, value in batch.items()})
+                lengths, loss = [len(document) for document in documents], float(output.loss)
+                found.append(arm.per_document(output.logits.float(), lengths).cpu())
+        return torch.cat(found), loss
 
     def train(self, arm: Arm, documents: Documents, per_step: int, warm_up: int) -> Turn:
         """Trainer on these documents in this order, from the start; timed behind the first ``warm_up`` steps."""
         from transformers import Trainer, TrainerCallback, TrainingArguments
 
-        device, losses, times = self.device, list[Tensor](), list[float]()
+        c, device, losses, times = self.config, self.device, list[Tensor](), list[float]()
 
         class Timed(Trainer):
             def _get_train_sampler(self, *_: Any) -> SequentialSampler:
@@ -181,9 +167,9 @@ class Measured:
         with self.borrowed(arm) as model, tempfile.TemporaryDirectory() as folder:
             peak = PeakMemory(device)
             arguments = TrainingArguments(
-                output_dir=folder, per_device_train_batch_size=per_step, num_train_epochs=1, learning_rate=self.learning_rate,
-                lr_scheduler_type="constant", bf16=self.precision == "bfloat16", report_to=[], save_strategy="no",
-                logging_steps=1000, disable_tqdm=True, use_cpu=device.type == "cpu", seed=self.seed,
+                output_dir=folder, per_device_train_batch_size=per_step, num_train_epochs=1, learning_rate=c.learning_rate,
+                lr_scheduler_type="constant", bf16=c.precision == "bfloat16", report_to=[], save_strategy="no",
+                logging_steps=1000, disable_tqdm=True, use_cpu=device.type == "cpu", seed=c.seed,
                 dataloader_pin_memory=device.type == "cuda",
             )  # fmt: skip
             dataset: Any = [{"input_ids": list(document)} for document in documents]
@@ -207,10 +193,9 @@ on the same path, or ``ROUNDING`` if that is more, relative: rounding, which ran
 
 
 @dataclass
-class IntegrationConfig:
-    bench: str = "integration"
-    model: str = key("130m", "Published size of the model, whose weights are random.")
-    overrides: list[str] = key([], "Further keys of the model, such as model.n_layer=2.")
+class SpeedConfig:
+    """What both benches take."""
+
     distribution: str = key("documents-2k", "Lengths of the documents.", choices=LENGTH_DISTRIBUTIONS)
     documents_per_step: int = key(16, "Documents of an optimizer step.", low=1)
     steps: int = key(30, "Timed optimizer steps of a turn.", low=1)
@@ -223,74 +208,139 @@ class IntegrationConfig:
     seed: int = key(0, "Seed of weights and lengths.", low=0)
 
 
-def run(config: IntegrationConfig, records_path: Path, progress: bool = True) -> None:
+@dataclass
+class IntegrationConfig(SpeedConfig):
+    bench: str = "integration"
+    model: str = key("130m", "Published size of the model, whose weights are random.")
+    overrides: list[str] = key([], "Further keys of the model, such as model.n_layer=2.")
+
+
+@dataclass
+class TrainerConfig(SpeedConfig):
+    bench: str = "trainer"
+    models: dict[str, Any] = key({}, "By model type its own keys as config; weights are random.")
+    shared: dict[str, Any] = key({}, "Keys of every model's configuration that has them.")
+    only: list[str] = key([], "Of these models alone; empty: of all.")
+
+
+def run(c: IntegrationConfig, records_path: Path, progress: bool = True) -> None:
     """Append a record of kind ``integration`` for each arm.
 
     Raises:
         RuntimeError: a patched arm differs from single documents; nothing is recorded.
     """
-    arms = {name: Arm(**fields) for name, fields in config.arms.items()}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = load_config(None, [f"model={c.model}", *c.overrides]).model
+    find_kernels()  # before transformers looks for them
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(c.seed)
+    config = MambaConfig(
+        vocab_size=sizes.vocab_size or 50280, hidden_size=sizes.d_model, num_hidden_layers=sizes.n_layer,
+        state_size=sizes.d_state, expand=sizes.expand, tie_word_embeddings=sizes.tie_embeddings,
+    )  # fmt: skip
+    named = {"model": c.model, "overrides": list(c.overrides)}
+    measure(c, MambaForCausalLM(config), named, records_path, progress)
+
+
+def run_trainer(c: TrainerConfig, records_path: Path, progress: bool = True) -> None:
+    """Append a record of kind ``trainer`` for each model and arm; of an arm that does not run, its error."""
+    models = {name: dict(of or {}) for name, of in c.models.items() if not c.only or name in c.only}
+    for name in c.only:
+        if name not in models:
+            raise ConfigError(f"only: unknown model '{name}'{suggest(name, c.models)}")
+    find_kernels()
+    from transformers import AutoModelForCausalLM
+
+    for name, of in models.items():
+        torch.manual_seed(c.seed)
+        model = AutoModelForCausalLM.from_config(make_configuration(name, of, c.shared))
+        named = {"model": name, "class": type(model).__name__, "keys": {**c.shared, **(of.get("config") or {})}}
+        named["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        measure(c, model, named, records_path, progress)
+        del model
+        free_memory()
+
+
+def measure(c: SpeedConfig, model: Any, named: dict[str, Any], records_path: Path, progress: bool) -> None:
+    """Append a record for each arm of a model.
+
+    Args:
+        named: keys of the records' config that say which model it is.
+    """
+    ends = isinstance(c, IntegrationConfig)  # at the first error
+    arms, kind = {name: Arm(**fields) for name, fields in c.arms.items()}, "integration" if ends else "trainer"
     provenance()
-    sizes = load_config(None, [f"model={config.model}", *config.overrides]).model
-    sizes.vocab_size = sizes.vocab_size or 50280
-    peers = any(arm.kernels == "mamba_ssm" for arm in arms.values())
-    measured = Measured(sizes, device, config.precision, config.learning_rate, config.seed, peers)
-    documents = draw_documents(
-        config.distribution, config.documents_per_step * (config.steps + config.warm_up_steps), config.seed
-    )
-    differences = _gate(measured, arms, documents, config.margin)
-    mine = {name: _sizes(arm, config) for name, arm in arms.items()}
+    measured = Measured(model, c, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    documents = draw_documents(c.distribution, c.documents_per_step * (c.steps + c.warm_up_steps), c.seed)
+    mine = {name: _sizes(arm, c) for name, arm in arms.items()}
     arranged = {
         name: arms[name].arranged(documents[: per_step * (steps + warm_up)], per_step, warm_up)
         for name, (per_step, steps, warm_up) in mine.items()
     }
+    errors: dict[str, str] = {}
 
-    def turns(name: str) -> Any:
+    def attempt(name: str, call: Callable[[], Any]) -> Any:
+        try:
+            return None if name in errors else call()
+        except Exception as error:
+            if ends and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(f"{named['model']}, {name}: {errors[name]}; it is left out", file=sys.stderr)
+        free_memory()  # not above, where the exception's frames hold it
+
+    def turns(name: str) -> Callable[[int], Any]:
         per_step, _, warm_up = mine[name]
-        return lambda turn: measured.train(arms[name], arranged[name], per_step, warm_up)
+        return lambda _: attempt(name, lambda: measured.train(arms[name], arranged[name], per_step, warm_up))
 
+    gate = Gate(measured, documents, c.margin)
+    found = {name: attempt(name, functools.partial(gate, name, arm)) for name, arm in arms.items()}
     begun = time.perf_counter()
-    samples: dict[str, list[Turn]] = take_turns(
-        {name: turns(name) for name in arms}, config.rounds, warm_up=0,
+    samples: dict[str, list[Turn | None]] = take_turns(
+        {name: turns(name) for name in arms}, c.rounds, warm_up=0,
         at_most={name: arm.rounds for name, arm in arms.items() if arm.rounds is not None},
-        left_out=lambda name: print(f"{name}: out of memory; it is left out", file=sys.stderr),
-        bar="integration" if progress else None,
+        bar=named["model"] if progress else None,
     )  # fmt: skip
     wall = time.perf_counter() - begun
-    for name, taken in samples.items():
+    for name, of_arm in samples.items():
+        taken = [turn for turn in of_arm if turn is not None and name not in errors]
+        if ends and not taken:
+            continue
         per_step, steps, warm_up = mine[name]
         tokens, slots = _counts(arms[name], arranged[name][warm_up * per_step :], per_step)
         rates = [tokens / turn.seconds for turn in taken]
+        speeds = {} if not taken else {
+            "real_tokens_per_second": median(rates),
+            "real_tokens_per_second_spread": spread(rates),
+            "seconds_per_step": median(turn.seconds / steps for turn in taken),
+            "slots_per_second": median(rates) * slots / tokens,
+            "first_loss": taken[0].losses[0],
+            "last_loss": float(np.mean(taken[0].losses[-min(10, steps) :])),
+        }  # fmt: skip
         append_record(
             records_path,
             make_record(
-                kind="integration",
+                kind=kind,
                 experiment="integration",
                 arm=name,
                 config={
-                    **{key: value for key, value in vars(config).items() if key not in ("arms", "bench")},
-                    **vars(arms[name]), "overrides": list(config.overrides),
+                    **{k: v for k, v in vars(c).items() if k not in ("arms", "bench", "models", "shared", "only")},
+                    **vars(arms[name]), **named,
                     "documents_per_step": per_step, "steps": steps, "warm_up_steps": warm_up, "rounds": len(taken),
-                    "transformers": importlib.metadata.version("transformers"),
+                    "transformers": importlib.metadata.version("transformers"), "error": errors.get(name),
                 },
-                seed=config.seed,
-                corpus_hash=f"{config.distribution}: bytes of the standard library",
+                seed=c.seed,
+                corpus_hash=f"{c.distribution}: bytes of the standard library",
                 metrics={
-                    "real_tokens_per_second": median(rates),
-                    "real_tokens_per_second_spread": spread(rates),
-                    "seconds_per_step": median(turn.seconds / steps for turn in taken),
-                    "slots_per_second": median(rates) * slots / tokens,
+                    **speeds,
                     "padding_fraction": 1 - tokens / slots,
                     "tokens_per_step": tokens / steps,
                     "peak_memory_bytes": max((turn.peak for turn in taken if turn.peak is not None), default=None),
-                    "first_loss": taken[0].losses[0],
-                    "last_loss": float(np.mean(taken[0].losses[-min(10, steps) :])),
-                    "difference": differences[name],
+                    **(found[name] or {}),
                 },
                 wall_seconds=wall,
                 curves={
-                    "loss": [{"step": step, "loss": loss} for step, loss in enumerate(taken[0].losses)],
+                    "loss": [{"step": step, "loss": loss} for step, loss in enumerate(taken[0].losses)] if taken else [],
                     "turns": [{"turn": turn, "real_tokens_per_second": rate} for turn, rate in enumerate(rates)],
                 },
             ),
@@ -306,7 +356,7 @@ def draw_documents(distribution: str, count: int, seed: int) -> Documents:
     return [list(itertools.islice(text, length)) for length in lengths]
 
 
-def _sizes(arm: Arm, config: IntegrationConfig) -> tuple[int, int, int]:
+def _sizes(arm: Arm, config: SpeedConfig) -> tuple[int, int, int]:
     """(documents of a step, timed steps, steps before them) of an arm."""
     own = (arm.documents_per_step, arm.steps, arm.warm_up_steps)
     of_all = (config.documents_per_step, config.steps, config.warm_up_steps)
@@ -323,28 +373,36 @@ def _counts(arm: Arm, documents: Documents, per_step: int) -> tuple[int, int]:
     return sum(lengths), sum(max(step) * len(step) for step in steps)
 
 
-def _gate(measured: Measured, arms: dict[str, Arm], documents: Documents, margin: float) -> dict[str, float]:
-    """Compare each arm's logits with single documents', relative; in float32.
+class Gate:
+    """Compare an arm's logits with single documents', relative, and its loss with that of the documents padded; in float32.
 
     Single documents are computed by transformers without kernels. Its own arms are reported as they are, ours must agree.
     """
-    some = [list(document[:GATE_LENGTH]) for document in documents[:GATE_DOCUMENTS]]
-    some[1] = some[1][:1]  # a document of one token too
-    plain = Arm("padded", kernels="torch")
-    with torch.backends.cudnn.flags(allow_tf32=False):  # which PyTorch allows its convolutions
-        alone = measured.logits(plain, *([document] for document in some))
 
-        def difference(arm: Arm) -> float:
-            return float((measured.logits(arm, some) - alone).norm() / alone.norm())
+    def __init__(self, measured: Measured, documents: Documents, margin: float) -> None:
+        self.measured = measured
+        self.documents = [list(document[:GATE_LENGTH]) for document in documents[:GATE_DOCUMENTS]]
+        self.documents[1] = self.documents[1][:1]  # a document of one token too
+        plain = Arm("padded", kernels="torch")
+        with torch.backends.cudnn.flags(allow_tf32=False):  # which PyTorch allows its convolutions
+            self.alone = measured.evaluate(plain, *([document] for document in self.documents))[0]
+            logits, self.loss = measured.evaluate(plain, self.documents)
+        self.most = margin * TIMES * max(self._off(logits), ROUNDING)
 
-        most = margin * TIMES * max(difference(plain), ROUNDING)
-        differences = {name: difference(arm) for name, arm in arms.items()}
-    for name, arm in arms.items():
-        if arm.patched and not differences[name] <= most:
-            raise RuntimeError(
-                f"{name}: logits differ from single documents' by {differences[name]:.2g}, relative, more than {most:.2g}"
-            )
-    return differences
+    def _off(self, logits: Tensor) -> float:
+        return float((logits - self.alone).norm() / self.alone.norm())
+
+    def __call__(self, name: str, arm: Arm) -> dict[str, float]:
+        """Return an arm's metrics. Raises RuntimeError if it is patched and wrong."""
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            logits, loss = self.measured.evaluate(arm, self.documents)
+        found = {"difference": self._off(logits), "loss_difference": abs(loss - self.loss)}
+        for what, off in (("logits", found["difference"]), ("loss", found["loss_difference"] / self.loss)):
+            if arm.patched and not off <= self.most:
+                raise RuntimeError(
+                    f"{name}: {what} differ from single documents' by {off:.2g}, relative, more than {self.most:.2g}"
+                )
+        return found
 
 
-BENCHES = {"integration": Bench(IntegrationConfig, run)}
+BENCHES = {"integration": Bench(IntegrationConfig, run), "trainer": Bench(TrainerConfig, run_trainer)}

@@ -1,8 +1,9 @@
-"""The table and the figure of Trainer's speed."""
+"""The tables and the figure of Trainer's speed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -48,9 +49,62 @@ def tables(records: Sequence[Record]) -> list[Table]:
     return [table]
 
 
+def trainer_tables(records: Sequence[Record]) -> list[Table]:
+    """A row for each model, and one for each of its arms."""
+    of_kind = [record for record in records if record["kind"] == "trainer"]
+    models = {r["config"]["model"]: latest([o for o in of_kind if o["config"]["model"] == r["config"]["model"]], "trainer")
+              for r in of_kind}  # fmt: skip
+    if not models:
+        return []
+    first = next(iter(next(iter(models.values())).values()))
+    config, rows, every = first["config"], [], []
+    for model, arms in models.items():
+        row: dict[str, Any] = {"model": model, "parameters": next(iter(arms.values()))["config"]["parameters"] / 1e6}
+        for arm, record in arms.items():
+            over = _over(arms.get("packed"), record)
+            row |= {f"{arm}_{name}": value for name, value in record["metrics"].items()} | {f"over_{arm}": over}
+            fields = {"model": model, "arm": arm, "batches": BATCHES[record["config"]["batches"]], "packed_over": over}
+            fields |= {"kernels": KERNELS[record["config"]["kernels"]], "error": record["config"]["error"] or "-"}
+            every.append(record["metrics"] | fields)
+        rows.append(row)
+    where = (
+        f"{next(iter(first['hardware']['gpus']), first['hardware']['cpu'])}; {config['precision']}; transformers "
+        f"{config['transformers']}; {config['rounds']} interleaved turns of {config['steps']} steps of "
+        f"{config['documents_per_step']} documents ({config['distribution']}: our choice)"
+    )
+    speed, ours = "real_tokens_per_second", "packed_real_tokens_per_second"
+    return [
+        make_table(
+            "trainer",
+            "Small models with random weights in Trainer: packed beside padded",
+            f"!model | million parameters = parameters:.0f | padded, real tokens/s = padded_{speed}:,.0f | "
+            f"sorted = grouped_{speed}:,.0f | packed = {ours}:,.0f | without kernels = slow-path_{speed}:,.0f | "
+            "packed over padded [95% CI] = over_padded over_padded_low over_padded_high | "
+            "packed over sorted [95% CI] = over_grouped over_grouped_low over_grouped_high | "
+            "padded, peak memory = padded_peak_memory_bytes:GiB | packed, peak memory = packed_peak_memory_bytes:GiB | "
+            "loss off in float32 = packed_loss_difference:.1e",
+            rows,
+            f"{where}. Padded and sorted run on mamba-ssm's and causal-conv1d's kernels, by transformers. Loss off: packed "
+            "from padded on transformers' path without kernels, nats per target.",
+        ),
+        make_table(
+            "trainer-arms",
+            "All arms in Trainer",
+            f"!model | !arm | !batches | !kernels | real tokens/s = {speed}:,.0f | "
+            f"interquartile range = {speed}_spread:,.0f | "
+            "packed over it [95% CI] = packed_over packed_over_low packed_over_high | padding = padding_fraction:% | "
+            "peak memory = peak_memory_bytes:GiB | loss, first step = first_loss:.4f | loss, last steps = last_loss:.4f | "
+            "off from single documents = difference:.1e | loss off in float32 = loss_difference:.1e | !error",
+            every,
+            f"{where}.",
+        ),
+    ]
+
+
 def _over(patched: Record | None, record: Record) -> Cell:
     """Patched's speed over the arm's, turn by turn."""
-    found = None if patched is None else interval(pd.Series(_rates(patched)) / pd.Series(_rates(record)))
+    both = patched is not None and _rates(patched) and _rates(record)
+    found = None if patched is None or not both else interval(pd.Series(_rates(patched)) / pd.Series(_rates(record)))
     if found is None:
         return number(None, "")
     text = f"{found.mean:.2f}x" + (
@@ -61,7 +115,7 @@ def _over(patched: Record | None, record: Record) -> Cell:
 
 def _rates(record: Record) -> list[float]:
     turns = record["curves"].get("turns") or [record["metrics"]]
-    return [turn["real_tokens_per_second"] for turn in turns]
+    return [turn["real_tokens_per_second"] for turn in turns if "real_tokens_per_second" in turn]
 
 
 def _others(records: Iterable[Record]) -> str:
@@ -90,4 +144,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "integration", "Real tokens per second of whole optimizer steps in Hugging Face's Trainer.")]
 
 
-KINDS = {"integration": Kind(tables, figures, named_by("integration", "model"))}
+KINDS = {
+    "integration": Kind(tables, figures, named_by("integration", "model")),
+    "trainer": Kind(trainer_tables),
+}

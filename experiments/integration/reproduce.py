@@ -2,12 +2,16 @@
 
 from packmamba.reproduce import Headline, Step
 
-TAKES = "3 minutes"
+TAKES = "8 minutes"
 STEPS = [
     Step(
         "integration.yaml", small=("rounds=1", "steps=10", "arms=[padded,flattened,patched]"), gpus=1, gpu_gib=70,
         packages=("transformers", "accelerate", "mamba_ssm"),
-    )
+    ),
+    Step(
+        "trainer.yaml", small=("rounds=1", "only=[mamba2,bamba]"), gpus=1, gpu_gib=70,
+        packages=("transformers", "accelerate", "mamba_ssm"),
+    ),
 ]  # fmt: skip
 TABLE = "integration"
 

@@ -55,10 +55,11 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
             raise ConfigError(f"only: unknown model '{name}'{suggest(name, c.models)}")
     arms = {name: dict(of or {}) for name, of in c.models.items() if not c.only or name in c.only}
     for name, of in arms.items():
-        _configuration(name, of, c.shared)  # before any work
+        make_configuration(name, of, c.shared)  # before any work
     logging.getLogger("transformers").setLevel(logging.ERROR)
     provenance()
     if c.device != "cpu":
+        os.environ.setdefault("MAMBA_DETERMINISTIC", "1")  # one block size each: others take minutes to build
         find_kernels()
     chosen = [boundaries for boundaries in c.boundaries if boundaries != TRL or _version(TRL)]
     arms |= {f"{name}{PATCHED}": of for name, of in arms.items() if of.get("patch")}
@@ -95,7 +96,6 @@ class Collated(CheckedModel):
 
 def find_kernels() -> None:
     """Make mamba-ssm's kernels importable one by one, before transformers asks: the whole package wants more than they do."""
-    os.environ.setdefault("MAMBA_DETERMINISTIC", "1")  # one block size each: others take minutes to build
     for module, name in (
         ("selective_scan_interface", "selective_scan_fn"),
         ("triton.selective_state_update", "selective_state_update"),
@@ -105,7 +105,8 @@ def find_kernels() -> None:
             _peer("mamba_ssm", f"ops.{module}", name)
 
 
-def _configuration(name: str, of: dict[str, Any], shared: dict[str, Any]) -> Any:
+def make_configuration(name: str, of: dict[str, Any], shared: dict[str, Any]) -> Any:
+    """Make a transformers configuration of this type. Raises ConfigError for an unknown type or key."""
     from transformers import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:
@@ -121,7 +122,7 @@ def _model(name: str, of: dict[str, Any], c: AuditConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(c.seed)
-    return AutoModelForCausalLM.from_config(_configuration(name, of, c.shared)).to(c.device)
+    return AutoModelForCausalLM.from_config(make_configuration(name, of, c.shared)).to(c.device)
 
 
 def _record(

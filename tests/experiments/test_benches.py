@@ -392,6 +392,28 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
         integration.run(config, tmp_path / "r.jsonl", progress=False)
 
 
+def test_hugging_face_s_trainer_of_other_models(tmp_path):
+    """Arms that do not run keep an error in their place."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from experiments.integration import bench as integration
+
+    keys = ["only=[bamba]", "distribution=short", "documents_per_step=3", "steps=2", "warm_up_steps=1", "rounds=1"]
+    sizes = ["hidden_size=32", "num_hidden_layers=2", "num_attention_heads=4", "mamba_n_heads=4", "mamba_d_head=16"]
+    sizes += ["mamba_chunk_size=16", "vocab_size=256", "intermediate_size=32", "mamba_d_state=4"]
+    keys += [f"shared.{size}" for size in sizes]
+    config = load_bench("integration/trainer", [*keys, "models.bamba.config={attn_layer_indices: [1]}"]).config
+    integration.run_trainer(config, tmp_path / "records.jsonl", progress=False)
+    records = read_records(tmp_path)
+    found = {record["arm"]: record for record in records}
+    assert list(found) == ["padded", "grouped", "packed", "slow-path"]
+    assert "needs mamba-ssm" in found["padded"]["config"]["error"] and not found["packed"]["config"]["error"]
+    assert found["packed"]["metrics"]["loss_difference"] < 1e-5
+    assert found["packed"]["metrics"]["real_tokens_per_second"] > 0
+    made = tables("integration", records)
+    assert len(made["trainer"].rows) == 1 and len(made["trainer-arms"].rows) == 4
+
+
 def test_audit_of_transformers(tmp_path):
     pytest.importorskip("transformers")
     from experiments.leakcheck import bench as audit
