@@ -17,8 +17,7 @@ from packmamba.report.statistics import Estimate
 from packmamba.report.tables import Cell, Table, gibibytes, number, percent, word
 from packmamba.report.tables import make_columns as make_columns
 
-SMALL = "+.1e"
-"""Of intervals that four digits would show as zero."""
+SMALL = "+.1e"  # of intervals that four digits would show as zero
 
 
 def make_table(name: str, title: str, columns: str, rows: Iterable[Mapping[str, Any]], *notes: str) -> Table:

@@ -19,26 +19,13 @@ from packmamba.report.html import Kind
 from packmamba.report.statistics import DRAWS, Estimate, bootstrap, difference_by_group, holm, interval, verdict
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
-STARTS = {
-    "reset": "zero",
-    "fitted_noise": "noise",
-    "state_passing": "foreign",
-    "carry": "own",
-    "carry_scan": "own scan",
-}
-LEAKS = {
-    "reset": "rows",
-    "leak": "leak",
-    "leak_conv": "leak, convolution",
-    "leak_scan": "leak, scan",
-    "state_passing_within_row": "foreign heads",
-}
-RATE = 2e-3
-"""Learning rate of all runs that name none."""
-TUNING = 100
-"""Seeds from here on are for choices, and are not reported."""
-REACH = 32
-"""Beyond: from T to this many times T."""
+STARTS = {"reset": "zero", "fitted_noise": "noise", "state_passing": "foreign"}
+STARTS |= {"carry": "own", "carry_scan": "own scan"}
+LEAKS = {"reset": "rows", "leak": "leak", "leak_conv": "leak, convolution", "leak_scan": "leak, scan"}
+LEAKS |= {"state_passing_within_row": "foreign heads"}
+RATE = 2e-3  # learning rate of all runs that name none
+TUNING = 100  # seeds from here on are for choices, and are not reported
+REACH = 32  # beyond: from T to this many times T
 GAINS = "long_context.by_group"
 
 
@@ -77,12 +64,9 @@ class Setting:
     width: int
     lr: float
     stagger: bool
-    after: bool
-    """From the weights of another run."""
-    tuning: bool
-    """Seeds on which things were chosen."""
-    tried: bool
-    """True in a sweep that tries learning rates: compared inside it alone."""
+    after: bool  # from the weights of another run
+    tuning: bool  # seeds on which things were chosen
+    tried: bool  # true in a sweep that tries learning rates: compared inside it alone
 
     def label(self) -> str:
         size = {512: "14M", 768: "47M"}.get(self.width, f"width {self.width}")
@@ -102,14 +86,13 @@ class Arm:
 
     @property
     def expected(self) -> set[int]:
-        """Seeds that it has or that sweeps say it should have, of which one may have tuning seeds and another those reported."""
+        """Return the seeds that it has or that sweeps say it should have."""
         said = [sweep["seeds"] for sweep in self.runs.get("sweep", ()) if isinstance(sweep, dict)]
         wanted = (seed for seeds in said for seed in seeds if (seed >= TUNING) == self.setting.tuning)
         return {*self.runs.index, *wanted}
 
     @property
     def diverged(self) -> set[int]:
-        """Seeds whose runs have no loss."""
         return set(self.runs.index[self.runs["val_loss"].isna()])
 
     def losses(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray, list[int]]:
@@ -128,10 +111,8 @@ def _places(run: Any) -> pd.DataFrame:
     by_group = run.get("curves.perplexity.by_group")
     if isinstance(by_group, list) and by_group and "start" in by_group[0]:
         return pd.DataFrame(by_group)
-    return pd.DataFrame([
-        {"group": 0, "start": point["start"], "nats": point["loss"] * point["count"], "targets": point["count"]}
-        for point in run["curves.loss_by_position"]
-    ])  # fmt: skip
+    points = pd.DataFrame(run["curves.loss_by_position"])
+    return points.assign(group=0, nats=points["loss"] * points["count"], targets=points["count"])
 
 
 Settings = dict[Setting, dict[str, Arm]]
@@ -144,8 +125,7 @@ def arms(records: Sequence[Record]) -> list[Arm]:
         return []
     runs["tried"] = runs["arm"].str.contains(" lr=", regex=False)
     runs["arm"], runs["places"] = zip(*((name_of(run), _places(run)) for _, run in runs.iterrows()))
-    steps, size = runs["config.trainer.max_steps"], runs["config.data.tokens_per_step"]
-    runs["budget"] = steps * size
+    runs["budget"] = runs["config.trainer.max_steps"] * runs["config.data.tokens_per_step"]
     whole = runs["arm"] == "whole"
     rows = runs["config.data.row_length"].astype(float)
     window = runs.get("config.evaluation_options.long_context.window", pd.Series(np.nan, runs.index)).astype(float)
@@ -155,11 +135,9 @@ def arms(records: Sequence[Record]) -> list[Arm]:
     runs["after"] = runs.get("config.trainer.init_from", pd.Series(None, runs.index)).notna()
     keys = ["T", "budget", "config.model.d_model", "config.optimizer.lr", "staggered", "after", "tuning", "tried"]
     found = []
-    for (*setting, name), group in runs.groupby([*keys, "arm"], sort=True):
+    for (T, tokens, width, lr, *marks, name), group in runs.groupby([*keys, "arm"], sort=True):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
-        T, tokens, width, lr, *marks = setting
-        place = Setting(int(T), int(tokens), int(width), float(lr), *map(bool, marks))
-        found.append(Arm(name, place, latest))
+        found.append(Arm(name, Setting(int(T), int(tokens), int(width), float(lr), *map(bool, marks)), latest))
     return found
 
 
@@ -182,9 +160,7 @@ def of_one_start(*some: Arm) -> list[Arm]:
 def paired(
     arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Nats of one arm minus the other's (seeds, packages) at places from low up to high, and targets (packages,); with ``less``
-    also minus the difference of these two. Runs that went on from different weights are no pair. None without a seed and target
-    of all."""
+    """Return nats of one arm minus the other's (seeds, packages) and targets (packages,); ``less``: minus these two's too."""
     first, *others = (one.losses(low, high) for one in of_one_start(arm, other, *reversed(less or ())))
     nats, targets, seeds = first
     both = [seed for seed in seeds if all(seed in theirs for _, _, theirs in others)]
@@ -197,17 +173,12 @@ def paired(
 
 
 def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None) -> Estimate | None:
-    """One arm's loss minus the other's at places from low up to high, nats per target, as ``paired`` has it.
-
-    Of records that do not tell packages apart the interval is Student's t over seeds.
-    """
+    """Estimate ``paired`` in nats per target; without packages, by Student's t over seeds."""
     both = paired(arm, other, low, high, less)
-    if both is None:
-        return None
-    found = bootstrap(*both)
-    if found.groups > 1 or found.seeds < 2:
-        return found
-    return interval(both[0].sum(axis=1) / both[1].sum())
+    found = bootstrap(*both) if both else None
+    if both and found and found.groups < 2 <= found.seeds:
+        return interval(both[0].sum(axis=1) / both[1].sum())
+    return found
 
 
 def gain_pairs(arm: Arm, other: Arm, windows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -230,8 +201,7 @@ def spans(T: int) -> dict[str, tuple[float, float]]:
 
 
 COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "shuffled": "#D55E00"}
-LEAST, MOST = 5, 16
-"""Powers of two between which places are drawn: before them differences are many times larger."""
+LEAST, MOST = 5, 16  # powers of two between which places are drawn: before them differences are many times larger
 
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
@@ -248,20 +218,18 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
         ax.axvline(1, color="#b4b9c1", linewidth=1)
         drawn = [name for name in COLORS if name in here and _pairs(here, name) > 1]
         for i, name in enumerate(drawn):
-            points = [
-                (2**power, contrast(here[name], here["zero"], 2**power * setting.T, 2 ** (power + 1) * setting.T))
-                for power in range(-4, 5)
-            ]
             dodge = 2**0.5 * 1.09 ** (i - len(drawn) / 2)
+            places = [(2**power, 2**power * setting.T) for power in range(-4, 5)]
+            points = [(x * dodge, contrast(here[name], here["zero"], low, 2 * low)) for x, low in places]
             label = "the pool's rows, shuffled" if name == "shuffled" else f"{name} state"
-            _draw(ax, [(x * dodge, one) for x, one in points], label, color=COLORS[name], markersize=4, linewidth=1.4)
+            _draw(ax, points, label, color=COLORS[name], markersize=4, linewidth=1.4)
         title = f"Rows of {setting.T} tokens ({_pairs(here)} seeds)"
         ax.set(title=title, xscale="log", xlabel="place in the document / row length")
         ax.set_xticks([1 / 16, 1 / 4, 1, 4, 16], ["1/16", "1/4", "1", "4", "16"])
         ax.set_xticks([], minor=True)
         ax.sharey(panels[0])
-        ax.text(0.9, 0.98, "inside T", ha="right", va="top", color=MUTED, transform=ax.get_xaxis_transform())
-        ax.text(1.1, 0.98, "beyond T", ha="left", va="top", color=MUTED, transform=ax.get_xaxis_transform())
+        for x, text, side in ((0.9, "inside T", "right"), (1.1, "beyond T", "left")):
+            ax.text(x, 0.98, text, ha=side, va="top", color=MUTED, transform=ax.get_xaxis_transform())
     panels[0].set_ylabel("loss minus that of zero states, nats")
     legend_below(fig, columns=4)
     caption = (
@@ -281,11 +249,8 @@ def _pairs(here: dict[str, Arm], name: str = "own", other: str = "zero") -> int:
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw a leak's effect in post-training on the loss by position in the document."""
-    settings = {
-        s: here
-        for s, here in by_setting(arms(records)).items()
-        if s.after and not s.tuning and _pairs(here, "leak", "rows") > 1
-    }
+    known = by_setting(arms(records)).items()
+    settings = {s: here for s, here in known if s.after and not s.tuning and _pairs(here, "leak", "rows") > 1}
     if not settings:
         return []
     fig, (ax,) = axes(1, width=7.0)
@@ -317,16 +282,9 @@ def _draw(ax: Any, points: Iterable[tuple[float, Estimate | None]], label: str, 
     )  # fmt: skip
 
 
-def figures(records: Sequence[Record]) -> list[Figure]:
-    """``records`` are of one corpus."""
-    return [*starts_figures(records), *leak_figures(records)]
-
-
 MARGIN = 0.005
-MIDDLE = 2048
-"""Row length that others are compared with."""
-FIRST = 256
-"""Places at the start of a document, where a leak is felt."""
+MIDDLE = 2048  # row length that others are compared with
+FIRST = 256  # places at the start of a document, where a leak is felt
 ENDS = ("", "_low", "_high", "_pairs")
 PRIMARY_SETTING = "T = 2048, 14M, 100M tokens"
 PRIMARY = (("coverage", "foreign", "zero"), ("continuity", "own", "foreign"))
@@ -475,13 +433,11 @@ def _exploratory(settings: Settings) -> Table:
 
 def _same(arm: Arm, other: Arm) -> Cell:
     """Count the pairs whose runs have one commit and one kind of GPU."""
-    ours, theirs = of_one_start(arm, other)
-    seeds = ours.runs.index.intersection(theirs.runs.index)
-    runs = [
-        [(run["commit"], run["hardware"]["gpus"]) for _, run in one.runs.loc[seeds].iterrows()]
-        for one in (ours, theirs)
-    ]
-    return number(sum(a == b for a, b in zip(*runs)), "d")
+    ours, theirs = (one.runs for one in of_one_start(arm, other))
+    seeds = ours.index.intersection(theirs.index)
+    pairs = zip(ours.loc[seeds].iterrows(), theirs.loc[seeds].iterrows())
+    alike = [a["commit"] == b["commit"] and a["hardware"]["gpus"] == b["hardware"]["gpus"] for (_, a), (_, b) in pairs]
+    return number(sum(alike), "d")
 
 
 def _leaks(settings: Settings) -> Table:
@@ -504,12 +460,8 @@ def _leaks(settings: Settings) -> Table:
 
 def _lengths(settings: Settings) -> Table:
     """One arm at several T, and what own gains over zero: as many tokens a step, cut into rows of other lengths."""
-    spans_of = {
-        "all places": (0, np.inf),
-        "first 512": (0, 512),
-        "2048 to 16,384": (2048, 16384),
-        "from 8192 on": (8192, np.inf),
-    }
+    spans_of = {"all places": (0, np.inf), "first 512": (0, 512), "2048 to 16,384": (2048, 16384)}
+    spans_of |= {"from 8192 on": (8192, np.inf)}
     columns = _span_columns("!arm | !rows | !minus", spans_of)
     table = Table("row-length", f"Rows of other lengths minus rows of {MIDDLE}, nats per target", columns)
     for setting, here in settings.items():
@@ -562,15 +514,14 @@ def _gains(settings: Settings) -> Table:
     """Tabulate the gain from context before the last T tokens, by its length."""
     every = [arm for here in settings.values() for arm in here.values()]
     windows = [k for k in (2, 4, 8, 16, 32) if any(arm.runs.get(f"long_context.gain_{k}") is not None for arm in every)]
-    columns = [Column("setting", ("setting",), False), Column("arm", ("arm",), False)]
+    columns = make_columns("!setting | !arm")
     columns += [Column(f"{k} T", (f"gain_{k}", f"gain_{k}_sd")) for k in windows]
     table = Table("context-gain", "Context gain: what context beyond T tokens is worth, nats per target", columns)
     if windows:
         for setting, here in settings.items():
             for arm in here.values():
-                cells = [
-                    mean_sd(arm.runs[f"long_context.gain_{k}"]) for k in windows if f"long_context.gain_{k}" in arm.runs
-                ]
+                gains = [arm.runs.get(f"long_context.gain_{k}") for k in windows]
+                cells = [mean_sd(gain) for gain in gains if gain is not None]
                 table.rows.append([word(setting.label()), word(arm.name), *cells])
     table.notes = [
         "Mean and standard deviation over the seeds that each arm has; same targets in every arm. Differences are paired in "
@@ -580,17 +531,11 @@ def _gains(settings: Settings) -> Table:
 
 
 def _gain_differences(settings: Settings) -> Table:
-    """By how much more an arm uses what lies farther back than T than the arm that it is compared with."""
+    """Tabulate by how much more than another an arm uses what lies farther back than T."""
     windows = [4, 8, 16, 32]
-    table = Table(
-        "gain-differences",
-        "Context gain: an arm's minus another's, nats per target",
-        make_columns("!setting | !arm | !minus")
-        + [
-            Column(f"{k} T [95% CI]", tuple(f"gain_{k}{end}" for end in ("", "_low", "_high", "_pairs")))
-            for k in windows
-        ],
-    )
+    columns = make_columns("!setting | !arm | !minus")
+    columns += [Column(f"{k} T [95% CI]", tuple(f"gain_{k}{end}" for end in ENDS)) for k in windows]
+    table = Table("gain-differences", "Context gain: an arm's minus another's, nats per target", columns)
     for setting, here in settings.items():
         for name, arm in here.items():
             other = next((one for one in ("zero", "rows") if one in here and one != name), None)
@@ -638,4 +583,4 @@ def texts(records: Sequence[Record]) -> str:
     return (data.get("unit") or data["source"]) + ("" if data.get("begin_token") else "-unmarked")
 
 
-KINDS = {"training": Kind(starts_tables, figures, texts)}
+KINDS = {"training": Kind(starts_tables, lambda records: [*starts_figures(records), *leak_figures(records)], texts)}

@@ -13,13 +13,10 @@ from packmamba.report.html import KINDS as LIBRARY
 from packmamba.report.statistics import Estimate, equivalence, holm, interval, verdict
 from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
 
-MARGIN = 0.02
-"""Nats an answer, named before the runs."""
-COMPARED = ("packed-reset", "packed-leak")
-"""With padded."""
+MARGIN = 0.02  # nats an answer, named before the runs
+COMPARED = ("packed-reset", "packed-leak")  # with padded
 SEEDS = 8
-SOLVED = 0.9
-"""Accuracy from which a seed has solved a task: it is learned suddenly, so a mean of seeds says little."""
+SOLVED = 0.9  # accuracy from which a seed has solved a task: it is learned suddenly, so a mean of seeds says little
 
 
 def task_of(records: Sequence[Record]) -> str:

@@ -25,10 +25,8 @@ from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
 
 KERNELS = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "flash-attn")
-TRL = "trl"
-"""Among boundaries: all arguments that TRL's own collator makes."""
-PATCHED = ", patched"
-"""Ends the name of an arm whose model is patched."""
+TRL = "trl"  # among boundaries: all arguments that TRL's own collator makes
+PATCHED = ", patched"  # ends the name of an arm whose model is patched
 
 
 @dataclass

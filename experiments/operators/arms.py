@@ -36,16 +36,13 @@ class _Fields:
 class GpuArm(_Fields):
     """On a GPU."""
 
-    operator: str
-    """scan, conv, projections (the block's matrix products) or schedule (making it, once a batch)."""
-    implementation: str = "packmamba"
-    """A name in gpu_implementations._implementation."""
+    operator: str  # scan, conv, projections (the block's matrix products) or schedule (making it, once a batch)
+    implementation: str = "packmamba"  # A name in gpu_implementations._implementation
     packing: str = "packed"
     """packed: rows with boundaries; unpacked: the row as one document; by-document: each alone; padded: one batch."""
     boundaries: str | None = "schedule"
     """Source of boundaries in kernels: schedule; indices, one for each token; null where there are none."""
-    with_states: bool = False
-    """An initial state goes in, the final one comes out."""
+    with_states: bool = False  # an initial state goes in, the final one comes out
 
     @property
     def slow(self) -> bool:
@@ -78,10 +75,8 @@ GPU_ARMS = {
 class CpuArm(_Fields):
     """On a CPU, for both operators."""
 
-    implementation: str
-    """packmamba, compiled; reference, vectorised PyTorch; or transformers, its slow path."""
-    packing: str = "packed"
-    """packed, or by-document: each alone."""
+    implementation: str  # packmamba, compiled; reference, vectorised PyTorch; or transformers, its slow path
+    packing: str = "packed"  # packed, or by-document: each alone
     memory: str = "new"
     """new: through the public operator, which allocates its results; at_hand: packmamba's kernels into memory that is there."""
 

@@ -29,8 +29,7 @@ MULTIPLY_ADDS, EXPONENTIALS = 4 + 4 + 8, 2
 RATES = "rates"
 """Take a turn with the arms: what the machine can do is the best of all turns, as other processes may slow one."""
 
-Call = Callable[[], dict[str, Tensor]]
-"""Forward and backward: the output y and the gradient of each input."""
+Call = Callable[[], dict[str, Tensor]]  # forward and backward: the output y and the gradient of each input
 
 
 @dataclass
@@ -172,20 +171,16 @@ def draw_documents(c: Config, tokens: int) -> SequenceLayout:
 class Operator:
     """One operator on its inputs, and how each implementation is called."""
 
-    name: str
-    """scan or conv."""
+    name: str  # scan or conv
     public: Callable[..., Tensor]
     options: dict[str, Any]
     layout: SequenceLayout
     leaves: dict[str, Tensor]
     dy: Tensor
-    kernels: Callable[[], Call]
-    """Ours, into memory that is there."""
-    theirs: str
-    """Name of transformers' implementation of one document, channels first."""
+    kernels: Callable[[], Call]  # ours, into memory that is there
+    theirs: str  # name of transformers' implementation of one document, channels first
     alone: Callable[[Callable[..., Tensor], dict[str, Tensor], slice], Tensor]
-    checked: dict[str, Tensor]
-    """The leaves in float64; where channels are independent, the first ones stand for all."""
+    checked: dict[str, Tensor]  # the leaves in float64; where channels are independent, the first ones stand for all
 
     def call(self, arm: CpuArm) -> Call:
         if arm.memory == "at_hand":

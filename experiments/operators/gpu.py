@@ -15,25 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.operators import gpu_implementations
 from experiments.operators.arms import GPU_ARMS, GpuArm
-from experiments.operators.gpu_implementations import (
-    HEAD_CHANNELS,
-    STATES,
-    Implementation,
-    Inputs,
-    Phases,
-    Reference,
-    build,
-    relative_error,
-)
+from experiments.operators.gpu_implementations import HEAD_CHANNELS, STATES, Implementation, Inputs, Phases, Reference
 from packmamba import SequenceLayout, timing
 from packmamba.config import ConfigError, key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.records import append_record, make_record, provenance
 
 HERE = [name for name, arm in GPU_ARMS.items() if not arm.per_token]
-COPY = "copy"
-"""Takes a turn with the arms: the rate of copying."""
+COPY = "copy"  # takes a turn with the arms: the rate of copying
 
 Metrics = dict[str, float | None]
 
@@ -46,26 +37,15 @@ class Config:
         ["16384,4096,documents-2k"],
         "tokens,channels,documents each; documents: documents-2k, short, heavy, one, or the length of every document.",
     )
-    layouts: int = key(
-        20,
-        "Rows of different documents that a time is a mean over; where documents have a fixed length, one, five times.",
-        low=1,
-    )
+    layouts: int = key(20, "Rows that a time is a mean over; of documents of a fixed length, one, five times.", low=1)
     rounds: int = key(5, "How often each arm is timed, in turns.", low=1)
     slow_rounds: int = key(3, "How often mamba-ssm document by document and padded is, within the first rounds.", low=1)
-    slow_tokens: int = key(
-        16384,
-        "Rows longer than this are not run document by document or padded: the time per token stays, and takes minutes.",
-    )
+    slow_tokens: int = key(16384, "Longest row that is run document by document or padded, which take minutes.")
     seed: int = key(0, "Of the documents' lengths and of the tensors.", low=0)
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Append one record per shape and arm, timed in turns over all layouts (inputs larger than L2); RuntimeError if one is wrong.
-
-    metrics: medians and interquartile ranges of seconds, bfloat16 tensors of tokens x channels that are kept and that
-    the backward needs, the gate's largest errors, and what the hardware does.
-    """
+    """Append one record per shape and arm, timed in turns over all layouts; RuntimeError if one is wrong."""
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu_operators: needs a GPU")
     provenance()  # of the code as it is now, not as it may be after minutes
@@ -163,8 +143,7 @@ def _statistics(phase: str, values: Sequence[float] | None = None) -> Metrics:
 
 COPY_BYTES = 2**31
 CHECKED_CHANNELS = 16
-PAD_TO = 2048
-"""Padded documents are at least as long as their distribution's longest, where that is at most this."""
+PAD_TO = 2048  # padded documents are at least as long as their distribution's longest, where that is at most this
 # ||a - b|| / ||b|| against float64: ours, outputs and gradients; the peers', which round more often, outputs.
 TOLERANCES, PEERS_TOLERANCE = (2e-3, 5e-3), 1e-2
 
@@ -172,13 +151,7 @@ Errors = dict[str, tuple[float, float | None]]
 
 
 class Prepared:
-    """Arms of one shape, made and checked. RuntimeError if one of them is wrong.
-
-    Args:
-        tokens, channels, documents, seed: of the shape.
-        rows: the documents' lengths of every layout.
-        arms: those of them that are here, by name; peers that are not installed are left out.
-    """
+    """Make and check the arms of one shape; leave out peers that are not installed. RuntimeError if one is wrong."""
 
     def __init__(
         self, tokens: int, channels: int, documents: str, rows: list[list[int]], seed: int, arms: Mapping[str, GpuArm]
@@ -188,7 +161,7 @@ class Prepared:
         inputs = Inputs.random(tokens, channels, seed, "cuda")
         distribution = LENGTH_DISTRIBUTIONS.get(documents)
         pad_to = distribution.longest if distribution and distribution.longest <= PAD_TO else 0
-        self.arms, references = build(arms, inputs, some, pad_to)
+        self.arms, references = gpu_implementations.build(arms, inputs, some, pad_to)
         # What the allocator hands out next is this, so that an element that is not written fails the check.
         torch.full((8 * tokens * channels,), torch.nan, device="cuda")
         self.errors = check(self.arms, references, self.layouts[0], some)
@@ -201,14 +174,24 @@ class Prepared:
 
     def memory(self, name: str) -> tuple[float, float]:
         """Measure an arm's memory, in activations: saved by its forward besides outputs, and its backward's peak."""
-        return _memory(self.arms[name], self.layouts[0])
+        arm = self.arms[name]
+        assert arm.backward is not None
+        call = arm.prepare(self.layouts[0])
+        arm.forward(call)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        outputs = arm.forward(call)
+        kept = torch.cuda.memory_allocated() - before - _bytes(outputs)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients = arm.backward(outputs, call)
+        activation = _bytes(outputs[:1])
+        workspace = torch.cuda.max_memory_allocated() - before - _bytes(gradients)
+        return kept / activation, workspace / activation
 
 
 def device_seconds(runs: Iterable[Phases], wait: int) -> list[float]:
-    """Time each phase on the GPU, a mean over runs of the same phases (inputs larger than L2 together read memory).
-
-    The GPU waits ``wait`` cycles (``launch_cycles``) before each run, so that the host has launched all of it.
-    """
+    """Time each phase on the GPU, a mean over runs; before each it waits ``wait`` cycles, so that the host has launched it."""
     marks = []
     gc.collect()
     gc.disable()  # a collection between two launches would show
@@ -268,7 +251,8 @@ def check(
                 expected[arm.expects] = references[arm.expects](layout)
             with torch.no_grad():
                 y = arm.output(arm.forward(prepared), prepared).index_select(2, some)
-            outputs, gradients, limits = {"output": relative_error(y, expected[arm.expects])}, {}, (PEERS_TOLERANCE, 0)
+            error = gpu_implementations.relative_error(y, expected[arm.expects])
+            outputs, gradients, limits = {"output": error}, {}, (PEERS_TOLERANCE, 0)
         for kind, limit in zip((outputs, gradients), limits):
             for what, error in kind.items():
                 if not error <= limit:
@@ -288,22 +272,6 @@ def copy_bytes_per_second() -> float:
         yield
 
     return 2 * COPY_BYTES / device_seconds((copy() for _ in range(3)), int(2e-4 * clock_hz()))[0]
-
-
-def _memory(arm: Implementation, layout: SequenceLayout) -> tuple[float, float]:
-    assert arm.backward is not None
-    call = arm.prepare(layout)
-    arm.forward(call)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    outputs = arm.forward(call)
-    kept = torch.cuda.memory_allocated() - before - _bytes(outputs)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients = arm.backward(outputs, call)
-    activation = _bytes(outputs[:1])
-    workspace = torch.cuda.max_memory_allocated() - before - _bytes(gradients)
-    return kept / activation, workspace / activation
 
 
 def _bytes(tensors: Any) -> int:

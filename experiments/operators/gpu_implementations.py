@@ -1,8 +1,4 @@
-"""Call each implementation of the operators on a GPU.
-
-Another one is a function and a line of ``_implementation``; arms that use it are in experiments.operators.arms.
-Shapes: T tokens of the one row, S documents, P slots of a padded document, D channels, N states.
-"""
+"""Call each implementation of the operators on a GPU: T tokens of one row, S documents, D channels, N states."""
 
 from __future__ import annotations
 
@@ -51,10 +47,8 @@ class Call:
 
     def within(self, some: Tensor) -> Call:
         """The same, but gradients flow in through some channels alone, so that those of B and C are sums over these."""
-        grads = [
-            torch.zeros_like(g).index_copy(_dim(i), some, g.index_select(_dim(i), some))
-            for i, g in enumerate(self.grads)
-        ]
+        dims = enumerate(self.grads)
+        grads = [torch.zeros_like(g).index_copy(_dim(i), some, g.index_select(_dim(i), some)) for i, g in dims]
         return Call(self.operator, self.tensors, self.options, grads, self.layout)
 
     def exact(self, some: Tensor) -> Call:
@@ -65,10 +59,8 @@ class Call:
 
     def errors(self, some: Tensor) -> dict[str, float]:
         """Compute the errors of every output and gradient, on some channels."""
-        expected = self.exact(some).results()
-        found = self.within(some).results()
-        errors = {}
-        for name, value in expected.items():
+        found, errors = self.within(some).results(), {}
+        for name, value in self.exact(some).results().items():
             kind, _, what = name.partition(" ")
             got = take(what, found[name], some) if kind == "grad" else found[name].index_select(_dim(int(what)), some)
             errors[name] = relative_error(got, value)
@@ -97,8 +89,7 @@ class Inputs:
 
     scan: dict[str, Tensor]
     conv: dict[str, Tensor]
-    dy: Tensor
-    """(1, T, D)"""
+    dy: Tensor  # (1, T, D)
 
     @classmethod
     def random(cls, tokens: int, channels: int, seed: int, device: str) -> Inputs:
@@ -126,8 +117,7 @@ class Inputs:
         return self.dy.shape[2]
 
 
-Reference = Callable[[SequenceLayout], Tensor]
-"""(1, T, some) in float64: what outputs must agree with."""
+Reference = Callable[[SequenceLayout], Tensor]  # (1, T, some) in float64: what outputs must agree with
 
 
 def references(inputs: Inputs, some: Tensor) -> dict[str, Reference]:
@@ -149,24 +139,19 @@ def references(inputs: Inputs, some: Tensor) -> dict[str, Reference]:
     }
 
 
-HEAD_CHANNELS, HEAD_STATES = 64, 128
-"""Mamba-2's channels that share a step size, and states of each."""
+HEAD_CHANNELS, HEAD_STATES = 64, 128  # Mamba-2's channels that share a step size, and states of each
 
 
 @dataclass
 class Implementation:
-    """Hold an arm's calls: ``prepare(layout)``, not timed, gives what ``forward`` takes; its outputs and that go to
-    ``backward``."""
+    """Hold an arm's calls: ``prepare(layout)``, not timed, ``forward(prepared)``, ``backward(outputs, prepared)``."""
 
     forward: Callable[[Any], Any]
     backward: Callable[[Any, Any], Any] | None = None
     prepare: Callable[[SequenceLayout], Any] = lambda layout: layout
-    output: Callable[[Any, Any], Tensor] | None = None
-    """(1, T, D), of outputs and what was prepared."""
-    expects: str = ""
-    """Which of ``references`` the output must agree with."""
-    gradients: bool = False
-    """True if ``prepare`` gives a Call, whose gradients are held against float64 too."""
+    output: Callable[[Any, Any], Tensor] | None = None  # (1, T, D), of outputs and what was prepared
+    expects: str = ""  # which of ``references`` the output must agree with
+    gradients: bool = False  # true if ``prepare`` gives a Call, whose gradients are held against float64 too
 
     def phases(self, layout: SequenceLayout) -> Phases:
         """Forward and backward, for the clock."""
@@ -223,16 +208,11 @@ def projections(inputs: Inputs) -> Implementation:
     )
 
 
-Batch = tuple[Tensor, ...]
-"""Channels first: u, delta, B, C, z, dy."""
+Batch = tuple[Tensor, ...]  # channels first: u, delta, B, C, z, dy
 
 
 def mamba(peer: Any, packing: str, inputs: Inputs, pad_to: int) -> Implementation:
-    """mamba-ssm's scan at its own binding, on contiguous copies made beforehand: in its favour.
-
-    Unpacked runs the row as one document; by document, each alone; padded, all as one batch of the longest's length, at
-    least ``pad_to``.
-    """
+    """Call mamba-ssm's scan at its own binding, on contiguous copies; unpacked, document by document, or padded as a batch."""
     held = {name: tensor.detach() for name, tensor in inputs.scan.items()}
     tokens_of = (*(held[name] for name in ("u", "delta", "B", "C", "z")), inputs.dy)
 
@@ -334,10 +314,8 @@ def _implementation(
         return causal_conv(causal_conv1d_fn, inputs)
     scan: Callable[..., Tensor] = partial(ops.ssd_pack, delta_softplus=True)
     if arm.implementation == "mamba2-ssd":
-        peer = find_peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-        scan = lambda *tensors, layout, **more: peer(  # noqa: E731
-            *tensors, **more, chunk_size=256, seq_idx=layout.seq_idx, dt_softplus=True
-        )
+        peer = partial(find_peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined"), chunk_size=256)
+        scan = lambda *of, layout, **more: peer(*of, **more, seq_idx=layout.seq_idx, dt_softplus=True)  # noqa: E731
     made, references[arm.implementation] = ssd(scan, inputs, some, arm.implementation)
     return made
 

@@ -15,13 +15,10 @@ from packmamba.report.aggregate import Record, natural
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.tables import Cell, Table, number, percent, word
 
-SCAN, SCAN_STATES, SCAN_INDICES, UNPACKED, BY_DOCUMENT, PADDED, SSD, CONV, CONV_INDICES, CAUSAL_CONV, PROJECTIONS = (
-    GPU_ARMS[name]
-    for name in (
-        "scan", "scan-states", "scan-indices", "mamba-ssm-unpacked", "mamba-ssm-by-document", "mamba-ssm-padded",
-        "mamba2-ssd", "conv1d", "conv1d-indices", "causal-conv1d", "projections",
-    )
-)  # fmt: skip
+SCAN, SCAN_STATES, SCAN_INDICES = (GPU_ARMS[name] for name in ("scan", "scan-states", "scan-indices"))
+UNPACKED, BY_DOCUMENT, PADDED = (GPU_ARMS[f"mamba-ssm-{name}"] for name in ("unpacked", "by-document", "padded"))
+CONV, CONV_INDICES, CAUSAL_CONV = (GPU_ARMS[name] for name in ("conv1d", "conv1d-indices", "causal-conv1d"))
+SSD, PROJECTIONS = GPU_ARMS["mamba2-ssd"], GPU_ARMS["projections"]
 # config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved rounds,
 # spreads interquartile ranges, activations bfloat16 tensors of tokens x channels, errors relative to float64, position bytes
 # what all warps read together; null where it was not measured or has no meaning.
@@ -213,10 +210,8 @@ def _scan(found: Shapes) -> Table:
             | {"kept": Cell(f"{memory[0]:.3f}, {memory[1]:.2f}", memory)}
             | {column: over(arms, arm, SCAN) for arm, column in others.items()}
         )
-    columns = " | ".join(
-        f"{arm.label} = {column}:{'.3f' if arm.implementation == 'packmamba' else '.2f'}"
-        for arm, column in others.items()
-    )
+    digits = {arm: 3 if arm.implementation == "packmamba" else 2 for arm in others}
+    columns = " | ".join(f"{arm.label} = {column}:.{digits[arm]}f" for arm, column in others.items())
     return make_table(
         "gpu-scan",
         "ssm_pack: time, what the hardware allows, and the other arms' time over it",
@@ -308,12 +303,10 @@ def _positions(found: Shapes) -> Table:
 
 
 def _times(found: Shapes) -> Table:
-    known = list(GPU_ARMS.values())
-    rows = [
-        _shape_values(shape, arms[arm]) | {"arm": arm}
-        for shape, arms in found.items()
-        for arm in sorted(arms, key=lambda arm: known.index(arm) if arm in known else len(known))
-    ]
+    known, rows = list(GPU_ARMS.values()), []
+    for shape, arms in found.items():
+        ordered = sorted(arms, key=lambda arm: known.index(arm) if arm in known else len(known))
+        rows += [_shape_values(shape, arms[arm]) | {"arm": arm} for arm in ordered]
     phases = {"forward": "forward", "backward": "backward", "total": "together"}
     columns = " | ".join(f"{title} = {what}_ms {what}_spread_ms:.4g ± .2g" for what, title in phases.items())
     return make_table(
@@ -360,26 +353,15 @@ def gpu_operators_figures(records: Sequence[Record]) -> list[Figure]:
     """Against tokens, channels and the documents' mean length; only axes along which there are points."""
     found = by_shape(records)
     one_length = [shape for shape in found if shape.documents.isdecimal() or shape.documents == "one"]
+    by_tokens = _along(found, lambda s: s.tokens, lambda s: (s.channels, s.documents) == (4096, "documents-2k"))
+    by_channels = _along(found, lambda s: s.channels, lambda s: (s.tokens, s.documents) == (16384, "documents-2k"))
+    by_length = _along(found, lambda s: _mean_length(found[s]), lambda s: s[:2] == (16384, 4096) and s in one_length)
+    mixed = _along(found, lambda s: _mean_length(found[s]), lambda s: s[:2] == (16384, 4096) and s not in one_length)
+    where = "at 16384 tokens, 4096 channels; lines: documents of one length; hollow: short, documents-2k, heavy"
     drawn = [
-        _figure(
-            "gpu-tokens",
-            "tokens of the row",
-            "at 4096 channels, documents-2k",
-            _along(found, lambda s: s.tokens, lambda s: (s.channels, s.documents) == (4096, "documents-2k")),
-        ),
-        _figure(
-            "gpu-channels",
-            "channels (d_inner)",
-            "at 16384 tokens, documents-2k",
-            _along(found, lambda s: s.channels, lambda s: (s.tokens, s.documents) == (16384, "documents-2k")),
-        ),
-        _figure(
-            "gpu-documents",
-            "mean document length (tokens)",
-            "at 16384 tokens, 4096 channels; lines: documents of one length; hollow: short, documents-2k, heavy",
-            _along(found, lambda s: _mean_length(found[s]), lambda s: s[:2] == (16384, 4096) and s in one_length),
-            _along(found, lambda s: _mean_length(found[s]), lambda s: s[:2] == (16384, 4096) and s not in one_length),
-        ),
+        _figure("gpu-tokens", "tokens of the row", "at 4096 channels, documents-2k", by_tokens),
+        _figure("gpu-channels", "channels (d_inner)", "at 16384 tokens, documents-2k", by_channels),
+        _figure("gpu-documents", "mean document length (tokens)", where, by_length, mixed),
     ]
     return [figure for figure in drawn if figure is not None]
 
@@ -434,9 +416,8 @@ def _draw(
     if line:
         ax.plot(*zip(*line), label=label, **({"linewidth": 1.8} | style))
     if others:
-        ax.plot(
-            *zip(*others), linestyle="", marker=style.get("marker", "o"), color=style["color"], markerfacecolor="white"
-        )
+        hollow = {"linestyle": "", "marker": style.get("marker", "o"), "markerfacecolor": "white"}
+        ax.plot(*zip(*others), color=style["color"], **hollow)
 
 
 def _per_token(arm: GpuArm, arms: Arms) -> float | None:

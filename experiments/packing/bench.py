@@ -65,8 +65,7 @@ class Arm:
     """Hold an arm of the tables; its records hold these fields."""
 
     strategy: str
-    buffer: Optional[int]
-    """Buffer of greedy alone."""
+    buffer: Optional[int]  # buffer of greedy alone
 
     def plan(self, lengths: np.ndarray | list[int], row_length: int, overlong: str) -> PackingPlan:
         return plan_rows(lengths, row_length, self.strategy, overlong, 1 if self.buffer is None else self.buffer)

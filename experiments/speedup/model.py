@@ -224,8 +224,7 @@ FAMILIES = {
     "norm and elementwise": r"triton|norm|aten::|at::native|at_cuda_detail",
 }
 OTHER = "other"
-LAUNCH = 10.0
-"""Microseconds: shorter gaps between kernels are those of launching, whatever the host does."""
+LAUNCH = 10.0  # microseconds: shorter gaps between kernels are those of launching, whatever the host does
 
 
 @dataclass

@@ -25,8 +25,7 @@ class Arm(NamedTuple):
     """Name an arm by the fields of a record's configuration."""
 
     strategy: str
-    row_length: int | None = None
-    """None: padded to each batch's longest document."""
+    row_length: int | None = None  # none: padded to each batch's longest document
     multiple_of: int = 1
     layers: str = OURS
     graphs: bool = False
@@ -50,11 +49,8 @@ class Arm(NamedTuple):
 
     @property
     def label(self) -> str:
-        schemes = {
-            "single": "single",
-            "padded": f"padded-{self.row_length or 'longest'}",
-            "padded_sorted": "padded-sorted",
-        }
+        padded = {"padded": f"padded-{self.row_length or 'longest'}", "padded_sorted": "padded-sorted"}
+        schemes = {"single": "single", **padded}
         scheme = schemes.get(self.strategy, f"packed-{self.row_length}-{self.strategy}")
         return scheme + f"-{self.multiple_of}" * (self.multiple_of > 1) + "-graph" * self.graphs
 
@@ -64,8 +60,7 @@ class Arm(NamedTuple):
 
 TODAY = Arm("single", layers=PEER)
 Arms = dict[Arm, Record]
-Key = tuple[str, str]
-"""A model size and a card."""
+Key = tuple[str, str]  # A model size and a card
 
 
 def card(record: Record) -> str:
@@ -95,10 +90,8 @@ def speedup_tables(records: Sequence[Record]) -> list[Table]:
 def speedup_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw real tokens per second of arms with their spread, and packed's ratio over each; a figure for each card."""
     bare = by_model(records, "speedup", "forward_backward")
-    return [
-        _figure(gpu, {key[0]: arms for key, arms in bare.items() if key[1] == gpu})
-        for gpu in dict.fromkeys(gpu for _, gpu in bare)
-    ]
+    cards = dict.fromkeys(gpu for _, gpu in bare)
+    return [_figure(gpu, {key[0]: arms for key, arms in bare.items() if key[1] == gpu}) for gpu in cards]
 
 
 def _figure(gpu: str, models: dict[str, Arms]) -> Figure:
@@ -132,19 +125,17 @@ PACKED = "packed, reset"
 
 def _bars(packed: Arm | None) -> dict[str, Arm]:
     """Return the arms of the figure by their plain names."""
-    peers = {
+    bars = {
         "mamba-ssm, one document at a time": TODAY,
         "mamba-ssm, one document, multiple of 8": TODAY._replace(multiple_of=8),
         "mamba-ssm, sorted by length, padded": Arm("padded_sorted", layers=PEER),
-    }
-    if packed:
-        peers["mamba-ssm, the same rows"] = packed._replace(layers=PEER)
-    ours = {
+        "mamba-ssm, the same rows": packed and packed._replace(layers=PEER),
         "one document, CUDA graphs": Arm("single", graphs=True),
         "padded to 2048": Arm("padded", 2048),
         "sorted by length, padded": Arm("padded_sorted"),
+        PACKED: packed,
     }
-    return peers | ours | ({PACKED: packed} if packed else {})
+    return {name: arm for name, arm in bars.items() if arm}
 
 
 def by_model(records: Sequence[Record], kind: str, part: str) -> dict[Key, Arms]:
@@ -165,9 +156,8 @@ def by_model(records: Sequence[Record], kind: str, part: str) -> dict[Key, Arms]
 
 
 _ALIKE = (
-    "distribution", "documents", "slots", "dtype", "precision", "d_model", "n_layer", "expand", "d_state", "vocab_size",
-    "compile", "recompute",
-)  # fmt: skip
+    "distribution documents slots dtype precision d_model n_layer expand d_state vocab_size compile recompute".split()
+)
 
 
 def _settings(record: Record) -> list[object]:
@@ -273,13 +263,10 @@ def _headline(bare: dict[Key, Arms], steps: dict[Key, Arms], broken_down: dict[K
 
 
 def _apart(bare: dict[Key, Arms], steps: dict[Key, Arms]) -> list[str]:
-    """A note on arms whose ratio of steps to loop may be that of two machines."""
-    names = [
-        f"{' '.join(key)} {arm}"
-        for key, arms in steps.items()
-        for arm, step in arms.items()
-        if bare.get(key, {}).get(arm, step)["commit"] != step["commit"]
-    ]
+    """Note arms whose ratio of steps to loop may be that of two machines."""
+    made = [(key, arm, step) for key, arms in steps.items() for arm, step in arms.items()]
+    apart = [one for one in made if bare.get(one[0], {}).get(one[1], one[2])["commit"] != one[2]["commit"]]
+    names = [f"{' '.join(key)} {arm}" for key, arm, _ in apart]
     return [f"Steps and bare loop were run at different commits, apart: {', '.join(names)}."] if names else []
 
 
@@ -293,20 +280,20 @@ def _arms(model: str, bare: dict[Key, Arms], steps: dict[Key, Arms]) -> Table:
             measured: Record = record or step or {}
             leaks = arm.packs and arm.layers == PEER and measured["config"].get("mixer", "mamba1") == "mamba1"
             single = Arm("single", graphs=arm.graphs)
-            row: dict[str, Any] = {
+            rows.append({
                 "layers": "mamba-ssm, today" if arm.layers == PEER else "ours, equal terms",
                 "card": key[1],
-            }
-            row |= {"arm": arm.label + " (leaks)" * leaks, **_measured(record)}
-            row |= {"padding_fraction": measured["metrics"]["padding_fraction"]}
-            row |= {
+                "arm": arm.label + " (leaks)" * leaks,
+                **_measured(record),
+                "padding_fraction": measured["metrics"]["padding_fraction"],
                 "over_mamba_ssm_single": _over(record, loop.get(TODAY)),
                 "over_single": _over(record, loop.get(single)),
-            }
-            row |= {"over_single_8": _over(record, loop.get(single._replace(multiple_of=8)))}
-            row |= {"steps_real_tokens_per_second": _rate(step), "steps_over_bare": _over(step, record)}
-            row |= {"steps_over_single": _over(step, training.get(single))}
-            rows.append(row | {"steps_peak_memory_bytes": step and step["metrics"]["peak_memory_bytes"]})
+                "over_single_8": _over(record, loop.get(single._replace(multiple_of=8))),
+                "steps_real_tokens_per_second": _rate(step),
+                "steps_over_bare": _over(step, record),
+                "steps_over_single": _over(step, training.get(single)),
+                "steps_peak_memory_bytes": step and step["metrics"]["peak_memory_bytes"],
+            })  # fmt: skip
     table = make_table(
         f"arms-{model}",
         f"{model}: every arm",
@@ -329,10 +316,8 @@ def _arms(model: str, bare: dict[Key, Arms], steps: dict[Key, Arms]) -> Table:
         f"Optimizer steps: {c['precision']}, float32 masters, fused AdamW, about {c['slots']} real tokens a step.",
     ]
     table.notes += [*_apart(bare, steps), _hardware(bare or steps)]
-    errors, leaking = (
-        [record["metrics"][name] for record in timed if record["metrics"][name] is not None]
-        for name in ("loss_error", "leak_error")
-    )
+    found = [[record["metrics"][name] for record in timed] for name in ("loss_error", "leak_error")]
+    errors, leaking = ([error for error in some if error is not None] for some in found)
     if errors:
         leak = f"; a leak makes at least {min(leaking):.2g}" if leaking else ""
         table.notes.append(
@@ -430,14 +415,11 @@ def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
         one = next((record["metrics"] for (_, devices), record in arms.items() if devices == 1), None)
         rows = []
         for (parallel, devices), record in arms.items():
-            real, slots = (
-                record["metrics"][rate] / one[rate] if one else None
-                for rate in ("real_tokens_per_second", "slots_per_second")
-            )
+            metrics, rates = record["metrics"], ("real_tokens_per_second", "slots_per_second")
+            real, slots = (metrics[rate] / one[rate] if one else None for rate in rates)
             row = {"strategy": parallel, "devices": devices, "over_one": real, "slots_over_one": slots}
-            rows.append(
-                row | _milliseconds(record["metrics"], "seconds_per_step") | {"efficiency": slots and slots / devices}
-            )
+            row |= {"efficiency": slots and slots / devices}
+            rows.append(row | _milliseconds(metrics, "seconds_per_step"))
         first = next(iter(arms.values()))
         c, hardware = first["config"], first["hardware"]
         table = make_table(
@@ -462,10 +444,7 @@ KINDS = {
     # A whole model. config: model, part (forward_backward: the bare loop; steps: whole optimizer steps) and its
     # sizes. A batch stands for the mean of all the arm's batches of the same documents. peak_memory_bytes is null off a GPU,
     # position_bytes (of one batch) and the gate's errors are null in steps.
-    "speedup": Kind(
-        speedup_tables,
-        speedup_figures,
-    ),
+    "speedup": Kind(speedup_tables, speedup_figures),
     # Seconds of one call by family of kernels; their sum is seconds.
     "breakdown": Kind(breakdown_tables),
     # config: axis (row_length or mean_length) and its value.

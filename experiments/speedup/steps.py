@@ -15,8 +15,7 @@ from packmamba.data.datamodule import PackedDataModule, StepDataset
 from packmamba.training.benchmark import Arm as Stepping
 from packmamba.training.fit import configured_runtime
 
-TURN_STEPS = 4
-"""Steps of a turn: the device waits for the host at its start, as it does not in training."""
+TURN_STEPS = 4  # steps of a turn: the device waits for the host at its start, as it does not in training
 
 
 def measure(model: Model) -> None:
