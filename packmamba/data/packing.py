@@ -122,7 +122,12 @@ def plan_rows(
     if chosen.splits_documents:
         document, start, length, row = chosen.assign(lengths, limit, streams)
     else:
-        document, start, length = _fit(lengths, limit, overlong)
+        if overlong == "error" and len(long := np.flatnonzero(lengths > limit)):
+            got = f"{lengths[long[0]]} in document {long[0]}, more in {len(long)} of {len(lengths)}; set overlong=split"
+            raise ValueError(f"lengths: expected at most row_length={limit} tokens, got {got}")
+        document, start, length = cut(lengths, limit)
+        if overlong == "truncate":
+            document, start, length = document[start == 0], start[start == 0], length[start == 0]
         row = np.asarray(chosen.assign(length, limit, buffer), None if len(length) else np.int64)
         if row.shape != length.shape or row.dtype.kind not in "iu" or row.min(initial=0) < 0:
             raise ValueError(f"strategy '{strategy}': expected {len(length)} row numbers from 0, got {row!r}")
@@ -135,16 +140,6 @@ def plan_rows(
         raise ValueError(f"strategy '{strategy}': expected at most {limit} tokens in a row, got {filled.max()}")
     slots = np.full(num_rows, row_length, np.int64) if chosen.pads and row_length is not None else filled
     return PackingPlan(document, start, length, row_offsets, slots)
-
-
-def _fit(lengths: Integers, row_length: int, overlong: str) -> tuple[Integers, Integers, Integers]:
-    long = np.flatnonzero(lengths > row_length)
-    if overlong == "error" and len(long):
-        got = f"{lengths[long[0]]} in document {long[0]}, more in {len(long)} of {len(lengths)}; set overlong=split"
-        raise ValueError(f"lengths: expected at most row_length={row_length} tokens, got {got}")
-    pieces = cut(lengths, row_length)
-    first = slice(None) if overlong == "split" else pieces[1] == 0
-    return pieces[0][first], pieces[1][first], pieces[2][first]
 
 
 def cut(lengths: Integers, longest: int) -> tuple[Integers, Integers, Integers]:
@@ -174,7 +169,7 @@ def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Int
     return of, begin - begins[of], end - begin, row * streams + stream[of]
 
 
-def _next_fit(lengths: Integers, row_length: int, buffer: int) -> list[int]:
+def _next_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
     """Close a row when the next document does not fit."""
     row_of, row, room = [], -1, 0
     for length in lengths.tolist():
@@ -185,8 +180,8 @@ def _next_fit(lengths: Integers, row_length: int, buffer: int) -> list[int]:
     return row_of
 
 
-def _first_fit(lengths: Integers, row_length: int, buffer: int) -> list[int]:
-    """Put each document, in order, into the first row that has room."""
+def _first_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
+    """Put each document into the first row that has room."""
     # A binary tree of maxima, node n above 2n and 2n + 1; leaves are the free slots of rows.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     rooms = [row_length] * (2 * leaves)
@@ -245,9 +240,9 @@ STRATEGIES = {
     "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
-    "best_fit_decreasing": Strategy(lambda lengths, room, _: _decreasing(lengths, room, LONGEST), False),
+    "best_fit_decreasing": Strategy(lambda n, room, _: _decreasing(n, room, LONGEST), False),
     # Shortest-pack-first (arXiv 2107.02027), but equal documents share a new row, as if placed one by one.
-    "spfhp": Strategy(lambda lengths, room, _: _decreasing(lengths, room, LONGEST, True), False),
+    "spfhp": Strategy(lambda n, room, _: _decreasing(n, room, LONGEST, emptiest=True), False),
     "concat_split": Strategy(_concat_split, splits_documents=True),
 }
 """Values of ``data.strategy``; plugins may add to it."""

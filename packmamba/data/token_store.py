@@ -11,9 +11,9 @@ import itertools
 import json
 import os
 import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,13 +191,11 @@ def _encoded(
     """Yield chunks of documents in order, and their tokens."""
     # The package tokenizers encodes without Python's lock; bytes and ids hold it.
     threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
-    pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
+    chunks = _chunks(documents)
     with ThreadPoolExecutor(threads) as pool:
-        for chunk in itertools.chain(_chunks(documents), [[]] * 2 * threads):
-            pending.append((chunk, pool.submit(tokenizer.encode_batch, [document.content for document in chunk])))
-            if len(pending) > 2 * threads:
-                chunk, encoded = pending.popleft()
-                yield chunk, encoded.result()
+        while some := [*itertools.islice(chunks, 2 * threads)]:
+            texts = ([document.content for document in chunk] for chunk in some)
+            yield from zip(some, pool.map(tokenizer.encode_batch, texts))
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:

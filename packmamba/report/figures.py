@@ -20,7 +20,7 @@ from matplotlib.figure import Figure as Canvas
 
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
-from packmamba.report.tables import decided, title
+from packmamba.report.tables import table_keys, title
 
 INK, MUTED = "#24292f", "#5c6370"
 _DASHED = (0, (4, 1.5))
@@ -156,7 +156,7 @@ def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
 
 
 def _differences(arms: Sequence[Arm]) -> list[Figure]:
-    metric = decided(arms)
+    metric = table_keys(arms)[0][0]
     pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, metric)) and one.seeds > 1}
     if not pairs:
         return []

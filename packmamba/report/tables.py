@@ -205,13 +205,10 @@ def main_first(metrics: Sequence[str]) -> list[str]:
     return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
 
 
-def _spec(arms: Sequence[Arm], key: str) -> Any:
-    return next((table[key] for arm in arms if (table := arm.sweep.get("table")) and key in table), None)
-
-
-def decided(arms: Sequence[Arm]) -> str:
-    """Return the metric of verdicts: the first of the sweep's table."""
-    return (_spec(arms, "metrics") or ["val_loss"])[0]
+def table_keys(arms: Sequence[Arm]) -> tuple[list[str], list[str] | None]:
+    """Return ``metrics``, of which the first has verdicts, and ``columns`` of the sweep's table."""
+    spec: dict[str, Any] = next(filter(None, (arm.sweep.get("table") for arm in arms)), {})
+    return spec.get("metrics") or ["val_loss"], spec.get("columns")
 
 
 def training_tables(records: Sequence[Record]) -> list[Table]:
@@ -219,7 +216,7 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     arms = aggregate.arms_with_speeds(records)
     if not arms:
         return []
-    metrics, further, evaluations = _spec(arms, "metrics") or ["val_loss"], _spec(arms, "columns"), evaluations_of(arms)
+    (metrics, further), evaluations = table_keys(arms), evaluations_of(arms)
     if further is None:
         further = ["real_tokens", "val_loss_start", "val_loss_as_trained", "real_tokens_per_second", "padding_fraction"]
         further += ["speedup", "peak_memory_bytes", *(f"{name}.{main}" for name, (main, *_) in evaluations.items())]
@@ -234,7 +231,8 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
         says = {one.arm: one.verdict for one in found if one.other is one.arm.baseline}
         columns.append((make_columns("!verdict")[0], lambda arm: word(says.get(arm, "-"))))
     columns += [metric_column(metric, arms) for metric in further]
-    whole = arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))
+    tables = [arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))]
+    tables += [_verdicts(found, metrics[0])] * ruled
     both = ("val_loss", "val_loss_start")
     columns = [(make_columns("!minus = baseline")[0], lambda arm: word(arm.baseline.label))]
     columns += [difference_column(metric, arms, title(metric), metric) for metric in both]
@@ -242,7 +240,6 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     differing = [arm for arm in arms if any(one and one.seeds > 1 for one in pairs[arm])]
     note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
     heading = "Paired differences over seeds, in nats per target"
-    tables = [whole, *([_verdicts(found, metrics[0])] if ruled else [])]
     tables += [arms_table("differences", heading, differing, columns, note), _positions(arms)]
     for name, own in evaluations.items():
         main = f"{name}.{own[0]}"
@@ -270,9 +267,8 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
             Cell("< 0.001" if p < 0.001 else "-" if pd.isna(p) else f"{p:.3f}", (p,)),
             word(one.verdict + ", other documents" * (not same)), number(needed, "d"),
         ])  # fmt: skip
-    margins = sorted(
-        {f" Equivalent: the 95 % interval lies within ± {m:g}." for o in found if (m := o.arm.sweep.get("margin"))}
-    )
+    known = {margin for one in found if (margin := one.arm.sweep.get("margin"))}
+    margins = [f" Equivalent: the 95 % interval lies within ± {margin:g}." for margin in sorted(known)]
     table.notes = [
         "Paired over seeds, and resampled over groups of documents where there are any. Different: the interval excludes zero, "
         f"of primary contrasts with p <= 0.05 after Holm.{''.join(margins)} Other documents: the arms read different documents "
@@ -285,7 +281,7 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
 def sentence(records: Sequence[Record]) -> str:
     """Compare the arms' loss and speed with the baseline's in a sentence; empty without a comparison."""
     arms, parts = aggregate.arms_with_speeds(records), []
-    metric = decided(arms)
+    metric = table_keys(arms)[0][0]
     for one in aggregate.contrasts(arms, metric):
         beside = one.other is one.arm.baseline
         if not (beside or one.primary) or pd.isna(one.found.mean):

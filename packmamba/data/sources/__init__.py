@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from packmamba.config import DataConfig
-from packmamba.data.sources.builtin import open_stdlib, open_synthetic, open_task
-from packmamba.data.sources.datasets import open_huggingface
-from packmamba.data.sources.files import open_jsonl, open_megatron, open_parquet, open_splits, open_text
-from packmamba.data.sources.packages import open_packages
+from packmamba.data.sources import builtin, files, packages
 from packmamba.data.sources.source import Source, open_source
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
-    "stdlib": open_stdlib,
-    "text": open_text,
-    "jsonl": open_jsonl,
-    "splits": open_splits,
-    "packages": open_packages,
-    "synthetic": open_synthetic,
-    "task": open_task,
-    "parquet": open_parquet,
-    "huggingface": open_huggingface,
-    "megatron": open_megatron,
+    "stdlib": builtin.open_stdlib,
+    "text": files.open_text,
+    "jsonl": files.open_jsonl,
+    "splits": files.open_splits,
+    "packages": packages.open_packages,
+    "synthetic": builtin.open_synthetic,
+    "task": builtin.open_task,
+    "parquet": files.open_parquet,
+    "huggingface": files.open_huggingface,
+    "megatron": files.open_megatron,
 }
 """Values of ``data.source``, which read no file yet; plugins may add to it."""

@@ -1,7 +1,8 @@
-"""Sources of files: text files, JSON lines, parquet, Megatron's indexed data sets."""
+"""Sources of files: text, JSON lines, parquet, data sets of Hugging Face and of Megatron."""
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib
 import io
@@ -16,7 +17,16 @@ from typing import Any
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources.source import Document, Source, find_files, hash_files, held_out_files, split_by_content
+from packmamba.data.sources.source import (
+    Document,
+    Source,
+    find_files,
+    hash_files,
+    held_out_files,
+    list_files,
+    refuse_fraction,
+    split_by_content,
+)
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 ROWS = 256  # of parquet and data sets, in memory at a time
@@ -46,8 +56,7 @@ def open_jsonl(data: DataConfig) -> Source:
 
 def open_splits(data: DataConfig) -> Source:
     """Open JSON lines as ``open_jsonl``, whose fields ``split`` and ``group`` say a document's; leave out the split ``test``."""
-    if data.validation_fraction != DataConfig.validation_fraction:
-        raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
+    refuse_fraction(data)
     root, files = find_files(data, JSON_LINES)
 
     def read() -> Iterator[Document]:
@@ -156,3 +165,38 @@ def open_megatron(data: DataConfig) -> Source:
 
     read = split_by_content(lambda: (tokens[a:b] for a, b in zip(bounds, bounds[1:])), data.validation_fraction)
     return Source([str(Path(data.path).resolve()), fingerprint], read, vocabulary)
+
+
+def open_huggingface(data: DataConfig) -> Source:
+    """Open the column ``data.text_key`` of a data set of ``datasets``: on the Hub, perhaps ``name@revision``, or on disk."""
+    if not data.path:
+        raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
+    name, path = data.path, Path(data.path)
+    if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        version = hash_files(path, list_files(path, ("",)))
+        load: Any = functools.partial(extra("datasets").load_from_disk, name)
+    else:
+        builder, revision = _builder(name, data.subset)
+        version = builder.hash
+        options = {"split": data.split, "revision": revision}
+        load = functools.partial(extra("datasets").load_dataset, builder.repo_id or name, data.subset, **options)
+
+    def rows() -> Iterator[Any]:
+        found = load()
+        table = found[data.split] if isinstance(found, dict) else found
+        for batch in table.select_columns([data.text_key]).with_format("arrow").iter(ROWS):
+            yield from batch.column(0).to_pylist()
+
+    read = split_by_content(lambda: texts_of(name, data.text_key, rows()), data.validation_fraction)
+    place = str(path.resolve()) if path.exists() else name
+    return Source([place, data.subset, data.split, data.text_key, "error", version], read)
+
+
+@functools.lru_cache
+def _builder(path: str, subset: str | None) -> tuple[Any, str | None]:
+    """Return builder and revision; once a process, since the Hub may be gone later."""
+    name, _, revision = (path, "", "") if Path(path).exists() else path.partition("@")
+    try:
+        return extra("datasets").load_dataset_builder(name, subset, revision=revision or None), revision or None
+    except Exception as error:
+        raise ConfigError(f"data.path: cannot load '{path}' as a data set ({error!r})") from None

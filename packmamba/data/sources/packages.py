@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources.source import Document, Source
+from packmamba.data.sources.source import Document, Source, refuse_fraction
 
 UNITS = ("files", "functions", "mixture")
 
@@ -56,8 +56,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 def open_packages(data: DataConfig) -> Source:
     """Open the files of the manifest ``data.path``, which decides what is validation; a document's group is its package."""
-    if data.validation_fraction != DataConfig.validation_fraction:
-        raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
+    refuse_fraction(data)
     manifest, unit = read_manifest(data.path or ""), data.unit or "files"
     find = functools.lru_cache(importlib.metadata.distribution)
 
@@ -68,11 +67,11 @@ def open_packages(data: DataConfig) -> Source:
                 code = Path(str(find(package["name"]).locate_file(path))).read_bytes()
             if content_hash(code) != hash:
                 wanted = f"{path} of {package['name']} {package['version']}"
-                raise ConfigError(f"data.path: expected {wanted}, got none or another; install that version")
+                raise ConfigError(f"data.path: expected {wanted}, got another or none; install that version")
             whole = unit == "files" or (unit == "mixture" and int(hash[-1], 16) % 2 == 0)
             texts = [code.decode()] if whole else functions_of(code) or []
             if not whole and len(texts) != len(chosen):
-                raise ConfigError(f"data.path: {path} has other functions here than in the manifest; use its Python")
+                raise ConfigError(f"data.path: {path} has other functions than in the manifest; use its Python")
             for text in texts if whole else itertools.compress(texts, chosen):
                 yield Document(package["split"] == "validation", text, group=package["name"])
 

@@ -55,6 +55,11 @@ def open_source(data: DataConfig) -> Source:
         raise ConfigError(f"data.path: cannot read '{error.filename or data.path}' ({error})") from None
 
 
+def refuse_fraction(data: DataConfig) -> None:
+    if data.validation_fraction != DataConfig.validation_fraction:
+        raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
+
+
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
     """Find a file, the files below a folder with these suffixes, or what a pattern such as ``a/*.b`` matches.
 
@@ -70,8 +75,7 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
         inside = list_files(one, suffixes) if one.is_dir() else [""]
         names |= {(one / name).relative_to(root).as_posix() for name in inside}
     if not names:
-        expected = f"data.source={data.source} expected files {' '.join(suffixes)}"
-        raise ConfigError(f"data.path: {expected}, got '{data.path}'")
+        raise ConfigError(f"data.path: {data.source} expected files {' '.join(suffixes)}, got '{data.path}'")
     return root, sorted(names)
 
 
@@ -87,11 +91,9 @@ def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collectio
 
 def hash_files(root: Path, files: list[str]) -> str:
     """Hash names, sizes and modification times."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in files:
-        stat = (root / name).stat()
-        digest.update(os.fsencode(name) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    return digest.hexdigest()
+    stats = ((name, (root / name).stat()) for name in files)
+    facts = b"".join(os.fsencode(name) + f"\0{s.st_size}\0{s.st_mtime_ns}\0".encode() for name, s in stats)
+    return hashlib.blake2b(facts, digest_size=16).hexdigest()
 
 
 def held_out_files(files: list[str], data: DataConfig) -> frozenset[str]:
@@ -104,8 +106,9 @@ def held_out_count(available: int, data: DataConfig) -> int:
     """Return how many files or documents are validation, at least one."""
     count = max(1, round(data.validation_fraction * available))
     if count >= available:
-        got = f"{data.validation_fraction} of {available}"
-        raise ConfigError(f"data.validation_fraction: expected files or documents left to train on, got {got}")
+        raise ConfigError(
+            f"data.validation_fraction: expected some of {available} left, got {data.validation_fraction}"
+        )
     return count
 
 
@@ -119,7 +122,7 @@ def split_by_content(contents: Callable[[], Iterable[Any]], fraction: float) -> 
 
     def read() -> Iterator[Document]:
         smallest = 1.0
-        for content in contents():  # usually about 1 / fraction of them, until one is below
+        for content in contents():  # usually about 1 / fraction of them
             smallest = min(smallest, _share(content)) if len(content) else smallest
             if smallest < fraction:
                 break
