@@ -55,14 +55,13 @@ def make_record(
     wall_seconds: float,
     curves: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """Make a run's record, with its provenance."""
     values = (1, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     return _plain(dict(zip(KEYS, values)) | time | provenance())
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append a record to JSON lines, under a lock; cut off what an interrupted append left."""
+    """Append a record under a lock; cut off what an interrupted append left."""
     line = json.dumps(_plain({k: v for k, v in record.items() if k != "sweep"}), allow_nan=False, sort_keys=True)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"), open(path, "a+b") as file:
@@ -121,7 +120,7 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
 
 def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ``sweep`` to training records: its entry, all seeds, values tried, arms without a record."""
+    """Add to training records their sweep: its entry, seeds, values tried, arms without a record."""
     trained = [record for record in records if record["kind"] == "training"]
     made, sweeps = {record["arm"] for record in trained}, dict[str, dict[str, Any]]()
     for entry in entries:
@@ -138,20 +137,17 @@ def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file through a temporary one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
-    """Write an evaluation's results as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(item, default=str) + "\n" for item in items).encode())
 
 
 def check_writable(folder: str | Path, key: str) -> None:
-    """Raise ConfigError naming the key of a folder that can be neither made nor written."""
     there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise ConfigError(f"{key}: expected a folder that can be written, got {folder}")
@@ -159,7 +155,7 @@ def check_writable(folder: str | Path, key: str) -> None:
 
 @functools.cache
 def provenance() -> dict[str, Any]:
-    """Return commit (``PACKMAMBA_COMMIT``, perhaps with ``-dirty``, goes first), hardware and versions."""
+    """Return commit (``PACKMAMBA_COMMIT`` goes first), hardware and versions."""
     root = Path(__file__).resolve().parents[1]
     git = ("git", "--no-optional-locks", "-C", str(root))
     commit, dirty = None, None

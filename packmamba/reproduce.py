@@ -27,7 +27,7 @@ DONE = "done.json"  # the steps that ``reproduce`` has finished in a folder
 
 
 class Bench(NamedTuple):
-    """Measure with ``run(config, records_path, progress)``; ``config``: a dataclass, once loaded an instance."""
+    """Measure with ``run(config, records_path, progress)``; ``config`` is a dataclass, then its instance."""
 
     config: Any
     run: Callable[[Any, Path, bool], None]
@@ -36,14 +36,11 @@ class Bench(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Run a bench or sweep; ``{output}`` in an override is the folder of all steps.
-
-    ``small``: overrides with scale=small; steps without are left out. ``packages``: a bench leaves out arms without them.
-    """
+    """Run a bench or sweep; ``{output}`` in an override is the folder of all steps."""
 
     file: str
     overrides: tuple[str, ...] = ()
-    small: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()  # with scale=small; steps without are left out
     gpus: int = 0
     gpu_gib: int = 0
     packages: tuple[str, ...] = ()
@@ -51,7 +48,7 @@ class Step(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """Name a README's number, in a row and column of tables/``table``.csv; ``alone``: of records of one corpus."""
+    """Name a number of tables/``table``.csv; ``alone``: the table of records of one corpus."""
 
     name: str
     table: str
@@ -62,7 +59,6 @@ class Headline(NamedTuple):
 
 
 def experiments() -> dict[str, Path]:
-    """Return folders of experiments by name."""
     roots = [root / "experiments" for root in (Path(__file__).resolve().parents[1], Path.cwd())]
     return {file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))}
 
@@ -108,7 +104,6 @@ def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
 
 
 def run_bench(what: str | Path, overrides: Iterable[str] = ()) -> Path:
-    """Run a bench; return the folder of its records."""
     bench = load_bench(what, overrides)
     check_writable(bench.output, "output")
     bench.run(bench.config, bench.output / "records" / f"{bench.name}.jsonl", True)
@@ -120,7 +115,6 @@ def finished(folder: Path) -> list[str]:
 
 
 def missing(step: Step, is_bench: bool, small: bool) -> str:
-    """Return what this machine lacks for a step."""
     packages = [name for name in step.packages if importlib.util.find_spec(name) is None]
     if packages and not is_bench:
         return f"the package {packages[0]}"
@@ -130,7 +124,7 @@ def missing(step: Step, is_bench: bool, small: bool) -> str:
 
 
 def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
-    """Make the records of an experiment or of a step such as ``tasks/answers``, and compare; without a name, list costs."""
+    """Make the records of an experiment or step, and compare; without a name, list costs."""
     if not what:
         print("\n".join(costs()))
         return
@@ -169,7 +163,6 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
 
 
 def costs() -> Iterator[str]:
-    """Yield each experiment's name, hardware, time and packages."""
     for name in experiments():
         declared = module(name, "reproduce")
         steps = getattr(declared, "STEPS", ())
@@ -181,7 +174,7 @@ def costs() -> Iterator[str]:
 
 
 def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, str], small: bool) -> Table:
-    """Tabulate headline numbers: the paper's, the committed and the new, and if that lies in the committed interval."""
+    """Tabulate headline numbers: the paper's, the committed and the new."""
     columns = "!headline | !the paper | !committed | !now | now / committed = ratio | !committed interval = verdict"
     table = Table("headlines", "Headline numbers, committed and now", make_columns(columns))
     committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")}
@@ -198,7 +191,6 @@ def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, s
 
 
 def number_of(headline: Headline, tables: Mapping[str, str]) -> list[float]:
-    """Read a headline's number and interval, as far as there is one, from tables by file name."""
     columns = [headline.column, f"{headline.column}_low", f"{headline.column}_high"]
     wanted = {key: str(value) for key, value in headline.row.items()}
     for name in (headline.table, headline.alone):

@@ -8,31 +8,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from packmamba.data.packing import Integers
 from packmamba.data.token_store import Corpus
 from packmamba.layout import SequenceLayout
-
-Integers = NDArray[np.int64]
 
 
 @dataclass
 class PackedBatch:
-    """Hold one forward pass.
-
-    Attributes:
-        tokens: (B, L) int64; 0 at padding.
-        targets: (B, L) int64, the document's next token, or a task's answer; 0 without.
-        loss_mask: (B, L) bool, where there is a target.
-        turn: where streams take turns, the batch continues the last of this number.
-    """
+    """Hold one forward pass; tokens, targets and loss_mask are (B, L)."""
 
     tokens: Tensor
-    targets: Tensor
+    targets: Tensor  # next tokens of documents, or a task's answers; 0 where loss_mask is False
     loss_mask: Tensor
     layout: SequenceLayout
-    turn: int = 0
+    turn: int = 0  # where streams take turns, the batch continues the last of this number
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))
@@ -46,16 +37,13 @@ class PackedBatch:
 
 @dataclass
 class StepBatch:
-    """Hold a rank's micro-batches of an optimizer step, whose gradients add up, and numbers of the step over all ranks.
-
-    ``num_targets`` divides the loss; ``num_behind`` pieces, of ``tokens_behind`` tokens, follow another in their row.
-    """
+    """Hold a rank's micro-batches of an optimizer step, and numbers over all ranks."""
 
     batches: list[PackedBatch]
-    num_targets: int
+    num_targets: int  # the loss's denominator
     num_tokens: int
     num_slots: int
-    num_behind: int = 0
+    num_behind: int = 0  # pieces that follow another in their row
     tokens_behind: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
@@ -67,18 +55,14 @@ class StepBatch:
 
 @dataclass(eq=False)
 class Rows:
-    """Hold rows of pieces of documents, as PackingPlan does.
-
-    ``offset``: the document's tokens in earlier rows, whose state the piece may continue. ``end``: where the document ends in
-    these rows; a token there is no target.
-    """
+    """Hold rows of pieces of documents, as PackingPlan does."""
 
     corpus: Corpus
     document: Integers
     start: Integers
     length: Integers
-    offset: Integers
-    end: Integers
+    offset: Integers  # the document's tokens in earlier rows, whose state the piece may continue
+    end: Integers  # of the document in these rows; a token there is no target
     row_offsets: Integers
     slots: Integers
 
@@ -98,7 +82,7 @@ class Rows:
         return targets, tokens, slots, len(behind), int(behind.sum())
 
     def batch(self, rows: Integers, turn: int = 0) -> PackedBatch:
-        """Return the batch of rows, given by number; of none, a slot of padding."""
+        """Return the batch of these rows; of none, a slot of padding."""
         if not len(rows):
             nothing = torch.zeros(1, 1, dtype=torch.int64)
             return PackedBatch(nothing, nothing, nothing.bool(), SequenceLayout.from_lengths([[]], row_length=1))

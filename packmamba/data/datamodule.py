@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from packmamba.config import Config, ConfigError, DataConfig, TrainerConfig, import_plugins, registry, validate
-from packmamba.data.batch import Integers, Rows, StepBatch
+from packmamba.data.batch import Rows, StepBatch
+from packmamba.data.packing import Integers
 from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
 from packmamba.data.token_store import Corpora, evaluation_documents, load_corpora
 
@@ -57,7 +58,6 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @property
     def boundary(self) -> Any:
-        """Return the boundary scheme or its class, if any."""
         return self._boundary or getattr(getattr(self.trainer, "lightning_module", None), "boundary", None)
 
     def prepare_data(self) -> None:
@@ -95,7 +95,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return evaluations
 
     def train_dataloader(self) -> DataLoader:
-        """Load steps from the Trainer's own on; an epoch is ``max_steps``, or with ``max_epochs`` all documents."""
+        """Load steps from the Trainer's own on; an epoch is ``max_steps`` or, with ``max_epochs``, all documents."""
         trainer = self.trainer
         if trainer is None:
             return self._loader(self.steps, StepSampler(lambda: 0, self.steps.schedule.epoch_steps()))
@@ -136,7 +136,7 @@ class StepDataset(Dataset):
 
 
 class StepSampler(DistributedSampler):
-    """Yield ``length`` numbers from ``first()`` on, below ``last``; a DistributedSampler, which Lightning does not replace."""
+    """Yield ``length`` numbers from ``first()`` on, below ``last``; Lightning replaces no DistributedSampler."""
 
     def __init__(self, first: Callable[[], int], length: int, last: int = sys.maxsize) -> None:
         self.first, self.length, self.last = first, length, last

@@ -31,10 +31,7 @@ class Row(tuple[Piece, ...]):
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Hold P pieces, ``length`` tokens of a document from ``start`` on.
-
-    Row i of R is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``, in ``slots[i]`` slots, padding included.
-    """
+    """Hold pieces; row i is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``, in ``slots[i]`` slots with padding."""
 
     document: Integers
     start: Integers
@@ -71,23 +68,17 @@ class PackingPlan:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Assign whole pieces to rows, or cut documents at the ends of rows.
+    """Assign pieces to rows: ``assign(lengths, row_length, buffer)`` -> (P,) row of each, from 0.
 
-    Attributes:
-        assign: (lengths, row_length, buffer) -> (P,) row of each piece, from 0. With ``splits_documents``:
-            (lengths, row_length, streams) -> (document, start, length, row), (P,) each.
-        keeps_order: rows (of a stream) hold the documents in their order.
-        pads: rows have ``row_length`` slots; else as many as tokens.
-        needs_row_length: ``row_length=None`` is an error; else a row is as long as its document.
-        drops_tokens: a token may be in no row, whatever ``overlong`` says.
+    With ``splits_documents``: ``assign(lengths, row_length, streams)`` -> (document, start, length, row), (P,) each.
     """
 
     assign: Callable[[Integers, int, int], Any] = lambda lengths, *_: np.arange(len(lengths))
-    keeps_order: bool = True
-    pads: bool = True
-    needs_row_length: bool = True
+    keeps_order: bool = True  # rows (of a stream) hold the documents in their order
+    pads: bool = True  # rows have row_length slots; else as many as tokens
+    needs_row_length: bool = True  # else a row is as long as its document without one
     splits_documents: bool = False
-    drops_tokens: bool = False
+    drops_tokens: bool = False  # a token may be in no row, whatever overlong says
 
 
 def plan_rows(
@@ -98,10 +89,10 @@ def plan_rows(
     Args:
         lengths: (documents,) integers, tokens of each document, at least 1.
         row_length: slots of a row; None (single, padded): the length of the row's document.
-        overlong: documents longer than a row: ``error``, ``truncate``, or ``split`` into pieces of ``row_length`` and a rest.
+        overlong: ``error``, ``truncate``, or ``split`` longer documents into pieces of ``row_length`` and a rest.
         buffer: documents (or pieces) that greedy sorts and packs at a time.
-        streams: parallel streams of a strategy that splits documents; row t * streams + b is stream b's row t. Each document
-            goes to the stream with the fewest tokens. A stream that ends early gets padding, then empty rows.
+        streams: of a strategy that splits documents; row t * streams + b is stream b's row t. Each document goes to the
+            stream with the fewest tokens. A stream that ends early gets padding, then empty rows.
     """
     for name, given, known in (("strategy", strategy, STRATEGIES), ("overlong", overlong, OVERLONG)):
         if given not in known:
@@ -202,7 +193,7 @@ def _first_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
 
 
 def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool = False) -> Integers:
-    """Place each window's pieces, longest first, into the fullest or emptiest row with room; of equals the last changed."""
+    """Place each window's longest pieces first, in the fullest or emptiest row with room; of equals the last changed."""
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
     for first in range(0, len(lengths), buffer):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.batch import Integers, Rows
-from packmamba.data.packing import LONGEST, STRATEGIES, cut, plan_rows
+from packmamba.data.batch import Rows
+from packmamba.data.packing import LONGEST, STRATEGIES, Integers, cut, plan_rows
 from packmamba.data.token_store import Corpus
 
 WINDOW_DOCUMENTS = 1_000_000
@@ -45,7 +45,7 @@ class Pieces(NamedTuple):
         return Pieces(self.document[here], self.start[here] + skipped, np.minimum(ends[here], last) - begins - skipped)
 
     def stagger(self, count: int) -> Pieces:
-        """Cut the first ``count`` pieces in two, evenly spread by the golden ratio; first parts come last."""
+        """Cut the first ``count`` pieces in two, spread by the golden ratio; first parts come last."""
         number = np.arange(1, len(self.length) + 1)
         cuts = np.where(number <= count, number * ((5**0.5 - 1) / 2) % 1 * self.length, 0).astype(np.int64)
         tails = Pieces(self.document, self.start + cuts, self.length - cuts)
@@ -57,7 +57,7 @@ def _join(several: Sequence[Pieces]) -> Pieces:
 
 
 def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
-    """Arrange pieces in rows by strategy. Raises ConfigError if one is too long for a row."""
+    """Arrange pieces in rows. Raises ConfigError if one is too long."""
     pieces = pieces.stagger(data.streams) if data.stagger else pieces
     end, row_length = corpus.lengths[pieces.document], data.row_length
     try:
@@ -73,7 +73,6 @@ def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
 def arrange_as_trained(
     corpus: Corpus, documents: Integers, data: DataConfig, carry: bool
 ) -> tuple[Rows, list[Integers]]:
-    """Arrange documents of evaluations as in training; return rows, and their numbers by batch."""
     pieces = Pieces.of(corpus, documents).cut(data.cut_documents)
     streams = data.batch_rows if data.takes_turns else data.streams
     if carry:
@@ -87,12 +86,9 @@ def arrange_as_trained(
 def micro_batches(
     rows: Rows, numbers: Integers, data: DataConfig, carry: bool = False, world_size: int = 1
 ) -> list[Integers]:
-    """Split rows, given by number, into batches of at most ``data.max_tokens_per_batch`` slots or one row.
-
-    With ``carry`` a batch is a row of each of a rank's streams, unless streams take turns. Empty batches even out ranks.
-    """
+    """Split rows into batches of at most ``data.max_tokens_per_batch`` slots or one row, as many a rank."""
     pads = STRATEGIES[data.strategy].pads
-    if not pads or (carry and not data.takes_turns):
+    if not pads or (carry and not data.takes_turns):  # with carry, a row of each of a rank's streams
         rows_per_batch = data.streams // world_size if pads else 1
         edges = list(range(rows_per_batch, len(numbers), rows_per_batch))
     else:
@@ -110,9 +106,8 @@ def micro_batches(
 class Schedule:
     """Plan endless steps: epochs of shuffled windows of documents. Nothing is dropped.
 
-    Matched: a step is the next documents up to ``data.tokens_per_step`` tokens, the last cut with ``data.cut_at_steps``, then
-    arranged by the strategy. Stream: the strategy fills rows from a window's documents; a step is the next rows up to so many
-    slots. There, and without the cut, a window's last step may be smaller. With ``carry`` batches continue each other by row.
+    Matched: a step is the next documents up to ``data.tokens_per_step`` tokens, then arranged. Stream: documents are arranged by
+    window; a step is the next rows up to so many slots. With ``carry`` batches continue each other by row.
     """
 
     corpus: Corpus
@@ -158,7 +153,6 @@ class Schedule:
         return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size
 
     def _tokens(self, first: int, last: int) -> Pieces:
-        """Return the pieces of these tokens of all windows."""
         found = []
         while first < last:
             number = self._locate(first)
@@ -179,7 +173,6 @@ class Schedule:
         return len(self._window(number)[0]) - 1
 
     def _documents(self, number: int) -> tuple[list[int], Integers]:
-        """Return a window's seed and documents."""
         epoch, place = divmod(number, self.windows_per_epoch)
         part = int(np.random.default_rng([self.seed, epoch]).permutation(self.windows_per_epoch)[place])
         documents = np.arange(part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents))

@@ -1,8 +1,4 @@
-"""Tokenised corpora on disk, memory-mapped; each is tokenised once, under a hash of everything that decides its tokens.
-
-A corpus folder holds ``meta.json`` and, little-endian without headers, ``<split>.tokens`` (uint16 or uint32), ``<split>.lengths``
-(int32) and, where documents have them, ``<split>.targets`` and ``<split>.groups`` (int32).
-"""
+"""Tokenised corpora on disk, under a hash of everything that decides their tokens; little-endian files without headers."""
 
 from __future__ import annotations
 
@@ -35,14 +31,9 @@ SPLITS = ("train", "validation")
 
 
 class Corpus:
-    """Hold a split, memory-mapped and read-only: n documents of T tokens. Pickles as its path.
+    """Hold a split, memory-mapped and read-only: n documents of T tokens, begin and end tokens included.
 
-    Attributes:
-        tokens: (T,) uint16 or uint32, begin and end tokens included.
-        lengths: (n,) int32, at least one each.
-        offsets: (n + 1,) int64; document i is tokens[offsets[i]:offsets[i + 1]].
-        targets: (T,) int32, the target after each token, -1 for none; None: the document's next token.
-        groups: (n,) int32, indices into ``group_names``; None: no groups.
+    ``targets``: (T,), after each token, -1 for none; None: the next token. ``groups``: (n,) indices into ``group_names``.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
@@ -65,7 +56,6 @@ class Corpus:
         return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
 
     def document(self, index: int) -> np.ndarray:
-        """Return a document's tokens, a view."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def __len__(self) -> int:
@@ -76,7 +66,7 @@ class Corpus:
 
 
 class Corpora(NamedTuple):
-    """Hold a corpus, and a hash of its tokens, lengths and targets, equal on every machine."""
+    """Hold a corpus, and a hash of its contents, equal on every machine."""
 
     train: Corpus
     validation: Corpus
@@ -84,7 +74,7 @@ class Corpora(NamedTuple):
 
 
 def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
-    """Open a corpus in ``data.cache_dir``, tokenised first if it is not there, by one process. Raises ConfigError."""
+    """Open a corpus, tokenised by one process if it is not there. Raises ConfigError."""
     source = open_source(data)
     tokenizer = load_tokenizer(data) if source.vocab_size is None else None
     identity = {
@@ -114,7 +104,6 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
 
 
 def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
-    """Choose validation documents: all, or a fixed random choice."""
     if data.validation_documents is None or data.validation_documents >= corpus.num_documents:
         return np.arange(corpus.num_documents)
     return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[: data.validation_documents])
@@ -150,8 +139,6 @@ def _tokenize(
 
 
 class _SplitWriter:
-    """Append to the files of one split, and hash them."""
-
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.path, dtype, around = path, token_dtype(tokenizer.vocab_size), (tokenizer.begin_id, tokenizer.end_id)
         self.begin, self.end = (np.array([] if i is None else [i], dtype) for i in around)
@@ -160,7 +147,6 @@ class _SplitWriter:
         self.groups: dict[str, int] = {}
 
     def add(self, documents: list[tuple[Document, np.ndarray]]) -> None:
-        """Append documents of at least one token, between begin and end tokens."""
         if not documents:
             return
         first, parts = documents[0][0], [np.concatenate([self.begin, ids, self.end]) for _, ids in documents]
@@ -188,7 +174,6 @@ class _SplitWriter:
 def _encoded(
     documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
 ) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
-    """Yield chunks of documents in order, and their tokens."""
     # The package tokenizers encodes without Python's lock; bytes and ids hold it.
     threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
     chunks = _chunks(documents)

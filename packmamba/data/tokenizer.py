@@ -19,15 +19,12 @@ BYTES = "packmamba_bytes"
 
 
 class Tokenizer:
-    """Encode texts as ids (length,) of dtype ``token_dtype(vocab_size)``, without begin and end tokens, and decode them.
-
-    ``fingerprint`` changes with anything that may change an id.
-    """
+    """Encode texts as ids (length,) of ``token_dtype(vocab_size)``, without begin and end tokens."""
 
     vocab_size: int
     begin_id: int | None = None
     end_id: int | None = None
-    fingerprint: str
+    fingerprint: str  # changes with anything that may change an id
 
     def encode(self, text: Any) -> np.ndarray:
         return self.encode_batch([text])[0]
@@ -40,21 +37,23 @@ class Tokenizer:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return little-endian uint16 where every id fits, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
-    """Load the tokenizer that ``data`` names. Raises ConfigError."""
     tokens = data.begin_token, data.end_token
     return ByteTokenizer(*tokens) if data.tokenizer == "bytes" else FileTokenizer(data.tokenizer, *tokens)
+
+
+def _named(*tokens: str | None) -> list[str]:
+    return [token for token in dict.fromkeys(tokens) if token is not None]
 
 
 class ByteTokenizer(Tokenizer):
     """Encode UTF-8 bytes; begin and end tokens get the next ids, one if they share a name."""
 
     def __init__(self, begin_token: str | None = None, end_token: str | None = None) -> None:
-        names = [token for token in dict.fromkeys((begin_token, end_token)) if token is not None]
+        names = _named(begin_token, end_token)
         self.begin_id, self.end_id = (256 + names.index(t) if t in names else None for t in (begin_token, end_token))
         self.vocab_size = 256 + len(names)
         self.fingerprint = f"bytes {begin_token!r} {end_token!r}"
@@ -68,7 +67,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """Encode with a `tokenizers` JSON file, without its truncation, padding and template of special tokens."""
+    """Encode with a `tokenizers` JSON file, without its truncation, padding and template."""
 
     def __init__(self, path: str | Path, begin_token: str | None = None, end_token: str | None = None) -> None:
         try:
@@ -101,8 +100,6 @@ class FileTokenizer(Tokenizer):
 
 
 class TokenIds(Tokenizer):
-    """Take documents that are token ids."""
-
     fingerprint = "ids"
 
     def __init__(self, vocab_size: int | Callable[[], int]) -> None:
@@ -124,7 +121,7 @@ def write_tokenizer(folder: str | Path, tokenizer: str, begin_token: str | None,
 
 
 def write_template(folder: str | Path, token: str | None, token_id: int | None) -> None:
-    """Let the tokenizer in a folder begin texts with a token, as in training, or with none."""
+    """Let a folder's tokenizer begin texts with a token, as in training, or with none."""
     path = Path(folder) / TOKENIZER
     begun = [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*begun, {"Sequence": {"id": "B", "type_id": 1}}]
@@ -135,7 +132,7 @@ def write_template(folder: str | Path, token: str | None, token_id: int | None) 
 
 
 def read_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read the tokenizer in a folder of a run or checkpoint. Raises ConfigError without one."""
+    """Read a folder's tokenizer. Raises ConfigError without one."""
     folder = Path(folder)
     if not (folder / TOKENIZER).is_file():
         raise ConfigError(f"data.tokenizer: expected one, since {folder} has no {TOKENIZER}")
@@ -146,17 +143,17 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _byte_level(begin_token: str | None, end_token: str | None) -> str:
-    """Write ``ByteTokenizer`` as `tokenizers` JSON: byte-level BPE without merges, then begin and end tokens."""
+    """Write ``ByteTokenizer`` as `tokenizers` JSON: byte-level BPE without merges."""
     # ByteLevel names printable bytes by their own characters, others by those from 256 on.
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     vocabulary = {chr(i if i in printable else next(others)): i for i in range(256)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    names = [token for token in dict.fromkeys((begin_token, end_token)) if token is not None]
+    names = enumerate(_named(begin_token, end_token), 256)
     content = {
         "version": "1.0",
-        "added_tokens": [{"id": 256 + i, "content": name, **flags} for i, name in enumerate(names)],
+        "added_tokens": [{"id": i, "content": name, **flags} for i, name in names],
         "pre_tokenizer": byte_level,
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},

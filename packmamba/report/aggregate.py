@@ -18,6 +18,7 @@ import pandas as pd
 from packmamba.report.statistics import Estimate, bootstrap, difference_by_group, holm, interval, over_items, verdict
 
 Record = Mapping[str, Any]
+Records = Sequence[Record]
 
 SCHEMES = "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry".split()
 BASELINES = ("padded", "single", "packed-reset")  # by preference
@@ -46,7 +47,7 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 
 def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
-    """Return a row for each record, by time: its keys, ``config.<key>``, ``curves.<name>``, and metrics by name as floats."""
+    """Return a row for each record, by time: its keys, ``config.<key>``, ``curves.<name>``, and metrics as floats."""
     rows = [{**r, **flatten({key: r[key] for key in ("config", "curves")})} for r in of_kind(records, kind)]
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
     others = pd.DataFrame(rows, dtype=object)
@@ -62,7 +63,7 @@ def parts_of(name: str) -> tuple[str, str]:
 
 @dataclass(eq=False)
 class Arm:
-    """Hold an arm's runs, rows of ``frame`` by seed; ``variant``: keys and values in which arms of one name differ."""
+    """Hold rows of ``frame`` by seed; ``variant``: keys and values in which arms of one name differ."""
 
     name: str
     variant: tuple[tuple[str, Any], ...]
@@ -73,7 +74,6 @@ class Arm:
         return self.runs.get(metric, pd.Series(math.nan, self.runs.index))
 
     def says(self, key: str, absent: Any = None) -> Any:
-        """Return a configuration's value."""
         value = self.runs.iloc[0].get(f"config.{key}")
         return absent if value is None else value
 
@@ -86,7 +86,6 @@ class Arm:
 
     @property
     def setting(self) -> tuple[str, str]:
-        """Return what compared arms share."""
         return repr(self.variant), parts_of(self.name)[1]
 
     @property
@@ -109,13 +108,14 @@ class Arm:
         return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
 
     def points(self, curve: str) -> pd.DataFrame:
-        """Return a curve's points, with a column ``seed``."""
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
         return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
 
 
+Arms = Sequence[Arm]
+
+
 def training_arms(records: Iterable[Record]) -> list[Arm]:
-    """Return trained arms in the order of tables."""
     runs = frame(records, "training")
     if runs.empty:
         return []
@@ -133,8 +133,8 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     return arms
 
 
-def timed_arms(records: Sequence[Record]) -> list[Arm]:
-    """Return timed arms, the latest timing first, with ``speedup`` over the baseline timed with them, else over single."""
+def timed_arms(records: Records) -> list[Arm]:
+    """Return timed arms, the latest first, with ``speedup`` over the baseline timed with them, else over single."""
     runs, trained = frame(records, "throughput"), training_arms(records)
     if runs.empty:
         return []
@@ -151,8 +151,8 @@ def timed_arms(records: Sequence[Record]) -> list[Arm]:
     return timed
 
 
-def arms_with_speeds(records: Sequence[Record]) -> list[Arm]:
-    """Return trained arms, with speeds of the latest of the timings that hold most of them."""
+def arms_with_speeds(records: Records) -> list[Arm]:
+    """Return trained arms, with speeds of the latest timing that holds most of them."""
     arms, timed = training_arms(records), timed_arms(records)
     names = {arm.name for arm in arms}
     timing = next(iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,))[0]
@@ -166,7 +166,7 @@ def arms_with_speeds(records: Sequence[Record]) -> list[Arm]:
     return arms
 
 
-def _in_order(arms: Sequence[Arm]) -> list[Arm]:
+def _in_order(arms: Arms) -> list[Arm]:
     """Sort by setting: the first arm of each scheme as in SCHEMES, then further arms."""
     ranks, seen = dict[Arm, Any](), Counter[Any]()
     for arm in sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name)):
@@ -188,42 +188,39 @@ class Seeds(NamedTuple):
         return ", ".join([f"{self.finite} of {sum(self)}", *words]) if words else str(self.finite)
 
 
-def seeds_of(arm: Arm, arms: Sequence[Arm], metric: str = "val_loss") -> Seeds:
-    """Count an arm's seeds among those of its sweep, else of all arms."""
+def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
     expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index}) | set(arm.runs.index)
     finite, diverged = int(arm[metric].count()), int(arm["val_loss"].isna().sum())
     return Seeds(finite, diverged, len(expected) - finite - diverged)
 
 
-def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm:
-    """Return the sweep's ``baseline``, else one by scheme."""
+def _baseline(arm: Arm, arms: Arms) -> Arm:
     named = arm.sweep.get("baseline") or ""
     peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
     found = [peer for peer in peers if peer.label == named] + [p for p in peers if p.title == parts_of(named)[0]]
     return [*found, *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), *peers][0]
 
 
-def versus(arms: Sequence[Arm]) -> str:
-    """Return the titles of the arms' baselines."""
+def versus(arms: Arms) -> str:
     baselines = {arm.baseline for arm in arms}
     return " or ".join(sorted({one.label if one.sweep.get("apart") else one.title for one in baselines}))
 
 
 def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
-    """Return ``bootstrap``'s arguments if the evaluation has groups of documents, else differences by seed, and None."""
+    """Return ``bootstrap``'s arguments where documents have groups, else differences by seed, and None."""
     sums, weights = difference_by_group(arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets")
     return (sums, weights) if len(sums) > 1 and metric.endswith(".loss") else (arm[metric] - other[metric], None)
 
 
 def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | None:
-    """Return an arm's metric minus its baseline's, or another arm's, paired by seed; None of an arm and itself."""
+    """Return an arm's metric minus its baseline's, or another's, paired by seed; None of an arm and itself."""
     other = other or arm.baseline
     values, weights = paired(arm, other, metric)
     return None if other is arm else interval(values) if weights is None else bootstrap(values, weights)
 
 
 class Contrast(NamedTuple):
-    """Hold an arm's metric minus another's; p is adjusted over a sweep's primary contrasts (Holm), else NaN."""
+    """Hold an arm's metric minus another's; p is adjusted over primary contrasts (Holm), else NaN."""
 
     arm: Arm
     other: Arm
@@ -238,7 +235,7 @@ class Contrast(NamedTuple):
         return f"{self.arm.label} - {self.other.title}"
 
 
-def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
+def contrasts(arms: Arms, metric: str) -> list[Contrast]:
     """Return each arm minus its baseline, and the primary contrasts ``arm - other`` of sweeps."""
     pairs = {(arm, arm.baseline): False for arm in arms}
     for arm in arms:
@@ -258,7 +255,7 @@ def contrasts(arms: Sequence[Arm], metric: str) -> list[Contrast]:
 
 
 def _same_documents(arm: Arm, other: Arm) -> bool:
-    """Tell from the keys in which two arms differ if their steps hold the same documents."""
+    """Tell from configurations if the steps of two arms hold the same documents."""
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
     if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {"matched"}:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
@@ -276,8 +273,8 @@ def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
     return [(start, end, one) for (start, end), values in by_place if (one := interval(values))]
 
 
-def with_items(folder: str | Path, records: Sequence[Record]) -> list[Record]:
-    """Add ``items``, the path of an evaluation's items (in items/ or items.zip), to evaluation records."""
+def with_items(folder: str | Path, records: Records) -> list[Record]:
+    """Add ``items``, the path of their items (in items/ or items.zip), to evaluation records."""
     archive = Path(folder) / "items.zip"
     place: Any = zipfile.Path(archive) if archive.is_file() else Path(folder) / "items"
     found = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from packmamba.report import aggregate
-from packmamba.report.aggregate import Arm, Record
+from packmamba.report.aggregate import Arm, Arms, Records
 from packmamba.report.tables import table_keys, title
 
 INK, MUTED = "#24292f", "#5c6370"
@@ -39,8 +39,7 @@ OTHERS = ("#56B4E9", "#882255", "#B2182B", "#1B7837", "#4D4D4D")
 DPI = 160
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     name: str
     caption: str
     png: bytes
@@ -56,7 +55,7 @@ def style_of(name: str, rank: int = 0) -> dict[str, Any]:
     return STYLES.get(name, {"color": OTHERS[rank % len(OTHERS)], "linewidth": 1.8})
 
 
-def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
+def style_in(arm: Arm, arms: Arms) -> dict[str, Any]:
     """Return the style of an arm's scheme; of its further arms another."""
     firsts = {one.scheme: one for one in reversed(arms) if one.scheme in STYLES}.values()
     others = [one for one in arms if one not in firsts]
@@ -64,7 +63,6 @@ def style_in(arm: Arm, arms: Sequence[Arm]) -> dict[str, Any]:
 
 
 def axes(panels: int, width: float = 10.0, height: float = 4.2) -> tuple[Canvas, list[Axes]]:
-    """Return a canvas with panels side by side; sizes in inches."""
     fig, grid = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
     return fig, list(grid.flat)
 
@@ -90,7 +88,6 @@ def legend_below(fig: Canvas, columns: int = 5) -> None:
 
 
 def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
-    """Label horizontal bars from top to bottom."""
     ax.set_yticks(range(len(labels)), labels if shown else [""] * len(labels))
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
@@ -100,7 +97,7 @@ def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
 Panel = tuple[dict[str, Any], Mapping[Arm, pd.DataFrame]]
 
 
-def line_figure(name: str, caption: str, arms: Sequence[Arm], panels: Sequence[Panel]) -> list[Figure]:
+def line_figure(name: str, caption: str, arms: Arms, panels: Sequence[Panel]) -> list[Figure]:
     """Draw arms' lines with intervals; no panel where no line has two points."""
     panels = [panel for panel in panels if any(len(line) > 1 for line in panel[1].values())]
     if not panels:
@@ -122,24 +119,21 @@ def line_figure(name: str, caption: str, arms: Sequence[Arm], panels: Sequence[P
 
 
 def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
-    """Return mean and range over seeds of a value by place."""
     return points.groupby(place)[value].agg(mean="mean", low="min", high="max")
 
 
-def training_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw learning curves, differences, speed and loss by position."""
+def training_figures(records: Records) -> list[Figure]:
     arms = aggregate.arms_with_speeds(records)
     timed = [arm for arm in arms if arm.timing]
     return [*_learning_curves(arms), *_differences(arms), *_speed_bars(timed), *_loss_by_position(arms)]
 
 
-def throughput_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw the latest timing where nothing was trained."""
+def throughput_figures(records: Records) -> list[Figure]:
     timed = [] if aggregate.of_kind(records, "training") else aggregate.timed_arms(records)
     return _speed_bars([replace(arm, variant=()) for arm in timed if arm.timing == timed[0].timing])
 
 
-def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
+def _learning_curves(arms: Arms) -> list[Figure]:
     by_tokens, by_time = {}, {}
     for arm in arms:
         points = arm.points("validation")
@@ -155,7 +149,7 @@ def _learning_curves(arms: Sequence[Arm]) -> list[Figure]:
     return line_figure("learning-curves", caption, arms, panels)
 
 
-def _differences(arms: Sequence[Arm]) -> list[Figure]:
+def _differences(arms: Arms) -> list[Figure]:
     metric = table_keys(arms)[0][0]
     pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, metric)) and one.seeds > 1}
     if not pairs:
@@ -176,7 +170,7 @@ def _differences(arms: Sequence[Arm]) -> list[Figure]:
     return [finish(fig, "differences", caption)]
 
 
-def _speed_bars(bars: Sequence[Arm]) -> list[Figure]:
+def _speed_bars(bars: Arms) -> list[Figure]:
     if not bars:
         return []
     fig, (ax,) = axes(1, height=1.3 + 0.5 * len(bars))
@@ -194,7 +188,7 @@ def _speed_bars(bars: Sequence[Arm]) -> list[Figure]:
     return [finish(fig, "speed", caption)]
 
 
-def _loss_by_position(arms: Sequence[Arm]) -> list[Figure]:
+def _loss_by_position(arms: Arms) -> list[Figure]:
     axis = {"xscale": "log", "xlabel": "position in the document (tokens)"}
     losses, differences = {}, {}
     for arm in arms:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 import jinja2
 
 from packmamba.errors import ConfigError
 from packmamba.records import read_records
-from packmamba.report.aggregate import Record, flatten, of_kind, with_items
+from packmamba.report.aggregate import Record, Records, flatten, of_kind, with_items
 from packmamba.report.figures import DPI, Figure, house_style, throughput_figures, training_figures
 from packmamba.report.tables import (
     Table,
@@ -25,25 +26,17 @@ from packmamba.report.tables import (
     write_table,
 )
 
-MakeTables = Callable[[Sequence[Record]], list[Table]]
-MakeFigures = Callable[[Sequence[Record]], list[Figure]]
-
 
 @dataclass(frozen=True)
 class Kind:
-    """Make tables, figures and a label for files of the records of one corpus."""
+    """Make tables, figures and a label for files of one corpus."""
 
-    tables: MakeTables = lambda records: []
-    figures: MakeFigures = lambda records: []
-    label: Callable[[Sequence[Record]], str] = lambda records: records[0]["corpus_hash"][:12]
+    tables: Callable[[Records], list[Table]] = lambda records: []
+    figures: Callable[[Records], list[Figure]] = lambda records: []
+    label: Callable[[Records], str] = lambda records: records[0]["corpus_hash"][:12]
 
-    def extended(self, tables: MakeTables, figures: MakeFigures = lambda records: []) -> Kind:
-        """Add tables and figures."""
-        return replace(
-            self,
-            tables=lambda records: [*self.tables(records), *tables(records)],
-            figures=lambda records: [*self.figures(records), *figures(records)],
-        )
+    def extended(self, tables: Callable[[Records], list[Table]]) -> Kind:
+        return replace(self, tables=lambda records: [*self.tables(records), *tables(records)])
 
 
 KINDS: dict[str, Kind] = {
@@ -60,23 +53,20 @@ class Section:
 
     corpus: str
     records: list[Record]
-    sentence: str = ""
+    sentence: str
     tables: list[Table] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
 
 
 def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds = None) -> list[Section]:
-    """Make tables and figures by corpus; ``kinds`` adds kinds of records. Raises ConfigError for others."""
-    known, sections = {**KINDS, **(kinds or {})}, {}  # type: ignore[var-annotated]
-    for record in sorted(records, key=lambda record: record["corpus_hash"]):
-        if record["kind"] not in known:
-            raise ConfigError(f"kind: expected one of {', '.join(known)}, got {record['kind']}")
-        corpus = record["corpus_hash"]
-        sections.setdefault(corpus, Section(corpus, [])).records.append(record)
-    for section in sections.values():
-        section.sentence = sentence(section.records)
+    """Make tables and figures by corpus; ``kinds``: further kinds of records."""
+    known, corpus = {**KINDS, **(kinds or {})}, itemgetter("corpus_hash")
+    groups = [[*group] for _, group in itertools.groupby(sorted(records, key=corpus), corpus)]
+    if unknown := [record["kind"] for group in groups for record in group if record["kind"] not in known]:
+        raise ConfigError(f"kind: expected one of {', '.join(known)}, got {unknown[0]}")
+    sections = [Section(corpus(group[0]), group, sentence(group)) for group in groups]
     for name, kind in known.items():
-        having = [section for section in sections.values() if of_kind(section.records, name)]
+        having = [section for section in sections if of_kind(section.records, name)]
         labels = [re.sub(r"[^\w.-]+", "-", kind.label(section.records)) for section in having]
         for i, section in enumerate(having):
             again = labels[: i + 1].count(labels[i])
@@ -87,12 +77,11 @@ def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds
                 section.tables.append(replace(table, name=stem, notes=[*table.notes, *note]))
             with house_style():
                 drawn = kind.figures(section.records) if figures else []
-            section.figures += [replace(one, name=one.name.removesuffix(label) + label) for one in drawn]
-    return [*sections.values()]
+            section.figures += [one._replace(name=one.name.removesuffix(label) + label) for one in drawn]
+    return sections
 
 
 def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
-    """Return the headline tables, for a terminal."""
     parts = []
     for section in build_sections(records, figures=False, kinds=kinds):
         headlines = [table for i, table in enumerate(section.tables) if not i or table.name.startswith("verdicts")]
@@ -101,7 +90,6 @@ def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
 
 
 def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str]:
-    """Return the text of every table, by file name."""
     tables = [table for section in build_sections(records, False, kinds) for table in section.tables]
     return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in ("md", "csv")}
 
@@ -109,39 +97,37 @@ def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str
 def write_report(
     folder: str | Path,
     kinds: Kinds = None,
-    records: Sequence[Record] | None = None,
+    records: Records | None = None,
     latex: bool = False,
-    opening: Table | None = None,
+    opening: Table | None = None,  # the page's first
 ) -> Path:
-    """Write tables/, figures/ and report.html, which makes no requests; return its path.
-
-    ``latex``: LaTeX and PDF too. ``opening``: the page's first table.
-    """
+    """Write tables/, figures/ and report.html; return its path."""
     folder = Path(folder)
     sections = build_sections(with_items(folder, read_records(folder)) if records is None else records, kinds=kinds)
     tables = [*([opening] if opening else []), *(table for section in sections for table in section.tables)]
-    files = {
-        f"tables/{t.name}.{form}": write_table(t, form) for t in tables for form in ("md", "csv", *["tex"] * latex)
-    }
-    images = {
-        f"figures/{figure.name}.{form}": getattr(figure, form)
-        for section in sections for figure in section.figures for form in ("png", *["pdf"] * latex)
-    }  # fmt: skip
+    files: dict[str, bytes] = {}
+    for table in tables:
+        forms = ("md", "csv", *["tex"] * latex)
+        files |= {f"tables/{table.name}.{form}": write_table(table, form).encode() for form in forms}
+    for figure in (figure for section in sections for figure in section.figures):
+        files |= {f"figures/{figure.name}.{form}": getattr(figure, form) for form in ("png", *["pdf"] * latex)}
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    configs = [flatten(record["config"]) for section in sections for record in section.records]
-    files["report.html"] = environment.get_template("page.html").render(
+    rows = [record for section in sections for record in section.records]
+    configs = [flatten(record["config"]) for record in rows]
+    page = environment.get_template("page.html").render(
         sections=sections,
         opening=opening,
         base64=base64.b64encode,
         density=DPI / 96,
-        records=[record for section in sections for record in section.records],
+        records=rows,
         keys={key: [one[key] for one in configs if key in one] for key in dict.fromkeys(itertools.chain(*configs))},
     )
+    files["report.html"] = page.encode()
     for name in ("tables", "figures"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for path in (folder / name).iterdir():
             path.unlink(missing_ok=True)
-    for name, content in {**files, **images}.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     return folder / "report.html"

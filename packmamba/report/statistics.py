@@ -1,4 +1,4 @@
-"""Statistics of paired differences: one arm's number minus another's with the same seed, perhaps by group of documents."""
+"""Statistics of paired differences, by seed and perhaps by group of documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEWEST_GROUPS = 15  # with fewer, of unequal size, the delta method's intervals 
 
 
 class Estimate(NamedTuple):
-    """A mean, its 95 % interval and the two-sided p of zero; NaN where seeds or groups are too few."""
+    """Hold a mean, its 95 % interval and the two-sided p of zero; NaN of too few seeds or groups."""
 
     mean: float
     low: float
@@ -41,7 +41,7 @@ def interval(values: Any) -> Estimate | None:
 
 
 def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
-    """Bootstrap sums (seeds, groups) per weight (groups,), such as nats per target, over seeds and groups (Owen 2007)."""
+    """Bootstrap sums (seeds, groups) over weights (groups,) by seeds and groups (Owen 2007)."""
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     seeds, groups = sums.shape
     mean = float(sums.mean(axis=0).sum() / weights.sum()) if seeds and weights.sum() else math.nan
@@ -61,7 +61,7 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
 
 
 def over_items(sums: Any, weights: Any) -> Estimate:
-    """Return one pair of models' sums per weight, (groups,) each, with an interval over groups by the delta method."""
+    """Return sums over weights, (groups,) each, with an interval over groups by the delta method."""
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     groups, mean = len(sums), float(sums.sum() / weights.sum())
     if groups < FEWEST_GROUPS:
@@ -75,7 +75,7 @@ def over_items(sums: Any, weights: Any) -> Estimate:
 def difference_by_group(
     arm: Any, baseline: Any, curve: str, value: str, weight: str, where: str = ""
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return ``bootstrap``'s arguments from a curve of both arms, points summed by group; ``where``: ``start < 2048``."""
+    """Return ``bootstrap``'s arguments from a curve of both arms; ``where``: ``start < 2048``."""
     sides = [side.points(curve) for side in (arm, baseline)]
     if any(points.empty for points in sides):
         return np.empty((0, 0)), np.empty(0)
@@ -95,7 +95,7 @@ def equivalence(values: Any, margin: float) -> float:
 
 
 def verdict(found: Estimate | None, margin: float | None, p: float | None = None) -> str:
-    """Return equivalent if the interval lies within ± margin, different if it excludes zero and p <= 0.05, else open."""
+    """Return equivalent if within ± margin, different if the interval excludes zero and p <= 0.05, else open."""
     if found is None or math.isnan(found.low):
         return "open"
     if margin is not None and -margin < found.low and found.high < margin:
@@ -104,10 +104,7 @@ def verdict(found: Estimate | None, margin: float | None, p: float | None = None
 
 
 def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000) -> float:
-    """Return the probability that ``verdict`` of so many seeds is equivalent if there is no difference.
-
-    Resamples a pilot's differences (seeds,), or with ``weights`` (groups,) its sums (seeds, groups).
-    """
+    """Resample a pilot (seeds,) or (seeds, groups): how often ``verdict`` is equivalent at no difference."""
     pilot, rng = np.asarray(pilot, float), np.random.default_rng(0)
     pilot = pilot[~np.isnan(pilot)] if weights is None else pilot
     if len(pilot) < 2:
@@ -141,12 +138,12 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def seeds_needed(deviation: float, effect: float) -> int:
-    """Return the pairs of seeds with which a paired t test at 5 % finds ``effect`` with 80 % power."""
+    """Return the seeds with which a paired t test at 5 % finds ``effect`` with 80 % power."""
     return _enough(deviation / effect, 0.975, 0.8)
 
 
 def seeds_for_equivalence(deviation: float, margin: float) -> int:
-    """Return the pairs of seeds with which ``equivalence`` at 5 % places zero within ± margin, with 80 % power."""
+    """Return the seeds with which ``equivalence`` at 5 % has 80 % power."""
     return _enough(deviation / margin, 0.95, 0.9)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from packmamba.report import aggregate
-from packmamba.report.aggregate import Arm, Record
+from packmamba.report.aggregate import Arm, Arms, Records
 from packmamba.report.statistics import seeds_for
 
 
@@ -25,8 +25,7 @@ class Cell(NamedTuple):
     values: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """Hold a title, and the names of its columns in the CSV."""
 
     title: str
@@ -45,7 +44,6 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def shown(self) -> Table:
-        """Leave out columns of dashes."""
         kept = [not self.rows or any(row[i].text != "-" for row in self.rows) for i in range(len(self.columns))]
         rows = [[*compress(row, kept)] for row in self.rows]
         return replace(self, columns=[*compress(self.columns, kept)], rows=rows)
@@ -94,7 +92,6 @@ def word(text: str) -> Cell:
 
 
 def number(value: float | None, form: str, unit: str = "") -> Cell:
-    """Format a number; a dash if missing."""
     return Cell("-" if pd.isna(value) else f"{value:{form}}{unit}", (value,))
 
 
@@ -121,7 +118,6 @@ def mean_sd(values: pd.Series) -> Cell:
 
 
 def difference_cell(found: Any) -> Cell:
-    """Format mean and interval."""
     if found is None:
         return Cell("-", (None,) * 4)
     # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
@@ -153,8 +149,7 @@ FORMATS: dict[str, Callable[[float], Cell]] = {
     "speedup": functools.partial(number, form=".2f", unit="x"),
 }
 MAIN = ("choice_accuracy", "accuracy", "loss")  # an evaluation's main metric is the first of these that it has
-FEW_DOCUMENTS = 50  # of validation: with fewer, a table warns
-PARITY_SEEDS = 5
+
 
 ArmColumn = tuple[Column, Callable[[Arm], Cell]]
 
@@ -163,18 +158,18 @@ def title(metric: str) -> str:
     return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
 
 
-def arms_table(name: str, heading: str, arms: Sequence[Arm], columns: Sequence[ArmColumn], *notes: str) -> Table:
+def arms_table(name: str, heading: str, arms: Arms, columns: Sequence[ArmColumn], *notes: str) -> Table:
     rows = [[word(arm.label), *(cell(arm) for _, cell in columns)] for arm in arms]
     return Table(name, heading, [*make_columns("!arm"), *(column for column, _ in columns)], rows, [*notes])
 
 
-def seeds_column(arms: Sequence[Arm], metric: str = "val_loss") -> ArmColumn:
+def seeds_column(arms: Arms, metric: str = "val_loss") -> ArmColumn:
     counts = {arm: aggregate.seeds_of(arm, arms, metric) for arm in arms}
     return Column("seeds", ("seeds",)), lambda arm: Cell(str(counts[arm]), (counts[arm].finite,))
 
 
-def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColumn:
-    """Return the column of a metric or configuration key; ``prefix`` is not in its title."""
+def metric_column(metric: str, arms: Arms, prefix: str = "") -> ArmColumn:
+    """Return a metric's or key's column; ``prefix`` is not in its title."""
     if form := FORMATS.get(metric.rpartition(".")[2]):
         heading = f"speedup over {aggregate.versus(arms)}" if metric == "speedup" and arms else title(metric)
         return Column(heading, (metric,)), lambda arm: form(arm[prefix + metric].mean())
@@ -184,13 +179,12 @@ def metric_column(metric: str, arms: Sequence[Arm], prefix: str = "") -> ArmColu
     return column, lambda arm: mean_sd(arm[prefix + metric])
 
 
-def difference_column(metric: str, arms: Sequence[Arm], heading: str = "", *names: str) -> ArmColumn:
+def difference_column(metric: str, arms: Arms, heading: str = "", *names: str) -> ArmColumn:
     column = interval_column(heading or f"minus {aggregate.versus(arms)}", *names)
     return column, lambda arm: difference_cell(aggregate.difference(arm, metric))
 
 
 def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
-    """Return evaluations of arms, and the metrics of each, the main one first."""
     found: dict[str, list[str]] = {}
     for metric in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
         name, _, own = metric.partition(".")
@@ -205,14 +199,14 @@ def main_first(metrics: Sequence[str]) -> list[str]:
     return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
 
 
-def table_keys(arms: Sequence[Arm]) -> tuple[list[str], list[str] | None]:
-    """Return ``metrics``, of which the first has verdicts, and ``columns`` of the sweep's table."""
+def table_keys(arms: Arms) -> tuple[list[str], list[str] | None]:
+    """Return metrics, of which the first has verdicts, and columns of the sweep's table."""
     spec: dict[str, Any] = next(filter(None, (arm.sweep.get("table") for arm in arms)), {})
     return spec.get("metrics") or ["val_loss"], spec.get("columns")
 
 
-def training_tables(records: Sequence[Record]) -> list[Table]:
-    """Tabulate quality and speed, verdicts, paired differences, positions and evaluations."""
+def training_tables(records: Records) -> list[Table]:
+    """Tabulate arms, verdicts, differences, positions and evaluations."""
     arms = aggregate.arms_with_speeds(records)
     if not arms:
         return []
@@ -229,7 +223,7 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
     ruled = any(arm.sweep.get("margin") or arm.sweep.get("primary") for arm in arms)
     if ruled:
         says = {one.arm: one.verdict for one in found if one.other is one.arm.baseline}
-        columns.append((make_columns("!verdict")[0], lambda arm: word(says.get(arm, "-"))))
+        columns.append((Column("verdict", ("verdict",), False), lambda arm: word(says.get(arm, "-"))))
     columns += [metric_column(metric, arms) for metric in further]
     tables = [arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))]
     tables += [_verdicts(found, metrics[0])] * ruled
@@ -254,7 +248,6 @@ def training_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
-    """Tabulate a sweep's contrasts."""
     others = make_columns("groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed")
     columns = [*make_columns("!contrast | !primary"), interval_column("difference"), *others]
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
@@ -278,42 +271,41 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
     return table
 
 
-def sentence(records: Sequence[Record]) -> str:
-    """Compare the arms' loss and speed with the baseline's in a sentence; empty without a comparison."""
+def sentence(records: Records) -> str:
+    """Compare the arms' loss and speed with the baseline's in a sentence."""
     arms, parts = aggregate.arms_with_speeds(records), []
     metric = table_keys(arms)[0][0]
     for one in aggregate.contrasts(arms, metric):
         beside = one.other is one.arm.baseline
         if not (beside or one.primary) or pd.isna(one.found.mean):
             continue
-        name, speed = (one.arm.label, one.arm["speedup"].mean()) if beside else (one.name, math.nan)
-        cell = difference_cell(one.found).text + (" nats" if "loss" in metric else "")
+        speed = one.arm["speedup"].mean() if beside else math.nan
+        cell = difference_cell(one.found).text + " nats" * ("loss" in metric)
         says = f"is {one.verdict} ({cell}, {one.found.seeds} seeds)" if one.found.seeds > 1 else f"{cell} (one seed)"
-        others = "" if one.same_documents else ", other documents"
-        parts.append(f"{name} {says}{others}" + ("" if pd.isna(speed) else f", {speed:.2f}x as fast"))
+        says += ", other documents" * (not one.same_documents) + ("" if pd.isna(speed) else f", {speed:.2f}x as fast")
+        parts.append(f"{one.arm.label if beside else one.name} {says}")
     return f"In {title(metric)}, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
 
 
-def _notes(arms: Sequence[Arm]) -> list[str]:
+def _notes(arms: Arms) -> list[str]:
     notes = ["Losses are nats per real target, of documents one at a time from zero state in every arm."]
     if others := ", ".join(arm.label for arm in arms if arm.timing is None):
         notes.append(f"Speed is no comparison where arms were not timed together: {others}.")
     fewest = min(len(arm.runs) for arm in arms)
-    if fewest < PARITY_SEEDS and len(arms) > 1:
-        notes.append(f"Seeds: {fewest}. Claims of parity need at least {PARITY_SEEDS}.")
+    if fewest < 5 and len(arms) > 1:
+        notes.append(f"Seeds: {fewest}. Claims of parity need at least 5.")
     targets = sum(point["count"] for point in next(iter(arms[0].runs.get("curves.loss_by_position", ())), None) or ())
     documents = arms[0]["validation_documents"].mean()
     if targets and not pd.isna(documents):
         notes.append(f"Validation: {documents:,.0f} documents, {targets:,.0f} targets.")
-        if documents < FEW_DOCUMENTS:
-            few = f"Fewer than {FEW_DOCUMENTS} documents"
-            notes.append(f"{few}: intervals over seeds say nothing about other documents.")
+        if documents < 50:
+            notes.append("Fewer than 50 documents: intervals over seeds say nothing about other documents.")
     if absent := {name for arm in arms for name in arm.sweep.get("absent", ())}:
         notes.append(f"Without any run: {', '.join(sorted(absent))}.")
     return notes
 
 
-def _positions(arms: Sequence[Arm]) -> Table:
+def _positions(arms: Arms) -> Table:
     columns = make_columns("!arm | from token = start | to token = end")
     columns.append(interval_column(f"minus {aggregate.versus(arms)}"))
     table = Table("loss-by-position", "Loss by position in the document, in nats per target", columns)
@@ -326,8 +318,7 @@ def _positions(arms: Sequence[Arm]) -> Table:
     return table
 
 
-def throughput_tables(records: Sequence[Record]) -> list[Table]:
-    """Tabulate interleaved timings."""
+def throughput_tables(records: Records) -> list[Table]:
     timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
     metrics = ["rounds", *EXACT[:2], "real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup"]
     columns = [metric_column(metric, []) for metric in metrics]
@@ -337,9 +328,9 @@ def throughput_tables(records: Sequence[Record]) -> list[Table]:
     return [arms_table("throughput", heading, timed, columns, note)] if timed else []
 
 
-def evaluation_tables(records: Sequence[Record]) -> list[Table]:
-    """Tabulate models for each evaluation and its options, with differences from the first."""
-    asked: dict[str, list[Record]] = {}
+def evaluation_tables(records: Records) -> list[Table]:
+    """Tabulate models by evaluation, with differences from the first."""
+    asked: dict[str, list[aggregate.Record]] = {}
     for record in aggregate.of_kind(records, "evaluation"):
         one = record["config"]["evaluation"]
         options = "".join(f", {key}={value}" for key, value in sorted((one.get("options") or {}).items()))
@@ -367,8 +358,8 @@ def evaluation_tables(records: Sequence[Record]) -> list[Table]:
     return tables
 
 
-def evaluation_label(records: Sequence[Record]) -> str:
-    """Return the evaluation's name, if there is only one, and a short hash of its documents."""
+def evaluation_label(records: Records) -> str:
+    """Return the only evaluation's name, and a hash of its documents."""
     names = {record["config"]["evaluation"]["name"] for record in aggregate.of_kind(records, "evaluation")}
     name = names.pop() if len(names) == 1 else "documents"
     return f"{name}-{zlib.crc32(records[0]['corpus_hash'].encode()) & 0xFFFF:04x}"

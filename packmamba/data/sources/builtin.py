@@ -68,7 +68,6 @@ def open_synthetic(data: DataConfig) -> Source:
 
 
 def open_task(data: DataConfig) -> Source:
-    """Open examples of ``data.task``, the last held out."""
     from packmamba.evaluation.tasks import TASKS  # its package reads corpora
 
     if data.task not in TASKS:

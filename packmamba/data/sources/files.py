@@ -35,7 +35,7 @@ MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def open_text(data: DataConfig) -> Source:
-    """Open every visible file below ``data.path``, or that it matches: a document each, held out by name."""
+    """Open every visible file of ``data.path``, a document each, held out by name."""
     root, files = find_files(data, ("",))
     held_out = held_out_files([name for name in files if (root / name).stat().st_size], data)
 
@@ -50,12 +50,12 @@ def open_text(data: DataConfig) -> Source:
 
 
 def open_jsonl(data: DataConfig) -> Source:
-    """Open the field ``data.text_key`` of each line of JSON-lines files; blank lines are no documents."""
+    """Open the field ``data.text_key`` of each line that is not blank."""
     return _records(data, lambda path, key: (text for (text,) in _lines(path, key)), JSON_LINES)
 
 
 def open_splits(data: DataConfig) -> Source:
-    """Open JSON lines as ``open_jsonl``, whose fields ``split`` and ``group`` say a document's; leave out the split ``test``."""
+    """Open JSON lines whose fields ``split`` and ``group`` say a document's; leave out the split ``test``."""
     refuse_fraction(data)
     root, files = find_files(data, JSON_LINES)
 
@@ -75,7 +75,7 @@ def open_splits(data: DataConfig) -> Source:
 
 
 def open_parquet(data: DataConfig) -> Source:
-    """Open the column ``data.text_key`` of parquet files, each row a document."""
+    """Open the column ``data.text_key``, each row a document."""
     return _records(data, _rows, (".parquet",))
 
 
@@ -91,7 +91,7 @@ def _records(data: DataConfig, values: Callable[[Path, str], Iterator[Any]], suf
 
 
 def texts_of(place: str, key: str, values: Iterator[Any]) -> Iterator[str]:
-    """Yield values that are texts. Raises ConfigError naming place and number of one that is not."""
+    """Yield texts. Raises ConfigError naming place and number of a value that is none."""
     number = 1
     try:
         for text in values:
@@ -127,7 +127,6 @@ def _rows(path: Path, key: str) -> Iterator[Any]:
 
 
 def extra(package: str) -> ModuleType:
-    """Import a package of the extra integrations."""
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -135,12 +134,7 @@ def extra(package: str) -> ModuleType:
 
 
 def open_megatron(data: DataConfig) -> Source:
-    """Open ``data.path``.bin and .idx, ids as they are.
-
-    ``.idx``, little-endian: ``MMIDIDX\\0\\0``, version 1, a code of the ids' dtype, numbers of sequences and of document indices;
-    lengths of sequences (int32), their places in bytes (int64); the first sequence of each document and the number of sequences
-    (int64). Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``.
-    """
+    """Open ``data.path``.bin and .idx, ids as they are. Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``."""
     if not data.path:
         raise ConfigError("data.path: data.source=megatron expected the name of .bin and .idx without suffix, got null")
     binary, index = Path(f"{data.path}.bin"), Path(f"{data.path}.idx")
@@ -168,7 +162,7 @@ def open_megatron(data: DataConfig) -> Source:
 
 
 def open_huggingface(data: DataConfig) -> Source:
-    """Open the column ``data.text_key`` of a data set of ``datasets``: on the Hub, perhaps ``name@revision``, or on disk."""
+    """Open the column ``data.text_key`` of a data set, on the Hub (perhaps ``name@revision``) or on disk."""
     if not data.path:
         raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
     name, path = data.path, Path(data.path)

@@ -1,8 +1,7 @@
 """Source of Python code: the files of installed packages that a manifest names, whole, as functions, or as a mixture.
 
-A manifest (by ``experiments/corpus/build.py``) is gzipped JSON lines: a header, then packages: name, version, split and files as
-``[path, hash, cluster, functions]``. Near-copies share a ``cluster``. ``functions``: null for a near-copy that is left out; else
-``n:hex``, the number of functions and, bit by bit from the lowest, which are documents.
+A manifest is gzipped JSON lines: a header, then packages: name, version, split and files as ``[path, hash, cluster, functions]``.
+``functions``: null for a near-copy that is left out; else ``n:hex``, their number and, from the lowest bit, which are documents.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Manifest(NamedTuple):
     packages: list[dict[str, Any]]
 
     def taken(self) -> Iterator[tuple[dict[str, Any], str, str, list[bool]]]:
-        """Yield package, path, hash and chosen functions of files that are not left out."""
+        """Yield package, path, hash and chosen functions of files."""
         for package in self.packages:
             for path, hash, _, functions in package["files"]:
                 if functions is not None:
@@ -43,7 +42,6 @@ class Manifest(NamedTuple):
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read a manifest. Raises ConfigError."""
     try:
         content = gzip.decompress(Path(path).read_bytes())
         header, *packages = map(json.loads, content.decode().splitlines())
@@ -55,7 +53,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def open_packages(data: DataConfig) -> Source:
-    """Open the files of the manifest ``data.path``, which decides what is validation; a document's group is its package."""
+    """Open the files of the manifest ``data.path``, which splits them; a document's group is its package."""
     refuse_fraction(data)
     manifest, unit = read_manifest(data.path or ""), data.unit or "files"
     find = functools.lru_cache(importlib.metadata.distribution)

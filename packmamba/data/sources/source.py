@@ -20,29 +20,21 @@ SEED = 0
 
 
 class Document(NamedTuple):
-    """Hold a document; those of a source all have targets or none, and groups or none.
-
-    ``content``: str, or (length,) ids where the source has a vocab_size. ``targets``: (length,) integers, after each token, -1
-    for none; None: the next token. ``group``: such as its package.
-    """
+    """Hold a document; those of a source all have targets or none, and groups or none."""
 
     held_out: bool
-    content: Any
-    targets: Any = None
+    content: Any  # str, or (length,) ids where the source has a vocab_size
+    targets: Any = None  # (length,), after each token, -1 for none; None: the next token
     group: str | None = None
 
 
 @dataclass(frozen=True)
 class Source:
-    """Stream documents in a fixed order, any number of times.
+    """Stream documents in a fixed order, any number of times."""
 
-    ``fingerprint``: JSON values that change whenever the documents may, tokenizer and validation fraction apart. ``vocab_size``:
-    bound of ids, which get no begin and end tokens; None: text.
-    """
-
-    fingerprint: list[Any]
+    fingerprint: list[Any]  # JSON values that change whenever the documents may, but for the validation fraction
     read: Callable[[], Iterator[Document]]
-    vocab_size: int | Callable[[], int] | None = None
+    vocab_size: int | Callable[[], int] | None = None  # of ids, which get no begin and end tokens; None: text
 
 
 def open_source(data: DataConfig) -> Source:
@@ -61,10 +53,7 @@ def refuse_fraction(data: DataConfig) -> None:
 
 
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
-    """Find a file, the files below a folder with these suffixes, or what a pattern such as ``a/*.b`` matches.
-
-    Returns a folder and names relative to it, sorted.
-    """
+    """Return a folder and the names in it that ``data.path`` means: a file, a folder's files, or a pattern's."""
     path, names = Path(data.path or "*"), set()
     if path.exists():
         found, root = [path], path if path.is_dir() else path.parent
@@ -80,7 +69,7 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
 
 
 def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
-    """Return relative POSIX names of the visible files below a folder, sorted; follow no links to folders."""
+    """Return relative names of the visible files below a folder, sorted; follow no links to folders."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
@@ -90,20 +79,18 @@ def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collectio
 
 
 def hash_files(root: Path, files: list[str]) -> str:
-    """Hash names, sizes and modification times."""
     stats = ((name, (root / name).stat()) for name in files)
     facts = b"".join(os.fsencode(name) + f"\0{s.st_size}\0{s.st_mtime_ns}\0".encode() for name, s in stats)
     return hashlib.blake2b(facts, digest_size=16).hexdigest()
 
 
 def held_out_files(files: list[str], data: DataConfig) -> frozenset[str]:
-    """Choose the validation files by their names."""
     ranked = sorted(files, key=lambda name: share_of(os.fsencode(name)))
     return frozenset(ranked[: held_out_count(len(files), data)])
 
 
 def held_out_count(available: int, data: DataConfig) -> int:
-    """Return how many files or documents are validation, at least one."""
+    """Count validation files or documents, at least one."""
     count = max(1, round(data.validation_fraction * available))
     if count >= available:
         raise ConfigError(
@@ -118,7 +105,7 @@ def share_of(name: bytes, seed: int = SEED) -> float:
 
 
 def split_by_content(contents: Callable[[], Iterable[Any]], fraction: float) -> Callable[[], Iterator[Document]]:
-    """Hold documents out by a hash of their content: the fraction on average, at least one, equal ones in one split."""
+    """Hold documents out by a hash of their content, so that equal ones are in one split; at least one."""
 
     def read() -> Iterator[Document]:
         smallest = 1.0
